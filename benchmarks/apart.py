@@ -1,10 +1,10 @@
-"""What a request costs where the stages are in processes of their own, by its size.
+"""CPU cost of a request when the stages run in separate processes, by request size.
 
     python -m benchmarks.apart      digits, 4 KB and 150 KB, on a local broker
 
-Processes that are warm get a backlog, and their processor time counts until all of it is answered.
-So every request passed every stage, however far one of them was ahead of the others meanwhile; a
-window of time, as the tables of docs/performance.md have it, counts what the first stages do ahead.
+Warm processes get a backlog, and their CPU time counts until all of it is answered. So every
+request has passed every stage, even if one stage was far ahead of the others. A period of time, as
+in the tables of docs/performance.md, also counts work that the first stages do in advance.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import uvloop
 
 from benchmarks.campaign import SCRATCH
 from benchmarks.cluster import Cluster, Counter
-from benchmarks.contestants import Contestant, Place, headrace_as
+from benchmarks.contestants import Contestant, Endpoints, headrace_as
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS
 from benchmarks.processes import ProgramFailed, Running
 from benchmarks.results import RESULTS, record
 from benchmarks.saturation import LOOK_EVERY_S, prepare
-from benchmarks.subjects import SUBJECTS, Subject
+from benchmarks.subjects import SUBJECTS, BenchmarkModel
 from headrace.topics import STAGES
 
 DIGITS_REQUESTS = 100_000
 WARM = 0.05
-"""Of the backlog, answered before it is counted."""
+"""Share of the backlog that is answered before counting begins."""
 ROUNDS = 5
 DEADLINE_S = 240.0
 
@@ -47,7 +47,7 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 
 class Drained(NamedTuple):
-    """One backlog, answered: processor microseconds for each request, and requests a second."""
+    """Costs of one answered backlog: CPU microseconds per request, and requests per second."""
 
     cpu_us: dict[str, float]
     broker_us: float
@@ -55,7 +55,7 @@ class Drained(NamedTuple):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Medians of some rounds, of one way to divide the stages.
+    """Medians over the rounds for one division of the stages.
 
     Attributes:
         cpu_us: of all processes, for each answer.
@@ -71,7 +71,7 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class OfSize(msgspec.Struct, frozen=True):
-    """What requests of a size cost, by how the stages are divided.
+    """Costs of requests of one size, by the division of the stages.
 
     Attributes:
         value_bytes: of a request record's value.
@@ -85,17 +85,19 @@ class OfSize(msgspec.Struct, frozen=True):
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """All that is recorded."""
+    """The recorded results."""
 
     machine: dict[str, Any]
     sizes: list[OfSize]
 
 
-async def drain(cluster: Cluster, form: Contestant, subject: Subject, requests: int) -> Drained:
-    """Have a backlog answered. Raises `ProgramFailed`."""
+async def drain(
+    cluster: Cluster, form: Contestant, subject: BenchmarkModel, requests: int
+) -> Drained:
+    """Serve a backlog until it is answered. Raises `ProgramFailed`."""
     warm = int(WARM * requests)
     run = f"apart.{secrets.token_hex(4)}"
-    place = Place(cluster.bootstrap_servers, f"{run}.requests", run)
+    place = Endpoints(cluster.bootstrap_servers, f"{run}.requests", run)
     await cluster.create_plain(place.requests)
     topics = await prepare(cluster, form, subject, place)
     try:
@@ -129,7 +131,7 @@ async def _answered(running: Running, answers: Counter, count: int) -> None:
 
 
 def _summary(rounds: list[Drained]) -> Form:
-    """Medians."""
+    """Return the medians."""
     return Form(
         cpu_us=median(sum(each.cpu_us.values()) for each in rounds),
         cpu_us_of={
@@ -141,8 +143,8 @@ def _summary(rounds: list[Drained]) -> Form:
     )
 
 
-async def _of_size(cluster: Cluster, name: str, subject: Subject, requests: int) -> OfSize:
-    """All forms in turns."""
+async def _of_size(cluster: Cluster, name: str, subject: BenchmarkModel, requests: int) -> OfSize:
+    """Measure all divisions alternately."""
     rounds: dict[str, list[Drained]] = {}
     for _ in range(ROUNDS):
         for form, stages in FORMS.items():
@@ -159,7 +161,7 @@ async def _of_size(cluster: Cluster, name: str, subject: Subject, requests: int)
 
 
 async def measure() -> Apart:
-    """One size after the other, on one broker."""
+    """Measure all sizes, one after the other, on one broker."""
     digits = SUBJECTS["digits"](SCRATCH)
     async with Cluster() as cluster:
         sizes = [await _of_size(cluster, "digits", digits, DIGITS_REQUESTS)]

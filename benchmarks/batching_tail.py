@@ -1,15 +1,14 @@
-"""The tail under load: the 99th percentile from a request's arrival at the batcher until its
-result, against what the batcher's rules allow.
+"""Latency tail under load: the measured 99th percentile from a request's arrival at the batcher
+until its result, compared with the simulated one.
 
     python -m benchmarks.batching_tail [--model NAME] [--rounds N] [--seconds N]
 
-ResNet-50, or another model, at 80 % of its capacity, in this process on the embedded log:
-`benchmarks.simulation` has the form of such a run. The pipeline measures itself: `queue_us`,
-`batch_us` and `compute_us` of an answer, from when ingest began to read the request until the
-answer was encoded, which is a little more than from batcher to result. The simulation runs the same
-rules on the same arrivals, with runs that take what the run's own answers say; so what the real
-percentile has beyond the simulated one is what the pipeline adds around its batches. Asked is no
-more than a quarter.
+ResNet-50, or another model, runs at 80 % of its capacity in this process on the embedded log, as in
+`benchmarks.simulation`. The latency is the sum of `queue_us`, `batch_us` and `compute_us` of an
+answer, from the beginning of reading the request until the answer was encoded, which is a little
+more than from batcher to result. The simulation applies the same rules to the same arrivals, with
+the durations that the run's own answers report. So the difference of the two percentiles is the
+time that the pipeline adds around its batches. The goal is at most a quarter.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ AT_MOST = 1.25
 @click.command(help=__doc__)
 @click.option("--model", "name", type=click.Choice(sorted(MODELS)), default="resnet50")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--seconds", default=60.0, show_default=True, help="Of each.")
+@click.option("--seconds", default=60.0, show_default=True, help="Duration of a round.")
 def main(name: str, rounds: int, seconds: float) -> None:
     configure_logging("warning")
     rows = uvloop.run(compare(MODELS[name](SCRATCH), [LOAD], rounds, seconds))

@@ -1,10 +1,10 @@
-"""What a batch costs from its requests to their outputs: gathered, run and scattered, with inputs
-and outputs bound by address (`io_binding`), and on the plain path.
+"""CPU cost of a batch from its requests to their outputs (gather, run, scatter), with inputs and
+outputs bound by address (`io_binding`), and without.
 
     python benchmarks/binding_cost.py [--rounds N]
 
-Runs are made inline, on one thread; time is that thread's processor time. Both ways take turns in
-rounds, so that a busy machine is busy for both. The run itself is in it, and costs both the same.
+Runs are made inline on one thread, whose CPU time is measured. Both ways alternate in rounds, so
+that other load on the machine affects both. The run itself is included, and costs both the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.config import ModelConfig
 from headrace.models.signature import Signature, read_onnx_signature
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Envelope, Request
 from headrace.protocol.tensors import from_array
 from headrace.services.executor.buffers import scatter
@@ -31,19 +32,10 @@ ROWS = (1, 2, 8, 32)
 BATCHES = 500
 
 
-class AckHandle:
-    """Of nothing."""
-
-    revoked = False
-
-    def ack(self) -> None:
-        """There is nobody to tell."""
-
-
 def _requests(count: int) -> list[Request]:
     requests = []
     for number in range(count):
-        request = Request(AckHandle(), 0, number, number - 1, 0, None, None, [], Envelope())
+        request = Request(NULL_ACK, 0, number, number - 1, 0, None, None, [], Envelope())
         pixels = np.full((1, 64), number, np.float32)
         request.inputs = (from_array("pixels", pixels),)
         request.shape_class, request.size_bytes = (), pixels.nbytes
@@ -52,7 +44,7 @@ def _requests(count: int) -> list[Request]:
 
 
 async def _run(instance: Instance, signature: Signature, requests: Sequence[Request]) -> float:
-    """Microseconds of the processor for each batch."""
+    """Return the CPU microseconds per batch."""
     inputs = [request.inputs for request in requests]
     began_ns = time.thread_time_ns()
     for _ in range(BATCHES):
@@ -80,7 +72,7 @@ def _instance(directory: Path, *, bound: bool) -> Instance:
 
 
 async def measure(directory: Path, rounds: int) -> None:
-    """Print a table."""
+    """Measure all batch sizes, and print a table."""
     signature = read_onnx_signature(directory / "model.onnx")
     async with _instance(directory, bound=False) as plain, _instance(directory, bound=True) as tied:
         print("| rows | plain, µs | bound, µs | bound / plain |")
@@ -97,7 +89,7 @@ async def measure(directory: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    """Measure the model of the demo."""
+    """Measure the demo's model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()

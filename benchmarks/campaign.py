@@ -1,4 +1,6 @@
-"""A whole run: every model, every contestant, in rounds, so that a busy moment hits all alike."""
+"""A whole benchmark run: every model and every contestant, in rounds, so that other load on the
+machine affects all equally.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,20 @@ from benchmarks.contestants import (
     THREE,
     Contestant,
     ContestantMissing,
-    Place,
+    Endpoints,
 )
 from benchmarks.latency import LatencyRun
 from benchmarks.machine import describe_machine, versions_of
 from benchmarks.processes import SHOWN_CHARACTERS, ProgramFailed, without_directories
 from benchmarks.results import Contest, Results, SubjectResults
 from benchmarks.saturation import run_bare, saturate
-from benchmarks.subjects import SUBJECTS, Subject, SubjectMissing
+from benchmarks.subjects import SUBJECTS, BenchmarkModel, SubjectMissing
 from headrace.errors import HeadraceError
 
 SCRATCH = Path("build/benchmarks")
 LATENCY_SHARE_S = 70.0
 SHARES = {"digits": 0.35, "magika": 0.64, "resnet50": 1.0}
-"""When each model has to be done, as a part of the whole run."""
+"""Share of the whole run at which each model must be done."""
 
 SWEEP = (1, 2, 4, 8, 16, 32)
 Say = Callable[[str], None]
@@ -50,7 +52,7 @@ FAILURES = (
     ExceptionGroup,
     subprocess.SubprocessError,
 )
-"""What may go wrong with one contestant, or one model, and leaves the others alone."""
+"""Errors of one contestant or one model, which do not end the run."""
 
 FORGETFUL = """
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -69,7 +71,7 @@ server.serve_forever()
 
 
 class Campaign(NamedTuple):
-    """What is measured, and for how long.
+    """Parameters of a run.
 
     Attributes:
         window_s: of one saturated run; a model that computes for long has twice as much.
@@ -93,7 +95,7 @@ QUICK = Campaign(tuple(SUBJECTS), rounds=1, window_s=1.5, latency_s=2.0, sweep_s
 
 
 async def measure(plan: Campaign, say: Say) -> Results:
-    """Measure everything; what fails is told in the results and does not end the run."""
+    """Measure everything. Failures are recorded in the results and do not end the run."""
     machine = describe_machine()
     machine["peers"] = versions_of(PEERS_PYTHON, ("faststream", "quixstreams", "confluent-kafka"))
     results = Results(
@@ -121,19 +123,19 @@ async def measure(plan: Campaign, say: Say) -> Results:
                     await measuring.run(began_s + SHARES[name] * plan.limit_s)
             except FAILURES as error:
                 say(f"{name}: {error}")
-                measured.failures.append(_told(error))
+                measured.failures.append(_describe_error(error))
     results.load_average = (results.load_average[0], os.getloadavg()[0])
     return results
 
 
 class _Measuring:
-    """One model, on one broker."""
+    """Measurement of one model, on one broker."""
 
     def __init__(
         self,
         plan: Campaign,
         cluster: Cluster,
-        subject: tuple[Subject, SubjectResults],
+        subject: tuple[BenchmarkModel, SubjectResults],
         collector: str,
         say: Say,
     ) -> None:
@@ -145,7 +147,7 @@ class _Measuring:
         self._requests = f"bench.{self._subject.name}.requests"
 
     async def run(self, until_s: float) -> None:
-        """Everything; further rounds only while there is time for them (monotonic seconds)."""
+        """Measure the model; start further rounds only before `until_s` (monotonic seconds)."""
         if self._subject.slow:
             self._sweep()
         if "saturation" in self._plan.parts:
@@ -154,12 +156,12 @@ class _Measuring:
             await self._latency()
 
     def _sweep(self) -> None:
-        """The bare model at several batch sizes; the best one is what everybody gets."""
+        """Run the bare model at several batch sizes; all contestants use the best one."""
         for batch in SWEEP:
             try:
                 found = run_bare(self._subject._replace(batch=batch), self._plan.sweep_s)
             except FAILURES as error:
-                self._say(f"{self._subject.name}, batches of {batch}: {_told(error)}")
+                self._say(f"{self._subject.name}, batches of {batch}: {_describe_error(error)}")
                 continue
             self._results.sweep[str(batch)] = found.per_s
         if not self._results.sweep:
@@ -215,11 +217,11 @@ class _Measuring:
         named = self._plan.named
         return not named or any(part.lower() in contestant.name.lower() for part in named)
 
-    def _bare(self, contest: Contest, subject: Subject) -> None:
+    def _bare(self, contest: Contest, subject: BenchmarkModel) -> None:
         try:
             contest.runs.append(run_bare(subject, self._window_s))
         except FAILURES as error:
-            contest.failures.append(_told(error))
+            contest.failures.append(_describe_error(error))
 
     async def _contest(self, contestant: Contestant, contest: Contest) -> None:
         try:
@@ -229,7 +231,7 @@ class _Measuring:
             subject = contestant.vary(self._subject)
             found = await saturate(self._cluster, contestant, subject, place, self._window_s)
         except FAILURES as error:
-            contest.failures.append(_told(error))
+            contest.failures.append(_describe_error(error))
             self._say(f"{self._subject.name}, {contestant.name}: {error}")
             return
         contest.runs.append(found)
@@ -238,8 +240,8 @@ class _Measuring:
             f"{found.cpu_us:.1f} us (broker {found.broker_us:.1f}), {found.memory_mib:.0f} MiB"
         )
 
-    def _place(self) -> Place:
-        return Place(
+    def _place(self) -> Endpoints:
+        return Endpoints(
             self._cluster.bootstrap_servers,
             self._requests,
             f"bench.{self._subject.name}.{secrets.token_hex(4)}",
@@ -263,24 +265,24 @@ class _Measuring:
             results.unloaded = await run.unloaded(self._private_place())
             self._say(f"{subject.name} unloaded: {results.unloaded}")
         except FAILURES as error:
-            results.failures.append(f"latency: {_told(error)}")
+            results.failures.append(f"latency: {_describe_error(error)}")
             self._say(f"{subject.name}, latency: {error}")
 
-    def _private_place(self) -> Place:
-        """With a topic of requests that nobody else reads."""
+    def _private_place(self) -> Endpoints:
+        """Return addresses with a requests topic that no other run reads."""
         place = self._place()
         return place._replace(requests=f"{place.run}.requests", http_port=a_port())
 
 
-def _told(error: BaseException) -> str:
-    """What went wrong, in a line that names nothing of this machine."""
+def _describe_error(error: BaseException) -> str:
+    """Describe the error in a line without this machine's directories."""
     text = without_directories(str(error) or repr(error))
     return " / ".join(text.split("\n"))[:SHOWN_CHARACTERS]
 
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """A process that takes traces and forgets them; yields its address."""
+    """Run a process that accepts and discards traces; yields its address."""
     process = subprocess.Popen([sys.executable, "-c", FORGETFUL], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -1,4 +1,6 @@
-"""The broker under load: topics, records in advance, how many answers there are, its own cost."""
+"""The local broker of a measurement: creates topics, writes records in advance, counts answers, and
+reports the broker's CPU time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ POLL_RECORDS = 10_000
 
 
 class Cluster:
-    """One local node, and a client of it for everything that is not measured."""
+    """One local Kafka node, and a client for everything that is not measured."""
 
     def __init__(self) -> None:
         self._kafka = LocalKafka()
@@ -47,11 +49,11 @@ class Cluster:
 
     @property
     def bootstrap_servers(self) -> str:
-        """Where it listens."""
+        """The broker's address."""
         return self._kafka.bootstrap_servers
 
     def cpu_s(self) -> float:
-        """The processor time of the broker until now."""
+        """Return the broker's CPU time since its start."""
         pid = self._kafka.pid()
         assert pid is not None
         return cpu_s(pid)
@@ -61,16 +63,16 @@ class Cluster:
         await self.log.create_topics(topics, replication_factor=1)
 
     async def create_plain(self, name: str) -> None:
-        """Create a topic of the usual number of partitions."""
+        """Create a topic with the usual number of partitions."""
         config = {"max.message.bytes": str(MAX_MESSAGE_BYTES)}
         await self.create([TopicInfo(name, PARTITIONS, config)])
 
     async def delete(self, topics: Sequence[str]) -> None:
-        """Delete topics, so that their pages leave the cache."""
+        """Delete topics, which also frees their page cache."""
         await self._admin.delete_topics(list(topics))
 
     async def fill(self, topic: str, values: Sequence[bytes], count: int) -> None:
-        """Write so many records, spread over the partitions; the values take turns."""
+        """Write `count` records with the values in rotation, spread over the partitions."""
         turns = itertools.cycle(values)
         async with self.log.producer() as producer:
             waiting = []
@@ -87,7 +89,7 @@ class Cluster:
 
     @asynccontextmanager
     async def counting(self, topic: str) -> AsyncIterator[Counter]:
-        """Something that tells how many records a topic has got."""
+        """Yield a counter of the topic's records."""
         partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
         async with self.log.reader(partitions) as reader:
             reader.pause(partitions)  # at first only the ends are asked for
@@ -95,12 +97,12 @@ class Cluster:
 
 
 def a_port() -> int:
-    """A port of this machine on which nothing listens now."""
+    """Return a free port of this machine."""
     return free_port((), "127.0.0.1")
 
 
 class Counter:
-    """How many records a topic has got.
+    """Counts the records of a topic.
 
     Args:
         reader: of its partitions, which are paused.
@@ -111,17 +113,19 @@ class Counter:
         self._partitions = partitions
 
     async def ends(self) -> Mapping[TopicPartition, int]:
-        """The offset after the last one of each partition, at this moment."""
+        """Return the current end offset of each partition."""
         return await self._reader.end_offsets(self._partitions)
 
     async def now(self) -> int:
-        """The offsets until this moment. The end of a transaction takes one, and is no record."""
+        """Return the sum of the end offsets. It includes the transaction markers, one per
+        transaction.
+        """
         return sum((await self.ends()).values())
 
     async def records(
         self, begin: Mapping[TopicPartition, int], end: Mapping[TopicPartition, int]
     ) -> int:
-        """Read what lies between two `ends`, and count it."""
+        """Read the records between two results of `ends`, and return their number."""
         reader, count = self._reader, 0
         left = [one for one in self._partitions if begin[one] < end[one]]
         for partition in left:

@@ -1,4 +1,4 @@
-"""Who is measured: the programs of each contestant, given a model, a broker and topics."""
+"""The contestants: the programs that each of them runs, given a model, a broker and topics."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.processes import Program
-from benchmarks.subjects import Subject
+from benchmarks.subjects import BenchmarkModel
 from headrace.config import Settings, make_settings
 from headrace.errors import ConfigurationError
 
 PYTHON = Path(sys.executable)
 HEADRACE = PYTHON.parent / "headrace"
 PEERS_PYTHON = Path(".venv-bench/bin/python")
-"""The environment of the other frameworks; `make bench-peers` makes it."""
+"""Python environment of the other frameworks, created by `make bench-peers`."""
 
 
 class ContestantMissing(Exception):
-    """A contestant cannot run here; the text says why."""
+    """A contestant cannot run on this machine; the text says why."""
 
 
-class Place(NamedTuple):
-    """Where a contestant reads and writes; topics and group are its own for one run.
+class Endpoints(NamedTuple):
+    """Broker, topics and ports of one run; topics and consumer group belong to that run only.
 
     Attributes:
         collector: where traces are sent, if they are.
@@ -58,10 +58,10 @@ class Contestant(NamedTuple):
 
     name: str
     family: str
-    programs: Callable[[Subject, Place], list[Program]]
-    settings: Callable[[Subject, Place], Settings] | None = None
+    programs: Callable[[BenchmarkModel, Endpoints], list[Program]]
+    settings: Callable[[BenchmarkModel, Endpoints], Settings] | None = None
     settle_s: float = 1.0
-    vary: Callable[[Subject], Subject] = lambda subject: subject
+    vary: Callable[[BenchmarkModel], BenchmarkModel] = lambda subject: subject
     in_transactions: bool = False
 
 
@@ -69,7 +69,7 @@ class Contestant(NamedTuple):
 
 
 def _loop(name: str, module: str, *more: str, family: str = "loop") -> Contestant:
-    def programs(subject: Subject, place: Place) -> list[Program]:
+    def programs(subject: BenchmarkModel, place: Endpoints) -> list[Program]:
         python = PYTHON
         if family == "framework":
             python = PEERS_PYTHON
@@ -90,7 +90,9 @@ def _loop(name: str, module: str, *more: str, family: str = "loop") -> Contestan
 # --- Headrace ----------------------------------------------------------------------------------
 
 
-def _environment(subject: Subject, place: Place, delivery: str, *, traced: bool) -> dict[str, str]:
+def _environment(
+    subject: BenchmarkModel, place: Endpoints, delivery: str, *, traced: bool
+) -> dict[str, str]:
     names = {"requests": place.requests, "responses": place.responses}
     environment = {
         "HEADRACE_NAMESPACE": place.run,
@@ -109,7 +111,7 @@ def _environment(subject: Subject, place: Place, delivery: str, *, traced: bool)
 
 
 def _settings_from(environment: Mapping[str, str]) -> Settings:
-    """As the program will read them, which the environment of this process does not matter for."""
+    """Read settings from the environment that the program will get, not from this process's own."""
     values: dict[str, dict[str, object]] = {}
     for name, value in environment.items():
         group, _, field = name.removeprefix("HEADRACE_").lower().partition("__")
@@ -124,16 +126,16 @@ def headrace_as(
     delivery: str = "at_least_once",
     traced: bool = False,
 ) -> Contestant:
-    """Headrace with these stages in each process; without any, all in one."""
+    """Return Headrace with these stages in each process; by default with all stages in one."""
 
-    def programs(subject: Subject, place: Place) -> list[Program]:
+    def programs(subject: BenchmarkModel, place: Endpoints) -> list[Program]:
         environment = _environment(subject, place, delivery, traced=traced)
         return [
             Program([HEADRACE, "run", *([stages] if stages else [])], environment)
             for stages in processes or ("",)
         ]
 
-    def settings(subject: Subject, place: Place) -> Settings:
+    def settings(subject: BenchmarkModel, place: Endpoints) -> Settings:
         try:
             return _settings_from(_environment(subject, place, delivery, traced=traced))
         except ConfigurationError as error:
@@ -161,7 +163,7 @@ OVERLAPPED = "aiokafka, bulk, partitions overlapped"
 BARE = "bare ONNX Runtime"
 LEARNING = "Headrace, batch size learned"
 ALL_CORES = ", all cores"
-"""Behind the names of those that give the model every core, broker or no broker."""
+"""Suffix of contestants whose model uses every core, including the broker's."""
 
 FUSED_CONTESTANT = headrace_as(FUSED)
 ECHO = _loop("two hops through Kafka", "echo")
@@ -182,10 +184,10 @@ CONTESTANTS = [
     headrace_as(FOUR, "ingest", "batcher", "executor", "responder"),
 ]
 COMPUTING = [
-    FUSED_CONTESTANT._replace(name=LEARNING, vary=Subject.learning, settle_s=15.0),
-    FUSED_CONTESTANT._replace(name=FUSED + ALL_CORES, vary=Subject.with_all_cores),
+    FUSED_CONTESTANT._replace(name=LEARNING, vary=BenchmarkModel.learning, settle_s=15.0),
+    FUSED_CONTESTANT._replace(name=FUSED + ALL_CORES, vary=BenchmarkModel.with_all_cores),
 ]
-"""More of them, where the model takes nearly all of the time."""
+"""Further contestants for models that take nearly all of the time."""
 ENOUGH_FOR_SLOW_MODELS = {
     AWAITED,
     OVERLAPPED,
@@ -193,4 +195,4 @@ ENOUGH_FOR_SLOW_MODELS = {
     "Headrace, exactly once",
     THREE,
 }
-"""Where the model is slow, the others come out like one of these."""
+"""Contestants for slow models; the results of the others are like one of these."""

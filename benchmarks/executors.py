@@ -1,4 +1,5 @@
-"""What more executor processes bring, with every stage apart: `python -m benchmarks.executors`.
+"""Throughput by the number of executor processes, with every stage in a process of its own: `python
+-m benchmarks.executors`.
 
 Runs wait, as for a device of each executor's own: 20 ms and 2.5 ms for each row. So one executor
 answers 200 requests a second in batches of eight at most, and on a machine with few cores, too, the
@@ -15,7 +16,7 @@ import uvloop
 
 from benchmarks.campaign import SCRATCH
 from benchmarks.cluster import Cluster
-from benchmarks.contestants import Place, headrace_as
+from benchmarks.contestants import Endpoints, headrace_as
 from benchmarks.machine import describe_machine
 from benchmarks.results import RESULTS, Saturated, record
 from benchmarks.saturation import saturate
@@ -26,11 +27,11 @@ ROUNDS = 3
 SECONDS = 10.0
 RUN_S, ROW_S = 0.02, 0.0025
 MOST_PER_S = WAITING_ROWS / (RUN_S + WAITING_ROWS * ROW_S)
-"""Of one executor whose next batch is always there."""
+"""Highest rate of one executor whose next batch is always available."""
 
 
 async def measure() -> dict[int, list[Saturated]]:
-    """By the number of executors, answers a second under a backlog, and what they cost."""
+    """Return throughput under a backlog, and CPU cost, by the number of executors."""
     subject = waiting("waiting", SCRATCH, run_s=RUN_S, row_s=ROW_S)
     enough = round(MOST_PER_S * max(COUNTS) * 3 * SECONDS)
     found: dict[int, list[Saturated]] = {count: [] for count in COUNTS}
@@ -43,7 +44,7 @@ async def measure() -> dict[int, list[Saturated]]:
                 stages = ("ingest", "batcher", *["executor"] * count, "responder")
                 form = headrace_as(f"{count} executors", *stages)
                 run = f"executors.{secrets.token_hex(4)}"
-                place = Place(cluster.bootstrap_servers, requests, run)
+                place = Endpoints(cluster.bootstrap_servers, requests, run)
                 found[count].append(await saturate(cluster, form, subject, place, SECONDS))
                 click.echo(f"{count} executors: {found[count][-1].per_s:,.0f}/s", err=True)
     return found

@@ -1,4 +1,4 @@
-"""Latency of both guarantees side by side, in one process and in three: digits on a local broker.
+"""Latency of both delivery guarantees, in one process and in three, for digits on a local broker.
 
     python -m benchmarks.guarantees
 
@@ -19,10 +19,10 @@ import uvloop
 
 from benchmarks.campaign import SCRATCH
 from benchmarks.cluster import Cluster, a_port
-from benchmarks.contestants import Contestant, Place, headrace_as
+from benchmarks.contestants import Contestant, Endpoints, headrace_as
 from benchmarks.latency import LatencyRun
 from benchmarks.machine import describe_machine
-from benchmarks.results import RESULTS, Latency, record
+from benchmarks.results import RESULTS, OpenLoopLatency, record
 from benchmarks.subjects import SUBJECTS
 
 RATES_PER_S = (500.0, 5000.0)
@@ -41,7 +41,7 @@ FORMS: list[Contestant] = [
 
 
 class Found(msgspec.Struct):
-    """The runs of one form.
+    """Rounds of one division of the stages.
 
     Attributes:
         alone_ms: medians of one request at a time, a round each.
@@ -49,10 +49,12 @@ class Found(msgspec.Struct):
     """
 
     alone_ms: list[float] = msgspec.field(default_factory=list)
-    rates: list[list[Latency]] = msgspec.field(default_factory=lambda: [[] for _ in RATES_PER_S])
+    rates: list[list[OpenLoopLatency]] = msgspec.field(
+        default_factory=lambda: [[] for _ in RATES_PER_S]
+    )
 
     def told(self) -> str:
-        """Medians of the rounds, and how many cores they took."""
+        """Return the medians over the rounds, and the number of busy cores."""
         rates = "; ".join(
             f"{runs[0].offered_per_s:,.0f}/s p50 {median(run.p50_ms for run in runs):.1f} "
             f"p99 {median(run.p99_ms for run in runs):.1f} ms, broker "
@@ -63,7 +65,7 @@ class Found(msgspec.Struct):
 
 
 async def measure() -> dict[str, Found]:
-    """All forms in turns, on one broker."""
+    """Measure all divisions alternately, on one broker."""
     subject = SUBJECTS["digits"](SCRATCH)
     found = {form.name: Found() for form in FORMS}
     async with Cluster() as cluster:
@@ -71,7 +73,7 @@ async def measure() -> dict[str, Found]:
         async def run(form: Contestant, rates_per_s: tuple[float, ...], seconds: float) -> Found:
             name = f"guarantees.{secrets.token_hex(4)}"
             port = 0 if form.name.startswith("three") else a_port()
-            place = Place(cluster.bootstrap_servers, f"{name}.requests", name, http_port=port)
+            place = Endpoints(cluster.bootstrap_servers, f"{name}.requests", name, http_port=port)
             latency = LatencyRun(cluster, subject, place, form)
             alone_ms, latencies = await latency.at(rates_per_s, seconds)
             return Found([alone_ms], [[each] for each in latencies])

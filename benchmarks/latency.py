@@ -1,4 +1,5 @@
-"""Latency: open-loop at shares of the capacity, and one request at a time against two bare hops.
+"""Latency: open-loop at shares of the capacity, and unloaded compared with two bare hops through
+Kafka.
 
 The load comes from the same machine, in the open form from two processes
 (`benchmarks.open_loop`); so the capacity that the shares are of is measured with a load as well,
@@ -13,20 +14,22 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.cluster import PARTITIONS, Cluster
-from benchmarks.contestants import ECHO, FUSED_CONTESTANT, Contestant, Place
-from benchmarks.open_loop import Look, OpenLoop, open_loop
+from benchmarks.contestants import ECHO, FUSED_CONTESTANT, Contestant, Endpoints
+from benchmarks.open_loop import LoadSample, OpenLoop, open_loop
 from benchmarks.processes import ProgramFailed, Running
-from benchmarks.results import Cores, Latency, Unloaded
+from benchmarks.results import BusyCores, OpenLoopLatency, Unloaded
 from benchmarks.saturation import prepare, run_bare
 from benchmarks.stages import scrape, stages_between
-from benchmarks.subjects import Subject
+from benchmarks.subjects import BenchmarkModel
 from headrace.log.port import TopicPartition
-from headrace.tools.bench.load import Load, LoadPlan, Payload
-from headrace.tools.bench.measured import Measured
+from headrace.tools.bench.load import Load, LoadPlan, LoadRequest
+from headrace.tools.bench.measured import LoadResult
 
 LOADS = (0.2, 0.5, 0.8)
 STEP, LEAST = 0.1, 0.5
-"""By so much the largest share is lowered, down to this, until it is sent on time."""
+"""The largest share is lowered by `STEP` until its requests are sent on time, or `LEAST` is
+reached.
+"""
 WARM_UP_S = 1.0
 START_WAIT_S = 40.0
 LAST_ANSWERS_S = 10.0
@@ -36,7 +39,7 @@ UNLOADED_S = 1.0
 
 
 class LatencyRun:
-    """Headrace under loads, one after another.
+    """Headrace under several loads, one after the other.
 
     Args:
         place: of this run; its topic of requests is used by nobody else.
@@ -46,8 +49,8 @@ class LatencyRun:
     def __init__(
         self,
         cluster: Cluster,
-        subject: Subject,
-        place: Place,
+        subject: BenchmarkModel,
+        place: Endpoints,
         contestant: Contestant = FUSED_CONTESTANT,
     ) -> None:
         self._contestant = contestant
@@ -55,8 +58,10 @@ class LatencyRun:
         self._subject = subject
         self._place = place
 
-    async def loaded(self, seconds: float) -> tuple[float, list[Latency]]:
-        """The capacity per second, and the latencies at shares of it. Raises `ProgramFailed`."""
+    async def loaded(self, seconds: float) -> tuple[float, list[OpenLoopLatency]]:
+        """Return the capacity per second, and the latencies at shares of it. Raises
+        `ProgramFailed`.
+        """
         await self._topics(self._contestant)
         with Running(self._contestant.programs(self._subject, self._place)) as running:
             await self._warm_up(running)
@@ -75,8 +80,8 @@ class LatencyRun:
 
     async def _open(
         self, running: Running, capacity_per_s: float, share: float, seconds: float
-    ) -> Latency:
-        """One open-loop run at a share of the capacity, and where the time went."""
+    ) -> OpenLoopLatency:
+        """Run one open loop at a share of the capacity, and record where the time went."""
         place, rate = self._place, (capacity_per_s * share, seconds)
         topics = (
             TopicPartition(place.requests, PARTITIONS),
@@ -84,16 +89,18 @@ class LatencyRun:
         )
         values = self._subject.values
 
-        def look() -> Look:
+        def look() -> LoadSample:
             metrics = scrape(place.http_port) if place.http_port else {}
-            return Look(time.monotonic(), running.cpu_s(), self._cluster.cpu_s(), metrics)
+            return LoadSample(time.monotonic(), running.cpu_s(), self._cluster.cpu_s(), metrics)
 
         load = await open_loop(place.bootstrap_servers, topics, values, rate, SKIP_S, look)
         running.check()
-        return _told(share, rate[0], load)
+        return _latency_result(share, rate[0], load)
 
-    async def at(self, rates_per_s: Sequence[float], seconds: float) -> tuple[float, list[Latency]]:
-        """One at a time, in ms at the median, and the latencies at given rates."""
+    async def at(
+        self, rates_per_s: Sequence[float], seconds: float
+    ) -> tuple[float, list[OpenLoopLatency]]:
+        """Return the unloaded median in ms, and the latencies at the given rates."""
         await self._topics(self._contestant)
         with Running(self._contestant.programs(self._subject, self._place)) as running:
             await self._warm_up(running)
@@ -101,8 +108,8 @@ class LatencyRun:
             latencies = [await self._open(running, rate, 1.0, seconds) for rate in rates_per_s]
         return 1e3 * alone.latency.percentile_s(50), latencies
 
-    async def unloaded(self, echo_place: Place) -> Unloaded:
-        """One request at a time, by turns through Headrace and through an echo."""
+    async def unloaded(self, echo_place: Endpoints) -> Unloaded:
+        """Send one request at a time, alternately through Headrace and through an echo."""
         await self._topics(self._contestant)
         await self._cluster.create_plain(echo_place.requests)
         await self._cluster.create_plain(echo_place.responses)
@@ -145,45 +152,45 @@ class LatencyRun:
             wait_s,
             skip_s,
         )
-        return Load(self._cluster.log, plan, [Payload(one) for one in self._subject.values])
+        return Load(self._cluster.log, plan, [LoadRequest(one) for one in self._subject.values])
 
 
 class _OneAtATime:
-    """Rounds of one request at a time through one of two ways, and what they cost it."""
+    """Rounds of one request at a time through one of the two paths, and their CPU cost."""
 
     def __init__(self, way: LatencyRun, running: Running) -> None:
         self._way = way
         self._running = running
         self._cpu_s = 0.0
-        self.rounds: list[Measured] = []
+        self.rounds: list[LoadResult] = []
 
     async def ask(self) -> None:
-        """One round."""
+        """Run one round."""
         began_s = self._running.cpu_s()
         self.rounds.append(await self._way._load(UNLOADED_S).closed_loop(1))
         self._cpu_s += self._running.cpu_s() - began_s
 
     @property
     def cpu_us(self) -> float:
-        """Processor time for each request."""
+        """Return the CPU time per request."""
         return 1e6 * self._cpu_s / max(1, sum(each.answered for each in self.rounds))
 
 
-def _told(
+def _latency_result(
     share: float,
     offered_per_s: float,
     load: OpenLoop,
-) -> Latency:
+) -> OpenLoopLatency:
     latency, late, answered = load.answered.latency, load.sent.late, load.answered
     before, after = load.looks
     wall_s = after.at_s - before.at_s
-    cores = Cores(
+    cores = BusyCores(
         headrace=(after.headrace_s - before.headrace_s) / wall_s,
         broker=(after.broker_s - before.broker_s) / wall_s,
         sender=load.sent.cpu_s / wall_s,
         reader=load.answered.cpu_s / wall_s,
     )
-    return Latency(
+    return OpenLoopLatency(
         load=share,
         offered_per_s=offered_per_s,
         answered_per_s=answered.counted / answered.seconds if answered.seconds else 0.0,
@@ -199,7 +206,7 @@ def _told(
     )
 
 
-def _halves(rounds: list[Measured]) -> tuple[float, float]:
+def _halves(rounds: list[LoadResult]) -> tuple[float, float]:
     return (
         1e3 * median(each.latency.percentile_s(50) for each in rounds),
         1e3 * median(each.latency.percentile_s(99) for each in rounds),

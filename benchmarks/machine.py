@@ -1,4 +1,4 @@
-"""What was measured on, and with: the machine and the versions, for the results."""
+"""Description of the machine and the versions, for the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("aiokafka", "msgspec", "numpy", "onnxruntime", "uvloop")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores open to us, memory, kernel, Python, packages, commit."""
+    """Return processor, available cores, memory, kernel, Python, packages and commit."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -52,7 +52,7 @@ def _commit() -> str:
 
 
 def versions_of(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
-    """Versions of packages in another environment; none where there is no such environment."""
+    """Return versions of packages in another environment; empty if there is no such environment."""
     if not python.exists():
         return {}
     code = (

@@ -1,4 +1,4 @@
-"""ResNet-50 v1.5 as an ONNX file, with random weights: what is measured is its computing.
+"""ResNet-50 v1.5 as an ONNX file, with random weights, since only its computing time matters.
 
 The architecture is that of "Deep Residual Learning for Image Recognition" (He et al., 2015) with
 the stride in the 3x3 convolutions; batch normalisation is folded into the convolutions, as every
@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 BLOCKS = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
-"""Of each stage: inner channels, blocks, stride of the first block."""
+"""Inner channels, number of blocks, and stride of the first block, for each stage."""
 EXPANSION = 4
 CLASSES = 1000
 IMAGE = 224
@@ -24,7 +24,7 @@ OPSET = 17
 
 
 class _Graph:
-    """Nodes and weights, added one after the other."""
+    """Nodes and weights of a graph, added one after the other."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -32,19 +32,21 @@ class _Graph:
         self._random = np.random.default_rng(50)
 
     def add(self, kind: str, inputs: list[str], **attributes: object) -> str:
-        """A node; returns the name of its output."""
+        """Add a node; returns the name of its output."""
         output = f"t{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, inputs, [output], **attributes))
         return output
 
     def weight(self, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> str:
-        """A constant; returns its name."""
+        """Add a constant; returns its name."""
         name = f"w{len(self.weights)}"
         self.weights.append(numpy_helper.from_array(values, name))
         return name
 
     def convolution(self, x: str, shape: tuple[int, int, int], stride: int) -> str:
-        """A convolution with its bias; `shape` is out, in and the side of the kernel."""
+        """Add a convolution with its bias; `shape` is output channels, input channels and kernel
+        side.
+        """
         out, into, side = shape
         # Half of He's variance: the sums with the shortcuts stay finite over sixteen blocks.
         scale = math.sqrt(1.0 / (into * side * side))
@@ -59,7 +61,7 @@ class _Graph:
         )
 
     def block(self, x: str, into: int, inner: int, stride: int) -> str:
-        """A bottleneck: 1x1, 3x3, 1x1, and the shortcut."""
+        """Add a bottleneck: 1x1, 3x3, 1x1, and the shortcut."""
         out = inner * EXPANSION
         y = self.add("Relu", [self.convolution(x, (inner, into, 1), 1)])
         y = self.add("Relu", [self.convolution(y, (inner, inner, 3), stride)])

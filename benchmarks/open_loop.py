@@ -1,4 +1,4 @@
-"""Open-loop load from two processes of its own: one sends, one reads the answers.
+"""Open-loop load from two processes: one sends, the other reads the answers.
 
 In one process, reading what comes back would hold up what is due. Here a request carries the moment
 at which it was due, on the machine's monotonic clock, in its correlation id; so the reader needs to
@@ -28,21 +28,22 @@ from headrace.tools.bench.load import PoissonArrivals
 from headrace.tools.histogram import Histogram
 
 START_S = 30.0
-"""For a process to start, and to connect."""
+"""Time for a process to start and to connect."""
 LEAD_S = 0.05
 POLL_S = 0.05
 POLL_RECORDS = 4096
 UNACKNOWLEDGED = 4096
 LINGER_FROM_PER_S = 1000.0
 LINGER_MS = 5
-"""At such rates one sender stands for many callers whose records share produce requests, as those
-of Kafka's own clients do by default since 4.0 (`linger.ms`, KIP-1030). Without it, its thousands of
-produce requests a second cost broker and sender more than serving costs."""
+"""Linger of the sender at high rates, where it stands for many callers whose records share produce
+requests, as those of Kafka's own clients do by default since 4.0 (`linger.ms`, KIP-1030). Without
+it, its thousands of produce requests per second cost broker and sender more than serving does.
+"""
 LAST_ANSWERS_S = 10.0
 
 
-class Plan(NamedTuple):
-    """What both processes are told.
+class OpenLoopPlan(NamedTuple):
+    """Parameters of both processes.
 
     Attributes:
         requests, responses: topics, with the number of their partitions.
@@ -63,16 +64,18 @@ class Plan(NamedTuple):
     prefix: bytes
 
 
-class Sent(NamedTuple):
-    """What the sender did: how much later than due, and at what cost."""
+class SenderReport(NamedTuple):
+    """Result of the sender: number of requests, their lateness, and its CPU time."""
 
     count: int
     late: Histogram
     cpu_s: float
 
 
-class Answered(NamedTuple):
-    """What the reader saw; `counted` came after the skip, within `seconds` of it."""
+class ReaderReport(NamedTuple):
+    """Result of the reader; `counted` answers came after the skipped period, within `seconds` of
+    it.
+    """
 
     count: int
     counted: int
@@ -81,8 +84,8 @@ class Answered(NamedTuple):
     cpu_s: float
 
 
-class Look(NamedTuple):
-    """What is seen from outside at a moment.
+class LoadSample(NamedTuple):
+    """Measurements from outside the process at one moment.
 
     Attributes:
         at_s: monotonic.
@@ -97,11 +100,11 @@ class Look(NamedTuple):
 
 
 class OpenLoop(NamedTuple):
-    """One load as both processes saw it; and looks when it began and when all was sent."""
+    """One load as measured by both processes, with samples from its beginning and its end."""
 
-    sent: Sent
-    answered: Answered
-    looks: tuple[Look, Look]
+    sent: SenderReport
+    answered: ReaderReport
+    looks: tuple[LoadSample, LoadSample]
 
 
 async def open_loop(
@@ -110,7 +113,7 @@ async def open_loop(
     values: Sequence[bytes],
     rate: tuple[float, float],
     skip_s: float,
-    look: Callable[[], Look],
+    look: Callable[[], LoadSample],
 ) -> OpenLoop:
     """Run one load.
 
@@ -119,7 +122,7 @@ async def open_loop(
         topics: of requests and of responses, each with the number of its partitions.
         values: of the requests.
         rate: requests per second, and for how many seconds.
-        skip_s: see `Plan`.
+        skip_s: see `OpenLoopPlan`.
         look: takes a look.
 
     Raises:
@@ -128,27 +131,27 @@ async def open_loop(
     """
     per_s, seconds = rate
     prefix = secrets.token_bytes(8)
-    plan = Plan(bootstrap_servers, *topics, values, per_s, seconds, 1, skip_s, prefix)
+    plan = OpenLoopPlan(bootstrap_servers, *topics, values, per_s, seconds, 1, skip_s, prefix)
     with _child(_reader, plan) as reader, _child(_sender, plan) as sender:
-        await _told(reader, START_S)
-        await _told(sender, START_S)
+        await _receive(reader, START_S)
+        await _receive(sender, START_S)
         before = look()
         began_s = time.monotonic() + LEAD_S
         reader.send(began_s)
         sender.send(began_s)
-        sent: Sent = await _told(sender, seconds + START_S)
+        sent: SenderReport = await _receive(sender, seconds + START_S)
         after = look()
         reader.send(sent.count)
-        answered: Answered = await _told(reader, LAST_ANSWERS_S + START_S)
+        answered: ReaderReport = await _receive(reader, LAST_ANSWERS_S + START_S)
     return OpenLoop(sent, answered, (before, after))
 
 
-Side = Callable[[Plan, Connection], Coroutine[Any, Any, None]]
+Side = Callable[[OpenLoopPlan, Connection], Coroutine[Any, Any, None]]
 
 
 @contextmanager
-def _child(side: Side, plan: Plan) -> Any:
-    """A process of its own; yields our end of the pipe to it."""
+def _child(side: Side, plan: OpenLoopPlan) -> Any:
+    """Start a child process; yields our end of the pipe to it."""
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_serve, args=(side, plan, theirs), daemon=True)
@@ -162,12 +165,12 @@ def _child(side: Side, plan: Plan) -> Any:
         ours.close()
 
 
-def _serve(side: Side, plan: Plan, parent: Connection) -> None:
+def _serve(side: Side, plan: OpenLoopPlan, parent: Connection) -> None:
     uvloop.run(side(plan, parent))
 
 
-async def _told(child: Connection, timeout_s: float) -> Any:
-    """What a process says next."""
+async def _receive(child: Connection, timeout_s: float) -> Any:
+    """Return the next message of a child process."""
     if not await asyncio.to_thread(child.poll, timeout_s):
         raise TimeoutError(f"the load's process said nothing for {timeout_s:g} s")
     return child.recv()
@@ -176,7 +179,7 @@ async def _told(child: Connection, timeout_s: float) -> Any:
 # --- the sender's process ------------------------------------------------------------------------
 
 
-async def _sender(plan: Plan, parent: Connection) -> None:
+async def _sender(plan: OpenLoopPlan, parent: Connection) -> None:
     linger_ms = LINGER_MS if plan.per_s >= LINGER_FROM_PER_S else 0
     log = KafkaLog(KafkaSettings(bootstrap_servers=plan.bootstrap_servers, linger_ms=linger_ms))
     unacknowledged: asyncio.Queue[Run | None] = asyncio.Queue(UNACKNOWLEDGED)
@@ -216,7 +219,7 @@ async def _sender(plan: Plan, parent: Connection) -> None:
                 late.add([handed_over_s - due_s for due_s in dues_s])
                 await asyncio.sleep(0)
             await unacknowledged.put(None)
-    parent.send(Sent(count, late, time.process_time() - cpu_s))
+    parent.send(SenderReport(count, late, time.process_time() - cpu_s))
 
 
 async def _acknowledge(runs: asyncio.Queue[Run | None]) -> None:
@@ -227,13 +230,13 @@ async def _acknowledge(runs: asyncio.Queue[Run | None]) -> None:
 # --- the reader's --------------------------------------------------------------------------------
 
 
-async def _reader(plan: Plan, parent: Connection) -> None:
+async def _reader(plan: OpenLoopPlan, parent: Connection) -> None:
     log = KafkaLog(KafkaSettings(bootstrap_servers=plan.bootstrap_servers))
     topic, count = plan.responses
     partitions = [TopicPartition(topic, number) for number in range(count)]
     async with log, log.reader(partitions) as reader:
         parent.send("ready")
-        seen = _Seen(plan.prefix, round((parent.recv() + plan.skip_s) * 1e9))
+        seen = _AnswerCounter(plan.prefix, round((parent.recv() + plan.skip_s) * 1e9))
         cpu_s = time.process_time()
         expected: int | None = None
         give_up_s = float("inf")
@@ -247,11 +250,11 @@ async def _reader(plan: Plan, parent: Connection) -> None:
                 give_up_s = time.monotonic() + LAST_ANSWERS_S
         cpu_s = time.process_time() - cpu_s
     seconds = max(0, seen.last_ns - seen.from_ns) / 1e9
-    parent.send(Answered(seen.count, seen.counted, seconds, seen.latency, cpu_s))
+    parent.send(ReaderReport(seen.count, seen.counted, seconds, seen.latency, cpu_s))
 
 
-class _Seen:
-    """The answers to this load."""
+class _AnswerCounter:
+    """Counts the answers to this load."""
 
     def __init__(self, prefix: bytes, from_ns: int) -> None:
         self._prefix = prefix

@@ -1,5 +1,5 @@
-"""Twice as much as can be done, for a minute: what is answered in time, what is refused and when,
-what memory does, and how long it takes afterwards until all is as before.
+"""A minute at twice the capacity: which requests are answered in time, which are refused and when,
+how memory grows, and how long recovery takes.
 
     python -m benchmarks.overload [--seconds N] [--factor N] [--timeout-ms N] [--out DIRECTORY]
 
@@ -48,7 +48,9 @@ from headrace.topics import Topic
 
 PARTITIONS = 4
 RETENTION_BYTES = 256 * 1024
-"""Of each partition. What the embedded log keeps is no memory of the services': it is full soon."""
+"""Retention of each partition. The embedded log's memory is not the services', so it is filled
+soon.
+"""
 MAX_ROWS = 16
 MODEL = """
 import time
@@ -73,8 +75,8 @@ TARGETS = {"goodput_of_capacity": 0.9, "unanswered": 0, "recovery_s": 1.0, "memo
 
 
 @dataclass
-class Seen:
-    """What the answers have said.
+class AnswerCounts:
+    """Counts of the answers.
 
     Attributes:
         codes: how many answers had which `x-status`.
@@ -87,7 +89,7 @@ class Seen:
     late: int = 0
 
 
-class Load:
+class OverloadRun:
     """Sends requests and reads their answers."""
 
     def __init__(self, settings: Settings, producer: Producer, reader: Consumer) -> None:
@@ -98,11 +100,11 @@ class Load:
         self._deadlines: dict[bytes, float] = {}
         self._progress = asyncio.Event()
         self.sent = 0
-        self.seen = Seen()
+        self.seen = AnswerCounts()
         self.rss_mb: list[tuple[float, float]] = []
 
     async def send(self, count: int, timeout_ms: int | None) -> None:
-        """So many at once, round robin."""
+        """Send this many requests at once, round-robin."""
         parts: dict[int, list[NewRecord]] = {}
         deadline_ms = int(time.time() * 1000) + (timeout_ms or 0)
         for _ in range(count):
@@ -120,7 +122,7 @@ class Load:
                 await run.acknowledged
 
     async def read(self, until: asyncio.Event) -> None:
-        """Count answers until told to end."""
+        """Count answers until cancelled."""
         while not until.is_set():
             for records in (await self._reader.poll(0.05, 5000)).values():
                 for record in records:
@@ -134,7 +136,7 @@ class Load:
             self._progress.set()
 
     async def watch_memory(self, until: asyncio.Event) -> None:
-        """Note the resident memory twice a second."""
+        """Record the resident memory twice per second."""
         process = psutil.Process()
         while not until.is_set():
             self.rss_mb.append((time.time(), process.memory_info().rss / 1e6))
@@ -142,11 +144,11 @@ class Load:
 
     @property
     def answered(self) -> int:
-        """How many answers there were."""
+        """Number of answers."""
         return self.seen.codes.total()
 
     async def all_answered(self, deadline_s: float) -> None:
-        """Wait for what is missing; gives up at the deadline."""
+        """Wait for missing answers, up to the deadline."""
         try:
             async with asyncio.timeout(deadline_s):
                 while self.answered < self.sent:
@@ -156,8 +158,8 @@ class Load:
             pass
 
 
-async def calibrate(load: Load) -> float:
-    """Answers a second while there is always more to do, without deadlines."""
+async def calibrate(load: OverloadRun) -> float:
+    """Return the answers per second under a constant backlog, without deadlines."""
     await load.send(200, None)
     await load.all_answered(60)
     before, began_s = load.answered, time.monotonic()
@@ -170,8 +172,8 @@ async def calibrate(load: Load) -> float:
     return done / elapsed_s
 
 
-async def overload(load: Load, per_s: float, seconds: float, timeout_ms: int) -> None:
-    """Poisson arrivals, sent in ticks."""
+async def overload(load: OverloadRun, per_s: float, seconds: float, timeout_ms: int) -> None:
+    """Send Poisson arrivals, once per tick."""
     chance = random.Random(1)
     began_s = time.monotonic()
     due_s = began_s
@@ -185,8 +187,8 @@ async def overload(load: Load, per_s: float, seconds: float, timeout_ms: int) ->
         await asyncio.sleep(TICK_S)
 
 
-async def probe(load: Load, ended_s: float, usual_s: float) -> float:
-    """Seconds from the load's end until a request is answered about as quickly as without load."""
+async def probe(load: OverloadRun, ended_s: float, usual_s: float) -> float:
+    """Return the seconds from the load's end until latency is about that of an idle pipeline."""
     for _ in range(PROBES):
         sent_s = time.monotonic()
         await load.send(1, None)
@@ -197,8 +199,8 @@ async def probe(load: Load, ended_s: float, usual_s: float) -> float:
     return float("inf")
 
 
-async def usual(load: Load) -> float:
-    """Seconds that a single request takes: the median of some."""
+async def usual(load: OverloadRun) -> float:
+    """Return the median seconds of a single request without load."""
     found = []
     for _ in range(PROBES):
         sent_s = time.monotonic()
@@ -209,7 +211,7 @@ async def usual(load: Load) -> float:
 
 
 async def measure(settings: Settings, given: argparse.Namespace) -> dict[str, Any]:
-    """All phases, one after the other."""
+    """Run all phases, one after the other."""
     responses = [TopicPartition(settings.topic(Topic.RESPONSES), n) for n in range(PARTITIONS)]
     ending = asyncio.Event()
     instruments = Instruments(Metrics(CollectorRegistry()))
@@ -223,11 +225,11 @@ async def measure(settings: Settings, given: argparse.Namespace) -> dict[str, An
         ):
             for partition in responses:
                 reader.seek(partition, 0)
-            load = Load(settings, producer, reader)
+            load = OverloadRun(settings, producer, reader)
             tasks.create_task(load.read(ending), name="read")
             usual_s = await usual(load)
             capacity = await calibrate(load)
-            load.seen, load.sent = Seen(), 0
+            load.seen, load.sent = AnswerCounts(), 0
             tasks.create_task(load.watch_memory(ending), name="memory")
             report = await _overloaded(load, capacity, given, instruments.metrics.registry)
             report["usual_latency_s"] = usual_s
@@ -237,7 +239,7 @@ async def measure(settings: Settings, given: argparse.Namespace) -> dict[str, An
 
 
 async def _overloaded(
-    load: Load, capacity: float, given: argparse.Namespace, registry: CollectorRegistry
+    load: OverloadRun, capacity: float, given: argparse.Namespace, registry: CollectorRegistry
 ) -> dict[str, Any]:
     before = _runs(registry)
     began_s, began_at_s = time.monotonic(), time.time()
@@ -260,7 +262,7 @@ async def _overloaded(
 
 
 def _report(
-    load: Load, capacity: float, span_s: tuple[float, float], offered: int
+    load: OverloadRun, capacity: float, span_s: tuple[float, float], offered: int
 ) -> dict[str, Any]:
     seen, (began_s, ended_s) = load.seen, span_s
     in_time = seen.codes["ok"] - seen.late
@@ -289,7 +291,7 @@ def _report(
 
 
 def _runs(registry: CollectorRegistry) -> tuple[float, float, float]:
-    """How often the model has run, for how many seconds, and how many rows."""
+    """Return the number of model runs, their total seconds, and their rows."""
     model, version = {"model": "model"}, {"model": "model", "version": "1"}
     return (
         registry.get_sample_value("headrace_compute_duration_seconds_count", model) or 0.0,
@@ -299,7 +301,7 @@ def _runs(registry: CollectorRegistry) -> tuple[float, float, float]:
 
 
 def _counted(registry: CollectorRegistry) -> dict[str, float]:
-    """Which stage has found how many to be late, and refused how many; why batches closed."""
+    """Return expired and refused requests by stage, and batches by closing reason."""
     names = (
         "headrace_expired_requests_total",
         "headrace_refused_requests_total",
@@ -314,7 +316,7 @@ def _counted(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, write, and say which targets were missed."""
+    """Measure, write the results, and report missed targets."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--factor", type=float, default=2.0)

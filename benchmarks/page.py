@@ -1,4 +1,4 @@
-"""docs/performance.md: its tables and plots, from the results."""
+"""Writing of the tables and plots of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def with_tables(page: str, tables: str) -> str:
-    """The page with other tables between its marks. Raises `ValueError` without the marks."""
+    """Return the page with the tables between its marks replaced. Raises `ValueError` without
+    marks.
+    """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -1,4 +1,5 @@
-"""Requests of a size, to a model that does next to nothing: what is left is what a size costs.
+"""Requests of a given size, for a model that computes almost nothing, so that only the costs of
+size remain.
 
 The model answers with the first numbers of each row. So what is measured is decoding, checking,
 gathering, the hops and the answer, which every model of such a size pays as well.
@@ -14,17 +15,17 @@ import onnx
 from numpy.typing import DTypeLike
 from onnx import helper
 
-from benchmarks.subjects import DISTINCT_REQUESTS, Subject
+from benchmarks.subjects import DISTINCT_REQUESTS, BenchmarkModel
 from headrace.protocol.codec import encode_request
 
 ANSWERED = 10
-"""Numbers of each row."""
+"""Number of values in the answer for each row."""
 OPSET = 17
 FASTEST_PER_S = 150_000
 
 
-class Payload(NamedTuple):
-    """What one row is.
+class PayloadSize(NamedTuple):
+    """Size of one row.
 
     Attributes:
         name: of the size, as the pages have it.
@@ -41,11 +42,11 @@ class Payload(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of the tensor alone."""
+        """Size of the tensor alone."""
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
-    def subject(self, scratch: Path) -> Subject:
-        """The model, and requests of random rows."""
+    def subject(self, scratch: Path) -> BenchmarkModel:
+        """Return the model, and requests with random rows."""
         name = f"first{self.row_bytes}"
         repository = scratch / f"{name}-repository"
         path = repository / name / "1" / "model.onnx"
@@ -59,7 +60,9 @@ class Payload(NamedTuple):
             for row in random.integers(0, 256, (DISTINCT_REQUESTS, 1, *self.shape))
         ]
         kind = f"requests of {self.name}"
-        return Subject(name, kind, repository, path, self.batch, values, FASTEST_PER_S, slow=False)
+        return BenchmarkModel(
+            name, kind, repository, path, self.batch, values, FASTEST_PER_S, slow=False
+        )
 
     def _model(self) -> onnx.ModelProto:
         ends = [*[1] * (len(self.shape) - 1), ANSWERED]
@@ -86,6 +89,6 @@ class Payload(NamedTuple):
 
 
 PAYLOADS = (
-    Payload("4 KB", (1024,), np.float32, batch=32, requests=60_000),
-    Payload("150 KB", (3, 224, 224), np.uint8, batch=8, requests=4_000),
+    PayloadSize("4 KB", (1024,), np.float32, batch=32, requests=60_000),
+    PayloadSize("150 KB", (3, 224, 224), np.uint8, batch=8, requests=4_000),
 )

@@ -16,7 +16,7 @@ COLOURS = {
 
 
 class Line(NamedTuple):
-    """A line of a plot over time: its name, the key of its colour, and a value for each moment."""
+    """A line of a plot over time: its name, the key of its colour, and its values."""
 
     name: str
     family: str

@@ -1,4 +1,4 @@
-"""Programs under measurement: started, looked at through /proc, and ended."""
+"""Programs under measurement: starting and ending them, and reading their usage from /proc."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ SHOWN_CHARACTERS = 300
 
 
 class ProgramFailed(Exception):
-    """A program under measurement ended by itself, or did not get on."""
+    """A program under measurement ended unexpectedly, or made no progress."""
 
 
 class Program(NamedTuple):
-    """A command line, and what is set in its environment over ours."""
+    """A command line, and environment variables that override ours."""
 
     command: Sequence[str | Path]
     environment: Mapping[str, str] = {}
 
 
 def cpu_s(pid: int) -> float:
-    """The processor time of a process until now, all threads and the kernel's part in it."""
+    """Return the CPU time of a process since its start: all threads, user and system time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory of a process that is in RAM now."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def without_directories(text: str) -> str:
-    """A text as it may stand in results: paths from where we are, or by their names alone."""
+    """Shorten absolute paths in a text, for the results."""
     for directory in (Path.cwd(), Path.home(), Path(tempfile.gettempdir())):
         text = text.replace(f"{directory}/", "")
     return text
 
 
 class Running:
-    """Some programs, from entering to leaving; they are killed in the end.
+    """Some programs that run while the context lasts; leaving it kills them.
 
     There is nothing to be saved from them: each run has topics and a group of its own.
     """
@@ -92,27 +92,27 @@ class Running:
 
     @property
     def output(self) -> str:
-        """What they have printed so far."""
+        """The output of the programs until now."""
         return os.pread(self._output.fileno(), 10_000_000, 0).decode(errors="replace")
 
     def last_words(self) -> str:
-        """The end of what they have printed, without the directories of this machine."""
+        """Return the end of the output, without the directories of this machine."""
         text = without_directories(self.output)
         lines = [line.strip() for line in text.splitlines() if line.strip(" |-+^~")]
         return " / ".join(lines[-SHOWN_LINES:])[-SHOWN_CHARACTERS:]
 
     def check(self) -> None:
-        """Raises `ProgramFailed` when one of them has ended."""
+        """Raise `ProgramFailed` if one of them has ended."""
         for process in self._processes:
             if process.poll() is not None:
                 raise ProgramFailed(f"ended with {process.returncode}: {self.last_words()}")
 
     def cpu_s(self) -> float:
-        """The processor time of all of them until now."""
+        """Return the CPU time of all programs since their start."""
         return sum(self.cpu_each_s())
 
     def cpu_each_s(self) -> list[float]:
-        """The processor time of each until now, in the order of the programs."""
+        """Return the CPU time of each since its start, in the order of the programs."""
         return [cpu_s(process.pid) for process in self._processes]
 
     def signal(self, number: int) -> None:
@@ -121,5 +121,5 @@ class Running:
             process.send_signal(number)
 
     def resident_bytes(self) -> int:
-        """The memory of all of them now."""
+        """Return the current resident memory of all programs."""
         return sum(resident_bytes(process.pid) for process in self._processes)

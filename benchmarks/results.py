@@ -1,4 +1,4 @@
-"""What was measured, as it is written to JSON."""
+"""Results of the benchmarks, in the form of their JSON."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from msgspec import Struct, field
 
 RESULTS = Path("benchmarks/results")
 LATEST = RESULTS / "latest.json"
-"""Of a whole run of everything, which the pages are written from."""
+"""Results of a complete run, from which the pages are written."""
 
 
 def record(path: Path, found: object) -> None:
-    """Write what was measured as JSON."""
+    """Write results as JSON."""
     path.parent.mkdir(exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
     path.write_text(text + "\n", encoding="utf-8")
 
 
 class Saturated(Struct):
-    """One run of a contestant over records that were there before.
+    """One run of a contestant over records that were written before.
 
     Attributes:
         per_s: answers per second.
@@ -40,7 +40,7 @@ class Saturated(Struct):
 
 
 class Contest(Struct):
-    """A contestant's runs, one for each round; or why there are none."""
+    """A contestant's runs, one per round, and its failures."""
 
     name: str
     family: str
@@ -48,13 +48,13 @@ class Contest(Struct):
     failures: list[str] = field(default_factory=list)
 
     def spread(self, what: str) -> tuple[float, float, float] | None:
-        """Median, lowest and highest of a field; None without runs."""
+        """Return median, minimum and maximum of a field; None without runs."""
         values = [getattr(run, what) for run in self.runs]
         return (median(values), min(values), max(values)) if values else None
 
 
 class Stages(Struct):
-    """Where the time of requests went in Headrace, in mean milliseconds.
+    """Time that requests spent in each stage of Headrace, in mean milliseconds.
 
     Attributes:
         in_log: from the record's timestamp, which has whole milliseconds, until ingest read it.
@@ -69,8 +69,8 @@ class Stages(Struct):
     answering: float
 
 
-class Cores(Struct):
-    """How many cores each process kept busy, on average."""
+class BusyCores(Struct):
+    """Average number of cores that each process kept busy."""
 
     headrace: float
     broker: float
@@ -78,7 +78,7 @@ class Cores(Struct):
     reader: float
 
 
-class Latency(Struct):
+class OpenLoopLatency(Struct):
     """Open-loop latency at one rate, in milliseconds from when a request was due.
 
     Attributes:
@@ -100,16 +100,17 @@ class Latency(Struct):
     mean_ms: float = 0.0
     late_mean_ms: float = 0.0
     stages: Stages | None = None
-    cores: Cores | None = None
+    cores: BusyCores | None = None
 
     @property
     def on_time(self) -> bool:
-        """Whether nearly all requests were sent when they were due."""
+        """True if nearly all requests were sent when they were due."""
         return self.late_ms <= 10.0
 
 
 class Unloaded(Struct):
-    """One request at a time, in milliseconds: medians of the rounds' medians and 99 percentiles.
+    """One request at a time, in milliseconds: medians over the rounds of medians and 99th
+    percentiles.
 
     Attributes:
         run_ms: of the bare model, one run after the other.
@@ -128,7 +129,7 @@ class Unloaded(Struct):
 
 
 class SubjectResults(Struct):
-    """Everything about one model.
+    """All results for one model.
 
     Attributes:
         threads: of a run, for all but those that had as many as there are cores; 0: all had.
@@ -141,12 +142,12 @@ class SubjectResults(Struct):
     sweep: dict[str, float] = field(default_factory=dict)
     contests: list[Contest] = field(default_factory=list)
     capacity_per_s: float = 0.0
-    latencies: list[Latency] = field(default_factory=list)
+    latencies: list[OpenLoopLatency] = field(default_factory=list)
     unloaded: Unloaded | None = None
     failures: list[str] = field(default_factory=list)
 
     def contest(self, name: str) -> Contest | None:
-        """By the contestant's name."""
+        """Return the contest of a contestant, by its name."""
         return next((each for each in self.contests if each.name == name), None)
 
 

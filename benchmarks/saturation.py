@@ -1,4 +1,6 @@
-"""Saturated throughput: records are there first, a contestant answers them, answers are counted."""
+"""Saturated throughput: answers are counted while a contestant serves records that were written
+before.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.cluster import Cluster, Counter
-from benchmarks.contestants import PYTHON, Contestant, Place
+from benchmarks.contestants import PYTHON, Contestant, Endpoints
 from benchmarks.processes import ProgramFailed, Running
 from benchmarks.results import Saturated
 from benchmarks.stages import rows_per_run, scrape
-from benchmarks.subjects import Subject
+from benchmarks.subjects import BenchmarkModel
 from headrace.log.port import TopicPartition
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
@@ -27,16 +29,15 @@ START_DEADLINE_S = 40.0
 STALLED_S = 20.0
 LOOK_EVERY_S = 0.02
 GAP_S = 0.06
-"""The answers of one run come in parts, to several partitions; when nothing has come for so long,
-it was the last one."""
+"""Pause after which the answers of one run, which come to several partitions, are complete."""
 MOST_GAPS = 5
-"""Where runs follow each other closer than that, it is not waited for longer than this."""
+"""Maximum number of pauses to wait for, if runs follow each other faster than that."""
 
 
 async def prepare(
-    cluster: Cluster, contestant: Contestant, subject: Subject, place: Place
+    cluster: Cluster, contestant: Contestant, subject: BenchmarkModel, place: Endpoints
 ) -> list[str]:
-    """Make a contestant's topics; returns their names. Raises `ContestantMissing`."""
+    """Create a contestant's topics; returns their names. Raises `ContestantMissing`."""
     if contestant.settings is None:
         await cluster.create_plain(place.responses)
         return [place.responses]
@@ -47,9 +48,13 @@ async def prepare(
 
 
 async def saturate(
-    cluster: Cluster, contestant: Contestant, subject: Subject, place: Place, window_s: float
+    cluster: Cluster,
+    contestant: Contestant,
+    subject: BenchmarkModel,
+    place: Endpoints,
+    window_s: float,
 ) -> Saturated:
-    """One run.
+    """Measure one run.
 
     Raises:
         ContestantMissing: it cannot run here.
@@ -90,8 +95,8 @@ async def _first_answer(running: Running, answers: Counter) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-class _Seen(NamedTuple):
-    """What a window of time has brought and cost."""
+class _Window(NamedTuple):
+    """Answers and costs of one period of time."""
 
     begin: Mapping[TopicPartition, int]
     end: Mapping[TopicPartition, int]
@@ -102,14 +107,15 @@ class _Seen(NamedTuple):
 
     @property
     def offsets(self) -> int:
-        """How many there are between the two ends."""
+        """Number of offsets between the two ends."""
         return sum(self.end.values()) - sum(self.begin.values())
 
 
 async def _count(
     cluster: Cluster, running: Running, answers: Counter, there: int, window_s: float
-) -> _Seen:
-    """From behind one run's answers to behind another's, the window later, or until all is there.
+) -> _Window:
+    """Count from the end of one run's answers to the end of another's, at least `window_s` later,
+    or until all requests are answered.
 
     Answers of a slow model come batch by batch: counted from any moment to any other, a batch more
     or less, or a part of one, would be percents.
@@ -121,7 +127,7 @@ async def _count(
         end = await answers.ends()
     if sum(end.values()) < there:
         end = await _change(running, answers, end)
-    seen = _Seen(
+    seen = _Window(
         begin,
         end,
         time.monotonic() - began_s,
@@ -138,7 +144,7 @@ async def _count(
 async def _change(
     running: Running, answers: Counter, before: Mapping[TopicPartition, int]
 ) -> Mapping[TopicPartition, int]:
-    """Wait for a run's answers; where the topic ends behind them. Raises `ProgramFailed`."""
+    """Wait for a run's answers; returns the end offsets after them. Raises `ProgramFailed`."""
     give_up_s = time.monotonic() + STALLED_S
     while (ends := await answers.ends()) == before:
         running.check()
@@ -153,8 +159,8 @@ async def _change(
     return ends
 
 
-def run_bare(subject: Subject, seconds: float) -> Saturated:
-    """The model alone, at the subject's batch size."""
+def run_bare(subject: BenchmarkModel, seconds: float) -> Saturated:
+    """Run the model alone, at the subject's batch size."""
     with tempfile.TemporaryDirectory() as scratch:
         batch = Path(scratch) / "batch.npy"
         np.save(batch, subject.array())

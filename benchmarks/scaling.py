@@ -1,4 +1,4 @@
-"""docs/scaling.md: what larger rates take, on paper and by simulation.
+"""Tables of docs/scaling.md: the resources for larger rates, by calculation and by simulation.
 
     python -m benchmarks.scaling        writes the page's tables from the recorded results
 
@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from benchmarks.apart import APART, Apart, Form, OfSize
 from benchmarks.contestants import FUSED
 from benchmarks.page import with_tables
-from benchmarks.plan import BUSY, GPUS, PARTITIONS_PER_PROCESS, Costs, carries, plan
+from benchmarks.plan import (
+    BUSY,
+    GPUS,
+    PARTITIONS_PER_PROCESS,
+    Costs,
+    capacities,
+    plan_resources,
+)
 from benchmarks.results import LATEST, Results
 
 PAGE = Path("docs/scaling.md")
@@ -33,11 +40,12 @@ UTILISATIONS = (0.5, 0.7, 0.8, 0.9)
 PROCESSES = (1, 8, 64)
 SIMULATED = 400_000
 LAST_STAGES = ("executor", "responder")
-"""A process that ends with one of them writes no requests, and results are small here."""
+"""A process that ends with one of these stages writes no requests, and its results are small here.
+"""
 
 
 class Waiting(NamedTuple):
-    """How long requests wait for their process, in service times, and how busy the busiest is."""
+    """Waiting times in units of the service time, and the utilisation of the busiest process."""
 
     mean: float
     p50: float
@@ -46,8 +54,8 @@ class Waiting(NamedTuple):
 
 
 def simulate(processes: int, utilisation: float, *, keyed: bool, seed: int = 0) -> Waiting:
-    """Partitions are dealt out to processes, requests to partitions: evenly, or by their keys,
-    the n-th of which is asked 1/n as often as the first (Zipf's law).
+    """Simulate processes that own partitions and receive requests, evenly or by key. With keys, the
+    n-th key is requested 1/n as often as the first (Zipf's law).
 
     Args:
         processes: with `PARTITIONS_PER_PROCESS` each.
@@ -73,8 +81,8 @@ def simulate(processes: int, utilisation: float, *, keyed: bool, seed: int = 0) 
 
 
 def _waits(random: np.random.Generator, load: float, count: int) -> NDArray[np.float64]:
-    """Lindley's recursion for a service time of 1: the wait is how far the sum of what came in
-    beyond what could be served lies above its lowest point.
+    """Return the waits by Lindley's recursion with a service time of 1: the sum of arrivals minus
+    services, above its running minimum.
     """
     steps = 1 - random.exponential(1 / load, count)
     sums = np.concatenate([[0.0], np.cumsum(steps[1:])])
@@ -86,7 +94,7 @@ def _waits(random: np.random.Generator, load: float, count: int) -> NDArray[np.f
 
 
 def render(apart: Apart | None, results: Results | None) -> str:
-    """All tables that there are results for; the one of the simulation needs none."""
+    """Return all tables for which there are results; the simulation needs none."""
     lines: list[str] = []
     if apart is not None:
         lines += _carried(apart)
@@ -98,8 +106,8 @@ def render(apart: Apart | None, results: Results | None) -> str:
 
 
 def _costs(size: OfSize, form: Form) -> Costs:
-    """A request is written to `requests`, and once more by each process that hands it on. Answers
-    are small here, and left out.
+    """Return the costs of a request. It is written to `requests`, and again by each process that
+    passes it on; answers are small here and left out.
     """
     handing_on = sum(not stages.endswith(LAST_STAGES) for stages in form.cpu_us_of)
     written = size.value_bytes * (1 + handing_on)
@@ -116,7 +124,7 @@ def _carried(apart: Apart) -> Iterator[str]:
     yield "|---|---|---|---:|---:|---:|---:|---|"
     for size in apart.sizes:
         for name, form in size.forms.items():
-            found = carries(_costs(size, form))
+            found = capacities(_costs(size, form))
             each = " + ".join(f"{us:,.1f}" for us in form.cpu_us_of.values())
             gpu = "" if math.isinf(found.gpu) else f"{found.gpu:,.0f}/s"
             yield (
@@ -134,7 +142,7 @@ def _taken(size: OfSize) -> Iterator[str]:
     yield "|---:|---|---|---:|---:|---:|"
     for rate_per_s in RATES_PER_S:
         for name, form in size.forms.items():
-            found = plan(_costs(size, form), rate_per_s)
+            found = plan_resources(_costs(size, form), rate_per_s)
             processes = ", ".join(
                 f"{count:,}" if len(found.processes) == 1 else f"{count:,} {stages}"
                 for stages, count in found.processes.items()
@@ -198,7 +206,7 @@ def write_scaling(results: Results | None) -> None:
 
 @click.command()
 def main() -> None:
-    """Write docs/scaling.md's tables from the recorded results, where there are any."""
+    """Write docs/scaling.md's tables from the recorded results that exist."""
     results = msgspec.json.decode(LATEST.read_bytes(), type=Results) if LATEST.exists() else None
     write_scaling(results)
 

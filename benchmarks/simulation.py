@@ -1,16 +1,15 @@
-"""The simulation against real runs: the 99th percentile that `headrace replay simulate` predicts
-from a run's arrivals, and the one that the run had.
+"""Comparison of the simulation with real runs: the 99th percentile that `headrace replay simulate`
+predicts from a run's arrivals, and the measured one.
 
     python -m benchmarks.simulation [--model NAME,...] [--load SHARE,...] [--rounds N] [--seconds N]
 
 The four services run in this process on the embedded log. Requests of one row arrive as a Poisson
-process, whose times come from a process of its own. Compared is the time from when ingest began to
-read a request until its answer was encoded, which is what the times in an answer add up to. S(b) is
-learned from the run's own answers, and a second time from those of the run before, at another load.
-*paced* is a model whose runs wait for 200 ms and 25 ms for each row, as for a device: on a machine
-that is busy with other work it is the one model whose runs always take the same time. Loads are
-shares of what these times allow. Every round has all loads in turn; the result is the median of
-each load's rounds.
+process, whose times come from a separate process. The compared latency is the sum of the times in
+an answer: from the beginning of reading a request until its answer was encoded. S(b) is learned
+from the run's own answers, and a second time from those of the previous run, at another load.
+*paced* is a model whose runs wait for 200 ms and 25 ms per row, as for a device: on a busy machine
+it is the only model whose runs always take the same time. Loads are shares of the capacity that
+follows from these times. Every round has all loads; the result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ import uvloop
 from numpy.typing import NDArray
 
 from benchmarks.campaign import SCRATCH
+from benchmarks.embedded_load import (
+    PARTITIONS,
+    LoadStep,
+    reported_latencies_us,
+    running_pipeline,
+    send_load,
+    wait_for_answers,
+)
 from benchmarks.machine import describe_machine
 from benchmarks.results import RESULTS, record
-from benchmarks.subjects import SUBJECTS, Subject, waiting
-from benchmarks.told_load import (
-    PARTITIONS,
-    Load,
-    all_answered,
-    ask,
-    served,
-    told_us,
-)
+from benchmarks.subjects import SUBJECTS, BenchmarkModel, waiting
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
 from headrace.services.batcher.batcher import DynamicBatcher
@@ -50,8 +49,8 @@ from headrace.tools.replay.recording import Selection
 from headrace.tools.simulate.arrivals import read_arrivals
 from headrace.tools.simulate.events import Arrivals, Limits
 from headrace.tools.simulate.scenarios import (
-    Outcome,
     Scenario,
+    ScenarioResult,
     Served,
     latest_models,
     resolved,
@@ -67,16 +66,18 @@ SLOW_MEASURE_S = 2.0
 WITHIN = 0.15
 
 
-class Run(NamedTuple):
-    """Latency of each request in microseconds, S(b) of the runs, and the arrivals."""
+class RealRun(NamedTuple):
+    """A real run: latency of each request in microseconds, S(b), and the arrivals."""
 
     real_us: NDArray[np.int64]
     service: Mapping[str, ServiceTime]
     arrivals: Arrivals
 
 
-class Compared(NamedTuple):
-    """One run and its simulation, in milliseconds; `of_run_before` with the times of that."""
+class ComparedRun(NamedTuple):
+    """A real run and its simulation, in milliseconds; `of_run_before` uses the S(b) of the previous
+    run.
+    """
 
     model: str
     load: float
@@ -92,16 +93,16 @@ class Compared(NamedTuple):
     times: str
 
 
-def paced(scratch: Path) -> Subject:
-    """Runs of 200 ms and 25 ms for each row, whatever else the machine does."""
+def paced(scratch: Path) -> BenchmarkModel:
+    """Return a model whose runs wait for 200 ms and 25 ms per row, whatever the machine's load."""
     return waiting("paced", scratch, run_s=0.2, row_s=0.025)
 
 
 MODELS = {"magika": SUBJECTS["magika"], "resnet50": SUBJECTS["resnet50"], "paced": paced}
 
 
-def settings_of(subject: Subject) -> Settings:
-    """The embedded log, and this model alone."""
+def settings_of(subject: BenchmarkModel) -> Settings:
+    """Return settings with the embedded log and this model only."""
     models = {"repository": str(subject.repository)}
     return make_settings({"models": models, "topics": {"partitions": PARTITIONS}})
 
@@ -110,43 +111,45 @@ def settings_of(subject: Subject) -> Settings:
 
 
 async def learned(log: Log, settings: Settings) -> Mapping[str, ServiceTime]:
-    """S(b) out of the answers that the log holds."""
+    """Return S(b) learned from the answers in the log."""
     async with open_recording(log, settings.topic(Topic.RESPONSES), Selection()) as answers:
         return await learn(answers)
 
 
 async def recorded(log: Log, settings: Settings, skipped: int) -> Arrivals:
-    """The requests that the log holds."""
+    """Return the requests in the log."""
     async with open_recording(log, settings.topic(Topic.REQUESTS), Selection()) as requests:
         read = await read_arrivals(requests, 0)
     return resolved(read.arrivals, latest_models(settings, None)).chosen(slice(skipped, None))
 
 
-def outcome(arrivals: Arrivals, settings: Settings, times: Mapping[str, ServiceTime]) -> Outcome:
-    """Their simulation."""
+def outcome(
+    arrivals: Arrivals, settings: Settings, times: Mapping[str, ServiceTime]
+) -> ScenarioResult:
+    """Simulate the arrivals."""
     models = latest_models(settings, None)
     now = served_now(settings, arrivals, times, models)
     return simulate(arrivals, now, Scenario(), lambda limits: DynamicBatcher(limits, "simulated"))
 
 
-class Comparison:
-    """Runs of one model and their simulations; each knows the times of the one before it."""
+class SimulationCheck:
+    """Real runs of one model and their simulations; keeps the S(b) of the previous run."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: BenchmarkModel) -> None:
         self._subject = subject
         self._settings = settings_of(subject)
         self._before: Mapping[str, ServiceTime] | None = None
 
     async def capacity_per_s(self) -> float:
-        """What the model's times, measured now, allow."""
+        """Return the capacity by a new measurement of S(b)."""
         versions = latest_models(self._settings, None)
         version = versions[self._subject.name]
         service_time = await asyncio.to_thread(measure, version, SLOW_MEASURE_S)
         limits = served_limits(self._settings, self._subject.name, service_time)
         return limits.known().capacity_per_s()
 
-    async def compared(self, load: Load) -> Compared:
-        """One run, and what the simulation makes of its arrivals."""
+    async def compared(self, load: LoadStep) -> ComparedRun:
+        """Run the load, and simulate its arrivals."""
         subject, settings, busy = self._subject, self._settings, os.getloadavg()[0]
         run = await self._run(load)
         found = outcome(run.arrivals, settings, run.service)
@@ -155,7 +158,7 @@ class Comparison:
             before = outcome(run.arrivals, settings, self._before)
         self._before = run.service
         p50_ms, p99_ms = (np.quantile(run.real_us, (0.5, 0.99)) / 1000).tolist()
-        return Compared(
+        return ComparedRun(
             subject.name,
             load.share,
             load.per_s,
@@ -170,36 +173,36 @@ class Comparison:
             str(run.service[subject.name]),
         )
 
-    async def _run(self, load: Load) -> Run:
-        """A real one, after a warm-up that does not count."""
+    async def _run(self, load: LoadStep) -> RealRun:
+        """Run the load after a warm-up, which is not counted."""
         subject, settings = self._subject, self._settings
         warm_up_s = max(WARM_UP_S, WARM_UP_REQUESTS / load.per_s)
         due: list[int] = []
-        async with served(settings) as log:
+        async with running_pipeline(settings) as log:
             warm_up = load._replace(seconds=warm_up_s, seed=load.seed + 1000)
-            await ask(log, settings, subject.values, warm_up, due)
-            await all_answered(log, settings, skipped := len(due))
-            await ask(log, settings, subject.values, load, due)
-            await all_answered(log, settings, len(due))
-            real_us = await told_us(log, settings, skipped)
+            await send_load(log, settings, subject.values, warm_up, due)
+            await wait_for_answers(log, settings, skipped := len(due))
+            await send_load(log, settings, subject.values, load, due)
+            await wait_for_answers(log, settings, len(due))
+            real_us = await reported_latencies_us(log, settings, skipped)
             service = await learned(log, settings)
             arrivals = await recorded(log, settings, skipped)
         gc.unfreeze()
         sent = len(due) - skipped
         if len(real_us) != sent:
             raise RuntimeError(f"expected {sent} answers in the log, got {len(real_us)}")
-        return Run(real_us, service, arrivals)
+        return RealRun(real_us, service, arrivals)
 
 
 def served_limits(settings: Settings, model: str, service_time: ServiceTime) -> Served:
-    """A model as it is served at present."""
+    """Return the model with its current limits."""
     version = latest_models(settings, None)[model]
     limits = (version.max_batch_size, version.max_batch_bytes, version.max_queue_delay_ms)
     return Served(Limits(*limits), version.config.instances, service_time)
 
 
-def summary(rows: Sequence[Compared]) -> list[dict[str, Any]]:
-    """By model and load: the medians of the ratios, simulated over real."""
+def summary(rows: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """Return the median ratios of simulated to real percentiles, by model and load."""
     found = []
     for model, load in dict.fromkeys((row.model, row.load) for row in rows):
         runs = [row for row in rows if (row.model, row.load) == (model, load)]
@@ -228,26 +231,26 @@ def summary(rows: Sequence[Compared]) -> list[dict[str, Any]]:
 
 
 async def compare(
-    subject: Subject, loads: Sequence[float], rounds: int, seconds: float
-) -> list[Compared]:
-    """All loads in turn, again and again."""
-    comparison, rows = Comparison(subject), []
+    subject: BenchmarkModel, loads: Sequence[float], rounds: int, seconds: float
+) -> list[ComparedRun]:
+    """Run all loads in each round."""
+    comparison, rows = SimulationCheck(subject), []
     for number in range(rounds):
         capacity_per_s = await comparison.capacity_per_s()
         for share in loads:
-            load = Load(share, capacity_per_s * share, seconds, number)
+            load = LoadStep(share, capacity_per_s * share, seconds, number)
             rows.append(await comparison.compared(load))
             click.echo(json.dumps(rows[-1]._asdict()), err=True)
     return rows
 
 
 def write(name: str, results: Mapping[str, Any]) -> None:
-    """As JSON among the results, with what it was measured on."""
+    """Write results as JSON, with a description of the machine."""
     record(RESULTS / name, {"machine": describe_machine(), **results})
 
 
 def numbers(text: str) -> list[float]:
-    """Shares with commas between them."""
+    """Parse numbers separated by commas."""
     return [float(each) for each in text.split(",")]
 
 
@@ -258,7 +261,7 @@ def numbers(text: str) -> list[float]:
 @click.option("--seconds", default=20.0, show_default=True)
 def main(names: str, loads: str, rounds: int, seconds: float) -> None:
     configure_logging("warning")
-    rows: list[Compared] = []
+    rows: list[ComparedRun] = []
     for name in names.split(","):
         subject = MODELS[name](SCRATCH)
         rows += uvloop.run(compare(subject, numbers(loads), rounds, seconds))

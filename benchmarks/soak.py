@@ -1,4 +1,4 @@
-"""Hold a load for long, and watch the memory of a Headrace process: `make soak`.
+"""Soak test: hold a load for a long time, and watch the memory of a Headrace process (`make soak`).
 
     python -m benchmarks.soak [--minutes N] [--rate PER_S] [--json FILE]
 
@@ -22,13 +22,13 @@ import uvloop
 
 from benchmarks.campaign import SCRATCH
 from benchmarks.cluster import PARTITIONS, Cluster
-from benchmarks.contestants import FUSED_CONTESTANT, Place
+from benchmarks.contestants import FUSED_CONTESTANT, Endpoints
 from benchmarks.processes import Running
 from benchmarks.saturation import prepare
 from benchmarks.subjects import SUBJECTS
 from headrace.log.port import TopicPartition
-from headrace.tools.bench.load import Load, LoadPlan, Payload
-from headrace.tools.bench.measured import Measured
+from headrace.tools.bench.load import Load, LoadPlan, LoadRequest
+from headrace.tools.bench.measured import LoadResult
 
 NOTE_EVERY_S = 10.0
 WARM_SHARE = 0.2
@@ -38,13 +38,13 @@ WARM_UP_S = 5.0
 START_WAIT_S = 40.0
 
 
-async def soak(minutes: float, per_s: float) -> tuple[list[tuple[float, float]], Measured]:
-    """Seconds and MiB, and what became of the requests."""
+async def soak(minutes: float, per_s: float) -> tuple[list[tuple[float, float]], LoadResult]:
+    """Return (seconds, MiB) samples, and the results of the load."""
     subject = SUBJECTS["digits"](SCRATCH)
     notes: list[tuple[float, float]] = []
     async with Cluster() as cluster:
         run = f"soak.{secrets.token_hex(4)}"
-        place = Place(cluster.bootstrap_servers, f"{run}.requests", run)
+        place = Endpoints(cluster.bootstrap_servers, f"{run}.requests", run)
         await cluster.create_plain(place.requests)
         await prepare(cluster, FUSED_CONTESTANT, subject, place)
 
@@ -55,7 +55,7 @@ async def soak(minutes: float, per_s: float) -> tuple[list[tuple[float, float]],
                 seconds,
                 START_WAIT_S,
             )
-            return Load(cluster.log, plan, [Payload(value) for value in subject.values])
+            return Load(cluster.log, plan, [LoadRequest(value) for value in subject.values])
 
         with Running(FUSED_CONTESTANT.programs(subject, place)) as running:
             await load(WARM_UP_S).closed_loop(PARTITIONS)
@@ -70,7 +70,7 @@ async def soak(minutes: float, per_s: float) -> tuple[list[tuple[float, float]],
 
 
 def rise_mib(notes: list[tuple[float, float]]) -> float:
-    """How much memory rises in ten minutes, by a line through what comes after the beginning."""
+    """Return the growth of memory in ten minutes, by a line fitted to the samples after warm-up."""
     last_s = notes[-1][0]
     late = np.array([note for note in notes if note[0] >= WARM_SHARE * last_s])
     if len(late) < 2:

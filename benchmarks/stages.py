@@ -1,4 +1,4 @@
-"""Where the time of requests went, by Headrace's own metrics before and after a load."""
+"""Time per stage, from Headrace's own metrics before and after a load."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ANSWERING = "headrace_answer_duration_seconds"
 _TIMEOUT_S = 5.0
 
 Scrape = Mapping[str, float]
-"""Sums over all labels, by the name of the sample."""
+"""Sums over all labels, by sample name."""
 
 
 def scrape(port: int) -> Scrape:
-    """The metrics of a process on this machine, without the buckets of histograms."""
+    """Return the metrics of a process on this machine, without histogram buckets."""
     url = f"http://127.0.0.1:{port}/metrics"
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
         text = answer.read().decode()
@@ -33,7 +33,7 @@ def scrape(port: int) -> Scrape:
 
 
 def stages_between(before: Scrape, after: Scrape) -> Stages:
-    """Mean milliseconds of each stage, of the requests that were answered between two scrapes."""
+    """Return the mean time of each stage for the requests answered between two scrapes."""
 
     def mean_ms(name: str) -> float:
         count = after.get(f"{name}_count", 0.0) - before.get(f"{name}_count", 0.0)
@@ -46,7 +46,7 @@ def stages_between(before: Scrape, after: Scrape) -> Stages:
 
 
 def rows_per_run(before: Scrape, after: Scrape) -> float:
-    """How large batches were, on average."""
+    """Return the mean batch size."""
     runs = after.get("headrace_runs_total", 0.0) - before.get("headrace_runs_total", 0.0)
     rows = after.get("headrace_rows_total", 0.0) - before.get("headrace_rows_total", 0.0)
     return rows / runs if runs else 0.0

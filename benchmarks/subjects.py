@@ -1,4 +1,4 @@
-"""The models that are served: their repositories, requests and sizes."""
+"""The models under measurement: their repositories, requests and sizes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from headrace.tools.demo.magika_model import find_magika
 
 DISTINCT_REQUESTS = 64
 MOST_ROWS = 64
-"""Where the size of batches is left to be learned."""
+"""Maximum batch size if the best one is to be learned."""
 
 
 class SubjectMissing(Exception):
-    """A model is not to be had here."""
+    """A model is not available on this machine."""
 
 
-class Subject(NamedTuple):
-    """A model, and requests to it of one row each.
+class BenchmarkModel(NamedTuple):
+    """A model, and requests of one row each.
 
     Attributes:
         kind: what binds it.
@@ -50,26 +50,26 @@ class Subject(NamedTuple):
     slow: bool
     threads: int = 0
 
-    def with_batch(self, batch: int) -> Subject:
-        """The same model at another batch size, which its repository then says."""
+    def with_batch(self, batch: int) -> BenchmarkModel:
+        """Return the model with another batch size, which is also written to its repository."""
         path = self.repository / self.name / "model.toml"
         text = path.read_text(encoding="utf-8")
         text = re.sub(r"max_batch_size = \d+", f"max_batch_size = {batch}", text)
         path.write_text(text, encoding="utf-8")
         return self._replace(batch=batch)
 
-    def with_all_cores(self) -> Subject:
-        """As many threads as there are cores, which the broker then has none of its own of."""
+    def with_all_cores(self) -> BenchmarkModel:
+        """Return the model with as many threads as there are cores, including the broker's."""
         return self._replace(threads=0)
 
-    def learning(self) -> Subject:
-        """The same model in a repository of its own, with more rows allowed than are best."""
+    def learning(self) -> BenchmarkModel:
+        """Return the model in a separate repository that allows more rows than the best size."""
         repository = self.repository.with_name(f"{self.repository.name}-learning")
         shutil.copytree(self.repository, repository, dirs_exist_ok=True)
         return self._replace(repository=repository).with_batch(MOST_ROWS)
 
     def array(self) -> NDArray[Any]:
-        """One batch for the bare model."""
+        """Return one batch for the bare model."""
         return _ROWS[self.name](np.random.default_rng(0), self.batch)
 
 
@@ -99,18 +99,20 @@ def _values(name: str, input_name: str) -> list[bytes]:
     ]
 
 
-def digits(scratch: Path) -> Subject:
-    """64 numbers through two small layers: everything else costs more than the run."""
+def digits(scratch: Path) -> BenchmarkModel:
+    """Return a model of 64 inputs and two small layers, whose runs cost very little."""
     repository = scratch / "digits-repository"
     with as_file(files("headrace.tools.demo") / "models" / "digits") as model:
         shutil.copytree(model, repository / "digits", dirs_exist_ok=True)
     onnx = repository / "digits" / "1" / "model.onnx"
     values = _values("digits", "pixels")
-    return Subject("digits", "bound by overhead", repository, onnx, 32, values, 150_000, False)
+    return BenchmarkModel(
+        "digits", "bound by overhead", repository, onnx, 32, values, 150_000, False
+    )
 
 
-def magika(scratch: Path) -> Subject:
-    """File types by content: a few milliseconds a batch."""
+def magika(scratch: Path) -> BenchmarkModel:
+    """Return magika, which finds file types by content, at a few milliseconds per batch."""
     model = find_magika()
     if model is None:
         raise SubjectMissing("expected the package magika (extra demo) to be installed")
@@ -118,11 +120,11 @@ def magika(scratch: Path) -> Subject:
     model.add_to(repository)
     onnx = repository / "magika" / "1" / "model.onnx"
     values = _values("magika", "bytes")
-    return Subject("magika", "mixed", repository, onnx, 8, values, 1_500, True, _spare_one())
+    return BenchmarkModel("magika", "mixed", repository, onnx, 8, values, 1_500, True, _spare_one())
 
 
-def resnet50(scratch: Path) -> Subject:
-    """Images of 224 by 224, as bytes: computing is nearly all."""
+def resnet50(scratch: Path) -> BenchmarkModel:
+    """Return ResNet-50 on images of 224 by 224 bytes, where computing is nearly all of the cost."""
     repository = scratch / "resnet50-repository"
     onnx = repository / "resnet50" / "1" / "model.onnx"
     if not onnx.exists():
@@ -130,12 +132,12 @@ def resnet50(scratch: Path) -> Subject:
     (repository / "resnet50" / "model.toml").write_text("max_batch_size = 8\n", encoding="utf-8")
     values = _values("resnet50", "image")
     kind = "bound by computing"
-    return Subject("resnet50", kind, repository, onnx, 8, values, 100, True, _spare_one())
+    return BenchmarkModel("resnet50", kind, repository, onnx, 8, values, 100, True, _spare_one())
 
 
 def _spare_one() -> int:
-    """Threads for a model that leave a core to the broker and to whatever reads and writes: the
-    bare model has no broker, and what one takes is no cost of serving.
+    """Return the number of threads that leaves one core to the broker and to the process that reads
+    and writes; the bare model has no broker, so this is no cost of serving.
     """
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
@@ -157,9 +159,9 @@ class Model:
 """
 
 
-def waiting(name: str, scratch: Path, *, run_s: float, row_s: float) -> Subject:
-    """A model whose runs take the time that they are told to and no processor's, as for a device;
-    no more than `WAITING_ROWS` rows together.
+def waiting(name: str, scratch: Path, *, run_s: float, row_s: float) -> BenchmarkModel:
+    """Return a model whose runs wait for the given times, as for a device, without using the CPU;
+    at most `WAITING_ROWS` rows per batch.
     """
     repository = scratch / f"{name}-repository"
     version = repository / name / "1"
@@ -170,10 +172,12 @@ def waiting(name: str, scratch: Path, *, run_s: float, row_s: float) -> Subject:
     value = encode_request("application/msgpack", name, {"x": np.zeros((1, 4), np.float32)})
     fastest_per_s = round(WAITING_ROWS / (run_s + WAITING_ROWS * row_s))
     kind = "bound by waiting"
-    return Subject(name, kind, repository, version, WAITING_ROWS, [value], fastest_per_s, slow=True)
+    return BenchmarkModel(
+        name, kind, repository, version, WAITING_ROWS, [value], fastest_per_s, slow=True
+    )
 
 
-SUBJECTS: dict[str, Callable[[Path], Subject]] = {
+SUBJECTS: dict[str, Callable[[Path], BenchmarkModel]] = {
     "digits": digits,
     "magika": magika,
     "resnet50": resnet50,

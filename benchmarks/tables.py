@@ -17,13 +17,15 @@ from benchmarks.contestants import (
     QUIX,
     TRACED,
 )
-from benchmarks.results import Contest, Latency, Results, SubjectResults
+from benchmarks.results import Contest, OpenLoopLatency, Results, SubjectResults
 
 EXACTLY_ONCE = "Headrace, exactly once"
 
 
-class Budget(NamedTuple):
-    """One line of the budgets: the goal, the measured value, and the limit of the verdict."""
+class PerformanceGoal(NamedTuple):
+    """One line of the table of performance goals: the goal, the result, and where its `limit` is
+    tested.
+    """
 
     name: str
     asked: str
@@ -41,7 +43,7 @@ class Budget(NamedTuple):
 
 
 def render(results: Results) -> str:
-    """Return the text between the marks of the page."""
+    """Return everything between the marks of the page."""
     parts = [*_machine(results), "", *_budgets(results)]
     for subject in results.subjects:
         parts += ["", *_subject(subject)]
@@ -74,45 +76,47 @@ def _budgets(results: Results) -> Iterator[str]:
             yield budget.row()
 
 
-def budgets(subject: SubjectResults, cores: int) -> list[Budget]:
-    """Return the budgets of a model's results, on a machine with this many cores."""
+def budgets(subject: SubjectResults, cores: int) -> list[PerformanceGoal]:
+    """Return the performance goals for a model's results, on a machine with this many cores."""
     name = subject.name
-    found: list[Budget] = []
+    found: list[PerformanceGoal] = []
     if name == "digits":
         found += _overhead(subject)
     elif subject.threads:
         found += _computing(subject, cores)
     once = ratio(subject, EXACTLY_ONCE, FUSED)
-    found.append(Budget(f"{name}: exactly once against at least once", "0.90", once, 0.9))
+    found.append(PerformanceGoal(f"{name}: exactly once against at least once", "0.90", once, 0.9))
     if subject.unloaded is not None:
         times = subject.unloaded
         whole = times.headrace_p50_ms / (times.two_hops_p50_ms + times.run_ms)
         what = f"{name}: unloaded latency against two hops and the run"
-        found.append(Budget(what, "at most 1.30", whole, 1.3, at_most=True))
+        found.append(PerformanceGoal(what, "at most 1.30", whole, 1.3, at_most=True))
     return found
 
 
-def _overhead(subject: SubjectResults) -> Iterator[Budget]:
-    """Yield the budgets of a model with almost no computation, compared with minimal loops."""
+def _overhead(subject: SubjectResults) -> Iterator[PerformanceGoal]:
+    """Compare a model that computes almost nothing with loops that do little else."""
     what = f"{subject.name}: throughput against the overlapped bulk loop"
-    yield Budget(what, "0.50, aim 0.70", ratio(subject, FUSED, OVERLAPPED), 0.5)
-    yield Budget(f"{what}, traced at 1 %", "0.50", ratio(subject, TRACED, OVERLAPPED), 0.5)
+    yield PerformanceGoal(what, "0.50, aim 0.70", ratio(subject, FUSED, OVERLAPPED), 0.5)
+    yield PerformanceGoal(f"{what}, traced at 1 %", "0.50", ratio(subject, TRACED, OVERLAPPED), 0.5)
     for peer, times in ((FASTSTREAM, 6.0), (QUIX, 1.2)):
         share = ratio(subject, TRACED, peer)
-        yield Budget(f"{subject.name}: against {peer}, traced at 1 %", f"{times:g}", share, times)
+        yield PerformanceGoal(
+            f"{subject.name}: against {peer}, traced at 1 %", f"{times:g}", share, times
+        )
     what = f"{subject.name}: CPU per answer of four processes against one"
     cost = ratio(subject, FOUR, FUSED, "cpu_us")
-    yield Budget(what, "at most 3", cost, 3.0, at_most=True)
+    yield PerformanceGoal(what, "at most 3", cost, 3.0, at_most=True)
 
 
-def _computing(subject: SubjectResults, cores: int) -> Iterator[Budget]:
-    """Yield the budgets of a model that mostly computes, against the bare one."""
+def _computing(subject: SubjectResults, cores: int) -> Iterator[PerformanceGoal]:
+    """Compare a model that computes most of the time with the bare one on as many threads."""
     name, threads = subject.name, _threads(subject.threads)
     against = "throughput against the bare model"
     what = f"{name}: {against}, batches of {subject.batch}, {threads} each"
-    yield Budget(what, "0.97", ratio(subject, FUSED, BARE), 0.97)
+    yield PerformanceGoal(what, "0.97", ratio(subject, FUSED, BARE), 0.97)
     what = f"{name}: {against} at its best batch size, the size learned, {threads} each"
-    yield Budget(what, "0.97", ratio(subject, LEARNING, BARE), 0.97)
+    yield PerformanceGoal(what, "0.97", ratio(subject, LEARNING, BARE), 0.97)
     served = subject.contest(FUSED + ALL_CORES)
     if served is not None and served.runs:
         broker = median(run.broker_us * run.per_s for run in served.runs) / 1e6 / cores
@@ -120,11 +124,13 @@ def _computing(subject: SubjectResults, cores: int) -> Iterator[Budget]:
             f"{name}: the same with all {cores} cores for both; the broker, which the bare model "
             f"does not need, takes {broker:.1%}"
         )
-        yield Budget(what, "0.97", ratio(subject, FUSED + ALL_CORES, BARE + ALL_CORES), 0.97)
+        yield PerformanceGoal(
+            what, "0.97", ratio(subject, FUSED + ALL_CORES, BARE + ALL_CORES), 0.97
+        )
 
 
 def ratio(subject: SubjectResults, name: str, to: str, what: str = "per_s") -> float | None:
-    """Return the ratio of two contestants' values: the median over the rounds."""
+    """Return one contestant's throughput relative to another's: the median over the rounds."""
     ours, theirs = subject.contest(name), subject.contest(to)
     if ours is None or theirs is None or not ours.runs or not theirs.runs:
         return None
@@ -154,7 +160,7 @@ def _subject(subject: SubjectResults) -> Iterator[str]:
 
 
 def reference(subject: SubjectResults) -> str:
-    """Return the contestant that the others of a model are compared with."""
+    """Return the contestant with which the others of a model are compared."""
     return OVERLAPPED if subject.name == "digits" else BARE
 
 
@@ -227,8 +233,8 @@ def _latency(subject: SubjectResults) -> Iterator[str]:
             )
 
 
-def _parts(latencies: list[Latency]) -> Iterator[str]:
-    """Yield where the time of the same requests went, and which processes kept the cores busy."""
+def _parts(latencies: list[OpenLoopLatency]) -> Iterator[str]:
+    """Describe the time per stage of the same requests, and the busy cores."""
     if not any(each.stages and each.cores for each in latencies):
         return
     yield ""

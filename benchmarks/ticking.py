@@ -1,4 +1,4 @@
-"""When requests are due, told by a process of its own: a Poisson process in real time.
+"""Due times of requests from a separate process: a Poisson process in real time.
 
     python -m benchmarks.ticking RATE_PER_S SECONDS SEED
 
@@ -21,7 +21,7 @@ STARTS_AFTER_S = 0.2
 
 
 def tick(per_s: float, seconds: float, seed: int, descriptor: int) -> None:
-    """Write the ticks of so many seconds."""
+    """Write ticks for `seconds`."""
     arrivals = PoissonArrivals(per_s, seconds, seed)
     start_us = time.time_ns() // 1000 + int(STARTS_AFTER_S * 1e6)
     while (next_s := arrivals.next_s()) is not None:

@@ -1,4 +1,4 @@
-"""Processor time that tracing costs a request: the calls that the stages make, and the encoding.
+"""CPU cost of tracing per request: the calls made by the stages, and the encoding.
 
     python -m benchmarks.tracing_calls
 
@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.environment_variables import (
@@ -29,11 +28,11 @@ from prometheus_client import CollectorRegistry
 
 from headrace.config import make_settings
 from headrace.log.port import TopicPartition
-from headrace.protocol.ack import AckHandle
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.span_attributes import Answering, Run
+from headrace.telemetry.span_attributes import Answering, ModelRun
 from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import Tracing
 from headrace.tuning import TUNING
@@ -47,23 +46,20 @@ NEVER = {
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE: "1000000",
     OTEL_BSP_SCHEDULE_DELAY: "600000",
 }
-"""By which nothing is sent while it is measured."""
-
-
-_OWES_NOTHING = cast(AckHandle, None)  # nobody acknowledges it
+"""Settings of the exporter with which nothing is sent during the measurement."""
 
 
 def _request(offset: int, traceparent: bytes | None) -> Request:
     headers = [] if traceparent is None else [("traceparent", traceparent)]
     envelope = parse_envelope(headers, T // 1000, 0)
     origin = (3, offset, offset - 1, T // 1000)
-    request = Request(_OWES_NOTHING, *origin, b"key", bytes(300), headers, envelope)
+    request = Request(NULL_ACK, *origin, b"key", bytes(300), headers, envelope)
     request.model, request.version, request.ingested_us = "digits", "1", T + 500
     return request
 
 
 def _batches(sampled: int) -> list[list[Request]]:
-    """Batches in each of which so many requests are sampled by their callers."""
+    """Return batches with `sampled` requests each that are sampled by their callers."""
     found = []
     for number in range(1, BATCHES + 1):
         chosen = f"00-{number:032x}-{number:016x}-01".encode()
@@ -78,7 +74,7 @@ def _pass_through(tracing: Tracing, batches: list[list[Request]]) -> None:
         tracing.ingested(requests, T + 1000)
         batch = Batch("7", requests, "full")
         tracing.formed(batch, T + 2000)
-        tracing.ran(Run(batch, requests, T + 2100, T + 2200, T + 3000, 700, 1))
+        tracing.ran(ModelRun(batch, requests, T + 2100, T + 2200, T + 3000, 700, 1))
         tracing.executed("7", requests, T + 3100)
         tracing.answered(requests, TopicPartition("headrace.responses", 2), times)
 
@@ -106,7 +102,7 @@ def _tracing(export: TraceExport, metrics: Metrics, callers_per_second: float) -
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the results."""
     os.environ.update(NEVER)
     metrics, exporter = Metrics(CollectorRegistry()), InMemorySpanExporter()
     tuning = replace(TUNING.runtime, trace_close_timeout_s=60.0)

@@ -1,5 +1,5 @@
-"""What tracing costs: the four services in one process on the embedded log at full load, without
-tracing and with it, one after the other in rounds, so that a busy machine is busy for all.
+"""Cost of tracing: the four services in one process on the embedded log at full load, with and
+without tracing, alternately, so that other load on the machine affects both equally.
 
     python -m benchmarks.tracing_cost [--requests N] [--rounds N] [--mode NAME]
 
@@ -62,7 +62,7 @@ server.serve_forever()
 
 
 class Mode(NamedTuple):
-    """How requests are traced.
+    """One way of tracing requests.
 
     Attributes:
         base: the mode that this one is compared with.
@@ -85,8 +85,8 @@ MODES = {
 }
 
 
-class Measured(NamedTuple):
-    """One run: seconds by the clock and of the processor, and what became of the spans."""
+class TracedRun(NamedTuple):
+    """One run: wall-clock and CPU seconds, and the number of exported and dropped spans."""
 
     wall_s: float
     cpu_s: float
@@ -123,8 +123,8 @@ async def _answered(log: Log, settings: Settings, requests: int) -> None:
             await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def measure(settings: Settings, requests: int, *, sampled: bool) -> Measured:
-    """Serve so many requests."""
+async def measure(settings: Settings, requests: int, *, sampled: bool) -> TracedRun:
+    """Serve this many requests, and return the measurements."""
     metrics = Metrics(CollectorRegistry())
     async with MemoryLog() as log, open_tracing(settings, STAGES, metrics) as tracing:
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
@@ -136,11 +136,11 @@ async def measure(settings: Settings, requests: int, *, sampled: bool) -> Measur
             wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     value = metrics.registry.get_sample_value
     exported = value("headrace_trace_spans_total") or 0.0
-    return Measured(wall_s, cpu_s, exported, value("headrace_trace_spans_dropped_total") or 0.0)
+    return TracedRun(wall_s, cpu_s, exported, value("headrace_trace_spans_dropped_total") or 0.0)
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=7)
@@ -151,7 +151,7 @@ def main() -> None:
     tune_interpreter()
     os.environ.setdefault("OTEL_BSP_SCHEDULE_DELAY", EXPORT_DELAY_MS)
     requests = -(-given.requests // CHUNK) * CHUNK
-    runs: dict[str, list[Measured]] = {name: [] for name in chosen}
+    runs: dict[str, list[TracedRun]] = {name: [] for name in chosen}
     collector = subprocess.Popen([sys.executable, "-c", FORGETFUL], stdout=subprocess.PIPE)
     try:
         assert collector.stdout is not None
@@ -171,7 +171,7 @@ def main() -> None:
     _report(runs, requests)
 
 
-def _report(runs: dict[str, list[Measured]], requests: int) -> None:
+def _report(runs: dict[str, list[TracedRun]], requests: int) -> None:
     print(
         "| tracing | answers/s | CPU µs/request, median | best | throughput | CPU, best "
         "| µs over off | spans sent | dropped |"

@@ -68,7 +68,7 @@ def _refuse_bool(value: object) -> object:
 
 Real = Annotated[float, Field(allow_inf_nan=False)]
 NOT_BOOL = BeforeValidator(_refuse_bool)
-"""Beside each number and its bounds: pydantic takes `true` for 1."""
+"""Validator for numbers: pydantic would accept `true` as 1."""
 
 Rate = Annotated[Real, Field(ge=0, le=1_000_000), NOT_BOOL]
 Port = Annotated[int, Field(ge=0, le=65535), NOT_BOOL]
@@ -81,12 +81,12 @@ DeviceBytes = Annotated[int, Field(ge=0, le=2**44), NOT_BOOL]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 
 
-class _Group(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class KafkaSettings(_Group):
-    """How to reach the brokers. The SASL and TLS names are Kafka's own."""
+class KafkaSettings(_Section):
+    """Connection to the brokers. The SASL and TLS names are Kafka's own."""
 
     bootstrap_servers: str
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
@@ -94,7 +94,7 @@ class KafkaSettings(_Group):
     sasl_username: str = ""
     sasl_password: SecretStr = SecretStr("")
     oauth_token_file: Path | None = None
-    """A file with the bearer token, read again for every connection (OAUTHBEARER)."""
+    """File with the bearer token (OAUTHBEARER), read for every connection."""
     ssl_ca_file: Path | None = None
     ssl_cert_file: Path | None = None
     ssl_key_file: Path | None = None
@@ -123,132 +123,139 @@ class KafkaSettings(_Group):
         return self
 
 
-class TopicSettings(_Group):
-    """The names of the topics, and how `headrace topics create` makes them."""
+class TopicSettings(_Section):
+    """Names of the topics, and their configuration for `headrace topics create`."""
 
     partitions: Annotated[int, Field(ge=1, le=100_000), NOT_BOOL] = 4
     replication_factor: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 1
     retention_ms: Annotated[int, Field(ge=1, le=_KAFKA_LONG), NOT_BOOL] = 7 * 24 * 3600 * 1000
     internal_retention_ms: Annotated[int, Field(ge=1, le=_KAFKA_LONG), NOT_BOOL] = 24 * 3600 * 1000
-    """Of items, batches, results and events: work that is answered is of no more use."""
+    """Retention of items, batches, results and events, which are not needed after the answer."""
     max_message_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 8 * 1024 * 1024
     reply_allowed: tuple[str, ...] = (r"{namespace}\..*",)
     """Regular expressions; a `kafka_replyTopic` must match one of them in full."""
     names: dict[Topic, str] = {}
-    """Full names for topics that shall not be called `{namespace}.{topic}`."""
+    """Full names of topics, instead of `{namespace}.{topic}`."""
 
 
-class DeliverySettings(_Group):
-    """What is promised of answers."""
+class DeliverySettings(_Section):
+    """Guarantees for answers."""
 
     guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
     max_attempts: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 3
-    """So often may a process end while a request, and nothing else, runs in it."""
+    """Number of unclean ends of a process while a request runs alone in it, after which the request
+    is answered without being run.
+    """
     order: Literal["none", "key", "partition"] = "none"
 
 
-class LimitSettings(_Group):
-    """Bounds on one request and on everything in flight."""
+class LimitSettings(_Section):
+    """Limits on one request and on everything in flight."""
 
     max_request_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 4 * 1024 * 1024
     max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024, le=2**40), NOT_BOOL] = (
         256 * 1024 * 1024
     )
     model_share: Annotated[Real, Field(gt=0, le=1), NOT_BOOL] = 0.5
-    """Of `max_in_flight_bytes`, for one model while no other holds any of it; 1 is no limit."""
+    """Share of `max_in_flight_bytes` that one model may hold while no other model holds any; 1
+    disables the limit.
+    """
     tenant_share: Annotated[Real, Field(gt=0, le=1), NOT_BOOL] = 0.5
-    """The same for one tenant (`x-tenant`)."""
+    """The same share for one tenant (`x-tenant`)."""
     max_decompressed_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 0
-    """Of the records of one compressed batch; 0 is 16 times the largest record, and the bytes in
-    flight are a bound to either.
+    """Decompressed size of one compressed record batch; 0 means 16 times the largest record. It
+    never exceeds `max_in_flight_bytes`.
     """
     default_timeout_ms: Annotated[int, Field(ge=0, le=31 * _DAY_S * 1000), NOT_BOOL] = 0
-    """Counted from the record's timestamp; 0 means none."""
+    """Timeout of requests that set none, counted from the record's timestamp; 0 means none."""
     drain_timeout_s: Annotated[Real, Field(gt=0, le=_DAY_S), NOT_BOOL] = 10.0
     max_unanswered_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 60.0
-    """With records waiting, and none answered, for so long a process is not ready; 0 is never."""
+    """A process that answers none of its waiting records for this long is not ready; 0 disables
+    this.
+    """
     max_stall_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 60.0
-    """An event loop that stands still for so long ends its process; 0 is never."""
+    """A process whose event loop stalls for this long ends itself; 0 disables this."""
 
 
-class ModelSettings(_Group):
-    """Where the models are."""
+class ModelSettings(_Section):
+    """The model repository."""
 
     repository: Path = Path("models")
     keep_replaced_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
-    """How long a batcher or an executor apart from ingest keeps a version that was replaced, after
-    the last batch for it."""
+    """How long a batcher or executor in a separate process keeps a replaced version after its last
+    batch.
+    """
 
 
-class BatchingSettings(_Group):
-    """Defaults for all models; a model's `model.toml` may say otherwise."""
+class BatchingSettings(_Section):
+    """Batching defaults for all models; a model's `model.toml` overrides them."""
 
     max_batch_size: Rows = 32
     max_queue_delay_ms: QueueDelayMs = 0.0
     max_batch_bytes: BatchBytes = 8 * 1024 * 1024
 
 
-class ExecutorSettings(_Group):
-    """Where and how often models run."""
+class ExecutorSettings(_Section):
+    """Defaults for running models."""
 
     device: Device = "cpu"
     instances: Instances = 1
     intra_op_threads: Threads = 0
-    """Threads of one run; 0 shares the machine's cores between the instances of a model."""
+    """Threads per run; 0 divides the machine's cores among the instances of a model."""
     io_binding: bool = True
-    """Bind inputs and outputs by address where that can be done; false is the plain path."""
+    """Bind inputs and outputs by address where possible."""
     experimental_cuda: bool = False
     """Allow `cuda:N`, whose code has not run on a GPU yet."""
     ring: bool = False
-    """Send batches through the ring (docs/device.md), on models whose shapes are fixed."""
+    """Run batches through the ring (docs/device.md), for models with fixed shapes."""
     cuda_graphs: bool = False
-    """With `ring`: one CUDA graph for each bucket of rows."""
+    """Record one CUDA graph per bucket of rows; needs `ring`."""
     gpu_memory_limit_bytes: DeviceBytes = 0
-    """Of ONNX Runtime's arena, for each instance on a GPU; 0 leaves it to the device."""
+    """Limit of ONNX Runtime's arena for each instance on a GPU; 0 sets none."""
 
 
-class GatewaySettings(_Group):
-    """The doors for clients that do not speak Kafka (docs/http.md)."""
+class GatewaySettings(_Section):
+    """Inference over HTTP, for clients that do not speak Kafka (docs/http.md)."""
 
     http_host: str = "127.0.0.1"
     http_port: Port = 8000
-    """0 picks a free one, and prints it."""
+    """Port to listen on; 0 picks a free one, and prints it."""
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000
-    """For callers that give none."""
+    """Timeout of requests that give none."""
     max_in_flight: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 1024
-    """Requests under way at once; further ones are refused."""
+    """Limit of concurrent requests; further ones are refused."""
     max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024, le=2**40), NOT_BOOL] = (
         256 * 1024 * 1024
     )
-    """Of the bodies of the requests under way, decompressed; further ones are refused."""
+    """Limit of the decompressed bodies of concurrent requests; further ones are refused."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 16 * 1024 * 1024
-    """Of one body, decompressed. JSON takes several times the bytes of its tensors."""
+    """Limit of one decompressed body. JSON takes several times the bytes of its tensors."""
     drain_notice_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 0.0
     """Time for balancers to see that a gateway is no longer ready, before it stops listening."""
 
 
-class TelemetrySettings(_Group):
-    """What can be seen from outside."""
+class TelemetrySettings(_Section):
+    """Traces, logs and the HTTP server."""
 
     otlp_endpoint: str = ""
-    """Where traces go, such as `http://127.0.0.1:4318`. `OTEL_EXPORTER_OTLP_*` goes over it; with
-    neither there is no tracing.
+    """Destination of traces, such as `http://127.0.0.1:4318`. `OTEL_EXPORTER_OTLP_*` overrides it;
+    without either there is no tracing.
     """
     sample_ratio: Annotated[Real, Field(ge=0, le=1), NOT_BOOL] = 0.01
-    """Share of the requests without a trace context that get a trace."""
+    """Share of requests without a trace context that get a trace."""
     traces_per_second: Rate = 10.0
-    """At most so many of them, in each process with ingest."""
+    """Limit of these traces, for each process with ingest."""
     caller_traces_per_second: Rate = 20.0
-    """At most so many requests whose caller's `traceparent` says that they are sampled."""
+    """Limit of traces for requests whose caller's `traceparent` has the sampled flag."""
     failure_traces_per_second: Rate = 20.0
-    """At most so many failed requests that have no trace, missed deadlines included."""
+    """Limit of traces for failed requests that have none, including missed deadlines."""
     http_host: str = "127.0.0.1"
     http_port: Port = 8080
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class Settings(BaseSettings):
-    """Everything that can be set, with its defaults."""
+    """All settings, with their defaults."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix="HEADRACE_", env_nested_delimiter="__"
@@ -274,7 +281,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """`make_settings` reads the environment, to know which value comes from there."""
+        """Ignore the environment: `make_settings` reads it, and remembers what comes from it."""
         return (init_settings,)
 
     @model_validator(mode="after")
@@ -288,14 +295,14 @@ class Settings(BaseSettings):
 
     @property
     def decompressed_bytes(self) -> int:
-        """How large the records of one compressed batch may be once decompressed."""
+        """Largest decompressed size of one compressed record batch."""
         limits = self.limits
         largest_record_bytes = max(limits.max_request_bytes, self.topics.max_message_bytes)
         allowed = limits.max_decompressed_bytes or 16 * largest_record_bytes
         return min(allowed, limits.max_in_flight_bytes)
 
     def topic(self, topic: Topic) -> str:
-        """The full name of one of Headrace's topics."""
+        """Return the full name of one of Headrace's topics."""
         return self.topics.names.get(topic, f"{self.namespace}.{topic}")
 
 
@@ -314,7 +321,7 @@ _check_namespace = TypeAdapter(Namespace).validate_python
 
 
 class Option(NamedTuple):
-    """A setting that is given on the command line, over file and environment."""
+    """A setting given on the command line, which overrides file and environment."""
 
     name: str
     path: tuple[str, ...]
@@ -322,7 +329,7 @@ class Option(NamedTuple):
 
 
 def load_settings(config_file: Path | None = None, options: Sequence[Option] = ()) -> Settings:
-    """Read the settings, once.
+    """Read the settings.
 
     Raises:
         ConfigurationError: with one line for each fault.
@@ -344,7 +351,8 @@ def load_settings(config_file: Path | None = None, options: Sequence[Option] = (
 def make_settings(
     values: dict[str, Any], *, origin: str = "settings", options: Sequence[Option] = ()
 ) -> Settings:
-    """Return settings from plain values, with the environment over them, and `options` over both.
+    """Return settings from plain values; the environment overrides them, and `options` override
+    both.
 
     Raises:
         ConfigurationError: with one line for each fault, which names where the value comes from.
@@ -370,7 +378,7 @@ def make_settings(
 
 
 def _merged(below: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both, section by section; `over` wins."""
+    """Return both merged, section by section; `over` wins."""
     result = dict(below)
     for name, value in over.items():
         present = result.get(name)
@@ -381,7 +389,7 @@ def _merged(below: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _described(fault: ErrorDetails, origin: str, options: Sequence[Option]) -> str:
-    """Return where a wrong value comes from, which one it is, and what is wrong with it."""
+    """Describe a fault: the origin of the value, its name, and what is wrong with it."""
     location = fault["loc"]
     text = describe_fault(fault)
     if fault["type"] == "extra_forbidden":
@@ -404,7 +412,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _names_in(path: tuple[int | str, ...]) -> Iterable[str]:
-    """Return the names that are known in a section."""
+    """Return the known names of a section."""
     group: Any = Settings
     for part in path:
         field = group.model_fields.get(part)
@@ -418,12 +426,12 @@ def _names_in(path: tuple[int | str, ...]) -> Iterable[str]:
 
 
 def _variable(name: str) -> str | None:
-    """Return a variable's name as it is set; case does not count."""
+    """Return the name of an environment variable as it is set, ignoring case."""
     return next((each for each in os.environ if each.upper() == name.upper()), None)
 
 
 def _unknown_variables() -> Iterator[str]:
-    """Yield a line for each variable of a section that there is not.
+    """Yield a line for each variable that names an unknown section.
 
     Other names are let pass: Kubernetes sets some of its own for a service called `headrace`.
     """
@@ -447,7 +455,9 @@ _LONGEST_VALUE = 40
 
 
 def describe_fault(fault: ErrorDetails) -> str:
-    """Return what is wrong with a value; of numbers what they are, as others may be secrets."""
+    """Describe what is wrong with a value. Only numbers are shown, since other values may be
+    secrets.
+    """
     if fault["type"] == "finite_number":
         return f"expected a finite number, got {fault['input']}"
     if fault["type"] in _BOUNDS:

@@ -1,4 +1,4 @@
-"""What people write by hand: consume, decode, run, encode, produce, commit.
+"""Loops written by hand: consume, decode, run, encode, produce, commit.
 
 Each module is a program of its own that knows nothing of Headrace. `served` holds what they
 share: the messages, the session, the arguments.

@@ -1,4 +1,4 @@
-"""Batches whose commits are made in the background, one at a time, of what is acknowledged."""
+"""Batches, with commits of the acknowledged offsets in the background, one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLL_RECORDS = 512
 
 
 async def commit_answered(consumer: AIOKafkaConsumer, answered: dict[TopicPartition, int]) -> None:
-    """Commit the newest offsets, again and again."""
+    """Commit the newest answered offsets, until cancelled."""
     while True:
         offsets = dict(answered)
         answered.clear()

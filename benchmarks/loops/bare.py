@@ -1,4 +1,4 @@
-"""The model alone: one batch, run again and again; no log, no decoding, no answers.
+"""The model alone: one batch, run repeatedly; no log, no decoding, no answers.
 
     python -m benchmarks.loops.bare MODEL.onnx BATCH.npy SECONDS THREADS
 

@@ -1,7 +1,7 @@
 """The bulk loop: whole batches by `create_batch` and `send_batch`, commits in the background.
 
-The fastest that aiokafka does. Without `--overlapped` each poll is acknowledged before the next;
-with it, the partitions overlap: a partition waits only for its own last batch.
+This is the fastest way with aiokafka. Without `--overlapped` each poll is acknowledged before the
+next; with it, the partitions overlap: a partition waits only for its own last batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.loops.served import Arguments, Model, arguments, start
 
 POLL_RECORDS = 4096
 SLOW_BATCHES = 4
-"""With a slow model a poll is so many batches: all of it is answered before the next."""
+"""Batches per poll with a slow model: all of a poll is answered before the next one."""
 
 
 class Loop:
@@ -35,7 +35,7 @@ class Loop:
         self.answered: dict[TopicPartition, int] = {}
 
     async def run(self, *, overlapped: bool) -> None:
-        """For ever."""
+        """Serve until cancelled."""
         under_way: dict[TopicPartition, asyncio.Future[None]] = {}
         given = self._given
         most = SLOW_BATCHES * given.batch if given.slow else POLL_RECORDS
@@ -53,7 +53,9 @@ class Loop:
     async def _answer(
         self, partition: TopicPartition, records: Sequence[Any]
     ) -> asyncio.Future[None]:
-        """Answer the records of a partition; the future ends when all are acknowledged."""
+        """Answer the records of a partition; the returned future completes when all are
+        acknowledged.
+        """
         builder = self._producer.create_batch()
         sent: list[asyncio.Future[Any]] = []
         for first in range(0, len(records), self._given.batch):

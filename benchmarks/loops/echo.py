@@ -1,4 +1,4 @@
-"""Each request's record, as it is, to the topic of answers: two hops through Kafka, and no more."""
+"""Echo: copies each request record unchanged to the topic of answers, two hops through Kafka."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FastStream, batches, as its documentation writes it: a batch subscriber, a batch publisher.
+"""FastStream with batches, as in its documentation: a batch subscriber and a batch publisher.
 
 Offsets are committed after the function has returned (`AckPolicy.NACK_ON_ERROR`, its at-least-once
 mode); `Batch` publishing returns the answers of one call as one batch.
@@ -18,7 +18,7 @@ app = FastStream(broker)
 
 
 async def raw(message: object) -> list[bytes]:
-    """The values as they are: the loop decodes them itself."""
+    """Return the values unchanged, since the loop decodes them itself."""
     return message.body  # type: ignore[attr-defined]  # FastStream's own message type
 
 

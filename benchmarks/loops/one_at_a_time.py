@@ -1,4 +1,4 @@
-"""One record at a time: run, send and wait, commit and wait. What a first tutorial shows."""
+"""One record at a time, as in a first tutorial: run, send and wait, commit and wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quix Streams as its documentation writes it: a dataframe over one topic, into another.
+"""Quix Streams as in its documentation: a dataframe over one topic, into another.
 
 Its `apply` takes one message at a time; it has no way to run a model on several. Offsets are
 committed every five seconds, its default.

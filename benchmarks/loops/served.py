@@ -1,8 +1,8 @@
-"""What the loops by hand have in common: their arguments, messages and model.
+"""Shared parts of the loops written by hand: their arguments, messages and model.
 
-They do what a careful author would: typed MessagePack decoding without a copy of the tensor, one
-session of ONNX Runtime with the options that Headrace gives its own, rows stacked into one array.
-They do not validate what comes in, know no deadlines, no errors and no duplicates.
+They contain what a careful author would write: typed MessagePack decoding without a copy of the
+tensor, one session of ONNX Runtime with Headrace's options, rows stacked into one array.
+They validate no requests, and know no deadlines, errors or duplicates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import onnxruntime
 
 
-class InputTensor(msgspec.Struct):
+class RequestInput(msgspec.Struct):
     """One input of a request."""
 
     name: str
@@ -29,14 +29,14 @@ class InputTensor(msgspec.Struct):
     data: memoryview
 
 
-class Request(msgspec.Struct):
+class RequestValue(msgspec.Struct):
     """A request record's value."""
 
     model_name: str
-    inputs: list[InputTensor]
+    inputs: list[RequestInput]
 
 
-class OutputTensor(msgspec.Struct):
+class ResponseOutput(msgspec.Struct):
     """One output of a response."""
 
     name: str
@@ -45,22 +45,22 @@ class OutputTensor(msgspec.Struct):
     data: bytes
 
 
-class Response(msgspec.Struct):
+class ResponseValue(msgspec.Struct):
     """A response record's value."""
 
     model_name: str
-    outputs: list[OutputTensor]
+    outputs: list[ResponseOutput]
 
 
 DATATYPES = {"float32": "FP32", "int64": "INT64", "int32": "INT32", "uint8": "UINT8"}
 
-decode = msgspec.msgpack.Decoder(Request).decode
+decode = msgspec.msgpack.Decoder(RequestValue).decode
 encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
 class Arguments:
-    """How every contestant is started."""
+    """Command-line arguments of every contestant."""
 
     bootstrap_servers: str
     requests: str
@@ -73,7 +73,7 @@ class Arguments:
 
 
 def arguments() -> Arguments:
-    """From the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--bootstrap-servers", required=True)
     parser.add_argument("--requests", required=True)
@@ -87,7 +87,7 @@ def arguments() -> Arguments:
 
 
 class Model:
-    """A session, and requests' values in, responses' values out."""
+    """A session that turns request values into response values."""
 
     def __init__(self, path: str, threads: int) -> None:
         options = onnxruntime.SessionOptions()
@@ -107,12 +107,12 @@ class Model:
         self.row_shape = tuple(given.shape[1:])
 
     def run(self, rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        """One run; arrays in the order of the model's outputs."""
+        """Run the model once; returns arrays in the order of the model's outputs."""
         found: list[np.ndarray[Any, Any]] = self._session.run(None, {self.input_name: rows})
         return found
 
     def answer(self, values: Sequence[bytes]) -> list[bytes]:
-        """The responses to requests of one row each, from one run."""
+        """Answer requests of one row each with one run."""
         requests = [decode(value) for value in values]
         joined = b"".join([request.inputs[0].data for request in requests])
         rows = np.frombuffer(joined, self.dtype).reshape(len(requests), *self.row_shape)
@@ -122,10 +122,10 @@ class Model:
         ]
         return [
             encode(
-                Response(
+                ResponseValue(
                     request.model_name,
                     [
-                        OutputTensor(name, datatype, shape, array[place].tobytes())
+                        ResponseOutput(name, datatype, shape, array[place].tobytes())
                         for name, datatype, shape, array in columns
                     ],
                 )
@@ -134,7 +134,7 @@ class Model:
         ]
 
     async def answer_soon(self, values: Sequence[bytes], slow: bool) -> list[bytes]:
-        """On a thread where runs are slow, so that heartbeats go on; here where they are not."""
+        """Do the same as `answer`, on a thread if runs are slow, so that heartbeats are sent."""
         if slow:
             return await asyncio.to_thread(self.answer, values)
         return self.answer(values)

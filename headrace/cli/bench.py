@@ -28,8 +28,8 @@ from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
 from headrace.tools.bench.advice import Facts, advise
-from headrace.tools.bench.load import Load, LoadPlan, Payload
-from headrace.tools.bench.measured import Measured
+from headrace.tools.bench.load import Load, LoadPlan, LoadRequest
+from headrace.tools.bench.measured import LoadResult
 from headrace.tools.bench.payloads import from_arrays, from_capture, from_file, made_up
 from headrace.tools.histogram import Histogram
 from headrace.tools.simulate.scenarios import latest_models
@@ -43,7 +43,7 @@ SHOW_EVERY_S = 0.2
 CPU_SECONDS = "process_cpu_seconds_total "
 
 
-class Asked(NamedTuple):
+class BenchOptions(NamedTuple):
     """Parameters of a measurement; see `headrace.cli.bench`.
 
     Attributes:
@@ -65,7 +65,9 @@ class Asked(NamedTuple):
     url: str
 
 
-async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Facts, Measured]:
+async def measure(
+    settings: Settings, asked: BenchOptions, shown: Progress
+) -> tuple[Facts, LoadResult]:
     """Run the load and gather the results.
 
     Raises:
@@ -99,7 +101,7 @@ async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Fa
     return facts._replace(cores=kept_busy), measured
 
 
-async def _show(shown: Progress, measured: Measured, seconds: float) -> None:
+async def _show(shown: Progress, measured: LoadResult, seconds: float) -> None:
     began_s = time.monotonic()
     while True:
         part = (time.monotonic() - began_s) / seconds
@@ -107,7 +109,7 @@ async def _show(shown: Progress, measured: Measured, seconds: float) -> None:
         await asyncio.sleep(SHOW_EVERY_S)
 
 
-async def _payloads(asked: Asked, known: ModelVersion | None) -> Sequence[Payload]:
+async def _payloads(asked: BenchOptions, known: ModelVersion | None) -> Sequence[LoadRequest]:
     if asked.capture is not None:
         return await from_capture(asked.capture)
     if asked.file is not None:
@@ -123,7 +125,7 @@ async def _payloads(asked: Asked, known: ModelVersion | None) -> Sequence[Payloa
     return [made_up(known, asked.version, as_json=asked.as_json)]
 
 
-async def _plan_load(settings: Settings, log: Log, asked: Asked) -> LoadPlan:
+async def _plan_load(settings: Settings, log: Log, asked: BenchOptions) -> LoadPlan:
     names = [settings.topic(topic) for topic in (Topic.REQUESTS, Topic.RESPONSES)]
     found = await log.describe_topics(names)
     sized: list[TopicPartition] = []
@@ -138,7 +140,10 @@ async def _plan_load(settings: Settings, log: Log, asked: Asked) -> LoadPlan:
 
 
 def _facts(
-    asked: Asked, measured: Measured, known: ModelVersion | None, payloads: Sequence[Payload]
+    asked: BenchOptions,
+    measured: LoadResult,
+    known: ModelVersion | None,
+    payloads: Sequence[LoadRequest],
 ) -> Facts:
     rows = measured.rows_per_batch
     runs_per_s = measured.per_s / rows if rows else 0.0
@@ -203,7 +208,7 @@ BAR = 40
 PERCENTILES = (50, 90, 99, 99.9)
 
 
-def as_fields(facts: Facts, measured: Measured) -> dict[str, Any]:
+def as_fields(facts: Facts, measured: LoadResult) -> dict[str, Any]:
     """Return all results, with times in milliseconds."""
     sizes = sorted(measured.batch_sizes.items())
     return {
@@ -394,10 +399,10 @@ def command(
     if file is not None:
         guessed = content_type or mimetypes.guess_type(file.name)[0]
         payload = (file.read(), guessed or "application/octet-stream")
-    from headrace.cli.bench import Asked, as_fields, as_text, measure
+    from headrace.cli.bench import BenchOptions, as_fields, as_text, measure
     from headrace.cli.progress import progress
 
-    asked = Asked(file=payload, as_json=encoding == "json", **given)
+    asked = BenchOptions(file=payload, as_json=encoding == "json", **given)
     with progress() as shown:
         facts, measured = run(measure(settings, asked, shown))
     fields = as_fields(facts, measured)

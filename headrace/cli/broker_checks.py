@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from headrace.cli.findings import Finding, Health
+from headrace.cli.findings import Finding, Severity
 from headrace.config import KafkaSettings, Settings
 from headrace.log.port import TopicInfo
 from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS
@@ -34,7 +34,7 @@ class _Judgement(NamedTuple):
     is_good: Callable[[int], bool]
     expected: str
     reason: str
-    health: Health = Health.ERROR
+    health: Severity = Severity.ERROR
 
 
 def check_release(settings: Settings, release: tuple[int, int]) -> Finding:
@@ -47,11 +47,11 @@ def check_release(settings: Settings, release: tuple[int, int]) -> Finding:
         shown = f"{major}.{minor} or newer, below 4.0" if major else "older than 3.0"
         return Finding(
             "broker",
-            Health.ERROR,
+            Severity.ERROR,
             f"{where}: Kafka {shown}; {settings.delivery.guarantee} needs {needed[0]}.{needed[1]}",
             "upgrade the brokers",
         )
-    return Finding("broker", Health.OK, f"{where} answers: Kafka {major}.{minor} or newer")
+    return Finding("broker", Severity.OK, f"{where} answers: Kafka {major}.{minor} or newer")
 
 
 def check_broker_settings(settings: Settings, found: Mapping[str, str] | None) -> Iterator[Finding]:
@@ -59,7 +59,7 @@ def check_broker_settings(settings: Settings, found: Mapping[str, str] | None) -
     if found is None:
         yield Finding(
             "broker",
-            Health.WARNING,
+            Severity.WARNING,
             "its settings may not be read, and were not checked",
             "allow DescribeConfigs on the cluster, or compare them with docs/operations.md",
         )
@@ -101,7 +101,7 @@ def _judgements(settings: Settings) -> Iterator[_Judgement]:
                 lambda value: value >= _REPLICATED,
                 f"at least {_REPLICATED}, as topics.replication_factor",
                 "with one broker down nobody could commit",
-                Health.WARNING,
+                Severity.WARNING,
             )
 
 
@@ -120,7 +120,7 @@ def _retention_judgements(settings: Settings) -> Iterator[_Judgement]:
         lambda value: value < again or value >= kept,
         f"at least {kept}, as topics.retention_ms",
         "a deployment that is stopped for longer would answer again what is still held",
-        Health.WARNING,
+        Severity.WARNING,
     )
 
 
@@ -151,14 +151,14 @@ def check_rights(settings: Settings, survey: ClusterInfo) -> Iterator[Finding]:
     if not survey.may_join:
         yield Finding(
             "rights",
-            Health.ERROR,
+            Severity.ERROR,
             f"group {group}: Read is not allowed",
             f"allow Read on the groups that begin with {group}",
         )
     if settings.delivery.guarantee == "exactly_once" and not survey.may_transact:
         yield Finding(
             "rights",
-            Health.ERROR,
+            Severity.ERROR,
             f"transactional ids {transactional_id(settings)} and its like: Write is not allowed",
             f"allow Write on the transactional ids that begin with {group}.",
         )
@@ -183,7 +183,7 @@ def _topic_rights(settings: Settings, topic: Topic, survey: ClusterInfo) -> Iter
         if stages and right not in rights:
             yield Finding(
                 "rights",
-                Health.WARNING,
+                Severity.WARNING,
                 f"{name}: {right.capitalize()} is not allowed, which "
                 f"{' and '.join(stages)} {'needs' if len(stages) == 1 else 'need'}",
                 f"allow {right.capitalize()} on {name} to whom these stages run as",
@@ -207,21 +207,21 @@ def _replica_findings(name: str, found: DescribedTopic, needed: int) -> Iterator
     if found.replicas < needed:
         yield Finding(
             "topics",
-            Health.ERROR,
+            Severity.ERROR,
             f"{name}: {least} with {found.replicas} replicas: nothing can be written",
             f"lower {MIN_INSYNC_REPLICAS}, or add replicas",
         )
     elif found.in_sync < needed:
         yield Finding(
             "topics",
-            Health.ERROR,
+            Severity.ERROR,
             f"{name}: {least}, and {found.in_sync} are in sync: nothing can be written now",
             "see which brokers are away",
         )
     elif found.replicas == needed > 1:
         yield Finding(
             "topics",
-            Health.WARNING,
+            Severity.WARNING,
             f"{name}: {least} with as many replicas: every restart of a broker stops writing",
             f"lower {MIN_INSYNC_REPLICAS}, or add a replica",
         )

@@ -14,7 +14,7 @@ from headrace.cli.broker_checks import (
     check_rights,
     transactional_id,
 )
-from headrace.cli.findings import Finding, Health
+from headrace.cli.findings import Finding, Severity
 from headrace.config import KafkaSettings, Settings
 from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
 from headrace.log.errors import LogAuthenticationFailed
@@ -43,7 +43,7 @@ def check_settings(settings: Settings) -> Iterator[Finding]:
         faulty = True
         yield Finding(
             "configuration",
-            Health.ERROR,
+            Severity.ERROR,
             f"topics.max_message_bytes: expected at least {needed} "
             f"(limits.max_request_bytes and {overhead_bytes} for headers), "
             f"got {settings.topics.max_message_bytes}",
@@ -53,13 +53,13 @@ def check_settings(settings: Settings) -> Iterator[Finding]:
         faulty = True
         yield Finding(
             "configuration",
-            Health.WARNING,
+            Severity.WARNING,
             "kafka.security_protocol SASL_PLAINTEXT sends the password readable with PLAIN",
             "use SASL_SSL, or a SCRAM mechanism",
         )
     if not faulty:
         log = settings.kafka.bootstrap_servers if settings.kafka else "the embedded log"
-        yield Finding("configuration", Health.OK, f"namespace {settings.namespace} on {log}")
+        yield Finding("configuration", Severity.OK, f"namespace {settings.namespace} on {log}")
 
 
 def _shows_password(kafka: KafkaSettings) -> bool:
@@ -69,13 +69,13 @@ def _shows_password(kafka: KafkaSettings) -> bool:
 def unreadable_settings(error: ConfigurationError) -> Iterator[Finding]:
     """Yield the faults of settings that could not be read."""
     for line in str(error).splitlines():
-        yield Finding("configuration", Health.ERROR, line, "fix this; all else waits for it")
+        yield Finding("configuration", Severity.ERROR, line, "fix this; all else waits for it")
 
 
 async def check_log(settings: Settings) -> list[Finding]:
     """Check that a broker answers, and that its topics are right."""
     if settings.kafka is None:
-        return [Finding("broker", Health.OK, "none configured: the embedded log is used")]
+        return [Finding("broker", Severity.OK, "none configured: the embedded log is used")]
     # Without a broker configured, nothing here needs aiokafka.
     from headrace.log.kafka.cluster import survey
 
@@ -93,13 +93,13 @@ async def check_log(settings: Settings) -> list[Finding]:
         return [
             Finding(
                 "broker",
-                Health.ERROR,
+                Severity.ERROR,
                 str(error),
                 "check kafka.security_protocol, kafka.sasl_* and kafka.ssl_*",
             )
         ]
     except ConfigurationError as error:
-        return [Finding("broker", Health.ERROR, str(error), "fix this setting")]
+        return [Finding("broker", Severity.ERROR, str(error), "fix this setting")]
     except HeadraceError as error:
         return [_unreachable(settings.kafka, str(error))]
     return [
@@ -122,7 +122,7 @@ async def _described(log: Log, names: Sequence[str]) -> Mapping[str, TopicInfo |
 def _unreachable(kafka: KafkaSettings, reason: str) -> Finding:
     return Finding(
         "broker",
-        Health.ERROR,
+        Severity.ERROR,
         reason,
         f"see that a broker listens on {kafka.bootstrap_servers} "
         f"(kafka.bootstrap_servers) and takes {kafka.security_protocol}",
@@ -138,7 +138,7 @@ def check_topics(
     if existing is None:
         yield Finding(
             "topics",
-            Health.WARNING,
+            Severity.WARNING,
             "their settings may not be read, and were not checked",
             "allow DescribeConfigs on the topics",
         )
@@ -146,10 +146,10 @@ def check_topics(
     needed = [topic for topic in Topic if settings.topic(topic) not in forbidden]
     faults = compare(plan_topics(settings), existing, needed)
     for fault in faults:
-        health = Health.ERROR if fault.blocking else Health.WARNING
+        health = Severity.ERROR if fault.blocking else Severity.WARNING
         yield Finding("topics", health, f"{fault.topic}: {fault.problem}", fault.fix)
     if not faults:
-        yield Finding("topics", Health.OK, f"all {len(existing)} are as they should be")
+        yield Finding("topics", Severity.OK, f"all {len(existing)} are as they should be")
 
 
 def check_models(settings: Settings) -> list[Finding]:
@@ -160,12 +160,12 @@ def check_models(settings: Settings) -> list[Finding]:
     try:
         models = Repository(path, settings).scan()
     except ConfigurationError as error:
-        return [Finding("models", Health.ERROR, str(error), "set models.repository, or make it")]
+        return [Finding("models", Severity.ERROR, str(error), "set models.repository, or make it")]
     if not models:
         return [
             Finding(
                 "models",
-                Health.WARNING,
+                Severity.WARNING,
                 f"{path}: no model",
                 f"put one at {Path('MODEL', '1', 'model.onnx')} below it",
             )
@@ -178,7 +178,7 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
 
     if model.config is None:
         fix = f"see `headrace models check {model.name}`"
-        yield Finding("models", Health.ERROR, f"{model.name}: {model.fault}", fix)
+        yield Finding("models", Severity.ERROR, f"{model.name}: {model.fault}", fix)
         return
     for found in model.versions:
         name = f"{model.name}/{found.version}"
@@ -186,12 +186,12 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
             signature = ModelVersion(model, found).signature
         except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
             fault = str(error) if isinstance(error, HeadraceError) else describe_error(error)
-            yield Finding("models", Health.ERROR, f"{name}: {fault}", f"fix {found.directory}")
+            yield Finding("models", Severity.ERROR, f"{name}: {fault}", f"fix {found.directory}")
             continue
         inputs = ", ".join(
             f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in signature.inputs
         )
-        yield Finding("models", Health.OK, f"{name}: {inputs}")
+        yield Finding("models", Severity.OK, f"{name}: {inputs}")
 
 
 def check_device(settings: Settings) -> list[Finding]:
@@ -200,21 +200,21 @@ def check_device(settings: Settings) -> list[Finding]:
         release, providers = find_runtime()
     except ImportError as error:
         fix = 'install "headrace[cpu]" or "headrace[gpu]"'
-        return [Finding("device", Health.ERROR, f"onnxruntime: {error}", fix)]
+        return [Finding("device", Severity.ERROR, f"onnxruntime: {error}", fix)]
     found = f"onnxruntime {release} with {', '.join(providers)}"
     device = settings.executor.device
     if device != "cpu" and CUDA not in providers:
         return [
             Finding(
                 "device",
-                Health.ERROR,
+                Severity.ERROR,
                 f"executor.device {device} needs {CUDA}, got {found}",
                 'install "headrace[gpu]" in place of "headrace[cpu]", or use the device "cpu"',
             )
         ]
     if device != "cpu":
         return _check_gpu(settings, found)
-    return [Finding("device", Health.OK, f"{device}: {found}")]
+    return [Finding("device", Severity.OK, f"{device}: {found}")]
 
 
 def _check_gpu(settings: Settings, found: str) -> list[Finding]:
@@ -224,10 +224,10 @@ def _check_gpu(settings: Settings, found: str) -> list[Finding]:
     device = settings.executor.device
     if not settings.executor.experimental_cuda:
         fix = 'set executor.experimental_cuda = true, or use the device "cpu"'
-        return [Finding("device", Health.ERROR, f"executor.device {device} is experimental", fix)]
+        return [Finding("device", Severity.ERROR, f"executor.device {device} is experimental", fix)]
     try:
         memory = CudaDevice(int(device.removeprefix("cuda:"))).memory()
     except (ConfigurationError, Fatal) as error:
-        return [Finding("device", Health.ERROR, str(error), 'fix that, or use the device "cpu"')]
+        return [Finding("device", Severity.ERROR, str(error), 'fix that, or use the device "cpu"')]
     free, total = (size >> 20 for size in (memory.free_bytes, memory.total_bytes))
-    return [Finding("device", Health.OK, f"{device}: {free} of {total} MiB free, {found}")]
+    return [Finding("device", Severity.OK, f"{device}: {free} of {total} MiB free, {found}")]

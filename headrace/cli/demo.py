@@ -25,7 +25,7 @@ from headrace.cli.outcome import Unsuccessful
     help="How long to send requests.",
 )
 def command(kafka: bool, seconds: float) -> None:
-    """Send images and files to two models, and show what happens.
+    """Send images and files to two models, and check every answer.
 
     All four services run in this process. Each answer is checked against the known label. The demo
     has its own log and models, and leaves nothing behind. Exit code 1 if an answer is missing or

@@ -23,6 +23,7 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
 from headrace.cli.settings import pass_settings
+from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
@@ -30,15 +31,15 @@ from headrace.printable import printable
 from headrace.runtime.log_factory import open_log
 from headrace.tools.dead_letters import (
     DeadLetter,
-    Order,
+    DeadLetterSelection,
     Redrive,
-    Selection,
-    Tally,
+    RedriveJob,
+    RedriveResult,
     read_dead_letters,
 )
 from headrace.tools.dead_letters.copies import load_transform
 from headrace.tools.dead_letters.dead_letter import full, paragraphs, summary
-from headrace.tools.dead_letters.reading import partitions_of, spans_of
+from headrace.tools.dead_letters.reading import spans_of
 from headrace.tools.dead_letters.redrive_state import recall
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.topics import STAGES, Topic
@@ -52,7 +53,7 @@ _COLUMNS = ("letter", "time", "code", "model", "stage", "attempt", "redriven", "
 _MAX_CELL = 60
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Position of a dead letter; `topic` is None if only partition and offset were given."""
 
     topic: str | None
@@ -60,25 +61,27 @@ class Place(NamedTuple):
     offset: int
 
 
-class PlaceType(click.ParamType[Place]):
-    """`TOPIC/PARTITION/OFFSET` or `PARTITION/OFFSET`."""
+class PositionType(click.ParamType[Position]):
+    """Parameter type for `TOPIC/PARTITION/OFFSET` or `PARTITION/OFFSET`."""
 
     name = "place"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Place:
+    ) -> Position:
         """Convert a value; called by click."""
-        if isinstance(value, Place):
+        if isinstance(value, Position):
             return value
         *topic, partition, offset = ["", *str(value).split("/")][-3:]
         if not (partition.isdecimal() and offset.isdecimal()) or str(value).count("/") > 2:
             self.fail(f"expected [TOPIC/]PARTITION/OFFSET, got {value!r}", param, ctx)
-        return Place(topic[0] or None, int(partition), int(offset))
+        return Position(topic[0] or None, int(partition), int(offset))
 
 
 class WhenType(click.ParamType[int]):
-    """A time in epoch milliseconds, as ISO 8601, or as a duration until now, such as `2h`."""
+    """Parameter type for a time: epoch milliseconds, ISO 8601, or the duration until now, such as
+    `2h`.
+    """
 
     name = "when"
 
@@ -102,7 +105,7 @@ class WhenType(click.ParamType[int]):
         return int(moment.timestamp() * 1000)
 
 
-PLACE = PlaceType()
+PLACE = PositionType()
 WHEN = WhenType()
 
 
@@ -119,7 +122,7 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
         until_ms: int | None,
         **options: Any,
     ) -> Any:
-        selection = Selection(
+        selection = DeadLetterSelection(
             frozenset(codes), frozenset(models), frozenset(stages), since_ms, until_ms
         )
         return function(*args, selection=selection, **options)
@@ -198,7 +201,7 @@ def counts_lines(counts: Counter[str], shown: int) -> Iterator[str]:
     yield f"{counts.total()} dead letters: {by_code}" + (f"; {hidden} not shown" if hidden else "")
 
 
-def tally_lines(tally: Tally, order: Order) -> Iterator[str]:
+def tally_lines(tally: RedriveResult, order: RedriveJob) -> Iterator[str]:
     """Yield the results of a redrive as text."""
     verb = "discarded" if order.discard else "sent"
     by_code = ", ".join(f"{code or 'no code'} {count}" for code, count in tally.sent.most_common())
@@ -238,7 +241,7 @@ def command() -> None:
 @json_option
 @pass_settings
 def list_(
-    settings: Settings, selection: Selection, limit: int, pending: bool, as_json: bool
+    settings: Settings, selection: DeadLetterSelection, limit: int, pending: bool, as_json: bool
 ) -> None:
     """List dead letters by time, the newest last, and count them by code."""
     shown, counts = run(_list(settings, selection, limit, pending))
@@ -251,7 +254,7 @@ def list_(
 
 
 async def _list(
-    settings: Settings, selection: Selection, limit: int, pending: bool
+    settings: Settings, selection: DeadLetterSelection, limit: int, pending: bool
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     newest = Newest(limit)
     counts: Counter[str] = Counter()
@@ -268,7 +271,7 @@ async def _list(
 @click.argument("place", type=PLACE, metavar="[TOPIC/]PARTITION/OFFSET")
 @json_option
 @pass_settings
-def show(settings: Settings, place: Place, as_json: bool) -> None:
+def show(settings: Settings, place: Position, as_json: bool) -> None:
     """Show one dead letter: its error, its headers, and the request as it can be read."""
     dead_letter, redriven = run(_one(settings, place))
     if as_json:
@@ -278,8 +281,8 @@ def show(settings: Settings, place: Place, as_json: bool) -> None:
         say(line)
 
 
-async def _one(settings: Settings, place: Place) -> tuple[DeadLetter, bool]:
-    selection = Selection(places=_chosen(settings, [place]))
+async def _one(settings: Settings, place: Position) -> tuple[DeadLetter, bool]:
+    selection = DeadLetterSelection(places=_chosen(settings, [place]))
     async with aclosing(_dead_letters(settings, selection)) as dead_letters:
         async for dead_letter, redriven in dead_letters:
             return dead_letter, redriven
@@ -313,9 +316,9 @@ async def _one(settings: Settings, place: Place) -> tuple[DeadLetter, bool]:
 @pass_settings
 def redrive(
     settings: Settings,
-    selection: Selection,
+    selection: DeadLetterSelection,
     *,
-    places: Sequence[Place],
+    places: Sequence[Position],
     limit: int | None,
     rate: float | None,
     dry_run: bool,
@@ -331,7 +334,7 @@ def redrive(
     """
     if discard and transform is not None:
         raise click.UsageError("--discard sends nothing: leave --transform out")
-    order = Order(
+    order = RedriveJob(
         replace(selection, places=_chosen(settings, places)),
         limit=limit,
         rate=rate,
@@ -351,8 +354,8 @@ def redrive(
         raise Unsuccessful
 
 
-async def _redrive(settings: Settings, order: Order, shown: Progress) -> Tally:
-    def advanced(part: float, tally: Tally) -> None:
+async def _redrive(settings: Settings, order: RedriveJob, shown: Progress) -> RedriveResult:
+    def advanced(part: float, tally: RedriveResult) -> None:
         shown.show(part, next(tally_lines(tally, order)))
 
     async with _open(settings) as log:
@@ -362,7 +365,7 @@ async def _redrive(settings: Settings, order: Order, shown: Progress) -> Tally:
     return tally
 
 
-def _tally(tally: Tally, order: Order) -> dict[str, Any]:
+def _tally(tally: RedriveResult, order: RedriveJob) -> dict[str, Any]:
     return {
         "dry_run": order.dry_run,
         "discarded" if order.discard else "sent": tally.sent.total(),
@@ -392,7 +395,7 @@ def _tally(tally: Tally, order: Order) -> dict[str, Any]:
 @pass_settings
 def export(
     settings: Settings,
-    selection: Selection,
+    selection: DeadLetterSelection,
     *,
     pending: bool,
     output: TextIO,
@@ -420,7 +423,7 @@ def export(
 
 async def _export(
     settings: Settings,
-    selection: Selection,
+    selection: DeadLetterSelection,
     pending: bool,
     write: Callable[[DeadLetter, bool], None],
 ) -> int:
@@ -448,12 +451,12 @@ async def _open(settings: Settings) -> AsyncIterator[Log]:
 
 
 async def _dead_letters(
-    settings: Settings, selection: Selection
+    settings: Settings, selection: DeadLetterSelection
 ) -> AsyncGenerator[tuple[DeadLetter, bool], None]:
     """Yield dead letters, and whether each was redriven."""
     topic = settings.topic(Topic.DEAD_LETTERS)
     async with _open(settings) as log:
-        partitions = await partitions_of(log, topic)
+        partitions = await topic_partitions(log, topic)
         async with log.reader(partitions) as reader:
             done = await recall(log, settings, await spans_of(reader, partitions))
         async with aclosing(read_dead_letters(log, topic, selection, say_gap)) as dead_letters:
@@ -461,7 +464,7 @@ async def _dead_letters(
                 yield dead_letter, dead_letter.record.offset in done[dead_letter.partition]
 
 
-def _chosen(settings: Settings, places: Sequence[Place]) -> frozenset[tuple[int, int]]:
+def _chosen(settings: Settings, places: Sequence[Position]) -> frozenset[tuple[int, int]]:
     topic = settings.topic(Topic.DEAD_LETTERS)
     for place in places:
         if place.topic not in (None, topic):

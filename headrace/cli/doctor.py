@@ -14,7 +14,7 @@ from headrace.cli.checks import (
     unreadable_settings,
 )
 from headrace.cli.event_loop import run
-from headrace.cli.findings import Finding, Health
+from headrace.cli.findings import Finding, Severity
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import Invocation, pass_invocation
 from headrace.config import KafkaSettings
@@ -38,7 +38,7 @@ def command(invocation: Invocation, as_json: bool) -> None:
     else:
         for finding in findings:
             click.echo(_line(finding))
-    if any(finding.health is Health.ERROR for finding in findings):
+    if any(finding.health is Severity.ERROR for finding in findings):
         raise Unsuccessful
 
 

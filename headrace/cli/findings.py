@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class Health(StrEnum):
+class Severity(StrEnum):
     """Severity of a finding."""
 
     OK = "ok"
@@ -24,6 +24,6 @@ class Finding(NamedTuple):
     """
 
     subject: str
-    health: Health
+    health: Severity
     text: str
     fix: str = ""

@@ -32,7 +32,8 @@ def command() -> None:
 @json_option
 @pass_settings
 def list_models(settings: Settings, as_json: bool) -> None:
-    """List the versions of all models.
+    """List the versions of all models. Faults that are visible without loading a model are shown,
+    too.
 
     Faults that can be seen without loading a model are told beside them.
     """
@@ -75,7 +76,7 @@ def describe(settings: Settings, model: str, as_json: bool) -> None:
 @json_option
 @pass_settings
 def check(settings: Settings, model: str | None, as_json: bool) -> None:
-    """Load models and run them as at warm-up.
+    """Load models, and run them as at warm-up.
 
     MODEL, or all models when none is named. Exit code 1 when a version cannot serve.
     """

@@ -28,8 +28,8 @@ from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
 from headrace.tools.replay.jobs import (
+    RecordingSource,
     Replayed,
-    Source,
     TopicJob,
     Watch,
     new_run_id,
@@ -44,7 +44,14 @@ from headrace.tools.replay.jobs import (
     save as save_records,
 )
 from headrace.tools.replay.recording import PartitionTotals, Recording
-from headrace.tools.replay.replay import FixedRate, OriginalSpacing, Outcome, Pace, Replay, Unpaced
+from headrace.tools.replay.replay import (
+    FixedRate,
+    OriginalSpacing,
+    Pace,
+    Replay,
+    ReplayResult,
+    Unpaced,
+)
 from headrace.tools.replay.sinks import Marking, into_pipeline
 from headrace.topics import Topic
 
@@ -62,10 +69,10 @@ class PipelineJob(NamedTuple):
 
 async def replay_into_models(
     settings: Settings,
-    source: Source,
+    source: RecordingSource,
     job: PipelineJob,
     watch: Watch,
-) -> tuple[Outcome, Counter[str]]:
+) -> tuple[ReplayResult, Counter[str]]:
     """Replay into the four services with the models of a directory; no broker is written to.
 
     Returns the outcome, and the number of answers by `x-status`.
@@ -134,7 +141,9 @@ def count(settings: Settings, /, *, in_json: bool, **chosen: Any) -> None:
     _report_totals(totals, in_json)
 
 
-async def _count(settings: Settings, source: Source, watch: Watch) -> list[PartitionTotals]:
+async def _count(
+    settings: Settings, source: RecordingSource, watch: Watch
+) -> list[PartitionTotals]:
     async with (
         open_log(settings) as log,
         open_recording(log, source.origin, source.selection) as recording,
@@ -155,7 +164,7 @@ def save(settings: Settings, /, *, path: Path, in_json: bool, **chosen: Any) -> 
     _report(saved, str(path), in_json)
 
 
-async def _save(settings: Settings, source: Source, path: Path, watch: Watch) -> Replayed:
+async def _save(settings: Settings, source: RecordingSource, path: Path, watch: Watch) -> Replayed:
     async with (
         open_log(settings) as log,
         open_recording(log, source.origin, source.selection) as recording,
@@ -287,7 +296,9 @@ def send(settings: Settings, /, *, given: Sending, in_json: bool, **chosen: Any)
     _report(replayed, topic, in_json)
 
 
-async def _into_topic(settings: Settings, source: Source, job: TopicJob, watch: Watch) -> Replayed:
+async def _into_topic(
+    settings: Settings, source: RecordingSource, job: TopicJob, watch: Watch
+) -> Replayed:
     async with open_log(settings) as log:
         return await replay_into_topic(log, source, job, watch)
 

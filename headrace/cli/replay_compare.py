@@ -32,21 +32,21 @@ from headrace.models.repository import FoundModel, Repository
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
-from headrace.tools.compare.report import Subjects, describe, lines, report, summary
+from headrace.tools.compare.report import SideNames, describe, lines, report, summary
 from headrace.tools.compare.run import (
     DEFAULT_CONCURRENCY,
     DEFAULT_TOP_K,
+    AnswerSource,
     Comparison,
-    PipelineSubject,
-    RecordedSubject,
-    Subject,
+    PipelineAnswers,
+    RecordedAnswers,
     compare,
     load_answers,
 )
 from headrace.tools.compare.tally import WorstCase
 from headrace.tools.compare.verdict import COMPARABLE_UNRECORDED, Thresholds, is_same, judge
 from headrace.tools.pages import require_report_packages
-from headrace.tools.replay.jobs import Source, Watch, open_recording
+from headrace.tools.replay.jobs import RecordingSource, Watch, open_recording
 from headrace.tools.replay.recording import Selection
 
 # --- options -------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ _SHARE = click.FloatRange(min=0, max=1)
 _POSITIVE = click.FloatRange(min=0)
 
 
-class Compared(NamedTuple):
+class CompareOptions(NamedTuple):
     """Values of the options, as given."""
 
     models: Path | None
@@ -303,7 +303,7 @@ def _require_another(models: list[FoundModel], version: int) -> None:
 
 
 @asynccontextmanager
-async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[PipelineSubject]:
+async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[PipelineAnswers]:
     """Run the four services with the models of a directory, on their own embedded log.
 
     Raises:
@@ -318,7 +318,7 @@ async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[Pipeli
         running(Pipeline(embedded, log)),
         RpcClient(log, embedded) as rpc,
     ):
-        yield PipelineSubject(rpc)
+        yield PipelineAnswers(rpc)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -327,17 +327,17 @@ async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[Pipeli
 SHOWN_WORST = 3
 
 
-class Plan(NamedTuple):
-    """What to compare, and how.
+class CompareJob(NamedTuple):
+    """Parameters of a comparison.
 
     Attributes:
         answers: recorded answers as the reference; None to run the current model.
         runs_current: run the current model (again), for the noise floor.
     """
 
-    source: Source
+    source: RecordingSource
     repositories: Repositories
-    answers: Source | None
+    answers: RecordingSource | None
     runs_current: bool
     top_k: int
     concurrency: int
@@ -345,7 +345,7 @@ class Plan(NamedTuple):
 
 @click.command()
 @selection_options
-@options_as(Compared, *COMPARE_OPTIONS)
+@options_as(CompareOptions, *COMPARE_OPTIONS)
 @report_option("Write a page with plots and the worst requests.")
 @click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 @pass_settings
@@ -353,14 +353,13 @@ def command(
     settings: Settings,
     /,
     *,
-    given: Compared,
+    given: CompareOptions,
     report_file: Path | None,
     in_json: bool,
     **chosen: Any,
 ) -> None:
-    """Ask the current model twice and the candidate once, over the same recorded requests, in
-    this process; compare outputs, codes and latency. Exit code 0: the same; 1: different, or too
-    little to compare; 2: a side lacks the model, or it has failed there.
+    """Ask the current model twice and the candidate once, over the same recorded requests, in this
+    process; compare outputs, codes and latency.
 
     What is allowed follows from how far the current model differs from itself, unless an option
     says otherwise.
@@ -374,9 +373,9 @@ def command(
     _tell(plan, comparison, given.thresholds, report_file, in_json)
 
 
-def _plan(settings: Settings, given: Compared, chosen: dict[str, Any]) -> Plan:
+def _plan(settings: Settings, given: CompareOptions, chosen: dict[str, Any]) -> CompareJob:
     recorded = chosen_answers(settings, given.answers, given.answers_file)
-    return Plan(
+    return CompareJob(
         chosen_source(settings, chosen),
         Repositories(
             given.models or settings.models.repository,
@@ -385,14 +384,14 @@ def _plan(settings: Settings, given: Compared, chosen: dict[str, Any]) -> Plan:
             given.current_version,
             chosen["model"],
         ),
-        None if recorded is None else Source(recorded, Selection()),
+        None if recorded is None else RecordingSource(recorded, Selection()),
         not given.without_current,
         given.top_k,
         given.concurrency,
     )
 
 
-async def _compare(settings: Settings, plan: Plan, watch: Watch) -> Comparison:
+async def _compare(settings: Settings, plan: CompareJob, watch: Watch) -> Comparison:
     """Open all sides, and run the comparison."""
     async with AsyncExitStack() as stack:
         directories = stack.enter_context(repositories(settings, plan.repositories))
@@ -401,13 +400,13 @@ async def _compare(settings: Settings, plan: Plan, watch: Watch) -> Comparison:
         recording = await stack.enter_async_context(
             open_recording(log, source.origin, source.selection)
         )
-        reference: Subject
-        again: Subject | None = None
+        reference: AnswerSource
+        again: AnswerSource | None = None
         if plan.answers is not None:
             answers = await stack.enter_async_context(
                 open_recording(log, plan.answers.origin, plan.answers.selection)
             )
-            reference = RecordedSubject(await load_answers(answers))
+            reference = RecordedAnswers(await load_answers(answers))
         else:
             reference = await stack.enter_async_context(ask_pipeline(settings, directories.current))
         if plan.runs_current:
@@ -426,7 +425,7 @@ async def _compare(settings: Settings, plan: Plan, watch: Watch) -> Comparison:
 
 
 def _tell(
-    plan: Plan,
+    plan: CompareJob,
     comparison: Comparison,
     thresholds: Thresholds,
     report_file: Path | None,
@@ -438,7 +437,7 @@ def _tell(
         return command_alone(plan, case)
 
     if report_file is not None:
-        subjects = Subjects(
+        subjects = SideNames(
             str(plan.source.origin),
             str(plan.answers.origin if plan.answers else plan.repositories.current_name),
             plan.repositories.candidate_name,
@@ -456,7 +455,7 @@ def _tell(
         raise Unsuccessful
 
 
-def command_alone(plan: Plan, case: WorstCase) -> str:
+def command_alone(plan: CompareJob, case: WorstCase) -> str:
     """Return the command that compares one request alone."""
     origin = plan.source.origin
     words = ["headrace", "replay", "compare"]

@@ -30,14 +30,14 @@ from headrace.models.version import ModelVersion
 from headrace.runtime.log_factory import open_log
 from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.pages import require_report_packages
-from headrace.tools.replay.jobs import Source, open_recording
+from headrace.tools.replay.jobs import RecordingSource, open_recording
 from headrace.tools.replay.recording import Selection
 from headrace.tools.simulate.arrivals import read_arrivals
 from headrace.tools.simulate.events import Limits, Policy
 from headrace.tools.simulate.report import cells, curve, report, table
 from headrace.tools.simulate.scenarios import (
-    Outcome,
     Scenario,
+    ScenarioResult,
     latest_models,
     only,
     resolved,
@@ -51,7 +51,7 @@ T = TypeVar("T", int, float)
 
 
 class SimulationJob(NamedTuple):
-    """What to simulate.
+    """Parameters of a simulation.
 
     Attributes:
         models: the repository with the current limits, whose models are measured if batch durations
@@ -62,7 +62,7 @@ class SimulationJob(NamedTuple):
         asked: the scenarios.
     """
 
-    source: Source
+    source: RecordingSource
     models: Path | None
     service_times: Mapping[str, ServiceTime]
     answers: str | Path | None
@@ -81,7 +81,7 @@ class Simulated(NamedTuple):
 
     source: str
     times: Mapping[str, ServiceTime]
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[ScenarioResult]
     notices: Sequence[str]
 
 
@@ -114,7 +114,7 @@ def _given_times(
         raise click.BadParameter(str(error), ctx, param) from error
 
 
-class Asked(NamedTuple):
+class SimulateOptions(NamedTuple):
     """Values of the options, as given."""
 
     service_times: dict[str, ServiceTime]
@@ -188,7 +188,7 @@ _OPTIONS = (
 
 @click.command()
 @selection_options
-@options_as(Asked, *_OPTIONS)
+@options_as(SimulateOptions, *_OPTIONS)
 @report_option("Write a page with plots.")
 @click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 @pass_settings
@@ -196,7 +196,7 @@ def command(
     settings: Settings,
     /,
     *,
-    given: Asked,
+    given: SimulateOptions,
     report_file: Path | None,
     in_json: bool,
     **chosen: Any,
@@ -216,7 +216,7 @@ def command(
     _tell(found, report_file, in_json)
 
 
-def _job(settings: Settings, given: Asked, chosen: dict[str, Any]) -> SimulationJob:
+def _job(settings: Settings, given: SimulateOptions, chosen: dict[str, Any]) -> SimulationJob:
     recorded = chosen_answers(settings, given.answers, given.answers_file)
     if not given.service_times and recorded is None and given.models is None:
         raise click.UsageError(
@@ -285,7 +285,7 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
             "see --service-time, --answers and --models"
         )
     served = served_now(settings, arrivals, times, models)
-    outcomes: list[Outcome] = []
+    outcomes: list[ScenarioResult] = []
     for each in job.asked:
         shown.show(len(outcomes) / len(job.asked), f"{len(outcomes)} of {len(job.asked)} scenarios")
         await asyncio.sleep(0)  # Ctrl-C takes effect between two scenarios

@@ -12,7 +12,7 @@ import click
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.tools.replay.jobs import Source
+from headrace.tools.replay.jobs import RecordingSource
 from headrace.tools.replay.recording import Filters, Selection, Window
 from headrace.topics import Topic
 
@@ -179,7 +179,7 @@ def selection_options(function: F) -> F:
     return function
 
 
-def chosen_source(settings: Settings, chosen: dict[str, Any]) -> Source:
+def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource:
     """Return the source that the options name.
 
     Raises:
@@ -208,9 +208,9 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> Source:
         chosen["limit"],
     )
     if chosen["file"] is not None:
-        return Source(chosen["file"], selection)
+        return RecordingSource(chosen["file"], selection)
     require_broker(settings, "to read a topic")
-    return Source(chosen["topic"] or settings.topic(Topic.REQUESTS), selection)
+    return RecordingSource(chosen["topic"] or settings.topic(Topic.REQUESTS), selection)
 
 
 def require_broker(settings: Settings, what_for: str) -> None:

@@ -30,7 +30,7 @@ Status: TypeAlias = dict[str, Any]
 """The body of `/status`, or `{"error": reason}` from a process that did not answer."""
 
 
-class Change(NamedTuple):
+class StatusInterval(NamedTuple):
     """Two successive answers of one process. Across a restart nothing is known of its rates."""
 
     before: Status
@@ -63,7 +63,7 @@ def _total(status: Status, name: str, field: str, labels: Mapping[str, str]) -> 
 # --- tables --------------------------------------------------------------------------------------
 
 
-def tables(changes: Mapping[str, Change]) -> Iterator[str]:
+def tables(changes: Mapping[str, StatusInterval]) -> Iterator[str]:
     """Yield the lines that show all processes, by URL."""
     heads = ["process", "state", "stages", "answers/s", "not ok/s", "rows/s", "runs/s"]
     heads += ["run ms", "queue ms", "total ms", "waiting", "loop lag ms"]
@@ -93,7 +93,7 @@ def tables(changes: Mapping[str, Change]) -> Iterator[str]:
     yield from _lines(["process", "time", "event", "reason", "trace"], rows)
 
 
-def _process(url: str, change: Change) -> list[str]:
+def _process(url: str, change: StatusInterval) -> list[str]:
     status = change.after
     if "error" in status:
         return [url, status["error"]]
@@ -132,7 +132,7 @@ def _source(url: str, source: Status) -> list[str]:
     ]
 
 
-def _model(url: str, change: Change, model: Status) -> list[str]:
+def _model(url: str, change: StatusInterval, model: Status) -> list[str]:
     name, version = model["name"], model["version"]
     remarks = (model.get(field) for field in ("reason", "batching_off", "contradiction"))
     return [
@@ -245,7 +245,7 @@ async def _fetch(session: ClientSession, url: str) -> Status:
 
 
 def _print(before: Mapping[str, Status], now: Mapping[str, Status], *, in_place: bool) -> None:
-    lines = list(tables({url: Change(before.get(url, {}), now[url]) for url in now}))
+    lines = list(tables({url: StatusInterval(before.get(url, {}), now[url]) for url in now}))
     if in_place:
         width, height = shutil.get_terminal_size()
         lines = [line[:width] for line in lines[: height - 1]]

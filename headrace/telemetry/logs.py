@@ -111,7 +111,7 @@ _CHATTY = ("aiokafka", "aiohttp.access", "asyncio")
 """Loggers whose info lines repeat what Headrace's own events and metrics say."""
 
 _SECRETIVE = "aiokafka"
-"""A logger whose debug lines hold what a client logs in with: the bytes of SASL exchanges."""
+"""Logger whose debug lines hold the client's credentials: the bytes of SASL exchanges."""
 
 
 def configure_logging(

@@ -61,7 +61,7 @@ Attributes = dict[str, AttributeValue]
 
 
 class Input(NamedTuple):
-    """What a stage reads from the log. `group` is empty if unknown."""
+    """Input topic of a stage, and its consumer group; `group` is empty if unknown."""
 
     system: str
     topic: str
@@ -80,7 +80,7 @@ class Answering(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class ModelRun:
     """One run of a model: its executor, times (epoch microseconds) and result.
 
     Attributes:
@@ -184,7 +184,7 @@ def of_batch(batch: Batch) -> Attributes:
     }
 
 
-def run(one: Run) -> Attributes:
+def run(one: ModelRun) -> Attributes:
     """Return the attributes of a run, on its own span and on those of its requests."""
     attributes = {**of_batch(one.batch), ATTEMPTS: one.attempts}
     if one.gathered_us:

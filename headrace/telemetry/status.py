@@ -203,6 +203,28 @@ Value: TypeAlias = float | None
 Series: TypeAlias = tuple[tuple[str, ...], Value]
 
 PAUSES = ("ahead", "budget", "drain", "metadata", "order", "share")
+_SOURCE_GAUGES = {
+    "in_flight_records": "in_flight_records",
+    "in_flight_bytes": "in_flight_bytes",
+    "in_flight_limit_bytes": "limit_bytes",
+    "oldest_record_age_seconds": "oldest_age_s",
+    "backlog_records": "backlog_records",
+    "throughput_records_per_second": "throughput_per_s",
+    "time_to_drain_seconds": "time_to_drain_s",
+    "stalled_seconds": "stalled_s",
+    "assigning_seconds": "assigning_s",
+    "log_last_contact_seconds": "last_contact_s",
+}
+_PARTITION_GAUGES = {
+    "consumer_lag_records": "lag_records",
+    "partition_in_flight_records": "in_flight",
+    "partition_in_flight_span_records": "span_records",
+    "partition_answered_records": "answered_records",
+    "partition_answered_ranges": "answered_ranges",
+    "partition_commit_metadata_characters": "metadata_characters",
+    "partition_base_age_seconds": "base_age_s",
+    "partition_deferred_records": "deferred_records",
+}
 _OWN_EVENTS = frozenset(str(event) for event in Event)
 
 
@@ -292,19 +314,8 @@ class StateGauges(Collector):
 
 
 def _source_gauges(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]:
-    def each(name: str, attribute: str) -> GaugeMetricFamily:
-        return _gauge(name, [((one.topic,), getattr(one, attribute)) for one in sources])
-
-    yield each("in_flight_records", "in_flight_records")
-    yield each("in_flight_bytes", "in_flight_bytes")
-    yield each("in_flight_limit_bytes", "limit_bytes")
-    yield each("oldest_record_age_seconds", "oldest_age_s")
-    yield each("backlog_records", "backlog_records")
-    yield each("throughput_records_per_second", "throughput_per_s")
-    yield each("time_to_drain_seconds", "time_to_drain_s")
-    yield each("stalled_seconds", "stalled_s")
-    yield each("assigning_seconds", "assigning_s")
-    yield each("log_last_contact_seconds", "last_contact_s")
+    for name, attribute in _SOURCE_GAUGES.items():
+        yield _gauge(name, [((one.topic,), getattr(one, attribute)) for one in sources])
     held = [
         ((one.topic, model), size) for one in sources for model, size in one.model_bytes.items()
     ]
@@ -319,19 +330,8 @@ def _source_gauges(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]
 
 def _partition_gauges(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]:
     partitions = [one for source in sources for one in source.partitions]
-
-    def each(name: str, attribute: str) -> GaugeMetricFamily:
-        series = [(_labels(one), getattr(one, attribute)) for one in partitions]
-        return _gauge(name, series)
-
-    yield each("consumer_lag_records", "lag_records")
-    yield each("partition_in_flight_records", "in_flight")
-    yield each("partition_in_flight_span_records", "span_records")
-    yield each("partition_answered_records", "answered_records")
-    yield each("partition_answered_ranges", "answered_ranges")
-    yield each("partition_commit_metadata_characters", "metadata_characters")
-    yield each("partition_base_age_seconds", "base_age_s")
-    yield each("partition_deferred_records", "deferred_records")
+    for name, attribute in _PARTITION_GAUGES.items():
+        yield _gauge(name, [(_labels(one), getattr(one, attribute)) for one in partitions])
     yield _gauge(
         "partition_paused",
         [

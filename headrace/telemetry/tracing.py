@@ -41,7 +41,7 @@ from headrace.telemetry.span_attributes import (
     Answering,
     Attributes,
     Input,
-    Run,
+    ModelRun,
 )
 from headrace.topics import Stage, Topic
 
@@ -130,7 +130,7 @@ class Tracing:
                     Stage.BATCHER, request, now_us, attributes_of.batcher(request, now_us, None)
                 )
 
-    def ran(self, run: Run) -> None:
+    def ran(self, run: ModelRun) -> None:
         """Record a model run. It gets a span if any of its requests is sampled."""
         members = [request.trace for request in run.requests if request.trace is not None]
         if not members:

@@ -39,7 +39,7 @@ from headrace.services.executor.safety import BatchSafetySampler, refuse_nonfini
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
-from headrace.telemetry.span_attributes import Run
+from headrace.telemetry.span_attributes import ModelRun
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage
 from headrace.transport.channels import BatchConsumer, Outlet
@@ -214,7 +214,7 @@ class Worker:
         finished, wanted = self._drop_expired(batch.requests)
         if wanted:
             clock = self._anchored()
-            run = Run(batch, wanted, clock(), clock=clock, attempts=1)
+            run = ModelRun(batch, wanted, clock(), clock=clock, attempts=1)
             self.activity.begin()
             try:
                 arrays = instance.gather(wanted)
@@ -254,7 +254,7 @@ class Worker:
         if len(wanted) != len(taken.requests):
             taken = taken._replace(requests=wanted, arrays=None)
         clock = taken.clock or self._anchored()
-        run = Run(batch, wanted, taken.began_us or clock(), taken.gathered_us, clock=clock)
+        run = ModelRun(batch, wanted, taken.began_us or clock(), taken.gathered_us, clock=clock)
         run.attempts = taken.attempts + 1
         try:
             run.failure = await self._compute(prefetch, run, taken)
@@ -270,7 +270,9 @@ class Worker:
         done, parts = self._finish_run(run)
         return ended + done, parts
 
-    async def _compute(self, prefetch: Prefetch, run: Run, taken: PreparedBatch) -> Failure | None:
+    async def _compute(
+        self, prefetch: Prefetch, run: ModelRun, taken: PreparedBatch
+    ) -> Failure | None:
         """Gather, run and scatter; return the failure of the whole run, or None."""
         version, instance = self._version, self._instance
         try:
@@ -298,7 +300,7 @@ class Worker:
             )
         return None
 
-    def _scatter(self, run: Run, outputs: Arrays) -> None:
+    def _scatter(self, run: ModelRun, outputs: Arrays) -> None:
         """Give each request its rows of the outputs."""
         version = self._version
         scatter(run.requests, version.signature, outputs)
@@ -307,7 +309,7 @@ class Worker:
                 run.requests, version.signature, outputs, self._tuning.max_rows_in_error
             )
 
-    def _finish_run(self, run: Run) -> tuple[list[Request], list[Batch]]:
+    def _finish_run(self, run: ModelRun) -> tuple[list[Request], list[Batch]]:
         """Finish a run; return its finished requests, or the halves of a failed batch to run."""
         batch, wanted, failure = run.batch, run.requests, run.failure
         run.ended_us, run.ended_steady_us = run.clock(), self._steady()
@@ -327,7 +329,7 @@ class Worker:
             for place, half in enumerate(halves)
         ]
 
-    def _note(self, run: Run) -> None:
+    def _note(self, run: ModelRun) -> None:
         version = self._version
         rows = sum([request.rows for request in run.requests])
         for request in run.requests:
@@ -405,7 +407,9 @@ class Worker:
         earliest_us = min(deadlines) * 1000
         return lambda: self._clock() < earliest_us
 
-    def _retry_later(self, prefetch: Prefetch, run: Run, failure: Failure) -> list[Request] | None:
+    def _retry_later(
+        self, prefetch: Prefetch, run: ModelRun, failure: Failure
+    ) -> list[Request] | None:
         """Schedule a retry after a transient error, for requests whose deadlines allow it.
 
         Returns:

@@ -13,9 +13,9 @@ from headrace.errors import Code
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Gap, NewRecord, Record, TopicInfo, TopicPartition
 from headrace.protocol.codec import encode_request
-from headrace.tools.dead_letters import Selection, read_dead_letters
+from headrace.tools.dead_letters import DeadLetterSelection, read_dead_letters
 from headrace.tools.local_kafka import LocalKafka
-from headrace.tools.replay.recording import Selection as RecordedSelection
+from headrace.tools.replay.recording import Selection
 from headrace.tools.replay.topic_recording import open_topic
 from headrace.topics import Topic
 from tests.support.logs import read, write_to
@@ -77,10 +77,12 @@ async def test_header_name_that_is_not_utf8_is_kept_byte_for_byte(
             (letter,) = await stored(log, place(unique_name, Topic.DEAD_LETTERS), 1)
             assert await process.terminate() == 0
         copied: list[Record] = []
-        async with open_topic(log, requests.topic, RecordedSelection()) as recording:
+        async with open_topic(log, requests.topic, Selection()) as recording:
             copied += [record async for record in recording]
         topic = place(unique_name, Topic.DEAD_LETTERS).topic
-        (read_letter,) = [each async for each in read_dead_letters(log, topic, Selection())]
+        (read_letter,) = [
+            each async for each in read_dead_letters(log, topic, DeadLetterSelection())
+        ]
 
     statuses = {dict(each.headers)["order"]: dict(each.headers)["x-status"] for each in answers}
     assert statuses == {b"0": b"ok", b"1": b"INVALID_REQUEST", b"2": b"ok"}

@@ -25,7 +25,7 @@ from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Retriable
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Gap, Record, TopicPartition
-from headrace.tools.dead_letters.reading import Span, read_spans, spans_of
+from headrace.tools.dead_letters.reading import OffsetRange, read_spans, spans_of
 from tests.chaos.history import (
     NO_NUMBER,
     Answered,
@@ -230,7 +230,7 @@ async def _stored(bootstrap: str, topic: str) -> tuple[list[Record], list[Gap]]:
         log.reader(partitions) as reader,
         asyncio.timeout(READ_BACK_DEADLINE_S),
     ):
-        spans: dict[TopicPartition, Span] = {}
+        spans: dict[TopicPartition, OffsetRange] = {}
         while not spans:
             with suppress(Retriable):  # a broker that was restarted does not lead partitions yet
                 spans = await spans_of(reader, partitions)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.tools.demo import demo
-from headrace.tools.demo.demo import ask_all, demo_settings, run_demo
+from headrace.tools.demo.demo import demo_settings, run_demo, send_all
 from headrace.tools.demo.magika_model import find_magika
-from headrace.tools.demo.questions import FILES, Questions, Sample, load_digits, load_samples
+from headrace.tools.demo.questions import FILES, Questions, SampleFile, load_digits, load_samples
 from headrace.tools.demo.traffic import Due
 
 
@@ -21,7 +21,7 @@ async def test_every_request_is_answered_and_nothing_is_amiss(
     outcome = await run_demo(1.5, said.append)
     result = outcome.result
     assert result.faults == ()
-    assert all(group.answered == group.asked > 0 for group in result.groups)
+    assert all(group.answered == group.sent > 0 for group in result.groups)
     assert {each.code: each.answers == each.dead_letters for each in result.errors} == {
         "INVALID_TENSOR": True,
         "INVALID_REQUEST": True,
@@ -58,11 +58,11 @@ async def test_files_get_the_labels_that_the_package_magika_gives_them(tmp_path:
     assert model is not None
     model.add_to(tmp_path)
     samples = [
-        Sample(str(reference.identify_bytes(content).prediction.dl.label), content)
+        SampleFile(str(reference.identify_bytes(content).prediction.dl.label), content)
         for _, content in load_samples()
     ]
     questions = Questions(load_digits(), samples)
     at_once = Due(0.0, tuple(questions.file() for _ in samples))
-    result = (await ask_all(demo_settings(tmp_path), [at_once], model.labels)).result
+    result = (await send_all(demo_settings(tmp_path), [at_once], model.labels)).result
     (group,) = result.groups
     assert (group.right, group.rows, result.faults) == (len(samples), len(samples), ())

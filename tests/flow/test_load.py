@@ -10,7 +10,7 @@ import pytest
 
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
-from headrace.tools.bench.load import Load, LoadPlan, Payload
+from headrace.tools.bench.load import Load, LoadPlan, LoadRequest
 from tests.support.conditions import eventually
 
 REQUESTS, RESPONSES = TopicPartition("requests", 2), TopicPartition("responses", 2)
@@ -66,7 +66,7 @@ async def answering(drop: int = -1, twice: int = -1) -> AsyncIterator[tuple[Memo
 async def test_every_request_is_counted_once() -> None:
     """Sent, answered, by status, and in the histogram; payloads take turns with their headers."""
     async with answering(twice=3) as (log, answers):
-        payloads = [Payload(b"one", (("x-tenant", b"a"),)), Payload(b"two", key=b"k")]
+        payloads = [LoadRequest(b"one", (("x-tenant", b"a"),)), LoadRequest(b"two", key=b"k")]
         measured = await Load(log, PLAN, payloads).open_loop(500.0)
 
     assert measured.sent == measured.answered == measured.counted == len(measured.latency)
@@ -84,7 +84,7 @@ async def test_a_stall_is_charged_to_every_request_that_was_due_in_it() -> None:
     async with answering() as (log, answers):
         answers.open.clear()
         asyncio.get_running_loop().call_later(0.4, answers.open.set)
-        measured = await Load(log, PLAN, [Payload(b"")]).open_loop(500.0)
+        measured = await Load(log, PLAN, [LoadRequest(b"")]).open_loop(500.0)
 
     # Due evenly over 0.4 s in which nothing was answered: half of them waited 0.2 s and more.
     assert measured.latency.percentile_s(50) > 0.15
@@ -95,7 +95,7 @@ async def test_a_missing_answer_is_waited_for_and_told() -> None:
     """Up to the time that was given for that."""
     async with answering(drop=0) as (log, _):
         plan = PLAN._replace(wait_s=0.1)
-        measured = await Load(log, plan, [Payload(b"")]).open_loop(300.0)
+        measured = await Load(log, plan, [LoadRequest(b"")]).open_loop(300.0)
 
     assert measured.unanswered == 1
 
@@ -104,7 +104,7 @@ async def test_the_closed_form_keeps_so_many_under_way() -> None:
     """Never more, and as many as that again and again."""
     async with answering() as (log, answers):
         answers.open.clear()
-        load = Load(log, PLAN, [Payload(b"")])
+        load = Load(log, PLAN, [LoadRequest(b"")])
         running = asyncio.create_task(load.closed_loop(8), name="load")
         await eventually(lambda: load.measured.sent >= 8)
         sent = load.measured.sent
@@ -122,4 +122,4 @@ async def test_wrong_loads_are_refused() -> None:
         with pytest.raises(ValueError, match="at least one"):
             Load(log, PLAN, [])
         with pytest.raises(ValueError, match="1 or more"):
-            await Load(log, PLAN, [Payload(b"")]).closed_loop(0)
+            await Load(log, PLAN, [LoadRequest(b"")]).closed_loop(0)

@@ -14,7 +14,7 @@ from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import decode_response
 from headrace.protocol.codec.client import Answer
 from headrace.runtime.process import Pipeline, running
-from headrace.tools.dead_letters import Order, Redrive, Selection, read_dead_letters
+from headrace.tools.dead_letters import DeadLetterSelection, Redrive, RedriveJob, read_dead_letters
 from headrace.tools.dead_letters.redrive import RedriveUnderWay
 from headrace.topics import Topic
 from tests.support.conditions import eventually
@@ -44,7 +44,7 @@ async def test_a_redriven_letter_is_answered_where_its_first_answer_was_wanted(
         raised = serving(tmp_path, "headrace", 4096)
         replies = TopicPartition(reply_topic(raised), 0)
         async with log.reader([replies]) as reader, running(Pipeline(raised, log)):
-            tally = await Redrive(log, raised, Order()).run()
+            tally = await Redrive(log, raised, RedriveJob()).run()
             (answer,) = await read(reader, 1)
 
     assert tally.sent == {"TOO_LARGE": 1}
@@ -69,8 +69,8 @@ async def test_a_second_redrive_sends_nothing(tmp_path: Path) -> None:
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 3)
-        first = await Redrive(log, settings, Order()).run()
-        second = await Redrive(log, settings, Order()).run()
+        first = await Redrive(log, settings, RedriveJob()).run()
+        second = await Redrive(log, settings, RedriveJob()).run()
         sent = await records_of(log, "headrace.requests", 2)
 
     assert (first.sent.total(), second.sent.total(), second.done_before) == (3, 0, 3)
@@ -83,9 +83,9 @@ async def test_only_what_is_selected_is_sent_and_the_rest_later(tmp_path: Path) 
     codes = (b"TOO_LARGE", b"UNKNOWN_MODEL", b"TOO_LARGE", b"UNKNOWN_MODEL")
     async with MemoryLog() as log:
         await _letters(log, tmp_path, *[letter_headers("t", 1, 5, code=code) for code in codes])
-        unknown = Order(Selection(codes=frozenset({"UNKNOWN_MODEL"})))
+        unknown = RedriveJob(DeadLetterSelection(codes=frozenset({"UNKNOWN_MODEL"})))
         await Redrive(log, settings, unknown).run()
-        rest = await Redrive(log, settings, Order()).run()
+        rest = await Redrive(log, settings, RedriveJob()).run()
         sent = await records_of(log, "headrace.requests", 2)
 
     assert rest.sent == {"TOO_LARGE": 2}
@@ -99,10 +99,10 @@ async def test_limited_redrive_leaves_the_rest_for_the_next_one(tmp_path: Path) 
     async with MemoryLog() as log:
         await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 5)
         limited = Redrive(
-            log, settings, Order(limit=2), advanced=lambda part, tally: parts.append(part)
+            log, settings, RedriveJob(limit=2), advanced=lambda part, tally: parts.append(part)
         )
         first = await limited.run()
-        rest = await Redrive(log, settings, Order()).run()
+        rest = await Redrive(log, settings, RedriveJob()).run()
         sent = await records_of(log, "headrace.requests", 2)
 
     assert (first.sent.total(), rest.sent.total(), rest.done_before) == (2, 3, 2)
@@ -115,7 +115,7 @@ async def test_a_dry_run_sends_and_remembers_nothing(tmp_path: Path) -> None:
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         await _letters(log, tmp_path, letter_headers("t", 1, 5))
-        tallies = [await Redrive(log, settings, Order(dry_run=True)).run() for _ in range(2)]
+        tallies = [await Redrive(log, settings, RedriveJob(dry_run=True)).run() for _ in range(2)]
         sent = await records_of(log, "headrace.requests", 2)
 
     assert [tally.sent.total() for tally in tallies] == [1, 1]
@@ -127,8 +127,8 @@ async def test_what_is_discarded_is_never_sent(tmp_path: Path) -> None:
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         await _letters(log, tmp_path, letter_headers("t", 1, 5))
-        discarded = await Redrive(log, settings, Order(discard=True)).run()
-        after = await Redrive(log, settings, Order()).run()
+        discarded = await Redrive(log, settings, RedriveJob(discard=True)).run()
+        after = await Redrive(log, settings, RedriveJob()).run()
         sent = await records_of(log, "headrace.requests", 2)
 
     assert (discarded.sent.total(), after.done_before) == (1, 1)
@@ -144,8 +144,8 @@ async def test_a_transform_changes_what_is_sent_and_may_leave_a_letter(tmp_path:
 
     async with MemoryLog() as log:
         await _letters(log, tmp_path, *[letter_headers("headrace.requests", 0, 5)] * 2)
-        tally = await Redrive(log, settings, Order(transform=transform)).run()
-        rest = await Redrive(log, settings, Order()).run()
+        tally = await Redrive(log, settings, RedriveJob(transform=transform)).run()
+        rest = await Redrive(log, settings, RedriveJob()).run()
         sent = await records_of(log, "headrace.requests", 2)
 
     assert (tally.sent.total(), tally.left, rest.sent.total()) == (1, 1, 1)
@@ -162,9 +162,11 @@ async def test_a_letter_that_fails_again_counts_its_attempts(tmp_path: Path) -> 
         await make_dead_letter(log, strict, large_request(strict))
         letters = TopicPartition(strict.topic(Topic.DEAD_LETTERS), 1)
         async with log.reader([letters]) as reader, running(Pipeline(strict, log)):
-            await Redrive(log, strict, Order()).run()
+            await Redrive(log, strict, RedriveJob()).run()
             await read(reader, 1)
-        again = [each async for each in read_dead_letters(log, letters.topic, Selection())]
+        again = [
+            each async for each in read_dead_letters(log, letters.topic, DeadLetterSelection())
+        ]
 
     assert [letter.attempt for letter in again] == [1, 2]
     assert dict(again[1].record.headers)["x-replay-of"] == b"headrace.requests/1/0"
@@ -181,9 +183,11 @@ async def test_what_a_killed_run_has_sent_is_not_sent_again(tmp_path: Path) -> N
             return record
 
         with pytest.raises(LogUnavailable):
-            await Redrive(log, settings, Order(transform=from_now_on_no_commit_is_answered)).run()
+            await Redrive(
+                log, settings, RedriveJob(transform=from_now_on_no_commit_is_answered)
+            ).run()
         log.faults.release_commits()
-        next_run = await Redrive(log, settings, Order()).run()
+        next_run = await Redrive(log, settings, RedriveJob()).run()
         sent = await records_of(log, "headrace.requests", 2)
 
     assert (next_run.sent.total(), next_run.done_before) == (0, 3)
@@ -200,7 +204,7 @@ async def test_two_redrives_at_once_are_refused(tmp_path: Path) -> None:
         async with other, polling(other, []):
             await eventually(lambda: listener.held)
             with pytest.raises(RedriveUnderWay):
-                await Redrive(log, settings, Order()).run()
+                await Redrive(log, settings, RedriveJob()).run()
         assert await records_of(log, "headrace.requests", 2) == []
 
 
@@ -208,5 +212,5 @@ async def test_a_topic_that_is_missing_is_named(tmp_path: Path) -> None:
     """Before anything is joined or sent."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
-        with pytest.raises(ConfigurationError, match=r"headrace\.dead-letters: expected a topic"):
-            await Redrive(log, settings, Order()).run()
+        with pytest.raises(ConfigurationError, match=r"headrace\.dead-letters: does not exist"):
+            await Redrive(log, settings, RedriveJob()).run()

@@ -16,7 +16,7 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
 from headrace.tools.replay import checkpoint, topic_recording
 from headrace.tools.replay.capture import CaptureWriter
-from headrace.tools.replay.jobs import Advanced, Source, TopicJob, replay_into_topic
+from headrace.tools.replay.jobs import Advanced, RecordingSource, TopicJob, replay_into_topic
 from headrace.tools.replay.recording import Filters, Recording, Selection, Window, identity
 from headrace.tools.replay.replay import Unpaced
 from headrace.tools.replay.sinks import Marking
@@ -103,7 +103,7 @@ async def test_a_selection_of_a_topic(
 async def test_copies_keep_partition_key_and_value(log: MemoryLog) -> None:
     """A record's partition is its own modulo the target's."""
     job = TopicJob("target", Unpaced(), Marking("run"))
-    replayed = await replay_into_topic(log, Source("source", Selection()), job, unwatched)
+    replayed = await replay_into_topic(log, RecordingSource("source", Selection()), job, unwatched)
     copies = await read(log, "target")
 
     assert replayed.outcome.records == len(RECORDS)
@@ -119,7 +119,7 @@ async def test_by_key_all_copies_of_a_key_are_together(log: MemoryLog) -> None:
     await write_recorded(log, "source", [record._replace(key=b"same") for record in RECORDS[:3]])
     job = TopicJob("target", Unpaced(), Marking("run"), by_key=True)
     selection = Selection(filters=Filters(key=b"same"))
-    await replay_into_topic(log, Source("source", selection), job, unwatched)
+    await replay_into_topic(log, RecordingSource("source", selection), job, unwatched)
     assert len({copy.partition for copy in await read(log, "target")}) == 1
 
 
@@ -145,7 +145,7 @@ async def test_an_interrupted_run_goes_on_without_loss_or_repetition(
 
         return advanced
 
-    source = Source("source", Selection(limit=2750))
+    source = RecordingSource("source", Selection(limit=2750))
     job = TopicJob("target", Unpaced(), Marking("first"), checkpoint=tmp_path / "checkpoint")
     for _ in range(2):
         with pytest.raises(ExceptionGroup) as caught:
@@ -163,7 +163,7 @@ async def test_a_target_that_is_not_there_is_refused(log: MemoryLog) -> None:
     """Nothing is created by a misspelt name."""
     job = TopicJob("targets", Unpaced(), Marking("run"))
     with pytest.raises(ConfigurationError, match="targets: expected a topic"):
-        await replay_into_topic(log, Source("source", Selection()), job, unwatched)
+        await replay_into_topic(log, RecordingSource("source", Selection()), job, unwatched)
 
 
 async def test_a_pipeline_in_this_process_answers_a_capture(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ async def test_a_pipeline_in_this_process_answers_a_capture(tmp_path: Path) -> N
         writer.add(records)
     job = PipelineJob(tmp_path, Unpaced(), Marking("run"))
     outcome, statuses = await replay_into_models(
-        make_settings({}), Source(file, Selection()), job, unwatched
+        make_settings({}), RecordingSource(file, Selection()), job, unwatched
     )
 
     assert outcome.records == 500

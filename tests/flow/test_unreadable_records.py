@@ -12,9 +12,9 @@ from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Code
 from headrace.log.port import Gap, NewRecord, Record, TopicPartition
 from headrace.protocol.codec import encode_request
-from headrace.tools.dead_letters import Selection, read_dead_letters
+from headrace.tools.dead_letters import DeadLetterSelection, read_dead_letters
 from headrace.tools.replay.capture import CaptureWriter, open_capture
-from headrace.tools.replay.recording import Selection as RecordedSelection
+from headrace.tools.replay.recording import Selection
 from headrace.tools.replay.topic_recording import open_topic
 from headrace.topics import STAGES, Topic
 from tests.support.conditions import eventually
@@ -110,7 +110,7 @@ async def test_topic_with_unreadable_offsets_is_replayed_around_them(tmp_path: P
     log.faults.write_unreadable(REQUESTS, 1)
     gaps: list[Gap] = []
 
-    async with open_topic(log, REQUESTS.topic, RecordedSelection()) as recording:
+    async with open_topic(log, REQUESTS.topic, Selection()) as recording:
         recording.passed_over = gaps.append
         records = [record async for record in recording]
 
@@ -121,7 +121,7 @@ async def test_topic_with_unreadable_offsets_is_replayed_around_them(tmp_path: P
     path = tmp_path / "capture"
     with CaptureWriter(path, REQUESTS.topic) as writer:
         writer.add(records)
-    async with open_capture(path, RecordedSelection()) as captured:
+    async with open_capture(path, Selection()) as captured:
         assert [record async for record in captured] == records
 
 
@@ -134,7 +134,9 @@ async def test_dead_letters_around_an_unreadable_one_are_read(tmp_path: Path) ->
     await write_to(log, DEAD_LETTERS, NewRecord(b"k", b"2"))
     gaps: list[Gap] = []
 
-    letters = read_dead_letters(log, settings.topic(Topic.DEAD_LETTERS), Selection(), gaps.append)
+    letters = read_dead_letters(
+        log, settings.topic(Topic.DEAD_LETTERS), DeadLetterSelection(), gaps.append
+    )
     found = [letter.record.offset async for letter in letters]
 
     assert found == [0, 2]

@@ -17,7 +17,7 @@ from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import answer_headers, parse_envelope
 from headrace.protocol.messages import Batch, Failure, Request
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.span_attributes import Answering, Run
+from headrace.telemetry.span_attributes import Answering, ModelRun
 from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import Stage
@@ -124,9 +124,11 @@ def make_traced(
     return request
 
 
-def make_run(requests: list[Request], batch_id: str = "7", failure: Failure | None = None) -> Run:
+def make_run(
+    requests: list[Request], batch_id: str = "7", failure: Failure | None = None
+) -> ModelRun:
     """A run of 900 microseconds, of which the model took 700."""
-    return Run(
+    return ModelRun(
         Batch(batch_id, requests, "full"),
         requests,
         began_us=T + 2100,

@@ -21,7 +21,7 @@ import numpy as np
 from headrace.client.rpc import ReplyReader, last_header
 from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
 from headrace.protocol.headers import HeaderName
-from headrace.tools.bench.measured import Measured
+from headrace.tools.bench.measured import LoadResult
 
 # --- arrivals ------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ MAX_UNACKNOWLEDGED_RUNS = 4096
 LONGEST_SLEEP_S = 0.05
 
 
-class Payload(NamedTuple):
+class LoadRequest(NamedTuple):
     """A request that is sent repeatedly."""
 
     value: bytes
@@ -124,12 +124,12 @@ class Load:
         payloads: sent in rotation.
     """
 
-    def __init__(self, log: Log, plan: LoadPlan, payloads: Sequence[Payload]) -> None:
+    def __init__(self, log: Log, plan: LoadPlan, payloads: Sequence[LoadRequest]) -> None:
         if not payloads:
             raise ValueError("payloads: expected at least one, got none")
-        self.measured = Measured()
+        self.measured = LoadResult()
         self._plan = plan
-        self._payloads: Iterator[Payload] = itertools.cycle(payloads)
+        self._payloads: Iterator[LoadRequest] = itertools.cycle(payloads)
         self._log = log
         topic, count = plan.responses
         self._replies = ReplyReader(log, [TopicPartition(topic, each) for each in range(count)])
@@ -140,18 +140,18 @@ class Load:
         self._progress = asyncio.Event()
         self._runs: asyncio.Queue[Run | None] = asyncio.Queue(MAX_UNACKNOWLEDGED_RUNS)
 
-    async def open_loop(self, per_s: float, seed: int = 0) -> Measured:
+    async def open_loop(self, per_s: float, seed: int = 0) -> LoadResult:
         """Send requests as a Poisson process of this rate. Raises the log's errors."""
         return await self._run(PoissonArrivals(per_s, self._plan.seconds, seed), 0)
 
-    async def closed_loop(self, in_flight: int) -> Measured:
+    async def closed_loop(self, in_flight: int) -> LoadResult:
         """Keep this many requests in flight. Raises the log's errors."""
         if in_flight < 1:
             raise ValueError(f"in_flight: expected 1 or more, got {in_flight}")
         self._closed = True
         return await self._run(None, in_flight)
 
-    async def _run(self, arrivals: PoissonArrivals | None, in_flight: int) -> Measured:
+    async def _run(self, arrivals: PoissonArrivals | None, in_flight: int) -> LoadResult:
         async with self._log.producer() as producer, self._replies:
             await self._prepare(producer)
             async with asyncio.TaskGroup() as tasks:

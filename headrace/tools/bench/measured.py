@@ -30,7 +30,7 @@ _decode_msgpack = msgspec.msgpack.Decoder(_Timed).decode
 _decode_json = msgspec.json.Decoder(_Timed).decode
 
 
-class Measured:
+class LoadResult:
     """Filled while a load runs.
 
     Attributes:

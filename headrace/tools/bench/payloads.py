@@ -1,4 +1,4 @@
-"""Request contents of a load: arrays, a file, a capture, or made up from a model's signature."""
+"""Requests of a load: from arrays, a file, a capture, or a model's signature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.models.backends.warmup import make_sample_batch
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec import encode_request
 from headrace.protocol.headers import JSON, MSGPACK, HeaderName
-from headrace.tools.bench.load import Payload
+from headrace.tools.bench.load import LoadRequest
 from headrace.tools.replay.jobs import open_recording
 from headrace.tools.replay.recording import Selection
 
@@ -36,24 +36,26 @@ _LEFT_OUT = frozenset(
 
 def from_arrays(
     model: str, version: str | None, inputs: Mapping[str, NDArray[Any]], *, as_json: bool = False
-) -> Payload:
+) -> LoadRequest:
     """Return a request with these inputs. Raises `Rejected`, see `encode_request`."""
     content_type = JSON if as_json else MSGPACK
     value = encode_request(content_type, model, inputs, version=version)
-    return Payload(value, ((HeaderName.CONTENT_TYPE, content_type.encode()),))
+    return LoadRequest(value, ((HeaderName.CONTENT_TYPE, content_type.encode()),))
 
 
-def from_file(model: str, version: str | None, content: bytes, content_type: str) -> Payload:
+def from_file(model: str, version: str | None, content: bytes, content_type: str) -> LoadRequest:
     """Return a payload for the model's transform."""
     named = f"{model}/{version}" if version else model
-    return Payload(
+    return LoadRequest(
         content,
         ((HeaderName.CONTENT_TYPE, content_type.encode()), (HeaderName.MODEL, named.encode())),
     )
 
 
-def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = False) -> Payload:
-    """Return one row of the model's warm-up sample, or a made-up one.
+def made_up(
+    known: ModelVersion, version: str | None = None, *, as_json: bool = False
+) -> LoadRequest:
+    """Return one row of the model's warm-up sample, or a generated one.
 
     The request names a `version` only if one is given: `known` is this machine's version, and the
     answering processes may serve another one by now.
@@ -65,14 +67,14 @@ def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = 
     return from_arrays(known.name, version, inputs, as_json=as_json)
 
 
-async def from_capture(path: Path) -> list[Payload]:
+async def from_capture(path: Path) -> list[LoadRequest]:
     """Return the first requests of a capture file, without headers that apply only to their time.
 
     Raises:
         ConfigurationError: the file is missing, is not a capture, or contains no requests.
         CaptureError: it is damaged.
     """
-    found: list[Payload] = []
+    found: list[LoadRequest] = []
     async with (
         open_recording(None, path, Selection()) as recording,
         aclosing(recording.chunks()) as chunks,
@@ -85,7 +87,7 @@ async def from_capture(path: Path) -> list[Payload]:
                         for name, value in record.headers
                         if value is not None and name not in _LEFT_OUT
                     )
-                    found.append(Payload(record.value, headers, record.key))
+                    found.append(LoadRequest(record.value, headers, record.key))
             if len(found) == MAX_CAPTURED:
                 break
     if not found:

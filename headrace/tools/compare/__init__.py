@@ -11,22 +11,22 @@ current model's own answers is the noise floor; the candidate is judged against 
 """
 
 from headrace.tools.compare.run import (
-    Asked,
+    AnsweredRequest,
+    AnswerSource,
     Comparison,
-    PipelineSubject,
-    RecordedSubject,
-    Subject,
+    PipelineAnswers,
+    RecordedAnswers,
     compare,
 )
-from headrace.tools.compare.verdict import Finding, Thresholds, judge
+from headrace.tools.compare.verdict import JudgedMeasure, Thresholds, judge
 
 __all__ = [
-    "Asked",
+    "AnswerSource",
+    "AnsweredRequest",
     "Comparison",
-    "Finding",
-    "PipelineSubject",
-    "RecordedSubject",
-    "Subject",
+    "JudgedMeasure",
+    "PipelineAnswers",
+    "RecordedAnswers",
     "Thresholds",
     "compare",
     "judge",

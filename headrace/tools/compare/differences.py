@@ -121,7 +121,7 @@ MISSING = "missing"
 """Codes of an answer that is not Headrace's, and of a recorded answer that is missing."""
 
 
-class Measured(NamedTuple):
+class TimedAnswer(NamedTuple):
     """An answer, and its timings.
 
     Attributes:
@@ -139,16 +139,16 @@ class Measured(NamedTuple):
     end_to_end_us: int | None = None
 
 
-def measured(record: Record, end_to_end_us: int | None = None) -> Measured:
+def measured(record: Record, end_to_end_us: int | None = None) -> TimedAnswer:
     """Parse an answer record."""
     try:
         answer = decode_response(record.headers, record.value)
     except Rejected as error:
-        return Measured(UNREADABLE, error.message, end_to_end_us=end_to_end_us)
+        return TimedAnswer(UNREADABLE, error.message, end_to_end_us=end_to_end_us)
     if isinstance(answer, ErrorResponse):
         code = answer.error_details.code
-        return Measured(code, answer.error, end_to_end_us=end_to_end_us)
-    return Measured(
+        return TimedAnswer(code, answer.error, end_to_end_us=end_to_end_us)
+    return TimedAnswer(
         OK,
         "",
         answer.outputs,
@@ -199,7 +199,7 @@ class AnswerDifference(NamedTuple):
         )
 
 
-def compare_answers(reference: Measured, other: Measured, k: int) -> AnswerDifference:
+def compare_answers(reference: TimedAnswer, other: TimedAnswer, k: int) -> AnswerDifference:
     """See `AnswerDifference`; `k` is that of top-k."""
     codes = reference.code, other.code
     if codes != (OK, OK):

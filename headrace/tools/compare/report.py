@@ -17,7 +17,7 @@ from headrace.tools.compare.tally import (
     WorstCase,
     ratio_of_medians,
 )
-from headrace.tools.compare.verdict import Finding, is_same
+from headrace.tools.compare.verdict import JudgedMeasure, is_same
 from headrace.tools.pages import COLOURS, as_data_url, new_plot, render_page
 
 KIND_NAMES = {"queue": "Waiting for a batch", "compute": "In the model", "end_to_end": "End to end"}
@@ -28,7 +28,7 @@ CommandOf = Callable[[WorstCase], str]
 
 
 def summary(
-    comparison: Comparison, findings: Sequence[Finding], command_of: CommandOf
+    comparison: Comparison, findings: Sequence[JudgedMeasure], command_of: CommandOf
 ) -> dict[str, Any]:
     """Return all results in JSON's types; latencies in microseconds."""
     noise = comparison.noise
@@ -150,7 +150,7 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def lines(comparison: Comparison, findings: Sequence[Finding]) -> Iterator[str]:
+def lines(comparison: Comparison, findings: Sequence[JudgedMeasure]) -> Iterator[str]:
     """Yield the findings, the worst requests and the verdict as text."""
     for finding in findings:
         noise = "" if finding.noise is None else f", noise {number(finding.noise)}"
@@ -167,7 +167,7 @@ def lines(comparison: Comparison, findings: Sequence[Finding]) -> Iterator[str]:
 # --- the HTML page ----------------------------------------------------------------------------
 
 
-class Subjects(NamedTuple):
+class SideNames(NamedTuple):
     """Descriptions of the compared sides."""
 
     recording: str
@@ -176,7 +176,10 @@ class Subjects(NamedTuple):
 
 
 def report(
-    comparison: Comparison, findings: Sequence[Finding], subjects: Subjects, command_of: CommandOf
+    comparison: Comparison,
+    findings: Sequence[JudgedMeasure],
+    subjects: SideNames,
+    command_of: CommandOf,
 ) -> str:
     """Return the page. It needs the packages of the extra `report`."""
     return render_page(
@@ -198,7 +201,7 @@ def report(
     )
 
 
-def _finding_cells(finding: Finding) -> list[str]:
+def _finding_cells(finding: JudgedMeasure) -> list[str]:
     return [
         "✓" if finding.passed else "✗",
         finding.subject,
@@ -235,7 +238,7 @@ def _output_cells(output: OutputTally) -> list[str]:
     ]
 
 
-def _output_plots(comparison: Comparison, findings: Sequence[Finding]) -> Iterator[str]:
+def _output_plots(comparison: Comparison, findings: Sequence[JudgedMeasure]) -> Iterator[str]:
     """Plot the requests by the decade of their largest difference; equal ones are at the left."""
     noise = _noise_outputs(comparison)
     decades = np.arange(LOWEST_DECADE - 1, HIGHEST_DECADE)

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from headrace.client.rpc import RpcClient, last_header
-from headrace.errors import Code, ConfigurationError, Retriable
+from headrace.errors import Code, ConfigurationError
 from headrace.log.port import NewRecord, Record, TopicPartition
 from headrace.protocol.headers import HeaderName
-from headrace.tools.compare.differences import MISSING, Measured, compare_answers, measured
+from headrace.tools.compare.differences import MISSING, TimedAnswer, compare_answers, measured
 from headrace.tools.compare.tally import Latencies, PairTally, WorstCase, WorstCases
 from headrace.tools.compare.verdict import Sides
 from headrace.tools.replay.jobs import Advanced
 from headrace.tools.replay.recording import Recording, identity, model_of, record_bytes
+from headrace.tools.replay.sinks import Unanswered
 
 # --- sides ---------------------------------------------------------------------------------------
 
@@ -44,28 +45,24 @@ _LEFT_OUT = frozenset(
 )
 
 
-class Asked(NamedTuple):
+class AnsweredRequest(NamedTuple):
     """One request and its three answers; `again` is None without a second run."""
 
     request: Record
-    reference: Measured
-    again: Measured | None
-    candidate: Measured
+    reference: TimedAnswer
+    again: TimedAnswer | None
+    candidate: TimedAnswer
 
 
-class Subject(Protocol):
+class AnswerSource(Protocol):
     """One side, which answers requests."""
 
-    async def answer(self, request: Record) -> Measured:
+    async def answer(self, request: Record) -> TimedAnswer:
         """Return the answer to a recorded request."""
         ...
 
 
-class Unanswered(Retriable):
-    """The pipeline has not answered for a minute."""
-
-
-class PipelineSubject:
+class PipelineAnswers:
     """A pipeline behind this request/reply client. Requests are sent without their deadlines, which
     would make the outcome depend on timing.
     """
@@ -73,8 +70,8 @@ class PipelineSubject:
     def __init__(self, rpc: RpcClient) -> None:
         self._rpc = rpc
 
-    async def answer(self, request: Record) -> Measured:
-        """See `Subject`. Raises `Unanswered`."""
+    async def answer(self, request: Record) -> TimedAnswer:
+        """See `AnswerSource`. Raises `Unanswered`."""
         headers = [header for header in request.headers if header[0] not in _LEFT_OUT]
         started = time.perf_counter_ns()
         try:
@@ -87,7 +84,7 @@ class PipelineSubject:
         return measured(answer, (time.perf_counter_ns() - started) // 1000)
 
 
-class RecordedSubject:
+class RecordedAnswers:
     """Answers by the identity of their request; see `load_answers`. For a copy made by a replay
     (`x-replay-of`) the answer to its original may be used.
     """
@@ -95,14 +92,14 @@ class RecordedSubject:
     def __init__(self, answers: Mapping[str, Record]) -> None:
         self._answers = answers
 
-    async def answer(self, request: Record) -> Measured:
-        """See `Subject`; `missing` if no answer was recorded."""
+    async def answer(self, request: Record) -> TimedAnswer:
+        """See `AnswerSource`; `missing` if no answer was recorded."""
         record = self._answers.get(identity(request))
         if record is None:
             copied_from = last_header(request.headers, HeaderName.REPLAY_OF)
             record = self._answers.get((copied_from or b"").decode(errors="replace"))
         if record is None:
-            return Measured(MISSING, "no answer to this request was recorded")
+            return TimedAnswer(MISSING, "no answer to this request was recorded")
         return measured(record)
 
 
@@ -161,7 +158,7 @@ class Comparison:
     other: Latencies = field(default_factory=Latencies)
     worst: WorstCases = field(default_factory=WorstCases)
 
-    def add(self, asked: Asked) -> None:
+    def add(self, asked: AnsweredRequest) -> None:
         """Compare the answers to one request.
 
         Raises:
@@ -203,7 +200,7 @@ class Comparison:
         )
 
 
-def require_model(asked: Asked, *, reference_is_recorded: bool = False) -> None:
+def require_model(asked: AnsweredRequest, *, reference_is_recorded: bool = False) -> None:
     """Check that all sides serve the request's model, or none does.
 
     A model that has failed, or that only one side lacks, says nothing about the candidate. If all
@@ -229,7 +226,7 @@ def require_model(asked: Asked, *, reference_is_recorded: bool = False) -> None:
 
 async def compare(
     recording: Recording,
-    subjects: tuple[Subject, Subject | None, Subject],
+    subjects: tuple[AnswerSource, AnswerSource | None, AnswerSource],
     comparison: Comparison,
     *,
     concurrency: int = DEFAULT_CONCURRENCY,
@@ -280,12 +277,12 @@ async def _numbered(recording: Recording) -> AsyncGenerator[tuple[int, Record], 
 
 
 async def _ask(
-    subjects: tuple[Subject, Subject | None, Subject], number: int, request: Record
-) -> Asked:
-    answers: dict[int, Measured] = {}
+    subjects: tuple[AnswerSource, AnswerSource | None, AnswerSource], number: int, request: Record
+) -> AnsweredRequest:
+    answers: dict[int, TimedAnswer] = {}
     for turn in range(len(subjects)):
         place = (number + turn) % len(subjects)
         subject = subjects[place]
         if subject is not None:
             answers[place] = await subject.answer(request)
-    return Asked(request, answers[0], answers.get(1), answers[2])
+    return AnsweredRequest(request, answers[0], answers.get(1), answers[2])

@@ -18,7 +18,7 @@ from headrace.tools.compare.differences import (
     OK,
     AnswerDifference,
     ArrayDifference,
-    Measured,
+    TimedAnswer,
     is_float,
     resolution,
 )
@@ -27,7 +27,7 @@ from headrace.tools.compare.differences import (
 
 
 KINDS = ("queue", "compute", "end_to_end")
-"""Waiting for a batch; the model's run; from request to answer."""
+"""Kinds of latency: waiting for a batch, the model's run, and from request to answer."""
 
 
 class Distribution(NamedTuple):
@@ -47,7 +47,7 @@ class Latencies:
     def __init__(self) -> None:
         self._values = {kind: array("q") for kind in KINDS}
 
-    def add(self, answer: Measured) -> None:
+    def add(self, answer: TimedAnswer) -> None:
         """Add one answer's timings."""
         if answer.code != OK:
             return
@@ -166,7 +166,7 @@ class PairTally:
         self.codes: Counter[tuple[str, str]] = Counter()
         self.outputs: dict[str, OutputTally] = {}
 
-    def add(self, difference: AnswerDifference, reference: Measured) -> None:
+    def add(self, difference: AnswerDifference, reference: TimedAnswer) -> None:
         """Count one request."""
         self.count += 1
         self.exact += difference.exact
@@ -205,8 +205,8 @@ class WorstCase(NamedTuple):
     offset: int
     model: str
     difference: AnswerDifference
-    reference: Measured
-    other: Measured
+    reference: TimedAnswer
+    other: TimedAnswer
 
 
 class WorstCases:

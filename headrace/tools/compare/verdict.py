@@ -17,7 +17,7 @@ ROUNDING = 1e-5
 """Share of an output's scale; smaller differences never count against a candidate."""
 
 ROUNDING_STEPS = 8
-"""The same in multiples of the datatype's resolution, which decides for FP16 and BF16."""
+"""Like `ROUNDING`, in multiples of the datatype's resolution, which decides for FP16 and BF16."""
 
 TOP1_SLACK = 0.001
 """Share of rows in which two nearly equal top scores may swap."""
@@ -61,7 +61,7 @@ class Thresholds:
     min_comparable: float | None = None
 
 
-class Finding(NamedTuple):
+class JudgedMeasure(NamedTuple):
     """One judged measure.
 
     Attributes:
@@ -95,7 +95,7 @@ class Sides(NamedTuple):
     recorded: bool = False
 
 
-def judge(sides: Sides, thresholds: Thresholds) -> list[Finding]:
+def judge(sides: Sides, thresholds: Thresholds) -> list[JudgedMeasure]:
     """Return all findings, including passed ones. Zero requests do not count as no difference."""
     findings = [_compared(sides.candidate)]
     if sides.missing:
@@ -111,33 +111,33 @@ def judge(sides: Sides, thresholds: Thresholds) -> list[Finding]:
     return findings
 
 
-def is_same(findings: Sequence[Finding]) -> bool:
+def is_same(findings: Sequence[JudgedMeasure]) -> bool:
     """Return the verdict."""
     return all(finding.passed for finding in findings)
 
 
-def _compared(candidate: PairTally) -> Finding:
+def _compared(candidate: PairTally) -> JudgedMeasure:
     count = candidate.count
-    return Finding("requests", "compared", count, None, 1, count >= 1, at_least=True)
+    return JudgedMeasure("requests", "compared", count, None, 1, count >= 1, at_least=True)
 
 
-def _recorded(sides: Sides, thresholds: Thresholds) -> Finding:
+def _recorded(sides: Sides, thresholds: Thresholds) -> JudgedMeasure:
     share = sides.candidate.count / (sides.candidate.count + sides.missing)
     limit = thresholds.min_recorded
     measure = "share with a recorded answer"
-    return Finding("requests", measure, share, None, limit, share >= limit, at_least=True)
+    return JudgedMeasure("requests", measure, share, None, limit, share >= limit, at_least=True)
 
 
-def _code_changes(sides: Sides, thresholds: Thresholds) -> Finding:
+def _code_changes(sides: Sides, thresholds: Thresholds) -> JudgedMeasure:
     noise = None if sides.noise is None else sides.noise.changed_share
     limit = thresholds.max_code_changes
     if limit is None:
         limit = thresholds.margin * (noise or 0.0)
     got = sides.candidate.changed_share
-    return Finding("answers", "share with another code", got, noise, limit, got <= limit)
+    return JudgedMeasure("answers", "share with another code", got, noise, limit, got <= limit)
 
 
-def _comparable(sides: Sides, thresholds: Thresholds, allowed_changes: float) -> Finding:
+def _comparable(sides: Sides, thresholds: Thresholds, allowed_changes: float) -> JudgedMeasure:
     """Compare the number of requests that both sides answered with outputs with the expected one.
 
     Two sides that refuse everything do not differ, but nothing is known of the candidate then.
@@ -152,18 +152,18 @@ def _comparable(sides: Sides, thresholds: Thresholds, allowed_changes: float) ->
         limit = COMPARABLE_UNRECORDED
     got = candidate.compared / count
     measure = "share with outputs on both sides"
-    return Finding("requests", measure, got, None, limit, got >= limit, at_least=True)
+    return JudgedMeasure("requests", measure, got, None, limit, got >= limit, at_least=True)
 
 
 def _judge_output(
     subject: str, output: OutputTally, noise: OutputTally | None, thresholds: Thresholds
-) -> Iterator[Finding]:
+) -> Iterator[JudgedMeasure]:
     wrong = output.mismatched_share
     wrong_noise = None if noise is None else noise.mismatched_share
     limit = thresholds.max_mismatched
     if limit is None:
         limit = thresholds.margin * (wrong_noise or 0.0)
-    yield Finding(subject, "share that differs", wrong, wrong_noise, limit, wrong <= limit)
+    yield JudgedMeasure(subject, "share that differs", wrong, wrong_noise, limit, wrong <= limit)
     if not output.comparable:
         return
     limit = thresholds.max_abs
@@ -172,25 +172,25 @@ def _judge_output(
         limit = max(thresholds.margin * (0.0 if noise is None else noise.max_abs), rounding)
     noise_abs = None if noise is None else noise.max_abs
     got = output.max_abs
-    yield Finding(subject, "largest difference", got, noise_abs, limit, got <= limit)
+    yield JudgedMeasure(subject, "largest difference", got, noise_abs, limit, got <= limit)
     if output.top1 is not None:
         yield _judge_top1(subject, output.top1, noise, thresholds)
 
 
 def _judge_top1(
     subject: str, top1: float, noise: OutputTally | None, thresholds: Thresholds
-) -> Finding:
+) -> JudgedMeasure:
     noise_top1 = None if noise is None else noise.top1
     limit = thresholds.min_top1
     if limit is None:
         lost = 1.0 - (1.0 if noise_top1 is None else noise_top1)
         limit = max(1.0 - thresholds.margin * lost - TOP1_SLACK, 0.0)
-    return Finding(
+    return JudgedMeasure(
         subject, "top-1 agreement", top1, noise_top1, limit, top1 >= limit, at_least=True
     )
 
 
-def _judge_latency(sides: Sides, thresholds: Thresholds) -> Iterator[Finding]:
+def _judge_latency(sides: Sides, thresholds: Thresholds) -> Iterator[JudgedMeasure]:
     """Judge ratios of medians; those of the current model's two runs show how reliable they are."""
     if sides.current_latencies is None:
         return
@@ -211,4 +211,4 @@ def _judge_latency(sides: Sides, thresholds: Thresholds) -> Iterator[Finding]:
         later_us = candidate.p50_us - current.p50_us
         passed = ratio <= limit or later_us < LATENCY_SLACK_US
         measure = f"median {kind.replace('_', ' ')}, ratio"
-        yield Finding("latency", measure, ratio, noise, limit, passed)
+        yield JudgedMeasure("latency", measure, ratio, noise, limit, passed)

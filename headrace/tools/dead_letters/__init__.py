@@ -7,16 +7,20 @@
 - `redrive_state`: the record of what was redriven
 """
 
-from headrace.tools.dead_letters.dead_letter import DeadLetter, Selection, parse_dead_letter
+from headrace.tools.dead_letters.dead_letter import (
+    DeadLetter,
+    DeadLetterSelection,
+    parse_dead_letter,
+)
 from headrace.tools.dead_letters.reading import read_dead_letters
-from headrace.tools.dead_letters.redrive import Order, Redrive, Tally
+from headrace.tools.dead_letters.redrive import Redrive, RedriveJob, RedriveResult
 
 __all__ = [
     "DeadLetter",
-    "Order",
+    "DeadLetterSelection",
     "Redrive",
-    "Selection",
-    "Tally",
+    "RedriveJob",
+    "RedriveResult",
     "parse_dead_letter",
     "read_dead_letters",
 ]

@@ -36,7 +36,7 @@ _INT64 = struct.Struct(">q")
 _MAX_ATTEMPT_DIGITS = 4
 
 
-class Identity(NamedTuple):
+class RecordIdentity(NamedTuple):
     """Topic, partition and offset of a record, which identify it."""
 
     topic: str
@@ -59,7 +59,7 @@ class DeadLetter(NamedTuple):
     """
 
     record: Record
-    origin: Identity | None
+    origin: RecordIdentity | None
     code: str
     message: str
     stage: str
@@ -68,9 +68,9 @@ class DeadLetter(NamedTuple):
     version: str
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> RecordIdentity:
         """Identity of the dead letter itself."""
-        return Identity(self.record.topic, self.record.partition, self.record.offset)
+        return RecordIdentity(self.record.topic, self.record.partition, self.record.offset)
 
     @property
     def partition(self) -> TopicPartition:
@@ -114,13 +114,13 @@ def _text(headers: Mapping[str, bytes], name: str) -> str:
     return headers.get(name, b"").decode(errors="replace")
 
 
-def _origin(headers: Mapping[str, bytes]) -> Identity | None:
+def _origin(headers: Mapping[str, bytes]) -> RecordIdentity | None:
     topic = _text(headers, HeaderName.DLT_TOPIC)
     partition = headers.get(HeaderName.DLT_PARTITION, b"")
     offset = headers.get(HeaderName.DLT_OFFSET, b"")
     if not topic or len(partition) != _INT32.size or len(offset) != _INT64.size:
         return None
-    return Identity(topic, _INT32.unpack(partition)[0], _INT64.unpack(offset)[0])
+    return RecordIdentity(topic, _INT32.unpack(partition)[0], _INT64.unpack(offset)[0])
 
 
 def _model(record: Record) -> tuple[str, str]:
@@ -140,7 +140,7 @@ def _model(record: Record) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class DeadLetterSelection:
     """A selection of dead letters; empty fields and None select all.
 
     Attributes:

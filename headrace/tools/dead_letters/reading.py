@@ -6,10 +6,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from typing import NamedTuple
 
-from headrace.errors import ConfigurationError
+from headrace.client.rpc import topic_partitions
 from headrace.log.errors import LogUnavailable, OffsetOutOfRange
 from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
-from headrace.tools.dead_letters.dead_letter import DeadLetter, Selection, parse_dead_letter
+from headrace.tools.dead_letters.dead_letter import (
+    DeadLetter,
+    DeadLetterSelection,
+    parse_dead_letter,
+)
 
 POLL_TIMEOUT_S = 0.2
 POLL_MAX_RECORDS = 200
@@ -18,29 +22,16 @@ UNREACHABLE_S = 30.0
 """Reading fails after this time without a response from any broker."""
 
 
-class Span(NamedTuple):
+class OffsetRange(NamedTuple):
     """Offsets from `start` up to `end`, exclusive."""
 
     start: int
     end: int
 
 
-async def partitions_of(log: Log, topic: str) -> list[TopicPartition]:
-    """Return all partitions of a topic.
-
-    Raises:
-        ConfigurationError: there is no such topic.
-        LogUnavailable: no broker answers.
-    """
-    found = (await log.describe_topics([topic]))[topic]
-    if found is None:
-        raise ConfigurationError(f"{topic}: expected a topic, but there is none of this name")
-    return [TopicPartition(topic, number) for number in range(found.partitions)]
-
-
 async def spans_of(
     consumer: Consumer, partitions: Sequence[TopicPartition], since_ms: int | None = None
-) -> dict[TopicPartition, Span]:
+) -> dict[TopicPartition, OffsetRange]:
     """Return the current offsets of the partitions, from `since_ms` (epoch milliseconds) on."""
     beginnings = await consumer.beginning_offsets(partitions)
     ends = await consumer.end_offsets(partitions)
@@ -51,13 +42,13 @@ async def spans_of(
     for partition in partitions:
         start, end = starts[partition], ends[partition]
         first = end if start is None else max(start, beginnings[partition])
-        spans[partition] = Span(min(first, end), end)
+        spans[partition] = OffsetRange(min(first, end), end)
     return spans
 
 
 async def read_spans(
     consumer: Consumer,
-    spans: Mapping[TopicPartition, Span],
+    spans: Mapping[TopicPartition, OffsetRange],
     passed_over: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[Sequence[Record], None]:
     """Assign the partitions, and yield the records of the spans in offset order per partition.
@@ -118,7 +109,7 @@ async def _skip_what_is_gone(consumer: Consumer, partitions: Iterable[TopicParti
 async def read_dead_letters(
     log: Log,
     topic: str,
-    selection: Selection,
+    selection: DeadLetterSelection,
     passed_over: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[DeadLetter, None]:
     """Yield the selected dead letters, in offset order per partition.
@@ -130,9 +121,9 @@ async def read_dead_letters(
         passed_over: called with each unreadable range.
 
     Raises:
-        ConfigurationError, LogUnavailable: see `partitions_of`, `read_spans`.
+        ConfigurationError, LogUnavailable: see `topic_partitions`, `read_spans`.
     """
-    partitions = await partitions_of(log, topic)
+    partitions = await topic_partitions(log, topic)
     async with log.reader(partitions) as reader:
         spans = await spans_of(reader, partitions, selection.since_ms)
         spans = {name: narrowed(span, name, selection) for name, span in spans.items()}
@@ -143,12 +134,14 @@ async def read_dead_letters(
                         yield dead_letter
 
 
-def narrowed(span: Span, partition: TopicPartition, selection: Selection) -> Span:
+def narrowed(
+    span: OffsetRange, partition: TopicPartition, selection: DeadLetterSelection
+) -> OffsetRange:
     """Return the part of a span that can contain selected dead letters."""
     if not selection.places:
         return span
     offsets = [offset for number, offset in selection.places if number == partition.partition]
     if not offsets:
-        return Span(span.end, span.end)
+        return OffsetRange(span.end, span.end)
     start = min(max(min(offsets), span.start), span.end)
-    return Span(start, max(min(max(offsets) + 1, span.end), start))
+    return OffsetRange(start, max(min(max(offsets) + 1, span.end), start))

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Rejected, Retriable
@@ -34,14 +35,13 @@ from headrace.log.port import (
 from headrace.tools.dead_letters.copies import Transform, copy_of, marked
 from headrace.tools.dead_letters.dead_letter import (
     DeadLetter,
-    Identity,
-    Selection,
+    DeadLetterSelection,
+    RecordIdentity,
     parse_dead_letter,
 )
 from headrace.tools.dead_letters.reading import (
     POLL_TIMEOUT_S,
     narrowed,
-    partitions_of,
     read_spans,
     spans_of,
 )
@@ -105,7 +105,7 @@ async def _one_by_one(
 
 
 JOIN_TIMEOUT_S = 120.0
-"""Long enough for the session of a killed member to expire, which blocks the group until then."""
+"""Timeout of joining the group, long enough for a killed member's session to expire."""
 
 
 class RedriveUnderWay(Retriable):
@@ -170,8 +170,8 @@ CHUNKS_PER_S = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to redrive, and how.
+class RedriveJob:
+    """Parameters of a redrive.
 
     Attributes:
         limit: maximum number of dead letters; None for all.
@@ -181,7 +181,7 @@ class Order:
         transform: applied to each request before it is sent.
     """
 
-    selection: Selection = field(default_factory=Selection)
+    selection: DeadLetterSelection = field(default_factory=DeadLetterSelection)
     limit: int | None = None
     rate: float | None = None
     dry_run: bool = False
@@ -190,7 +190,7 @@ class Order:
 
 
 @dataclass(slots=True)
-class Tally:
+class RedriveResult:
     """Result of a run.
 
     Attributes:
@@ -206,7 +206,7 @@ class Tally:
     done_before: int = 0
     left: int = 0
     deadlines_dropped: int = 0
-    refused: list[tuple[Identity, str]] = field(default_factory=list)
+    refused: list[tuple[RecordIdentity, str]] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
 
 
@@ -239,12 +239,12 @@ class Redrive:
         self,
         log: Log,
         settings: Settings,
-        order: Order,
+        order: RedriveJob,
         *,
-        advanced: Callable[[float, Tally], None] = lambda *_: None,
+        advanced: Callable[[float, RedriveResult], None] = lambda *_: None,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        self.tally = Tally()
+        self.tally = RedriveResult()
         self._log = log
         self._settings = settings
         self._order = order
@@ -259,7 +259,7 @@ class Redrive:
         self._paced = 0
         self._chosen = 0
 
-    async def run(self) -> Tally:
+    async def run(self) -> RedriveResult:
         """Redrive the selected dead letters that are not done yet, up to the topic's current end.
 
         Raises:
@@ -269,8 +269,8 @@ class Redrive:
             LogUnavailable: no broker answered; the next run determines what was written.
         """
         topic = self._settings.topic(Topic.DEAD_LETTERS)
-        partitions = await partitions_of(self._log, topic)
-        self._requests = await partitions_of(self._log, self._settings.topic(Topic.REQUESTS))
+        partitions = await topic_partitions(self._log, topic)
+        self._requests = await topic_partitions(self._log, self._settings.topic(Topic.REQUESTS))
         if self._order.dry_run:
             async with self._log.reader(partitions) as reader:
                 await self._work(reader, partitions, None)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Fatal
 from headrace.log.port import Committed, Log, Record, TopicPartition
 from headrace.protocol.headers import HeaderName
-from headrace.tools.dead_letters.reading import Span, partitions_of, read_spans, spans_of
+from headrace.tools.dead_letters.reading import OffsetRange, read_spans, spans_of
 from headrace.topics import Topic
 
 OPEN = "open"
@@ -34,7 +35,8 @@ def redrive_group(settings: Settings) -> str:
 
 
 def done_letters(
-    committed: Mapping[TopicPartition, Committed | None], spans: Mapping[TopicPartition, Span]
+    committed: Mapping[TopicPartition, Committed | None],
+    spans: Mapping[TopicPartition, OffsetRange],
 ) -> dict[TopicPartition, AckedOffsets]:
     """Return which dead letters of each partition are done, given the offsets that it holds.
 
@@ -57,7 +59,7 @@ def done_letters(
 
 
 async def recall(
-    log: Log, settings: Settings, spans: Mapping[TopicPartition, Span]
+    log: Log, settings: Settings, spans: Mapping[TopicPartition, OffsetRange]
 ) -> dict[TopicPartition, AckedOffsets]:
     """Return which dead letters are done; the partitions hold these spans.
 
@@ -65,7 +67,7 @@ async def recall(
         UnknownMetadata: see `done_letters`.
         ConfigurationError, LogUnavailable: see `headrace.tools.dead_letters.reading`.
     """
-    requests = await partitions_of(log, settings.topic(Topic.REQUESTS))
+    requests = await topic_partitions(log, settings.topic(Topic.REQUESTS))
     committed = await log.committed(redrive_group(settings), [*spans, *requests])
     done = done_letters(committed, spans)
     opened = {
@@ -77,7 +79,7 @@ async def recall(
         async with log.reader(list(opened)) as reader:
             held = await spans_of(reader, list(opened))
             since = {
-                partition: Span(min(max(span.start, opened[partition]), span.end), span.end)
+                partition: OffsetRange(min(max(span.start, opened[partition]), span.end), span.end)
                 for partition, span in held.items()
             }
             async for records in read_spans(reader, since):

@@ -20,7 +20,7 @@ from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.demo.magika_model import MagikaModel, find_magika
-from headrace.tools.demo.questions import Questions, Sample, load_digits, load_samples
+from headrace.tools.demo.questions import Questions, SampleFile, load_digits, load_samples
 from headrace.tools.demo.report import Reasons, closing_reasons, live_line
 from headrace.tools.demo.tally import Result, Tally
 from headrace.tools.demo.traffic import Due, Traffic, plan_load
@@ -29,14 +29,14 @@ from headrace.tools.local_kafka import LocalKafka
 SEED = 1
 
 
-class Outcome(NamedTuple):
+class DemoRun(NamedTuple):
     """Result of the demo, and the closing reasons of batches."""
 
     result: Result
     reasons: Reasons
 
 
-async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = False) -> Outcome:
+async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = False) -> DemoRun:
     """Send requests for `seconds`, wait for the last answers, and return the totals.
 
     Args:
@@ -59,10 +59,10 @@ async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = 
             questions = Questions(load_digits(), samples)
             load = plan_load(questions, seconds, SEED, file_capacity_per_s=capacity_per_s)
             labels = magika.labels if magika else ()
-            return await ask_all(demo_settings(repository, broker), load, labels)
+            return await send_all(demo_settings(repository, broker), load, labels)
 
 
-def _prepare(repository: Path, magika: MagikaModel | None) -> tuple[list[Sample], float]:
+def _prepare(repository: Path, magika: MagikaModel | None) -> tuple[list[SampleFile], float]:
     """Fill the model repository, load the sample files, and measure how many of them per second
     this machine can classify; no files without magika.
     """
@@ -96,7 +96,7 @@ def demo_settings(repository: Path, kafka: KafkaSettings | None = None) -> Setti
     return make_settings({}).model_copy(update=own)
 
 
-async def ask_all(settings: Settings, load: Iterable[Due], file_labels: Sequence[str]) -> Outcome:
+async def send_all(settings: Settings, load: Iterable[Due], file_labels: Sequence[str]) -> DemoRun:
     """Run the four services, send all questions of a plan, and stop the services.
 
     `file_labels` are the names of the magika model's outputs, in their order.
@@ -110,7 +110,7 @@ async def ask_all(settings: Settings, load: Iterable[Due], file_labels: Sequence
                 showing = tasks.create_task(_show(tally), name="view")
                 await Traffic(log, settings, tally, file_labels).run(load)
                 showing.cancel()
-            return Outcome(tally.result(), closing_reasons(pipeline.metrics.registry))
+            return DemoRun(tally.result(), closing_reasons(pipeline.metrics.registry))
 
 
 async def _show(tally: Tally) -> None:

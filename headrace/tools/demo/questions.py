@@ -29,7 +29,7 @@ RAW = "application/octet-stream"
 DIGITS_MSGPACK = "digits, MessagePack"
 DIGITS_JSON = "digits, JSON"
 FILES = "files"
-WRONG = "wrong on purpose"
+INVALID = "invalid requests"
 
 OK = "ok"
 LATE_MS = 1000
@@ -74,18 +74,18 @@ def load_digits() -> Digits:
         return Digits(images["pixels"], images["labels"])
 
 
-class Sample(NamedTuple):
+class SampleFile(NamedTuple):
     """A file: its true `label`, by magika's name for it, and its bytes `content`."""
 
     label: str
     content: bytes
 
 
-def load_samples() -> list[Sample]:
+def load_samples() -> list[SampleFile]:
     """Load the files that come with the demo, in an order that mixes their kinds."""
     folder = files("headrace.tools.demo") / "samples"
     found = sorted(file.name for file in folder.iterdir() if file.name != "README.md")
-    samples = [Sample(name.rpartition("-")[0], (folder / name).read_bytes()) for name in found]
+    samples = [SampleFile(name.rpartition("-")[0], (folder / name).read_bytes()) for name in found]
     Random(SEED).shuffle(samples)  # noqa: S311 - an order, no secret
     return samples
 
@@ -93,7 +93,7 @@ def load_samples() -> list[Sample]:
 class Questions:
     """Generate questions without end."""
 
-    def __init__(self, digits: Digits, samples: Sequence[Sample]) -> None:
+    def __init__(self, digits: Digits, samples: Sequence[SampleFile]) -> None:
         self._digits = digits
         self._images = cycle(range(len(digits.labels)))
         self._samples = cycle(samples)
@@ -119,8 +119,8 @@ class Questions:
         labels = (sample.label,)
         return self._make(FILES, "magika", subject, sample.content, RAW, labels=labels)
 
-    def wrong(self) -> Iterator[Question]:
-        """Yield one request of each kind that must be answered with an error."""
+    def invalid(self) -> Iterator[Question]:
+        """Yield one invalid request of each kind, which must be answered with an error."""
         pixels = self._next_images(1)[0]
         good = msgspec.msgpack.encode(_digits_body(pixels.tobytes(), [1, 64]))
         short = msgspec.msgpack.encode(_digits_body(pixels[:, 1:].tobytes(), [1, 63]))
@@ -141,7 +141,7 @@ class Questions:
         )
         for subject, value, code, headers in cases:
             yield self._make(
-                WRONG, "digits", subject, value, MSGPACK, code=code.value, headers=headers
+                INVALID, "digits", subject, value, MSGPACK, code=code.value, headers=headers
             )
 
     def _next_images(self, rows: int) -> tuple[npt.NDArray[np.float32], tuple[str, ...]]:
@@ -180,7 +180,7 @@ def _digits_body(pixels: Any, shape: list[int], model: str = "digits") -> dict[s
 # --- answers ----------------------------------------------------------------------------------
 
 
-class Answer(NamedTuple):
+class DemoAnswer(NamedTuple):
     """An answer.
 
     Attributes:
@@ -201,7 +201,7 @@ class Answer(NamedTuple):
     batch_size: int = 0
 
 
-def read_answer(record: Record, file_labels: Sequence[str]) -> Answer:
+def read_answer(record: Record, file_labels: Sequence[str]) -> DemoAnswer:
     """Parse a response record.
 
     `file_labels` are the names of the magika model's outputs, in their order.
@@ -213,9 +213,9 @@ def read_answer(record: Record, file_labels: Sequence[str]) -> Answer:
     body = _body(record.value or b"", headers.get(HeaderName.CONTENT_TYPE, b"").decode())
     common = headers[HeaderName.REQUEST].decode(), headers[HeaderName.STATUS].decode()
     if "error" in body:
-        return Answer(*common, message=body["error"])
+        return DemoAnswer(*common, message=body["error"])
     timings = body["parameters"]
-    return Answer(
+    return DemoAnswer(
         *common,
         labels=_labels(body["outputs"], file_labels),
         queue_us=timings["queue_us"],

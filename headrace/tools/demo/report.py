@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from headrace.tools.demo.questions import WRONG
+from headrace.tools.demo.questions import INVALID
 from headrace.tools.demo.tally import (
     BatchResult,
     ErrorResult,
+    ExampleRequest,
     GroupResult,
     LiveStats,
     Result,
-    Trace,
 )
 
 Reasons = Mapping[str, Mapping[str, int]]
@@ -48,11 +48,11 @@ def report(result: Result, reasons: Reasons) -> list[str]:
 
 
 def _groups(groups: Sequence[GroupResult]) -> list[str]:
-    head = f"{'Answers':22}{'asked':>8}{'answered':>10}{'right':>17}"
+    head = f"{'Requests':22}{'sent':>8}{'answered':>10}{'right':>17}"
     lines = [f"{head}{'p50':>10}{'p90':>9}{'p99':>9}{'max':>9}  ms"]
     for group in groups:
         right = f"{group.right:,} of {group.rows:,}"
-        line = f"  {group.group:20}{group.asked:8,}{group.answered:10,}{right:>17}"
+        line = f"  {group.group:20}{group.sent:8,}{group.answered:10,}{right:>17}"
         if group.latency:
             line += f"{group.latency.p50_ms:10.1f}" + "".join(
                 f"{value:9.1f}" for value in group.latency[1:]
@@ -90,7 +90,7 @@ def _spread(sizes: Mapping[int, int]) -> str:
 
 
 def _errors(errors: Sequence[ErrorResult]) -> list[str]:
-    lines = ["Wrong on purpose"] if errors else []
+    lines = ["Expected errors"] if errors else []
     for each in errors:
         kept = f", dead letters: {each.dead_letters}" if each.dead_letters else ""
         lines.append(f"  {each.subject:35}{each.answers} × {each.code}{kept}")
@@ -98,7 +98,7 @@ def _errors(errors: Sequence[ErrorResult]) -> list[str]:
     return lines
 
 
-def _trace(trace: Trace) -> list[str]:
+def _trace(trace: ExampleRequest) -> list[str]:
     answer = trace.answer
     queued_ms, batched_ms = answer.queue_us / 1000, answer.batch_us / 1000
     compute_ms = answer.compute_us / 1000
@@ -117,12 +117,11 @@ def _trace(trace: Trace) -> list[str]:
 
 def _verdict(result: Result) -> list[str]:
     if result.faults:
-        return ["Not as it should be", *(f"  {fault}" for fault in result.faults)]
+        return ["Faults", *(f"  {fault}" for fault in result.faults)]
     answers = sum(group.answered for group in result.groups)
-    wrong = sum(group.answered for group in result.groups if group.group == WRONG)
+    expected = sum(group.answered for group in result.groups if group.group == INVALID)
     return [
-        f"Every request was answered once: {answers:,} answers, "
-        f"{wrong} of them errors that were asked for."
+        f"Every request was answered once: {answers:,} answers, {expected} of them expected errors."
     ]
 
 
@@ -138,7 +137,7 @@ def _live_figures(stats: LiveStats) -> list[tuple[str, str]]:
     """Return the displayed figures, by name."""
     return [
         ("time", f"{stats.elapsed_s:5.1f} s"),
-        ("asked", f"{stats.asked:7,}"),
+        ("sent", f"{stats.sent:7,}"),
         ("answered", f"{stats.answered:7,}"),
         ("in flight", f"{stats.in_flight:4,}"),
         ("answers/s", f"{stats.answers_per_s:6,.0f}"),

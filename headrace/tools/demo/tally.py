@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.tools.demo.questions import OK, WRONG, Answer, Question
+from headrace.tools.demo.questions import INVALID, OK, DemoAnswer, Question
 
 WINDOW_S = 1.0
 KEPT_TRACES = 500
@@ -17,7 +17,7 @@ MIN_RIGHT = {"digits": 0.9, "magika": 0.85}
 """Lowest share of right answers that can still be due to chance."""
 
 
-class Latency(NamedTuple):
+class LatencySummary(NamedTuple):
     """Milliseconds from when a request was due until its answer was read."""
 
     p50_ms: float
@@ -30,7 +30,7 @@ class LiveStats(NamedTuple):
     """Current state: totals, and the last second's rates and times."""
 
     elapsed_s: float
-    asked: int
+    sent: int
     answered: int
     in_flight: int
     answers_per_s: float
@@ -45,11 +45,11 @@ class GroupResult(NamedTuple):
     """One kind of request. `rows` counts the expected results: images, files, errors."""
 
     group: str
-    asked: int
+    sent: int
     answered: int
     rows: int
     right: int
-    latency: Latency | None
+    latency: LatencySummary | None
 
 
 class BatchResult(NamedTuple):
@@ -71,11 +71,11 @@ class ErrorResult(NamedTuple):
     dead_letters: int
 
 
-class Trace(NamedTuple):
+class ExampleRequest(NamedTuple):
     """One request, its answer, and the time in between."""
 
     question: Question
-    answer: Answer
+    answer: DemoAnswer
     total_ms: float
 
 
@@ -85,14 +85,14 @@ class Result(NamedTuple):
     groups: tuple[GroupResult, ...]
     batches: tuple[BatchResult, ...]
     errors: tuple[ErrorResult, ...]
-    trace: Trace | None
+    trace: ExampleRequest | None
     faults: tuple[str, ...]
 
 
-class _Group:
+class _GroupCounts:
     def __init__(self, model: str) -> None:
         self.model = model
-        self.asked = 0
+        self.sent = 0
         self.rows = 0
         self.right = 0
         self.latencies_ms = array("d")
@@ -114,13 +114,13 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _GroupCounts] = {}
         self._recent: deque[_Recent] = deque()
         self._rows_by_size: dict[str, Counter[int]] = {}
         self._errors: dict[str, ErrorResult] = {}
         self._missing_dead_letters = 0
-        self._traces: deque[Trace] = deque(maxlen=KEPT_TRACES)
-        self._asked = 0
+        self._traces: deque[ExampleRequest] = deque(maxlen=KEPT_TRACES)
+        self._sent = 0
         self._answered = 0
         self.surplus_answers = 0
         self.surplus_dead_letters = 0
@@ -129,15 +129,15 @@ class Tally:
     @property
     def in_flight(self) -> int:
         """Number of questions without an answer."""
-        return self._asked - self._answered
+        return self._sent - self._answered
 
-    def ask(self, question: Question) -> None:
+    def send(self, question: Question) -> None:
         """Count a question that is about to be sent."""
-        self._asked += 1
-        self._groups.setdefault(question.group, _Group(question.model)).asked += 1
+        self._sent += 1
+        self._groups.setdefault(question.group, _GroupCounts(question.model)).sent += 1
         self._missing_dead_letters += question.dead_letter
 
-    def answer(self, question: Question, answer: Answer, due_s: float, now_s: float) -> None:
+    def answer(self, question: Question, answer: DemoAnswer, due_s: float, now_s: float) -> None:
         """Count an answer that was read; its latency counts from the question's due time."""
         latency_ms = (now_s - due_s) * 1000
         self._answered += 1
@@ -150,7 +150,7 @@ class Tally:
             self._unexpected.append(f"{question.subject}: {answer.status}: {answer.message}")
         else:
             self._count_labels(group, question, answer)
-            self._traces.append(Trace(question, answer, latency_ms))
+            self._traces.append(ExampleRequest(question, answer, latency_ms))
             queue_ms = answer.queue_us / 1000
             self._recent.append(_Recent(now_s, latency_ms, queue_ms, answer.batch_size))
 
@@ -173,7 +173,7 @@ class Tally:
         latencies_ms = [each.latency_ms for each in recent] or [0.0]
         return LiveStats(
             elapsed_s=elapsed_s,
-            asked=self._asked,
+            sent=self._sent,
             answered=self._answered,
             in_flight=self.in_flight,
             answers_per_s=len(recent) / max(min(elapsed_s, WINDOW_S), 1e-3),
@@ -189,7 +189,7 @@ class Tally:
         groups = tuple(
             GroupResult(
                 name,
-                group.asked,
+                group.sent,
                 len(group.latencies_ms),
                 group.rows,
                 group.right,
@@ -201,7 +201,7 @@ class Tally:
         errors = tuple(self._errors.values())
         return Result(groups, batches, errors, self._typical_trace(), tuple(self._faults()))
 
-    def _count_error(self, group: _Group, question: Question, answer: Answer) -> None:
+    def _count_error(self, group: _GroupCounts, question: Question, answer: DemoAnswer) -> None:
         if answer.status != question.code:
             self._unexpected.append(
                 f"{question.subject}: expected {question.code}, got {answer.status}"
@@ -217,7 +217,7 @@ class Tally:
         fresh = ErrorResult(question.subject, question.code, "", 0, 0)
         return self._errors.get(question.subject, fresh)
 
-    def _count_labels(self, group: _Group, question: Question, answer: Answer) -> None:
+    def _count_labels(self, group: _GroupCounts, question: Question, answer: DemoAnswer) -> None:
         if len(answer.labels) != len(question.labels):
             self._unexpected.append(
                 f"{question.subject}: expected {len(question.labels)} rows, "
@@ -229,7 +229,7 @@ class Tally:
         sizes = self._rows_by_size.setdefault(question.model, Counter())
         sizes[answer.batch_size] += len(question.labels)
 
-    def _typical_trace(self) -> Trace | None:
+    def _typical_trace(self) -> ExampleRequest | None:
         """Return a request of median latency, preferably one that shared its batch."""
         shared = [trace for trace in self._traces if trace.answer.batch_size > 1]
         traces = sorted(shared or self._traces, key=lambda trace: trace.total_ms)
@@ -245,16 +245,18 @@ class Tally:
         }
         faults += [f"{name}: {count}" for name, count in counts.items() if count]
         for name, group in self._groups.items():
-            least = MIN_RIGHT[group.model] if name != WRONG else 1.0
+            least = MIN_RIGHT[group.model] if name != INVALID else 1.0
             if group.rows and group.right < least * group.rows:
                 faults.append(f"{name}: only {group.right} of {group.rows} right")
         return faults
 
 
-def _latency(latencies_ms: Sequence[float]) -> Latency | None:
+def _latency(latencies_ms: Sequence[float]) -> LatencySummary | None:
     if not latencies_ms:
         return None
-    return Latency(*(float(part) for part in np.quantile(latencies_ms, (0.5, 0.9, 0.99, 1.0))))
+    return LatencySummary(
+        *(float(part) for part in np.quantile(latencies_ms, (0.5, 0.9, 0.99, 1.0)))
+    )
 
 
 def _batches(model: str, rows_by_size: Counter[int]) -> BatchResult:

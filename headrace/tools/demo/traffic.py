@@ -34,8 +34,8 @@ DIGITS_BURSTS = (8, 16, 32, 64)
 FILE_BURSTS = (4, 8, 16)
 FILE_BURSTS_SHARE = 0.15
 MAX_ROWS = 4
-WRONG_AT = (0.2, 0.5, 0.8)
-"""Positions of the deliberately wrong requests, as shares of the whole time."""
+INVALID_AT = (0.2, 0.5, 0.8)
+"""Positions of the invalid requests, as shares of the whole time."""
 
 ANSWER_TIMEOUT_S = 15.0
 """How long after the last question an answer may take."""
@@ -74,7 +74,7 @@ def plan_load(
         _arrivals(some_digits, DIGITS_MSGPACK_PER_S, seconds, random),
         _arrivals(questions.digits_json, DIGITS_JSON_PER_S, seconds, random),
         _bursts(questions.digits_msgpack, DIGITS_BURSTS, BURST_EVERY_S, seconds),
-        iter([(part * seconds, questions.wrong) for part in WRONG_AT]),
+        iter([(part * seconds, questions.invalid) for part in INVALID_AT]),
     ]
     files_per_s = min(FILES_SHARE * file_capacity_per_s, MAX_FILES_PER_S)
     if files_per_s:
@@ -174,7 +174,7 @@ class Traffic:
                     await asyncio.sleep(wait_s)
                 by_partition: dict[TopicPartition, list[NewRecord]] = {}
                 for question in due.questions:
-                    self._tally.ask(question)
+                    self._tally.send(question)
                     correlation_id = answers.expect(partial(self._answer, question, due_s))
                     if question.dead_letter:
                         letters.expect(partial(self._dead_letter, question), correlation_id)

@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
+from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import ConfigurationError, Fatal
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
-from headrace.tools.offsets.state import PartitionOffsets, read_with, source_partitions
-from headrace.topics import STAGES
+from headrace.tools.offsets.state import PartitionOffsets, read_with
+from headrace.topics import STAGES, Topic
 
 
 class Edge(Enum):
@@ -98,7 +99,7 @@ async def reset(
         LogUnavailable: no broker answers.
     """
     await require_idle(log, settings)
-    partitions = _chosen(await source_partitions(log, settings), numbers)
+    partitions = _chosen(await topic_partitions(log, settings.topic(Topic.REQUESTS)), numbers)
     async with log.reader(partitions) as reader:
         if settings.delivery.guarantee == "exactly_once" and not dry_run:
             return await _reset_sealed(log, settings, target, reader, partitions)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets, UnknownMetadata
-from headrace.errors import ConfigurationError
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.topics import Topic
 
@@ -59,15 +59,6 @@ class PartitionOffsets(NamedTuple):
         return _FORMS[self.committed.metadata[:2]]
 
 
-async def source_partitions(log: Log, settings: Settings) -> list[TopicPartition]:
-    """Return the partitions of `requests`. Raises `ConfigurationError` if the topic is missing."""
-    name = settings.topic(Topic.REQUESTS)
-    info = (await log.describe_topics([name]))[name]
-    if info is None:
-        raise ConfigurationError(f"topic {name}: expected it to exist; `headrace topics create`")
-    return [TopicPartition(name, number) for number in range(info.partitions)]
-
-
 async def read_offsets(log: Log, settings: Settings) -> list[PartitionOffsets]:
     """Return the state of every source partition, in order.
 
@@ -75,7 +66,7 @@ async def read_offsets(log: Log, settings: Settings) -> list[PartitionOffsets]:
         LogUnavailable: no broker answers.
         ConfigurationError: there is no such topic.
     """
-    partitions = await source_partitions(log, settings)
+    partitions = await topic_partitions(log, settings.topic(Topic.REQUESTS))
     async with log.reader(partitions) as reader:
         return await read_with(log, settings, reader, partitions)
 
@@ -83,7 +74,7 @@ async def read_offsets(log: Log, settings: Settings) -> list[PartitionOffsets]:
 async def read_with(
     log: Log, settings: Settings, reader: Consumer, partitions: Sequence[TopicPartition]
 ) -> list[PartitionOffsets]:
-    """Do the same as `read_offsets` for some partitions, with an existing reader."""
+    """Read the state of some partitions with an existing reader."""
     committed = await log.committed(settings.namespace, partitions)
     beginnings = await reader.beginning_offsets(partitions)
     ends = await reader.end_offsets(partitions)

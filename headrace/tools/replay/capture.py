@@ -488,7 +488,7 @@ class CaptureRecording(Recording):
 
     async def chunks(self) -> AsyncGenerator[list[Record], None]:
         """See `Recording`."""
-        reading = _Reading(self.spans, self._selection)
+        reading = _CaptureReader(self.spans, self._selection)
         from_ms = self._selection.window.from_ms
         for frame in self._contents.frames:
             if from_ms is not None and frame.last_ms < from_ms:
@@ -503,7 +503,7 @@ class CaptureRecording(Recording):
                 yield selected[start : start + CHUNK_RECORDS]
 
 
-class _Reading:
+class _CaptureReader:
     """State of one reading: which partitions have ended, and how many records may still come."""
 
     def __init__(self, spans: Sequence[Span], selection: Selection) -> None:

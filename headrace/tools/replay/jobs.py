@@ -1,4 +1,6 @@
-"""What the commands do with a recording: open it, count it, save it, or send it to a topic."""
+"""Jobs of the `headrace replay` commands: open a recording, count it, save it, or send it to a
+topic.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from headrace.tools.replay.recording import (
     Totals,
     record_bytes,
 )
-from headrace.tools.replay.replay import Outcome, Pace, Replay, Unpaced
+from headrace.tools.replay.replay import Pace, Replay, ReplayResult, Unpaced
 from headrace.tools.replay.sinks import CaptureSink, Marking, TopicSink
 from headrace.tools.replay.topic_recording import open_topic
 
@@ -62,7 +64,7 @@ Watch: TypeAlias = Callable[[Recording], Advanced]
 """Called with the opened recording; returns the progress callback."""
 
 
-class Source(NamedTuple):
+class RecordingSource(NamedTuple):
     """A topic (its name) or a capture file (a `Path`), and the selection of its records."""
 
     origin: str | Path
@@ -91,7 +93,7 @@ class Replayed(NamedTuple):
     """A successful run; `resumed` if it continued from a checkpoint."""
 
     run_id: str
-    outcome: Outcome
+    outcome: ReplayResult
     resumed: bool = False
 
 
@@ -120,7 +122,7 @@ async def count(
     return totals.partitions()
 
 
-async def save(recording: Recording, path: Path, advanced: Advanced) -> Outcome:
+async def save(recording: Recording, path: Path, advanced: Advanced) -> ReplayResult:
     """Capture a recording.
 
     Raises:
@@ -131,7 +133,9 @@ async def save(recording: Recording, path: Path, advanced: Advanced) -> Outcome:
         return await Replay(recording, Unpaced(), CaptureSink(writer), advanced=advanced).run()
 
 
-async def replay_into_topic(log: Log, source: Source, job: TopicJob, watch: Watch) -> Replayed:
+async def replay_into_topic(
+    log: Log, source: RecordingSource, job: TopicJob, watch: Watch
+) -> Replayed:
     """Send marked copies into a topic; resume from a checkpoint if there is one.
 
     Raises:
@@ -143,7 +147,7 @@ async def replay_into_topic(log: Log, source: Source, job: TopicJob, watch: Watc
     if job.checkpoint is not None:
         before = await asyncio.to_thread(read_checkpoint, job.checkpoint, job.options or {})
     if before is not None and before.finished:
-        return Replayed(before.run_id, Outcome(0, 0, before.records, 0.0), resumed=True)
+        return Replayed(before.run_id, ReplayResult(0, 0, before.records, 0.0), resumed=True)
     selection = source.selection if before is None else before.rest_of(source.selection)
     marking = job.marking
     if before is not None:

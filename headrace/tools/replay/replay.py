@@ -64,7 +64,7 @@ class FixedRate:
 
 
 class Unpaced:
-    """As fast as possible: everything is due at once."""
+    """No pacing: everything is due at once."""
 
     def at_s(self, record: Record) -> float:
         return 0.0
@@ -103,7 +103,7 @@ CHUNKS_AHEAD = 4
 TURNS_UNACKNOWLEDGED = 64
 
 
-class Outcome(NamedTuple):
+class ReplayResult(NamedTuple):
     """Result of a run.
 
     Attributes:
@@ -195,7 +195,7 @@ class Replay:
         self._started_s = self._ended_s = 0.0
         self._records = self._bytes = self._skipped = self._turn = 0
 
-    async def run(self) -> Outcome:
+    async def run(self) -> ReplayResult:
         """Send everything, once.
 
         Raises:
@@ -210,7 +210,7 @@ class Replay:
         if self._records:
             self._ended_s = self._clock()
         seconds = self._ended_s - self._started_s
-        outcome = Outcome(self._records, self._bytes, self._skipped, seconds)
+        outcome = ReplayResult(self._records, self._bytes, self._skipped, seconds)
         if isinstance(self._pace, Unpaced) or not self._records:
             return outcome
         return outcome._replace(

@@ -144,7 +144,7 @@ class TopicRecording(Recording):
         if not partitions or left == 0:
             return
         async with self._log.reader(partitions) as reader:
-            reading = _Reading(reader, self.spans, self._selection)
+            reading = _TopicReader(reader, self.spans, self._selection)
             while not reading.timeline.finished:
                 most = CHUNK_RECORDS if left is None else min(left, CHUNK_RECORDS)
                 chunk = reading.timeline.take(most)
@@ -160,7 +160,7 @@ class TopicRecording(Recording):
                         return
 
 
-class _Reading:
+class _TopicReader:
     """One reading: polls into the timeline, and pauses partitions that are far ahead."""
 
     def __init__(self, reader: Consumer, spans: Sequence[Span], selection: Selection) -> None:

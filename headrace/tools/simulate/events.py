@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.models.profiling.latency import Latency
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.transport.channels import IDLE, Demand
 
@@ -27,9 +28,9 @@ ModelKey = tuple[str, str]
 
 NO_TIMEOUT = -1
 EXPIRED = -1
-"""Stands for the latency of a request that ended while it waited, expired or refused."""
+"""Latency of a request that ended while it waited, expired or refused."""
 NEVER = 1 << 62
-"""Later than any time."""
+"""A time later than any other."""
 
 
 class Limits(NamedTuple):
@@ -172,22 +173,6 @@ class _Done(NamedTuple):
     instance: _Instance
 
 
-class _Receipt:
-    """Ack handle that does nothing: there is no log, and no partition is ever revoked."""
-
-    revoked = False
-
-    @property
-    def assignment(self) -> _Receipt:
-        """Return itself: it is never revoked."""
-        return self
-
-    def ack(self) -> None: ...
-
-
-_RECEIPT = _Receipt()
-
-
 class Simulation:
     """One simulation; call `run` once.
 
@@ -271,7 +256,7 @@ class Simulation:
         kind, envelope = self._arrivals.kinds[number], self._envelopes[number]
         if timeout_us != NO_TIMEOUT:
             envelope = envelope._replace(deadline_ms=max((at_us + timeout_us) // 1000, 1))
-        request = Request(_RECEIPT, 0, place, place - 1, at_us // 1000, None, None, (), envelope)
+        request = Request(NULL_ACK, 0, place, place - 1, at_us // 1000, None, None, (), envelope)
         request.ingested_us = at_us
         request.model, request.version = envelope.model, envelope.version
         request.rows, request.size_bytes = rows, size_bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.tools.pages import COLOURS, as_data_url, new_plot, render_page
-from headrace.tools.simulate.scenarios import Outcome, Scenario
+from headrace.tools.simulate.scenarios import Scenario, ScenarioResult
 from headrace.tools.simulate.service_times import ServiceTime
 
 HEADINGS = (
@@ -40,7 +40,7 @@ def scenario_name(scenario: Scenario) -> str:
     return ", ".join(parts) or "present"
 
 
-def cells(outcome: Outcome) -> list[str]:
+def cells(outcome: ScenarioResult) -> list[str]:
     """Return the cells of one row."""
     latencies = [f"{outcome.latency_ms(share):.3f}" for share in (0.5, 0.9, 0.99)]
     reasons = " ".join(
@@ -75,7 +75,9 @@ PLOTTED = dict(zip((0.5, 0.9, 0.99), COLOURS.values(), strict=True))
 PLOTTED_SIZES = 64
 
 
-def report(source: str, outcomes: Sequence[Outcome], times: Mapping[str, ServiceTime]) -> str:
+def report(
+    source: str, outcomes: Sequence[ScenarioResult], times: Mapping[str, ServiceTime]
+) -> str:
     """Return the page. It needs the packages of the extra `report`.
 
     Args:
@@ -96,7 +98,7 @@ def report(source: str, outcomes: Sequence[Outcome], times: Mapping[str, Service
     )
 
 
-def _latencies(outcomes: Sequence[Outcome]) -> str:
+def _latencies(outcomes: Sequence[ScenarioResult]) -> str:
     """Plot the percentiles of each scenario; empty if no request was completed."""
     completed = [each for each in outcomes if each.latencies_ms]
     if not completed:

@@ -102,7 +102,7 @@ def scenarios(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScenarioResult:
     """Result of a scenario.
 
     Attributes:
@@ -160,7 +160,7 @@ def simulate(
     served: Mapping[ModelKey, Served],
     scenario: Scenario,
     make_policy: PolicyFactory,
-) -> Outcome:
+) -> ScenarioResult:
     """Run one scenario.
 
     Args:
@@ -205,14 +205,14 @@ def _executor_pool(served: Mapping[ModelKey, Served]) -> ExecutorPool:
 
 def _outcome(
     scenario: Scenario, arrivals: Arrivals, served: Mapping[ModelKey, Served], seen: Observed
-) -> Outcome:
+) -> ScenarioResult:
     done_us = seen.latency_us[seen.latency_us >= 0]
     start_us = int(arrivals.at_us[0])
     arriving_us = max(int(arrivals.at_us[-1]) - start_us, 1)
     running_us = max(seen.end_us - start_us, 1)
     batches = seen.batch_rows.total()
     rows = sum(size * times for size, times in seen.batch_rows.items())
-    return Outcome(
+    return ScenarioResult(
         scenario=scenario,
         requests=len(arrivals.at_us),
         rate_per_s=len(arrivals.at_us) / arriving_us * 1e6,

@@ -29,7 +29,7 @@ ENOUGH = 5
 """Batch sizes that were seen less often are left out, if there are others."""
 
 
-class Point(NamedTuple):
+class BatchTime(NamedTuple):
     """A batch size and its median duration in microseconds over `seen` batches."""
 
     rows: int
@@ -58,7 +58,7 @@ class ServiceTime:
 
     def __init__(
         self,
-        points: Sequence[Point],
+        points: Sequence[BatchTime],
         line: tuple[float, float] | None = None,
         *,
         ratios: Sequence[float] = (),
@@ -141,7 +141,7 @@ class ServiceTime:
         return text + (f" + {self._overhead_us:.0f} us" if self._overhead_us else "")
 
 
-def _fitted(points: Sequence[Point]) -> tuple[float, float]:
+def _fitted(points: Sequence[BatchTime]) -> tuple[float, float]:
     """Fit by least squares with neither part below 0; a single point is all fixed cost."""
     if len({each.rows for each in points}) == 1:
         return points[0].us, 0.0
@@ -243,11 +243,11 @@ def fitted(runs: Sequence[tuple[int, float]]) -> ServiceTime:
     return ServiceTime(_points(runs)).spread(runs)
 
 
-def _points(runs: Iterable[tuple[int, float]]) -> list[Point]:
+def _points(runs: Iterable[tuple[int, float]]) -> list[BatchTime]:
     by_rows: defaultdict[int, list[float]] = defaultdict(list)
     for rows, us in runs:
         by_rows[rows].append(us)
-    points = [Point(rows, median(times), len(times)) for rows, times in by_rows.items()]
+    points = [BatchTime(rows, median(times), len(times)) for rows, times in by_rows.items()]
     return [each for each in points if each.seen >= ENOUGH] or points
 
 

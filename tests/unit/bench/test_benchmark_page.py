@@ -23,9 +23,9 @@ from benchmarks.page import BEGIN, END, with_tables
 from benchmarks.plots import Line, plot_bars, plot_over_time, write_plot
 from benchmarks.processes import without_directories
 from benchmarks.results import (
+    BusyCores,
     Contest,
-    Cores,
-    Latency,
+    OpenLoopLatency,
     Results,
     Saturated,
     Stages,
@@ -117,12 +117,12 @@ def test_computing_is_compared_with_as_many_threads() -> None:
 
 def test_parts_of_a_latency_add_up() -> None:
     """What no stage of ours has is the way of the answer to its reader."""
-    latency = Latency(
+    latency = OpenLoopLatency(
         *(0.2, 100.0, 100.0, 5.0, 9.0, 9.9, 1.0, 0),
         mean_ms=6.0,
         late_mean_ms=0.5,
         stages=Stages(1.0, 1.5, 0.5, 1.0),
-        cores=Cores(0.5, 0.4, 0.3, 0.2),
+        cores=BusyCores(0.5, 0.4, 0.3, 0.2),
     )
     subject = SubjectResults("digits", "", 32, latencies=[latency])
 
@@ -133,7 +133,7 @@ def test_parts_of_a_latency_add_up() -> None:
 @pytest.mark.parametrize(("late_ms", "on_time"), [(1.0, True), (20.0, False)])
 def test_load_that_is_sent_late_is_too_large(late_ms: float, on_time: bool) -> None:
     """What it measured would be its own queue. That answers pile up is for the page to show."""
-    assert Latency(0.8, 100.0, 50.0, 1, 1, 1, late_ms, 0).on_time is on_time
+    assert OpenLoopLatency(0.8, 100.0, 50.0, 1, 1, 1, late_ms, 0).on_time is on_time
 
 
 def test_stages_are_those_between_two_scrapes() -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan import Costs, Gpu, carries, plan
+from benchmarks.plan import Costs, Gpu, capacities, plan_resources
 
 ONE = Costs({"ingest,batcher,executor,responder": 70.0}, broker_us=1.0, written_bytes=4_000)
 
 
 def test_processes_are_busy_for_seven_tenths() -> None:
     """20,000 requests of 70 µs are 1.4 cores, which two processes have at 70 %."""
-    assert list(plan(ONE, 20_000).processes.values()) == [2]
+    assert list(plan_resources(ONE, 20_000).processes.values()) == [2]
 
 
 def test_each_stage_gets_its_own_processes() -> None:
     """A process that needs twice the time is there twice as often, and sets the partitions."""
     apart = ONE._replace(cpu_us={"ingest": 70.0, "batcher,executor": 140.0, "responder": 7.0})
 
-    found = plan(apart, 20_000)
+    found = plan_resources(apart, 20_000)
 
     assert found.processes == {"ingest": 2, "batcher,executor": 4, "responder": 1}
     assert found.partitions == 16
@@ -26,22 +26,22 @@ def test_each_stage_gets_its_own_processes() -> None:
 
 def test_there_are_never_fewer_than_three_brokers() -> None:
     """However little is written, each record is on three of them."""
-    assert plan(ONE, 10).brokers == 3
+    assert plan_resources(ONE, 10).brokers == 3
 
 
 def test_bytes_take_brokers() -> None:
     """150 KB for 10,000 requests a second are 1.5 GB/s, of which a broker takes 141 MB at 70 %."""
-    assert plan(ONE._replace(written_bytes=150_000), 10_000).brokers == 11
+    assert plan_resources(ONE._replace(written_bytes=150_000), 10_000).brokers == 11
 
 
 def test_work_of_brokers_takes_brokers() -> None:
     """1 ms for each of 100,000 requests on three brokers is 300 cores, at 70 % of eight each."""
-    assert plan(ONE._replace(broker_us=1_000.0), 100_000).brokers == 54
+    assert plan_resources(ONE._replace(broker_us=1_000.0), 100_000).brokers == 54
 
 
 def test_each_gpu_has_an_executor() -> None:
     """Five GPUs at 70 % for 20,000 requests a second, and a process for each."""
-    found = plan(ONE._replace(gpu=Gpu("a model", 6_000.0)), 20_000)
+    found = plan_resources(ONE._replace(gpu=Gpu("a model", 6_000.0)), 20_000)
 
     assert found.gpus == 5
     assert list(found.processes.values()) == [5]
@@ -57,4 +57,4 @@ def test_each_gpu_has_an_executor() -> None:
 )
 def test_what_carries_least_binds_first(costs: Costs, first: str) -> None:
     """One process carries 14,286 requests a second, and three brokers 605 MB."""
-    assert carries(costs).first == first
+    assert capacities(costs).first == first

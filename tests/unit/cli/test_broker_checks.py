@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.broker_checks import check_broker_settings, check_replicas, check_rights
-from headrace.cli.findings import Health
+from headrace.cli.findings import Severity
 from headrace.config import Settings, make_settings
 from headrace.log.kafka.cluster import ClusterInfo, DescribedTopic, Right
 from headrace.log.port import TopicInfo
@@ -48,17 +48,17 @@ def test_good_settings_are_not_worth_a_line() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "health"),
     [
-        ("offset.metadata.max.bytes", "4095", Health.ERROR),
-        ("offsets.retention.minutes", "60", Health.ERROR),
-        ("offsets.retention.minutes", "1440", Health.WARNING),
-        ("transaction.max.timeout.ms", "9999", Health.ERROR),
-        ("group.min.session.timeout.ms", "30001", Health.ERROR),
-        ("group.max.session.timeout.ms", "29999", Health.ERROR),
-        ("offsets.topic.replication.factor", "1", Health.WARNING),
-        ("transaction.state.log.replication.factor", "1", Health.WARNING),
+        ("offset.metadata.max.bytes", "4095", Severity.ERROR),
+        ("offsets.retention.minutes", "60", Severity.ERROR),
+        ("offsets.retention.minutes", "1440", Severity.WARNING),
+        ("transaction.max.timeout.ms", "9999", Severity.ERROR),
+        ("group.min.session.timeout.ms", "30001", Severity.ERROR),
+        ("group.max.session.timeout.ms", "29999", Severity.ERROR),
+        ("offsets.topic.replication.factor", "1", Severity.WARNING),
+        ("transaction.state.log.replication.factor", "1", Severity.WARNING),
     ],
 )
-def test_a_broker_setting_that_does_harm(name: str, value: str, health: Health) -> None:
+def test_a_broker_setting_that_does_harm(name: str, value: str, health: Severity) -> None:
     """One line with the setting, what was expected, what is there, why, and the fix."""
     (finding,) = check_broker_settings(settings("exactly_once"), GOOD | {name: value})
     assert finding.health is health
@@ -77,7 +77,7 @@ def test_transactions_do_not_matter_without_them() -> None:
 def test_settings_that_may_not_be_read_are_said() -> None:
     """It is a warning that they were not checked, and how they can be."""
     (finding,) = check_broker_settings(settings(), None)
-    assert (finding.health, "DescribeConfigs" in finding.fix) == (Health.WARNING, True)
+    assert (finding.health, "DescribeConfigs" in finding.fix) == (Severity.WARNING, True)
 
 
 def test_all_rights_are_not_worth_a_line() -> None:
@@ -90,7 +90,7 @@ def test_all_rights_are_not_worth_a_line() -> None:
 def test_a_group_that_refuses_us_is_an_error() -> None:
     """Without it nothing can be read."""
     (finding,) = check_rights(settings(), survey(may_join=False))
-    assert (finding.health, finding.subject) == (Health.ERROR, "rights")
+    assert (finding.health, finding.subject) == (Severity.ERROR, "rights")
 
 
 @pytest.mark.parametrize(("guarantee", "count"), [("exactly_once", 1), ("at_least_once", 0)])
@@ -114,7 +114,7 @@ def test_a_right_that_is_missing(topic: str, rights: set[Right], text: str) -> N
     mine = DescribedTopic(frozenset(rights), 3, 3)
     topics = {**survey().topics, f"headrace.{topic}": mine}
     (finding,) = check_rights(settings(), survey(topics=topics))
-    assert finding.health is Health.WARNING
+    assert finding.health is Severity.WARNING
     assert text in finding.text
 
 
@@ -131,13 +131,13 @@ def test_a_topic_that_we_may_not_know_of_has_no_rights_at_all() -> None:
         (3, 3, "2", None),
         (3, 2, "2", None),
         (1, 1, "1", None),
-        (1, 1, "2", Health.ERROR),
-        (3, 1, "2", Health.ERROR),
-        (2, 2, "2", Health.WARNING),
+        (1, 1, "2", Severity.ERROR),
+        (3, 1, "2", Severity.ERROR),
+        (2, 2, "2", Severity.WARNING),
     ],
 )
 def test_replicas_against_what_a_write_needs(
-    replicas: int, in_sync: int, least: str, health: Health | None
+    replicas: int, in_sync: int, least: str, health: Severity | None
 ) -> None:
     """Too few ever, too few now, and none to spare."""
     found = survey(topics={"t": DescribedTopic(BOTH, replicas, in_sync)})

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from headrace.tools.demo import demo
-from headrace.tools.demo.demo import Outcome
+from headrace.tools.demo.demo import DemoRun
 from headrace.tools.demo.tally import Tally
 from tests.support.command_line import Call
 from tests.unit.demo.examples import answer, count, question
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
+def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     """What the demo has counted, instead of a run."""
     tally = Tally()
 
-    async def counted(seconds: float, say: Callable[[str], None], **options: Any) -> Outcome:
+    async def counted(seconds: float, say: Callable[[str], None], **options: Any) -> DemoRun:
         say(f"{seconds:g} s, {options}")
-        return Outcome(tally.result(), {})
+        return DemoRun(tally.result(), {})
 
     monkeypatch.setattr(demo, "run_demo", counted)
     before = sys.getswitchinterval()
@@ -30,17 +30,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     sys.setswitchinterval(before)
 
 
-def test_a_demo_that_went_well_exits_with_0(call: Call, asked: Tally) -> None:
+def test_a_demo_that_went_well_exits_with_0(call: Call, tally: Tally) -> None:
     """The summary is on stdout, words about the run on stderr."""
-    count(asked, question(), answer())
+    count(tally, question(), answer())
     ended = call("demo", "--seconds", "3")
     assert (ended.exit_code, ended.stderr) == (0, "headrace: 3 s, {'kafka': False}\n")
     assert "Every request was answered once" in ended.stdout
 
 
-def test_a_demo_with_a_missing_answer_exits_with_1(call: Call, asked: Tally) -> None:
+def test_a_demo_with_a_missing_answer_exits_with_1(call: Call, tally: Tally) -> None:
     """What is wrong is in the summary."""
-    asked.ask(question())
+    tally.send(question())
     ended = call("demo", "--kafka")
     assert (ended.exit_code, ended.stderr) == (1, "headrace: 10 s, {'kafka': True}\n")
     assert "requests without an answer: 1" in ended.stdout

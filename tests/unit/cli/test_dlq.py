@@ -8,18 +8,18 @@ from datetime import UTC, datetime, timedelta
 import click
 import pytest
 
-from headrace.cli.dlq import PLACE, WHEN, Newest, Place, counts_lines, table, tally_lines
+from headrace.cli.dlq import PLACE, WHEN, Newest, Position, counts_lines, table, tally_lines
 from headrace.cli.outcome import Exit
-from headrace.tools.dead_letters import Order, Tally
-from headrace.tools.dead_letters.dead_letter import Identity
+from headrace.tools.dead_letters import RedriveJob, RedriveResult
+from headrace.tools.dead_letters.dead_letter import RecordIdentity
 from tests.support.command_line import Call
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [("1/7", Place(None, 1, 7)), ("a.dead-letters/0/12", Place("a.dead-letters", 0, 12))],
+    [("1/7", Position(None, 1, 7)), ("a.dead-letters/0/12", Position("a.dead-letters", 0, 12))],
 )
-def test_a_place_is_read_with_and_without_its_topic(text: str, place: Place) -> None:
+def test_a_place_is_read_with_and_without_its_topic(text: str, place: Position) -> None:
     """As lists print it."""
     assert PLACE.convert(text, None, None) == place
 
@@ -99,9 +99,9 @@ def test_letters_are_counted_by_code() -> None:
 
 def test_a_redrive_says_all_that_became_of_the_letters() -> None:
     """Nothing that was left out goes unsaid."""
-    tally = Tally(Counter(TOO_LARGE=2), 1, 3, 2, [(Identity("t", 0, 4), "too large")])
+    tally = RedriveResult(Counter(TOO_LARGE=2), 1, 3, 2, [(RecordIdentity("t", 0, 4), "too large")])
 
-    assert list(tally_lines(tally, Order(dry_run=True))) == [
+    assert list(tally_lines(tally, RedriveJob(dry_run=True))) == [
         "2 would be sent: TOO_LARGE 2",
         "1 passed over: redriven before",
         "3 left where they are: transform gave None",

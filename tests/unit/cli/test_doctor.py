@@ -10,7 +10,7 @@ import pytest
 from headrace.cli.broker_checks import check_release
 from headrace.cli.checks import check_settings
 from headrace.cli.doctor import HIDDEN, without_secrets
-from headrace.cli.findings import Finding, Health
+from headrace.cli.findings import Finding, Severity
 from headrace.cli.outcome import Exit
 from headrace.config import make_settings
 from headrace.log.kafka.cluster import oldest_release
@@ -103,7 +103,7 @@ def test_topic_too_small_for_a_request_is_an_error() -> None:
     """Records must be allowed to be as large as requests are."""
     settings = make_settings({"topics": {"max_message_bytes": 4 * 1024 * 1024}})
     (finding,) = check_settings(settings)
-    assert finding.health is Health.ERROR
+    assert finding.health is Severity.ERROR
     assert "expected at least 4259840" in finding.text
 
 
@@ -120,7 +120,7 @@ def test_readable_password_is_a_warning() -> None:
         }
     )
     (finding,) = check_settings(settings)
-    assert finding.health is Health.WARNING
+    assert finding.health is Severity.WARNING
     assert "hunter2" not in repr(finding)
 
 
@@ -129,9 +129,9 @@ def test_secrets_are_struck_from_findings() -> None:
     kafka = make_settings(
         {"kafka": {"bootstrap_servers": "broker:9092", "sasl_password": "hunter2"}}
     ).kafka
-    finding = Finding("broker", Health.ERROR, "refused hunter2", "not hunter2")
+    finding = Finding("broker", Severity.ERROR, "refused hunter2", "not hunter2")
     assert without_secrets(finding, kafka) == Finding(
-        "broker", Health.ERROR, f"refused {HIDDEN}", f"not {HIDDEN}"
+        "broker", Severity.ERROR, f"refused {HIDDEN}", f"not {HIDDEN}"
     )
 
 
@@ -151,9 +151,9 @@ def test_release_is_read_from_what_requests_are_taken(
 
 
 @pytest.mark.parametrize(
-    ("release", "health"), [((4, 0), Health.OK), ((3, 0), Health.OK), ((0, 0), Health.ERROR)]
+    ("release", "health"), [((4, 0), Severity.OK), ((3, 0), Severity.OK), ((0, 0), Severity.ERROR)]
 )
-def test_old_brokers_are_an_error(release: tuple[int, int], health: Health) -> None:
+def test_old_brokers_are_an_error(release: tuple[int, int], health: Severity) -> None:
     """At-least-once delivery needs Kafka 3.0."""
     settings = make_settings({"kafka": {"bootstrap_servers": "broker:9092"}})
     assert check_release(settings, release).health is health

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.cli.top import Change, tables
+from headrace.cli.top import StatusInterval, tables
 from tests.support.command_line import Call
 from tests.support.tree import ROOT
 
@@ -42,12 +42,12 @@ def two_seconds_later(answer: Answer) -> None:
     totals["times"]["compute_duration"] = [{"model": "digits", "count": 2, "seconds": 0.002}]
 
 
-def change(edit: Edit = two_seconds_later) -> Change:
+def change(edit: Edit = two_seconds_later) -> StatusInterval:
     """From the documented answer to the edited one."""
-    return Change(documented(), documented(edit))
+    return StatusInterval(documented(), documented(edit))
 
 
-def cells(shown: Change, title: str) -> list[dict[str, str]]:
+def cells(shown: StatusInterval, title: str) -> list[dict[str, str]]:
     """The rows of the table whose second heading is `title`, by heading."""
     blocks = "\n".join(tables({URL: shown})).split("\n\n")
     (block,) = [block for block in blocks if re.split(r"  +", block)[1] == title]
@@ -78,7 +78,7 @@ def test_rates_and_means_are_those_between_two_answers() -> None:
 
 def test_one_answer_makes_no_rates() -> None:
     """What stands is known at once, what grows is not."""
-    first = Change({}, documented())
+    first = StatusInterval({}, documented())
 
     assert cells(first, "state")[0]["answers/s"] == "-"
     assert cells(first, "topic")[0]["backlog"] == "1,200"
@@ -123,7 +123,9 @@ def test_state_says_what_is_wrong(edit: Answer, state: str) -> None:
 
 def test_process_that_does_not_answer_is_shown_with_the_reason() -> None:
     """Beside the processes that do."""
-    shown = "\n".join(tables({URL: change(), "http://gone": Change({}, {"error": "no answer"})}))
+    shown = "\n".join(
+        tables({URL: change(), "http://gone": StatusInterval({}, {"error": "no answer"})})
+    )
 
     assert re.search(r"^http://gone +no answer$", shown, flags=re.MULTILINE)
 

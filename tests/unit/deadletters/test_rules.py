@@ -15,13 +15,13 @@ from headrace.protocol.codec import encode_request
 from headrace.tools.dead_letters.copies import copy_of, load_transform, marked
 from headrace.tools.dead_letters.dead_letter import (
     DeadLetter,
-    Identity,
-    Selection,
+    DeadLetterSelection,
+    RecordIdentity,
     hex_lines,
     paragraphs,
     parse_dead_letter,
 )
-from headrace.tools.dead_letters.reading import Span
+from headrace.tools.dead_letters.reading import OffsetRange
 from headrace.tools.dead_letters.redrive_state import (
     MemoryFull,
     committable,
@@ -47,7 +47,7 @@ def test_a_letter_says_what_failed_where_and_how_often() -> None:
     """All from the headers that it was given, and the model from its body."""
     letter = _letter(attempt=b"2")
 
-    assert letter.origin == Identity("t.requests", 3, 9)
+    assert letter.origin == RecordIdentity("t.requests", 3, 9)
     assert (letter.code, letter.stage, letter.attempt) == ("TOO_LARGE", "ingest", 2)
     assert (letter.model, str(letter.identity)) == ("digits", "t.dead-letters/1/5")
 
@@ -63,19 +63,19 @@ def test_a_letter_that_says_nothing_is_a_letter_all_the_same(value: bytes | None
 @pytest.mark.parametrize(
     ("selection", "taken"),
     [
-        (Selection(), True),
-        (Selection(codes=frozenset({"TOO_LARGE", "OTHER"})), True),
-        (Selection(codes=frozenset({"OTHER"})), False),
-        (Selection(models=frozenset({"digit"})), False),
-        (Selection(stages=frozenset({"executor"})), False),
-        (Selection(since_ms=NOW_MS, until_ms=NOW_MS + 1), True),
-        (Selection(since_ms=NOW_MS + 1), False),
-        (Selection(until_ms=NOW_MS), False),
-        (Selection(places=frozenset({(1, 5)})), True),
-        (Selection(places=frozenset({(1, 6)})), False),
+        (DeadLetterSelection(), True),
+        (DeadLetterSelection(codes=frozenset({"TOO_LARGE", "OTHER"})), True),
+        (DeadLetterSelection(codes=frozenset({"OTHER"})), False),
+        (DeadLetterSelection(models=frozenset({"digit"})), False),
+        (DeadLetterSelection(stages=frozenset({"executor"})), False),
+        (DeadLetterSelection(since_ms=NOW_MS, until_ms=NOW_MS + 1), True),
+        (DeadLetterSelection(since_ms=NOW_MS + 1), False),
+        (DeadLetterSelection(until_ms=NOW_MS), False),
+        (DeadLetterSelection(places=frozenset({(1, 5)})), True),
+        (DeadLetterSelection(places=frozenset({(1, 6)})), False),
     ],
 )
-def test_a_selection_takes_what_fits_all_of_it(selection: Selection, taken: bool) -> None:
+def test_a_selection_takes_what_fits_all_of_it(selection: DeadLetterSelection, taken: bool) -> None:
     """What is empty leaves all in."""
     assert selection.takes(_letter()) is taken
 
@@ -127,7 +127,7 @@ def test_what_is_remembered_survives_a_commit_and_retention() -> None:
     progress.mark_acked(3, 7)
     committed = committable({LETTERS: progress})
 
-    done = done_letters(committed, {LETTERS: Span(2, 20)})
+    done = done_letters(committed, {LETTERS: OffsetRange(2, 20)})
 
     assert done[LETTERS] == AckedOffsets(2, [(4, 8)])
 
@@ -135,13 +135,13 @@ def test_what_is_remembered_survives_a_commit_and_retention() -> None:
 @pytest.mark.parametrize("known", [None, Committed(30)])
 def test_a_topic_made_anew_has_nothing_done(known: Committed | None) -> None:
     """What was committed beyond its end is an older topic's."""
-    assert done_letters({LETTERS: known}, {LETTERS: Span(0, 20)})[LETTERS] == AckedOffsets(0)
+    assert done_letters({LETTERS: known}, {LETTERS: OffsetRange(0, 20)})[LETTERS] == AckedOffsets(0)
 
 
 def test_a_foreign_commit_is_refused() -> None:
     """To ignore it could send letters twice."""
     with pytest.raises(UnknownMetadata):
-        done_letters({LETTERS: Committed(3, "whose?")}, {LETTERS: Span(0, 20)})
+        done_letters({LETTERS: Committed(3, "whose?")}, {LETTERS: OffsetRange(0, 20)})
 
 
 def test_copies_found_among_requests_count_as_done() -> None:

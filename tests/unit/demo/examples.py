@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.log.port import NewRecord
-from headrace.tools.demo.questions import DIGITS_MSGPACK, OK, WRONG, Answer, Question
+from headrace.tools.demo.questions import DIGITS_MSGPACK, INVALID, OK, DemoAnswer, Question
 from headrace.tools.demo.tally import Tally
 
 RECORD = NewRecord(None, b"")
@@ -17,12 +17,12 @@ def question(*labels: str) -> Question:
 
 def wrong_question(code: str) -> Question:
     """A request that must get this error."""
-    return Question(WRONG, "digits", "a broken one", RECORD, code=code)
+    return Question(INVALID, "digits", "a broken one", RECORD, code=code)
 
 
-def answer(*labels: str, status: str = OK, batch_size: int = 1, queue_us: int = 0) -> Answer:
+def answer(*labels: str, status: str = OK, batch_size: int = 1, queue_us: int = 0) -> DemoAnswer:
     """An answer with these labels, or an error."""
-    return Answer(
+    return DemoAnswer(
         "headrace.requests/0/1",
         status,
         message="" if status == OK else "what was wrong",
@@ -35,8 +35,8 @@ def answer(*labels: str, status: str = OK, batch_size: int = 1, queue_us: int = 
 
 
 def count(
-    tally: Tally, question: Question, answer: Answer, latency_s: float = 0.1, at_s: float = 0.0
+    tally: Tally, question: Question, answer: DemoAnswer, latency_s: float = 0.1, at_s: float = 0.0
 ) -> None:
     """Count a question that is due at `at_s`, and its answer."""
-    tally.ask(question)
+    tally.send(question)
     tally.answer(question, answer, at_s, at_s + latency_s)

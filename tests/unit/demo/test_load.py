@@ -11,10 +11,10 @@ from headrace.tools.demo.questions import (
     DIGITS_JSON,
     DIGITS_MSGPACK,
     FILES,
-    WRONG,
+    INVALID,
     Digits,
     Questions,
-    Sample,
+    SampleFile,
 )
 from headrace.tools.demo.traffic import DIGITS_BURSTS, FILE_BURSTS, Due, plan_load
 
@@ -24,7 +24,7 @@ SECONDS = 20.0
 @pytest.fixture
 def questions() -> Questions:
     digits = Digits(np.zeros((5, 64), np.uint8), np.arange(5, dtype=np.uint8))
-    return Questions(digits, [Sample("csv", b"a,b\n1,2\n")])
+    return Questions(digits, [SampleFile("csv", b"a,b\n1,2\n")])
 
 
 def _plan(questions: Questions, *, files_per_s: float = 400.0) -> list[Due]:
@@ -60,21 +60,21 @@ def test_rates_are_those_that_are_stated(questions: Questions) -> None:
     """About 100 requests in JSON a second: within five standard deviations."""
     groups = Counter(each.group for due in _plan(questions) for each in due.questions)
     assert groups[DIGITS_JSON] == pytest.approx(100 * SECONDS, abs=5 * (100 * SECONDS) ** 0.5)
-    assert groups[WRONG] == 12
+    assert groups[INVALID] == 12
 
 
-def test_without_the_file_model_no_file_is_asked_about(questions: Questions) -> None:
+def test_without_the_file_model_no_file_is_sent(questions: Questions) -> None:
     """The digits alone make a demo, too."""
     groups = {each.group for due in _plan(questions, files_per_s=0.0) for each in due.questions}
-    assert groups == {DIGITS_MSGPACK, DIGITS_JSON, WRONG}
+    assert groups == {DIGITS_MSGPACK, DIGITS_JSON, INVALID}
 
 
 @pytest.mark.parametrize("capacity_per_s", [20.0, 80.0])
-def test_a_slow_machine_is_asked_for_half_of_what_it_can_do(
+def test_slow_machine_is_sent_half_of_its_capacity(
     questions: Questions, capacity_per_s: float
 ) -> None:
     """Files come, bursts included, at half of the rate that was measured, or less."""
     plan = _plan(questions, files_per_s=capacity_per_s)
-    asked = sum(each.group == FILES for due in plan for each in due.questions)
+    sent = sum(each.group == FILES for due in plan for each in due.questions)
     expected = 0.5 * capacity_per_s * SECONDS
-    assert asked == pytest.approx(expected, abs=5 * expected**0.5)
+    assert sent == pytest.approx(expected, abs=5 * expected**0.5)

@@ -24,16 +24,16 @@ def _counted() -> Tally:
 def test_the_report_ends_with_the_verdict() -> None:
     """When all is well, the last line says so."""
     assert report(_counted().result(), {})[-1] == (
-        "Every request was answered once: 5 answers, 1 of them errors that were asked for."
+        "Every request was answered once: 5 answers, 1 of them expected errors."
     )
 
 
 def test_the_report_ends_with_what_is_wrong() -> None:
     """Each fault has a line."""
     tally = _counted()
-    tally.ask(question())
+    tally.send(question())
     assert report(tally.result(), {})[-2:] == [
-        "Not as it should be",
+        "Faults",
         "  requests without an answer: 1",
     ]
 
@@ -56,7 +56,7 @@ def test_the_parts_of_a_request_add_up_to_the_whole() -> None:
     assert whole == 10.0
 
 
-def test_an_error_that_was_asked_for_is_shown_with_its_message() -> None:
+def test_expected_error_is_shown_with_its_message() -> None:
     """Subject, code, dead letters and message are there."""
     lines = report(_counted().result(), {})
     at = next(at for at, line in enumerate(lines) if "UNKNOWN_MODEL" in line)
@@ -65,7 +65,7 @@ def test_an_error_that_was_asked_for_is_shown_with_its_message() -> None:
 
 
 def test_an_empty_run_has_a_report() -> None:
-    """Nothing asked, nothing answered, no division by zero."""
+    """Nothing sent, nothing answered, no division by zero."""
     assert report(Tally().result(), {})
 
 
@@ -81,6 +81,6 @@ def test_reasons_are_read_from_the_metrics() -> None:
 def test_live_line_has_the_current_figures() -> None:
     """Names and values in one line."""
     assert " ".join(live_line(STATS).split()) == (
-        "time 3.0 s asked 1,234 answered 1,230 in flight 4 answers/s 410 batch mean 5.2 max 32 "
+        "time 3.0 s sent 1,234 answered 1,230 in flight 4 answers/s 410 batch mean 5.2 max 32 "
         "queue 1.50 ms p50 2.25 ms p99 9.75 ms"
     )

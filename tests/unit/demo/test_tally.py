@@ -1,4 +1,4 @@
-"""Counting what was asked and what was answered."""
+"""Counting questions and answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def tally() -> Tally:
 
 
 def test_answered_question_is_not_in_flight(tally: Tally) -> None:
-    """Questions in flight were asked and not yet answered."""
-    tally.ask(question())
+    """Questions in flight were sent and not yet answered."""
+    tally.send(question())
     count(tally, question(), answer())
     assert tally.in_flight == 1
 
@@ -25,7 +25,7 @@ def test_rows_are_compared_with_their_labels(tally: Tally) -> None:
     """Right answers are counted by rows, not by requests."""
     count(tally, question("1", "2", "3"), answer("1", "2", "4"))
     (group,) = tally.result().groups
-    assert (group.group, group.asked, group.answered) == (DIGITS_MSGPACK, 1, 1)
+    assert (group.group, group.sent, group.answered) == (DIGITS_MSGPACK, 1, 1)
     assert (group.right, group.rows) == (2, 3)
 
 
@@ -55,7 +55,7 @@ def test_request_of_several_rows_fills_its_part_of_a_batch(tally: Tally) -> None
 
 def test_missing_answer_is_a_fault(tally: Tally) -> None:
     """A question without an answer is reported."""
-    tally.ask(question())
+    tally.send(question())
     assert tally.result().faults == ("requests without an answer: 1",)
 
 
@@ -124,9 +124,9 @@ def test_live_stats_cover_the_last_second(tally: Tally) -> None:
     """Rates and times are of the window; totals are of the whole."""
     for number, at_s in enumerate((1.0, 9.2, 9.6)):
         count(tally, question(), answer(batch_size=number + 1, queue_us=3000), 0.010, at_s)
-    tally.ask(question())
+    tally.send(question())
     stats = tally.live_stats(10.0, 0.0)
-    assert (stats.asked, stats.answered, stats.in_flight) == (4, 3, 1)
+    assert (stats.sent, stats.answered, stats.in_flight) == (4, 3, 1)
     assert stats.answers_per_s == pytest.approx(2.0)
     assert (stats.batch_mean, stats.batch_max) == (2.5, 3)
     assert (stats.queue_ms, stats.p50_ms) == pytest.approx((3.0, 10.0))

@@ -10,7 +10,14 @@ import pytest
 
 from headrace.errors import Code
 from headrace.log.port import Record
-from headrace.tools.demo.questions import Answer, Digits, Question, Questions, Sample, read_answer
+from headrace.tools.demo.questions import (
+    DemoAnswer,
+    Digits,
+    Question,
+    Questions,
+    SampleFile,
+    read_answer,
+)
 
 PIXELS = (np.arange(5 * 64) % 17).astype(np.uint8).reshape(5, 64)
 
@@ -30,7 +37,7 @@ def _reply(value: bytes, content_type: bytes, status: bytes = b"ok") -> Record:
 @pytest.fixture
 def questions() -> Questions:
     digits = Digits(PIXELS, np.arange(5, dtype=np.uint8))
-    return Questions(digits, [Sample("csv", b"a,b\n1,2\n")])
+    return Questions(digits, [SampleFile("csv", b"a,b\n1,2\n")])
 
 
 def _decoded(question: Question) -> dict[str, Any]:
@@ -41,7 +48,7 @@ def _decoded(question: Question) -> dict[str, Any]:
 
 
 def test_images_travel_as_little_endian_floats(questions: Questions) -> None:
-    """Two rows are [2, 64] and 512 bytes, and only the label is asked for."""
+    """Two rows are [2, 64] and 512 bytes, and only the label is requested."""
     question = questions.digits_msgpack(2)
     body = _decoded(question)
     (tensor,) = body["inputs"]
@@ -66,7 +73,7 @@ def test_a_file_travels_as_it_is(questions: Questions) -> None:
 
 def test_wrong_requests_name_the_error_that_they_must_get(questions: Questions) -> None:
     """Four kinds, of which three leave a dead letter."""
-    wrong = {question.code: question.dead_letter for question in questions.wrong()}
+    wrong = {question.code: question.dead_letter for question in questions.invalid()}
     assert wrong == {
         Code.INVALID_TENSOR: True,
         Code.INVALID_REQUEST: True,
@@ -85,7 +92,7 @@ def test_labels_in_messagepack_are_read() -> None:
         "parameters": {"queue_us": 5, "batch_us": 6, "compute_us": 7, "batch_size": 32},
     }
     reply = _reply(msgspec.msgpack.encode(body), b"application/msgpack")
-    expected = Answer("headrace.requests/2/17", "ok", "", ("3", "8"), 5, 6, 7, 32)
+    expected = DemoAnswer("headrace.requests/2/17", "ok", "", ("3", "8"), 5, 6, 7, 32)
     assert read_answer(reply, ()) == expected
 
 

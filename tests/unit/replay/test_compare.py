@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from headrace.log.port import Record
 from headrace.tools.compare.differences import (
     ArrayDifference,
-    Measured,
+    TimedAnswer,
     compare_answers,
     compare_arrays,
 )
-from headrace.tools.compare.report import Subjects, describe, report, shares_by_decade, summary
-from headrace.tools.compare.run import Asked, Comparison
+from headrace.tools.compare.report import SideNames, describe, report, shares_by_decade, summary
+from headrace.tools.compare.run import AnsweredRequest, Comparison
 from headrace.tools.compare.tally import WorstCase, WorstCases
 from headrace.tools.compare.verdict import Thresholds, is_same, judge
 
@@ -31,23 +31,23 @@ def _scores(*rows: list[float], dtype: Any = np.float32) -> NDArray[Any]:
     return np.array(rows, dtype=dtype)
 
 
-def _answer(scores: NDArray[Any], label: int = 1, compute_us: int = 1000) -> Measured:
+def _answer(scores: NDArray[Any], label: int = 1, compute_us: int = 1000) -> TimedAnswer:
     outputs = {"scores": scores, "label": np.array([label])}
-    return Measured("ok", "", outputs, 5, compute_us, compute_us + 500)
+    return TimedAnswer("ok", "", outputs, 5, compute_us, compute_us + 500)
 
 
 def _compared(
-    candidate: Measured,
+    candidate: TimedAnswer,
     *,
     count: int = 60,
-    again: Measured | None = None,
-    reference: Measured | None = None,
+    again: TimedAnswer | None = None,
+    reference: TimedAnswer | None = None,
 ) -> Comparison:
     comparison = Comparison(K)
     current = reference or _answer(_scores([1.0, 2.0, 3.0]))
     for number in range(count):
         request = Record("<t>", 0, number, number, None, None, [])
-        comparison.add(Asked(request, current, again or current, candidate))
+        comparison.add(AnsweredRequest(request, current, again or current, candidate))
     return comparison
 
 
@@ -117,7 +117,7 @@ def test_cosine_holds_at_the_ends_of_the_numbers(value: float) -> None:
 
 def test_an_output_that_one_side_lacks_differs() -> None:
     """Whichever side it is."""
-    with_two, with_one = _answer(_scores([1.0, 2.0])), Measured("ok")
+    with_two, with_one = _answer(_scores([1.0, 2.0])), TimedAnswer("ok")
 
     assert not compare_answers(with_two, with_one, K).exact
     assert not compare_answers(with_one, with_two, K).exact
@@ -164,7 +164,7 @@ def test_another_label_fails() -> None:
 
 def test_another_code_fails() -> None:
     """And hides the outputs, of which there are none to compare."""
-    assert _failed(_compared(Measured("MODEL_FAILED", "out of range"))) == [
+    assert _failed(_compared(TimedAnswer("MODEL_FAILED", "out of range"))) == [
         "answers: share with another code",
         "requests: share with outputs on both sides",
     ]
@@ -199,11 +199,11 @@ def test_noisy_latency_widens_what_is_allowed() -> None:
 
 def test_fewer_comparable_answers_than_recorded_ones_fail() -> None:
     """Two of three were recorded with outputs; one of them is comparable."""
-    good, bad = _answer(_scores([1.0, 2.0, 3.0])), Measured("INTERNAL")
+    good, bad = _answer(_scores([1.0, 2.0, 3.0])), TimedAnswer("INTERNAL")
     comparison = Comparison(K, reference_is_recorded=True)
     request = Record("<t>", 0, 0, 0, None, None, [])
     for recorded, candidate in ((good, good), (good, bad), (bad, bad)):
-        comparison.add(Asked(request, recorded, None, candidate))
+        comparison.add(AnsweredRequest(request, recorded, None, candidate))
     thresholds = Thresholds(min_comparable=None, max_code_changes=0.1)
 
     assert "requests: share with outputs on both sides" in _failed(comparison, thresholds)
@@ -211,11 +211,11 @@ def test_fewer_comparable_answers_than_recorded_ones_fail() -> None:
 
 def test_recorded_refusals_need_no_outputs() -> None:
     """What was refused in the recording as well does not have to be comparable."""
-    good, bad = _answer(_scores([1.0, 2.0, 3.0])), Measured("INVALID_TENSOR")
+    good, bad = _answer(_scores([1.0, 2.0, 3.0])), TimedAnswer("INVALID_TENSOR")
     comparison = Comparison(K, reference_is_recorded=True)
     request = Record("<t>", 0, 0, 0, None, None, [])
     for answer in (good, bad, bad):
-        comparison.add(Asked(request, answer, None, answer))
+        comparison.add(AnsweredRequest(request, answer, None, answer))
 
     assert _failed(comparison) == []
 
@@ -231,7 +231,7 @@ def test_the_worst_are_kept_and_told() -> None:
     others = [
         _answer(_scores([1.0, 2.0, 3.1])),
         reference,
-        Measured("INTERNAL", "lost"),
+        TimedAnswer("INTERNAL", "lost"),
         _answer(_scores([1.0, 2.0, 3.0]), label=7),
         _answer(_scores([1.0, 2.0, 3.5])),
     ]
@@ -249,10 +249,10 @@ def test_the_worst_are_kept_and_told() -> None:
 
 def test_the_page_escapes_what_it_is_told() -> None:
     """Names come from records, and records from anybody."""
-    comparison = _compared(Measured("<b>", "<script>alert(1)</script>"))
+    comparison = _compared(TimedAnswer("<b>", "<script>alert(1)</script>"))
     findings = judge(comparison.sides(), Thresholds())
 
-    page = report(comparison, findings, Subjects("<a>", "&", "'"), lambda case: "<run>")
+    page = report(comparison, findings, SideNames("<a>", "&", "'"), lambda case: "<run>")
 
     assert ElementTree.fromstring(page).tag == "html"
     assert "<script>" not in page

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.tools.simulate.service_times import (
-    Point,
+    BatchTime,
     ServiceTime,
     learn,
     parse_service_time,
@@ -34,14 +34,14 @@ def answers(*values: bytes) -> GivenRecording:
 
 def test_known_sizes_are_as_they_were_measured_and_others_lie_between() -> None:
     """Straight lines between the points, whatever line fits all of them."""
-    service_time = ServiceTime([Point(1, 100), Point(4, 400), Point(8, 500)])
+    service_time = ServiceTime([BatchTime(1, 100), BatchTime(4, 400), BatchTime(8, 500)])
 
     assert [service_time(rows) for rows in (1, 2, 4, 6, 8)] == [100, 200, 400, 450, 500]
 
 
 def test_beyond_the_largest_size_the_slope_of_the_line_goes_on() -> None:
     """By least squares, weighted by how often each size was seen."""
-    service_time = ServiceTime([Point(8, 500, 10), Point(16, 900, 10)])
+    service_time = ServiceTime([BatchTime(8, 500, 10), BatchTime(16, 900, 10)])
 
     assert (service_time.t0_us, service_time.a_us) == pytest.approx((100, 50))
     assert service_time(32) == 1700
@@ -50,31 +50,31 @@ def test_beyond_the_largest_size_the_slope_of_the_line_goes_on() -> None:
 
 def test_larger_batches_never_take_less() -> None:
     """A median that is below its neighbour's is noise."""
-    service_time = ServiceTime([Point(1, 100), Point(2, 90), Point(4, 120)])
+    service_time = ServiceTime([BatchTime(1, 100), BatchTime(2, 90), BatchTime(4, 120)])
 
     assert [service_time(rows) for rows in (1, 2, 3, 4)] == [100, 100, 110, 120]
 
 
 @pytest.mark.parametrize(
     ("points", "expected"),
-    [([Point(1, 400), Point(8, 100)], 0.0), ([Point(8, 300)], 0.0)],
+    [([BatchTime(1, 400), BatchTime(8, 100)], 0.0), ([BatchTime(8, 300)], 0.0)],
     ids=["falling", "single"],
 )
-def test_no_row_costs_less_than_nothing(points: list[Point], expected: float) -> None:
+def test_no_row_costs_less_than_nothing(points: list[BatchTime], expected: float) -> None:
     """A line that would fall, or that one point alone gives, is level."""
     assert ServiceTime(points).a_us == expected
 
 
 def test_an_overhead_is_added_to_every_batch() -> None:
     """To points and line alike."""
-    later = ServiceTime([Point(1, 100), Point(2, 200)]).later(50)
+    later = ServiceTime([BatchTime(1, 100), BatchTime(2, 200)]).later(50)
 
     assert [later(rows) for rows in (1, 2, 3)] == [150, 250, 350]
 
 
 def test_runs_are_like_those_that_were_seen() -> None:
     """Every size has the spread of all; what a batch costs besides has none."""
-    known = ServiceTime([Point(1, 100), Point(2, 200)])
+    known = ServiceTime([BatchTime(1, 100), BatchTime(2, 200)])
     later = known.spread([(1, 50), (1, 100), (2, 600)]).later(10)
     run_us = later.drawn(random.Random(1))
 
@@ -86,7 +86,7 @@ def test_runs_are_like_those_that_were_seen() -> None:
 def test_runs_come_in_their_order_from_any_of_them_on() -> None:
     """Of a thousand, each slower than the one before it, all neighbours stay neighbours."""
     runs = [(1, 100.0 + number) for number in range(1000)]
-    known, chance = ServiceTime([Point(1, 100)]).spread(runs), random.Random(1)
+    known, chance = ServiceTime([BatchTime(1, 100)]).spread(runs), random.Random(1)
 
     run_us = known.drawn(chance)
     drawn = [run_us(1) for _ in range(1000)]

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.simulate.events import Arrivals, Limits, Policy
-from headrace.tools.simulate.scenarios import Outcome, Scenario, Served, simulate
-from headrace.tools.simulate.service_times import Point, ServiceTime
+from headrace.tools.simulate.scenarios import Scenario, ScenarioResult, Served, simulate
+from headrace.tools.simulate.service_times import BatchTime, ServiceTime
 from tests.support.arrivals import KIND, arrivals, poisson
 
 LIMITS = Limits(32, 1 << 40, 0.0)
@@ -21,7 +21,7 @@ def policy(limits: Callable[[str, str], Limits]) -> Policy:
     return DynamicBatcher(limits, "test")
 
 
-def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None) -> Outcome:
+def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None) -> ScenarioResult:
     """Of one scenario, or of the present."""
     return simulate(arriving, {KIND.key: served}, scenario or Scenario(), policy)
 
@@ -50,7 +50,9 @@ def test_an_only_instance_has_its_next_batch_closed_just_in_time(
 
 def test_batches_are_as_large_as_is_best() -> None:
     """A model that is quickest at 4 rows is given 4, since its runs are known."""
-    times = ServiceTime([Point(1, 900), Point(4, 1200), Point(8, 4800), Point(32, 19_200)])
+    times = ServiceTime(
+        [BatchTime(1, 900), BatchTime(4, 1200), BatchTime(8, 4800), BatchTime(32, 19_200)]
+    )
 
     found = outcome(poisson(4000, 2 * 4 / 1200, seed=1), Served(LIMITS, 1, times))
 
@@ -61,7 +63,7 @@ def test_slow_stretches_make_the_tail_that_they_made() -> None:
     """A tenth of the runs is slow, in one piece: the queue that they leave is simulated as well."""
     runs = [(1, 1000.0)] * 900 + [(1, 3000.0)] * 100
     shuffled = [runs[place] for place in np.random.default_rng(1).permutation(len(runs))]
-    served = Served(LIMITS._replace(max_batch_size=1), 1, ServiceTime([Point(1, 1000)]))
+    served = Served(LIMITS._replace(max_batch_size=1), 1, ServiceTime([BatchTime(1, 1000)]))
     arriving = poisson(20_000, 0.7 / 1000, seed=1)
 
     together, apart = (

@@ -1,4 +1,4 @@
-"""A pipeline in this process on the embedded log, under a load that a process of its own tells."""
+"""Open-loop load on a pipeline with the embedded log in this process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ PARTITIONS = 4
 ANSWER_DEADLINE_S = 120.0
 LOOK_EVERY_S = 0.05
 KEPT_BYTES = 1 << 34
-"""Of a partition: a run is read again as a whole."""
+"""Retention of a partition, large enough to read a whole run afterwards."""
 FREEZE_EVERY_S = 0.5
-"""So often the records of the embedded log are taken out of the garbage collector's sight: with a
-broker they would be none of this process's objects, and going through them takes long."""
+"""Interval at which the records of the embedded log are hidden from the garbage collector. With a
+broker they would not be objects of this process, and scanning them takes long.
+"""
 
 
-class Load(NamedTuple):
-    """A rate for so long, and what share of the capacity it is."""
+class LoadStep(NamedTuple):
+    """One load: its share of the capacity, rate, duration and seed."""
 
     share: float
     per_s: float
@@ -45,20 +46,18 @@ class Load(NamedTuple):
 
 
 @asynccontextmanager
-async def served(settings: Settings) -> AsyncIterator[Log]:
-    """A log with nothing in it, and a pipeline that serves it."""
+async def running_pipeline(settings: Settings) -> AsyncIterator[Log]:
+    """Yield an empty log, and run a pipeline that serves it."""
     async with MemoryLog(retention_bytes=KEPT_BYTES) as log:
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         async with running(Pipeline(settings, log)):
             yield log
 
 
-async def ask(
-    log: Log, settings: Settings, values: Sequence[bytes], load: Load, due: list[int]
+async def send_load(
+    log: Log, settings: Settings, values: Sequence[bytes], load: LoadStep, due: list[int]
 ) -> None:
-    """Send a request at each tick, and add the moments when they were due, in epoch microseconds,
-    to those of earlier requests.
-    """
+    """Send a request at each tick, and append the due times in epoch microseconds to `due`."""
     command = ("-m", "benchmarks.ticking", str(load.per_s), str(load.seconds), str(load.seed))
     ticking = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=asyncio.subprocess.PIPE
@@ -81,26 +80,26 @@ async def ask(
     await ticking.wait()
 
 
-async def all_answered(log: Log, settings: Settings, count: int) -> None:
-    """Wait until the log holds so many answers. Raises `TimeoutError`."""
+async def wait_for_answers(log: Log, settings: Settings, count: int) -> None:
+    """Wait until the log holds `count` answers. Raises `TimeoutError`."""
     give_up_s = time.monotonic() + ANSWER_DEADLINE_S
-    while await held(log, settings, Topic.RESPONSES) < count:
+    while await count_records(log, settings, Topic.RESPONSES) < count:
         if time.monotonic() > give_up_s:
             raise TimeoutError(f"{count} requests, and not all are answered")
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def held(log: Log, settings: Settings, topic: Topic) -> int:
-    """How many records were written to a topic."""
+async def count_records(log: Log, settings: Settings, topic: Topic) -> int:
+    """Return the number of records written to a topic."""
     name = settings.topic(topic)
     partitions = [TopicPartition(name, number) for number in range(PARTITIONS)]
     async with log.reader(partitions) as reader:
         return sum((await reader.end_offsets(partitions)).values())
 
 
-async def told_us(log: Log, settings: Settings, skipped: int) -> NDArray[np.int64]:
-    """From when a request was read until its answer was encoded, as the answers tell, without the
-    first ones.
+async def reported_latencies_us(log: Log, settings: Settings, skipped: int) -> NDArray[np.int64]:
+    """Return the times from reading a request until its answer was encoded, as the answers report
+    them, without the first `skipped` ones.
     """
     found: list[int] = []
     async with _answers(log, settings) as records:
