@@ -155,7 +155,7 @@ class ProtocolTuning:
     """Encoded responses, without their tensors' bytes, and encoded timings."""
     templated_output_bytes: int = 4096
     """Outputs up to this size are filled into a template; larger ones are joined with one copy."""
-    cached_output_headers: int = 256
+    cached_output_metadata: int = 256
     """Names, datatypes and shapes of outputs that decoded results share."""
     cached_tensor_positions: int = 256
     """Positions of a tensor in a value, by the sizes of both."""

@@ -236,8 +236,8 @@ class Tensor(NamedTuple):
     data: memoryview | bytes
 
 
-Head: TypeAlias = tuple[str, str, tuple[int, ...]]
-"""Name, datatype and shape of a tensor."""
+TensorMetadata: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""Name, datatype and shape of a tensor, as in the Open Inference Protocol's model metadata."""
 
 
 class Failure(NamedTuple):
@@ -279,36 +279,45 @@ class Envelope(NamedTuple):
     cancels: tuple[str, int, int] | None = None
 
 
-class Request(Struct, eq=False):
-    """Request that passes through the stages of a process.
+class BatchSummary(Struct, frozen=True):
+    """Facts that all requests of a batch share: one object for all of them.
 
-    Ingest fills the fields up to `wanted`; the batcher and the executor add timings; the stage that
-    ends the request sets either `outputs` or `failure`, which the responder answers. It is a struct
-    for speed, and is never encoded.
+    The batcher creates it when the batch closes. The executor replaces it after the run, by that of
+    the half if the batch was bisected.
+
+    Attributes:
+        formed_us: when the batch closed, in epoch microseconds; 0 if the request is in none.
+        compute_us: duration of the run.
+        rows: number of rows in that run; 0 before it.
+    """
+
+    formed_us: int = 0
+    compute_us: int = 0
+    rows: int = 0
+
+
+NO_BATCH = BatchSummary()
+"""Summary of requests that have joined no batch."""
+
+
+class IngestedRequest(Struct, eq=False):
+    """The part of a request that ingest fills; read-only from then on.
+
+    There are three exceptions. Rebinding replaces the version and what depends on it. `inputs` and
+    `value` are released as soon as no later step needs them. A request that runs alone gets another
+    ack handle.
 
     Attributes:
         ack_handle: ack handle of the record by which the request entered this process.
         partition, offset, previous, timestamp_ms, after: its origin, see `WireOrigin`.
         key, value, headers: those of its source record, unchanged.
-        ingested_us, formed_us: when it was read, and when its batch closed; epoch microseconds.
-        came_us, due_us: arrival at the batcher, and its deadline (0 if it has none); both on the
-            batcher's steady clock.
+        ingested_us: when it was read, in epoch microseconds.
         inputs: in the order of the model's signature.
         rows: size of the batch dimension; 1 if the model has none.
         shape_class: requests of one model may share a batch if their shape classes are equal.
         size_bytes: size of all inputs together.
         wanted: names of the requested outputs; None for all.
-        checked_us, done_us: when ingest, and the last stage before the responder, finished with
-            it, in epoch microseconds; 0 if nothing is traced.
-        batch_id: id of its batch; empty if nothing is traced, or it joined no batch.
         item: value of the `items` record by which it came; None if it came otherwise.
-        trace: None unless it is sampled.
-        compute_us: duration of its run; `batch_rows` is the number of rows in that run.
-        own_sizes: None until it was padded, see `headrace.models.inputs.padding`.
-        heads, contents: (name, datatype, shape) and bytes of each output; `contents` is None until
-            it has run. Requests that ran together share one `heads` object if their outputs have
-            equal sizes, so that the heads need not be compared one by one; with BYTES outputs each
-            request has its own.
     """
 
     ack_handle: AckHandle
@@ -330,42 +339,65 @@ class Request(Struct, eq=False):
     wanted: tuple[str, ...] | None = None
     id: str | None = None
     after: int = -1
-    came_us: int = 0
+    item: bytes | None = None
+
+
+class Request(IngestedRequest, eq=False):
+    """Request that passes through the stages of a process.
+
+    The batcher adds its times and the batch; the stage that ends the request sets the outcome,
+    either `outputs` or `failure`, which the responder answers. It is a struct for speed, and is
+    never encoded.
+
+    Attributes:
+        arrived_us, due_us: arrival at the batcher, and its deadline (0 if it has none); both on the
+            batcher's steady clock.
+        batch: facts of its batch and run; `NO_BATCH` until it joins one.
+        own_sizes: None until it was padded, see `headrace.models.inputs.padding`.
+        checked_us, done_us: when ingest, and the last stage before the responder, finished with
+            it, in epoch microseconds; 0 if nothing is traced.
+        batch_id: id of its batch; empty if nothing is traced, or it joined no batch.
+        trace: None unless it is sampled.
+        output_metadata, output_data: metadata and bytes of each output; `output_data` is None
+            unless the run succeeded. Requests that ran together share one `output_metadata` object
+            if their outputs have equal sizes, so that it need not be compared item by item; with
+            BYTES outputs each request has its own.
+        failure: why it has no outputs; None unless it failed.
+    """
+
+    arrived_us: int = 0
     due_us: int = 0
-    formed_us: int = 0
-    compute_us: int = 0
-    batch_rows: int = 0
+    batch: BatchSummary = NO_BATCH
+    own_sizes: dict[str, tuple[int, int]] | None = None
     checked_us: int = 0
     done_us: int = 0
     batch_id: str = ""
-    item: bytes | None = None
     trace: Trace | None = None
-    own_sizes: dict[str, tuple[int, int]] | None = None
-    heads: tuple[Head, ...] = ()
-    contents: tuple[memoryview | bytes, ...] | None = None
+    output_metadata: tuple[TensorMetadata, ...] = ()
+    output_data: tuple[memoryview | bytes, ...] | None = None
     failure: Failure | None = None
 
     @property
     def outputs(self) -> tuple[Tensor, ...] | None:
         """Return the tensors of the answer; None if it has none."""
-        if self.contents is None:
+        if self.output_data is None:
             return None
         return tuple(
             [
-                Tensor(*head, content)
-                for head, content in zip(self.heads, self.contents, strict=True)
+                Tensor(*metadata, data)
+                for metadata, data in zip(self.output_metadata, self.output_data, strict=True)
             ]
         )
 
     @outputs.setter
     def outputs(self, outputs: tuple[Tensor, ...] | None) -> None:
-        self.heads = () if outputs is None else tuple([each[:3] for each in outputs])
-        self.contents = None if outputs is None else tuple([each[3] for each in outputs])
+        self.output_metadata = () if outputs is None else tuple([each[:3] for each in outputs])
+        self.output_data = None if outputs is None else tuple([each[3] for each in outputs])
 
     @property
     def skipped(self) -> bool:
         """True if an ended request stands for a range of the source that was never read."""
-        return self.contents is None and self.failure is None
+        return self.output_data is None and self.failure is None
 
     def fail(self, failure: Failure) -> None:
         """End the request with an error, and release its inputs."""

@@ -182,11 +182,11 @@ class Metrics:
         self._durations["request_duration"].set_exemplar(
             labels, max(0, now_us - written_us) / 1e6, trace_id, at_s
         )
-        if request.formed_us:
-            queued_s = max(0, request.formed_us - request.ingested_us) / 1e6
+        if request.batch.formed_us:
+            queued_s = max(0, request.batch.formed_us - request.ingested_us) / 1e6
             self._durations["queue_wait"].set_exemplar(labels, queued_s, trace_id, at_s)
             self._durations["compute_duration"].set_exemplar(
-                labels, request.compute_us / 1e6, trace_id, at_s
+                labels, request.batch.compute_us / 1e6, trace_id, at_s
             )
 
     def formed(self, batch: Batch) -> None:
@@ -509,7 +509,7 @@ class RequestTimes:
         timestamps_ms, ingested_us, formed_us, answered_us, slack_us = columns
         timestamps_ms += [request.timestamp_ms for request in requests]
         ingested_us += [request.ingested_us for request in requests]
-        formed_us += [request.formed_us for request in requests]
+        formed_us += [request.batch.formed_us for request in requests]
         answered_us.append((now_us, len(requests)))
         slack_us += [
             deadline_ms * 1000 - now_us

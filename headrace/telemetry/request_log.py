@@ -84,10 +84,10 @@ def _canonical(request: Request, now_us: int) -> dict[str, Any]:
         "total_us": max(0, now_us - request.timestamp_ms * 1000),
         "log_wait_us": max(0, request.ingested_us - request.timestamp_ms * 1000),
     }
-    if request.formed_us:
+    if request.batch.formed_us:
         fields |= {
-            "queue_us": max(0, request.formed_us - request.ingested_us),
-            "compute_us": request.compute_us,
-            "batch_rows": request.batch_rows,
+            "queue_us": max(0, request.batch.formed_us - request.ingested_us),
+            "compute_us": request.batch.compute_us,
+            "batch_rows": request.batch.rows,
         }
     return fields

@@ -206,9 +206,9 @@ def executor(
     else:
         if request.batch_id:
             attributes[BATCH_ID] = request.batch_id
-        if request.batch_rows:
-            attributes[BATCH_ROWS] = request.batch_rows
-            attributes[COMPUTE_US] = request.compute_us
+        if request.batch.rows:
+            attributes[BATCH_ROWS] = request.batch.rows
+            attributes[COMPUTE_US] = request.batch.compute_us
     return attributes
 
 

@@ -292,8 +292,8 @@ def _began_us(request: Request) -> int:
 def _stages_behind(request: Request) -> Iterator[tuple[Stage, int]]:
     """Yield the stages before the responder that have had a request, each with its end time."""
     yield Stage.INGEST, request.checked_us or request.ingested_us
-    if request.formed_us:
-        yield Stage.BATCHER, request.formed_us
+    if request.batch.formed_us:
+        yield Stage.BATCHER, request.batch.formed_us
         if request.done_us:
             yield Stage.EXECUTOR, request.done_us
     elif request.done_us:

@@ -110,8 +110,8 @@ class ExecutorHeartbeat:
                 model=first.model,
                 version=first.version,
                 shape_class=list(first.shape_class),
-                rows=first.batch_rows if whole else 0,
-                compute_us=first.compute_us if whole else 0,
+                rows=first.batch.rows if whole else 0,
+                compute_us=first.batch.compute_us if whole else 0,
                 stay_us=int((now_s - stay.since_s) * 1e6),
                 busy_us=int(busy_s * 1e6),
             )

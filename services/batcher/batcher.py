@@ -9,7 +9,7 @@ Requests that are expired, would be late, were cancelled, or belong to a revoked
 instead of joining a batch; the caller collects them from `ended`. The order of requests is in
 `headrace.services.batcher.model_queue`, and refusals are in `headrace.services.batcher.admission`.
 
-All times here are of a steady clock that is never set: `came_us` and `due_us` of a request,
+All times here are of a steady clock that is never set: `arrived_us` and `due_us` of a request,
 `now_us` of a call. A deadline arrives as wall-clock time and is converted when its request
 arrives; if the wall clock is set later, waiting requests keep the time they had left.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.errors import Code, Rejected
 from headrace.protocol.headers import BY_CORRELATION
-from headrace.protocol.messages import Batch, Envelope, Failure, Request
+from headrace.protocol.messages import NO_BATCH, Batch, BatchSummary, Envelope, Failure, Request
 from headrace.services.batcher.admission import late_refusal
 from headrace.services.batcher.fair_queue import BatchLimits, Fifo, ShapeGroup, TenantQueue
 from headrace.services.batcher.model_queue import ModelQueue
@@ -84,7 +84,7 @@ class Deadlines:
 
 def _has_left(request: Request) -> bool:
     """True if the request has joined a batch or has ended."""
-    return bool(request.formed_us) or request.failure is not None
+    return request.batch is not NO_BATCH or request.failure is not None
 
 
 def _predict_end_us(
@@ -205,7 +205,7 @@ class DynamicBatcher:
             request: a request that can run.
             now_us: arrival time; by default the time when it was read.
         """
-        request.came_us = request.ingested_us if now_us is None else now_us
+        request.arrived_us = request.ingested_us if now_us is None else now_us
         key = (request.model, request.version)
         queue = self._queues.get(key)
         if queue is None or not queue.count:
@@ -216,7 +216,7 @@ class DynamicBatcher:
         if deadline_ms:
             request.due_us = self._due_us(deadline_ms)
             if queue.rate.row_us and queue.count:
-                failure = self._refusal(queue, request, request.came_us)
+                failure = self._refusal(queue, request, request.arrived_us)
                 if failure is not None:
                     request.fail(failure)
                     self.ended.append(request)
@@ -373,7 +373,7 @@ class DynamicBatcher:
             return False
         rows = 0
         for request in requests:
-            request.came_us = now_us
+            request.arrived_us = now_us
             rows += request.rows
         with_deadline: list[Request] = []
         if has_deadline:
@@ -541,7 +541,7 @@ class BatchBuilder:
         self._group = group
         self._size = size
         self._now_us = now_us
-        self._formed_us = formed_us
+        self._summary = BatchSummary(formed_us)  # one for all requests of the batch
         self._rows = 0
         self._size_bytes = 0
         self._requests: list[Request] = []
@@ -559,7 +559,7 @@ class BatchBuilder:
             # Run one late request if there is no other: only a run can correct the prediction, and
             # a wrong one would otherwise refuse every request from now on.
             request, _ = self._late.pop()
-            request.formed_us = self._formed_us
+            request.batch = self._summary
             self._requests.append(request)
         for request, failure in self._late:
             request.fail(failure)
@@ -584,7 +584,7 @@ class BatchBuilder:
 
     def _take_from(self, tenant_queue: TenantQueue, fifo: Fifo, most: int) -> str:
         """Take up to `most` requests; return why nothing more fits, or ""."""
-        queue, requests, formed_us = self._queue, self._requests, self._formed_us
+        queue, requests, summary = self._queue, self._requests, self._summary
         max_rows, max_bytes = self._size.rows, self._group.limits.max_batch_bytes
         joined_rows, joined_bytes = self._rows, self._size_bytes
         count = rows = size_bytes = 0
@@ -611,7 +611,7 @@ class BatchBuilder:
             size_bytes += byte_count
             needs_check = request.due_us or request.ack_handle.assignment.revoked
             if not needs_check or self._accepts(request):
-                request.formed_us = formed_us
+                request.batch = summary
                 requests.append(request)
                 joined_rows += row_count
                 joined_bytes += byte_count

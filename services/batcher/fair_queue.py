@@ -99,7 +99,7 @@ class Fifo:
 
     def urgency_us(self, first: Request) -> int:
         """Return when its most urgent request should be done, for comparison."""
-        moment_us = first.came_us + self._tuning.patience_us
+        moment_us = first.arrived_us + self._tuning.patience_us
         due_us = self.earliest_due_us()
         if due_us:
             moment_us = min(moment_us, due_us)
@@ -149,7 +149,7 @@ class TenantQueue:
         for fifo in fifos:
             first = fifo.first()
             if first is not None:
-                moment_us = first.came_us - fifo.head_start_us
+                moment_us = first.arrived_us - fifo.head_start_us
                 if best is None or moment_us < best_us:
                     best, best_us = fifo, moment_us
         assert best is not None
@@ -157,7 +157,7 @@ class TenantQueue:
 
     def oldest_arrival_us(self) -> int:
         """Return when the oldest waiting request arrived."""
-        return min(first.came_us for first in map(Fifo.first, self.fifos) if first is not None)
+        return min(first.arrived_us for first in map(Fifo.first, self.fifos) if first is not None)
 
     def urgency_us(self) -> int:
         """Return the urgency of the most urgent FIFO; see `Fifo.urgency_us`."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from headrace.crash_isolation.isolation import is_isolated
-from headrace.protocol.messages import Batch, Envelope, Failure, Request
+from headrace.protocol.messages import Batch, BatchSummary, Envelope, Failure, Request
 from headrace.services.batcher.batcher import DynamicBatcher, ModelKey
 from headrace.services.batcher.fair_queue import BatchLimits
 from headrace.telemetry.instruments import Instruments
@@ -119,7 +119,7 @@ class BatcherService:
             self._has_run([request])
             self._wake(now_us)
             return
-        request.formed_us = now_us
+        request.batch = BatchSummary(now_us)
         batch_id = f"{self._prefix}-alone-{request.partition}-{request.offset}"
         batch = Batch(batch_id, [request], "alone")
         self._metrics.formed(batch)
@@ -140,7 +140,7 @@ class BatcherService:
         if batch is not None:
             self._metrics.formed(batch)
             if self._tracing is not None:
-                self._tracing.formed(batch, batch.requests[0].formed_us)
+                self._tracing.formed(batch, batch.requests[0].batch.formed_us)
         self._wake(now_us, demand.close_at_us if batch is None else 0)
         return batch
 

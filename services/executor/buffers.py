@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.models.backends.port import Arrays, ReusedInputs
 from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
-from headrace.protocol.messages import Head, Request
+from headrace.protocol.messages import Request, TensorMetadata
 from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -193,11 +193,11 @@ def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) 
             columns.append(split_rows(spec.name, array, rows))
         else:
             columns.append([from_array(spec.name, array).data])
-    heads = _Heads(signature, outputs)
-    contents: Iterable[tuple[bytes | memoryview, ...]] = zip(*columns, strict=True)
-    for request, own in zip(requests, contents, strict=True):
-        request.heads = heads[request.rows]
-        request.contents = own
+    metadata = _MetadataByRows(signature, outputs)
+    data: Iterable[tuple[bytes | memoryview, ...]] = zip(*columns, strict=True)
+    for request, own in zip(requests, data, strict=True):
+        request.output_metadata = metadata[request.rows]
+        request.output_data = own
         request.inputs = ()
         wanted = request.wanted
         if wanted is not None:
@@ -206,19 +206,19 @@ def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) 
         cut(requests, signature)
 
 
-class _Heads(dict[int, tuple[Head, ...]]):
-    """Cache of output headers (name, datatype, shape) by row count; not for BYTES outputs."""
+class _MetadataByRows(dict[int, tuple[TensorMetadata, ...]]):
+    """Cache of the outputs' metadata by row count; not for BYTES outputs."""
 
     def __init__(self, signature: Signature, outputs: Arrays) -> None:
         self._batched = signature.batched
         self._arrays = [(spec.name, outputs[spec.name]) for spec in signature.outputs]
 
-    def __missing__(self, rows: int) -> tuple[Head, ...]:
-        heads = tuple([self._head(rows, name, array) for name, array in self._arrays])
-        if "BYTES" not in [datatype for _, datatype, _ in heads]:
-            self[rows] = heads
-        return heads
+    def __missing__(self, rows: int) -> tuple[TensorMetadata, ...]:
+        metadata = tuple([self._describe(rows, name, array) for name, array in self._arrays])
+        if "BYTES" not in [datatype for _, datatype, _ in metadata]:
+            self[rows] = metadata
+        return metadata
 
-    def _head(self, rows: int, name: str, array: NDArray[Any]) -> Head:
+    def _describe(self, rows: int, name: str, array: NDArray[Any]) -> TensorMetadata:
         shape = (rows, *array.shape[1:]) if self._batched else array.shape
         return name, datatype_of(array.dtype, name).name, shape

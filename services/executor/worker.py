@@ -25,7 +25,7 @@ from headrace.errors import Code, Fatal, Rejected, Retriable, describe_error
 from headrace.models.backends.port import Arrays
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
-from headrace.protocol.messages import Batch, Failure, Request
+from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
 from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import DeadlinePassed, Instance
 from headrace.services.executor.prefetch import (
@@ -332,9 +332,10 @@ class Worker:
     def _note(self, run: ModelRun) -> None:
         version = self._version
         rows = sum([request.rows for request in run.requests])
+        formed_us = run.requests[0].batch.formed_us
+        summary = BatchSummary(formed_us, run.compute_us, rows)
         for request in run.requests:
-            request.compute_us = run.compute_us
-            request.batch_rows = rows
+            request.batch = summary
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
         self._models.catalog.note_use(version.name, version.version)
         if run.batch.end_us:
@@ -342,7 +343,7 @@ class Worker:
         self._metrics.ran(
             (version.name, version.version),
             rows,
-            wait_us=max(0, run.began_us - run.requests[0].formed_us),
+            wait_us=max(0, run.began_us - formed_us),
             copy_us=run.gathered_us - run.began_us,
             compute_us=run.compute_us,
         )

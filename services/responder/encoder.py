@@ -22,7 +22,7 @@ from headrace.protocol.headers import (
     answers_headers,
     dead_letter_headers,
 )
-from headrace.protocol.messages import Failure, Head, Request
+from headrace.protocol.messages import Failure, Request, TensorMetadata
 from headrace.services.responder.routing import Routes, wrong_reply_topic
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
@@ -318,12 +318,12 @@ def _answer_too_large(target: TopicPartition) -> Failure:
 def output_bytes(requests: Iterable[Request]) -> int:
     """Return the size in bytes of the requests' outputs; shared outputs count for each request."""
     total = size_bytes = 0
-    heads: tuple[Head, ...] = ()
+    metadata: tuple[TensorMetadata, ...] = ()
     for request in requests:
-        contents = request.contents
-        if contents:
-            if request.heads is not heads:
-                heads, size_bytes = request.heads, sum(map(len, contents))
+        data = request.output_data
+        if data:
+            if request.output_metadata is not metadata:
+                metadata, size_bytes = request.output_metadata, sum(map(len, data))
             total += size_bytes
     return total
 
@@ -337,7 +337,7 @@ def record_sizes(outgoing: Iterable[PendingAnswer], overhead_bytes: int) -> Iter
     """
     for request, _ in outgoing:
         size_bytes = overhead_bytes + len(request.key or b"")
-        size_bytes += sum(map(len, request.contents or ()))
+        size_bytes += sum(map(len, request.output_data or ()))
         if request.failure is not None:
             size_bytes += len(request.value or b"")
         yield size_bytes

@@ -20,7 +20,7 @@ from headrace.delivery.transactions import PartitionTransactions
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
 from headrace.primitives.stage_tasks import StageTasks
-from headrace.protocol.messages import Head, Request
+from headrace.protocol.messages import Request, TensorMetadata
 from headrace.services.responder.at_least_once import AtLeastOnce
 from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.services.responder.ordered import OrderBy, OrderedStep, PartitionSequencer
@@ -149,7 +149,7 @@ class ResponderService:
         """Split into (to be answered, apparently answered already); drop revoked requests."""
         wanted: list[Request] = []
         repeated: list[Request] = []
-        heads: tuple[Head, ...] | None = None
+        metadata: tuple[TensorMetadata, ...] | None = None
         size_bytes = 0
         charged_from_bytes = self._tuning.charged_from_bytes
         for request in chunk:
@@ -157,12 +157,12 @@ class ResponderService:
             if ack_handle.assignment.revoked:
                 self._metrics.revoked.inc()
                 ack_handle.ack()
-            elif request.contents is None and request.skipped and self._sequencer is None:
+            elif request.output_data is None and request.skipped and self._sequencer is None:
                 self._offset_store.ack([request])
             elif self._source_offsets is None:
                 wanted.append(request)
-                if request.heads is not heads:
-                    heads, size_bytes = request.heads, output_bytes([request])
+                if request.output_metadata is not metadata:
+                    metadata, size_bytes = request.output_metadata, output_bytes([request])
                 if size_bytes > charged_from_bytes and isinstance(ack_handle, InFlightAck):
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
             elif self._source_offsets.is_first_delivery(request.partition, request.offset):

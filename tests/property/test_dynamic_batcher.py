@@ -177,7 +177,7 @@ class FormingMachine(RuleBasedStateMachine):
             assert self.waiting.pop(request.offset) is request
             assert not request.ack_handle.revoked
             assert request.failure is None
-            assert request.formed_us == self.now_us
+            assert request.batch.formed_us == self.now_us
             deadline_us = request.envelope.deadline_ms * 1000
             assert not deadline_us or deadline_us > self.now_us
 

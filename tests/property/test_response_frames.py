@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import encode_response, encode_responses
 from headrace.protocol.messages import (
+    BatchSummary,
     Envelope,
     InferenceResponse,
     OutputTensor,
@@ -16,7 +17,8 @@ from headrace.protocol.messages import (
     Tensor,
 )
 
-IN_COMMON = ("model", "version", "ingested_us", "formed_us", "compute_us", "batch_rows")
+IN_COMMON = ("model", "version", "ingested_us", "batch")
+OF_BATCH = BatchSummary.__struct_fields__
 SIZES = {"UINT8": 1, "FP32": 4, "INT64": 8}
 
 slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,18 +46,19 @@ def requests(draw: st.DrawFn) -> Request:
     request.version = draw(st.sampled_from(["1", "2"]))
     request.id = draw(st.sampled_from([None, "", "x" * 100]))
     request.outputs = tuple(draw(st.lists(tensors(), max_size=17)))
-    request.ingested_us, request.formed_us, request.compute_us = draw(
-        st.tuples(*[st.integers(0, 2**40)] * 3)
+    request.ingested_us = draw(st.integers(0, 2**40))
+    request.batch = draw(
+        st.builds(BatchSummary, st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 300))
     )
-    request.batch_rows = draw(st.integers(0, 300))
     return request
 
 
 def whole(request: Request, now_us: int) -> bytes:
     """The value by the type of the contract."""
     assert request.outputs is not None
-    queue_us = request.formed_us - request.ingested_us
-    batch_us = now_us - request.formed_us - request.compute_us
+    batch = request.batch
+    queue_us = batch.formed_us - request.ingested_us
+    batch_us = now_us - batch.formed_us - batch.compute_us
     return msgspec.msgpack.encode(
         InferenceResponse(
             model_name=request.model,
@@ -73,8 +76,8 @@ def whole(request: Request, now_us: int) -> bytes:
             parameters={
                 "queue_us": max(queue_us, 0),
                 "batch_us": max(batch_us, 0),
-                "compute_us": request.compute_us,
-                "batch_size": request.batch_rows,
+                "compute_us": batch.compute_us,
+                "batch_size": batch.rows,
             },
         )
     )
@@ -90,19 +93,22 @@ def test_pieces_make_the_whole(several: list[Request]) -> None:
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[Request]:
-    """Requests that share their heads, most of them all that a run has in common."""
+    """Requests that share their outputs' metadata, most of them all that a run has in common."""
     mates = [draw(requests())]
-    for differs in draw(st.lists(st.sampled_from(["", "", *IN_COMMON]), max_size=3)):
+    for differs in draw(st.lists(st.sampled_from(["", "", *IN_COMMON[:3], *OF_BATCH]), max_size=3)):
         before = mates[-1]
         mate = Request(NULL_ACK, 0, 1, 0, 0, None, b"", (), Envelope())
         for name in IN_COMMON:
             setattr(mate, name, getattr(before, name))
-        if differs:
+        if differs in OF_BATCH:
+            changed = {differs: getattr(before.batch, differs) + 1}
+            mate.batch = msgspec.structs.replace(before.batch, **changed)
+        elif differs:
             value = getattr(before, differs)
             setattr(mate, differs, value + ("+" if isinstance(value, str) else 1))
-        mate.heads = before.heads
+        mate.output_metadata = before.output_metadata
         mate.id = draw(st.sampled_from([None, None, "x"]))
-        mate.contents = tuple([bytes(each)[::-1] for each in before.contents or ()])
+        mate.output_data = tuple([bytes(each)[::-1] for each in before.output_data or ()])
         mates.append(mate)
     return mates
 

@@ -41,14 +41,16 @@ def request_of(
     priority: int = 0,
     in_ms: int = 0,
     shape_class: tuple[int, ...] = (64,),
-    came_us: int = NOW_US,
+    arrived_us: int = NOW_US,
     rows: int = 1,
 ) -> Request:
     """A request that came now, or then."""
     envelope = Envelope(
         deadline_ms=NOW_MS + in_ms if in_ms else 0, tenant=tenant, priority=priority
     )
-    return make_request(shape_class=shape_class, ingested_us=came_us, envelope=envelope, rows=rows)
+    return make_request(
+        shape_class=shape_class, ingested_us=arrived_us, envelope=envelope, rows=rows
+    )
 
 
 def pulled(forming: DynamicBatcher, now_us: int = NOW_US, demand: Demand | None = None) -> Batch:

@@ -15,7 +15,7 @@ from headrace.config import Settings, make_settings
 from headrace.log.port import TopicPartition
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import answer_headers, parse_envelope
-from headrace.protocol.messages import Batch, Failure, Request
+from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering, ModelRun
 from headrace.telemetry.trace_export import TraceExport
@@ -144,7 +144,7 @@ def form(tracing: Tracing, requests: Sequence[Request]) -> None:
     """Through ingest and the batcher."""
     tracing.ingested(requests, T + 1000)
     for request in requests:
-        request.formed_us = T + 2000
+        request.batch = BatchSummary(T + 2000)
     tracing.formed(Batch("7", list(requests), "full"), T + 2000)
 
 
@@ -152,7 +152,7 @@ def run(tracing: Tracing, requests: Sequence[Request], failure: Failure | None =
     """Through the executor."""
     tracing.ran(make_run(list(requests), failure=failure))
     for request in requests:
-        request.compute_us, request.batch_rows = 700, len(requests)
+        request.batch = BatchSummary(request.batch.formed_us, compute_us=700, rows=len(requests))
         if failure is not None:
             request.fail(failure)
     tracing.executed("7", requests, T + 3100)

@@ -23,7 +23,7 @@ from headrace.protocol.codec import (
     encode_response,
 )
 from headrace.protocol.headers import JSON, MSGPACK, answer_headers
-from headrace.protocol.messages import Envelope, ErrorResponse, Failure, Request
+from headrace.protocol.messages import BatchSummary, Envelope, ErrorResponse, Failure, Request
 from headrace.protocol.tensors import from_array
 
 LIMITS = LimitSettings()
@@ -47,8 +47,8 @@ def answered(content_type: str, **outputs: Any) -> Request:
     """A request that has run."""
     request = Request(NULL_ACK, 2, 7, 6, 0, None, b"", (), Envelope(content_type=content_type))
     request.id, request.model, request.version = "r-1", "digits", "3"
-    request.ingested_us, request.formed_us, request.compute_us = 1_000, 1_400, 250
-    request.batch_rows = 8
+    request.ingested_us = 1_000
+    request.batch = BatchSummary(1_400, compute_us=250, rows=8)
     request.outputs = tuple(from_array(name, np.asarray(array)) for name, array in outputs.items())
     return request
 
@@ -239,7 +239,7 @@ def test_a_response_in_json_is_read_by_another_library(content_type: str) -> Non
 def test_clocks_that_disagree_make_no_negative_times() -> None:
     """Stages of different machines stamp the same request."""
     request = answered(MSGPACK)
-    request.formed_us = request.ingested_us - 5
+    request.batch = BatchSummary(request.ingested_us - 5, compute_us=250, rows=8)
 
     times = msgpack.unpackb(encode_response(request, 0))["parameters"]
 

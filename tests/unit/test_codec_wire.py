@@ -21,14 +21,13 @@ from headrace.protocol.codec import (
     encode_result,
 )
 from headrace.protocol.headers import parse_envelope
-from headrace.protocol.messages import Batch, Failure, Request, Tensor
+from headrace.protocol.messages import Batch, BatchSummary, Failure, Request, Tensor
 from headrace.protocol.tensors import from_array
 
 HEADERS = (("kafka_correlationId", b"c"), ("x-priority", b"3"), ("empty", None))
 SEEN = (
     "partition", "offset", "previous", "timestamp_ms", "key", "envelope", "id", "model", "version",
-    "rows", "shape_class", "wanted", "size_bytes", "ingested_us", "formed_us", "compute_us",
-    "batch_rows", "failure",
+    "rows", "shape_class", "wanted", "size_bytes", "ingested_us", "batch", "failure",
 )  # fmt: skip
 
 
@@ -46,8 +45,8 @@ def checked(default_timeout_ms: int = 0) -> Request:
     request.id, request.model, request.version = "r-1", "m", "4"
     request.rows, request.shape_class, request.wanted = 2, (2,), ("y",)
     request.size_bytes = 18
-    request.ingested_us, request.formed_us = 11, 12
-    request.compute_us, request.batch_rows = 13, 14
+    request.ingested_us = 11
+    request.batch = BatchSummary(12, compute_us=13, rows=14)
     return request
 
 
@@ -107,11 +106,11 @@ def test_an_item_goes_into_its_batch_as_it_came() -> None:
 def test_a_batch_says_when_it_was_formed() -> None:
     """What its items say of that is older."""
     received = decode_item(encode_item(checked()), NULL_ACK)
-    received.formed_us = 99
+    received.batch = BatchSummary(99)
 
     batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NULL_ACK)
 
-    assert batch.requests[0].formed_us == 99
+    assert batch.requests[0].batch.formed_us == 99
 
 
 def test_results_that_differ_in_their_bytes_alone_share_a_head() -> None:
@@ -123,8 +122,8 @@ def test_results_that_differ_in_their_bytes_alone_share_a_head() -> None:
         results.append(decode_result(encode_result(sent), NULL_ACK))
 
     first, second, third = results
-    assert first.heads is second.heads
-    assert first.heads is not third.heads
+    assert first.output_metadata is second.output_metadata
+    assert first.output_metadata is not third.output_metadata
 
 
 @pytest.mark.parametrize("start", [3, 5])
@@ -197,7 +196,7 @@ def test_fields_of_a_newer_release_are_ignored_and_missing_ones_have_defaults() 
     received = decode_item(msgpack.packb(fields), NULL_ACK)
 
     assert (received.key, received.headers, received.id, received.wanted) == (None, [], None, None)
-    assert (received.ingested_us, received.formed_us) == (5, 0)
+    assert (received.ingested_us, received.batch.formed_us) == (5, 0)
 
 
 @pytest.mark.parametrize("decode", [decode_item, decode_batch, decode_result])

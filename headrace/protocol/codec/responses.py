@@ -15,13 +15,13 @@ from headrace.protocol.messages import (
     ErrorDetails,
     ErrorResponse,
     Failure,
-    Head,
     InferenceResponse,
     OutputTensor,
     Parameter,
     Parameters,
     Request,
     Tensor,
+    TensorMetadata,
 )
 from headrace.tuning import TUNING
 
@@ -98,11 +98,9 @@ def encode_responses(requests: Sequence[Request], now_us: int) -> list[bytes]:
     for request in requests:
         if (
             last is None
-            or request.heads is not last.heads
+            or request.output_metadata is not last.output_metadata
             or request.ingested_us != last.ingested_us
-            or request.formed_us != last.formed_us
-            or request.compute_us != last.compute_us
-            or request.batch_rows != last.batch_rows
+            or (request.batch is not last.batch and request.batch != last.batch)
             or request.version != last.version
             or request.model != last.model
         ):
@@ -115,18 +113,19 @@ def encode_responses(requests: Sequence[Request], now_us: int) -> list[bytes]:
         ):
             append(encode_response(request, now_us))
         else:
-            append(template % request.contents)
+            append(template % request.output_data)
     return values
 
 
 def _timings(request: Request, now_us: int) -> tuple[int, ...]:
-    formed_us, compute_us = request.formed_us, request.compute_us
+    batch = request.batch
+    formed_us, compute_us = batch.formed_us, batch.compute_us
     queue_us, batch_us = formed_us - request.ingested_us, now_us - formed_us - compute_us
     return (
         queue_us if queue_us > 0 else 0,
         batch_us if batch_us > 0 else 0,
         compute_us,
-        request.batch_rows,
+        batch.rows,
     )
 
 
@@ -134,10 +133,10 @@ def _template(request: Request, now_us: int) -> bytes | None:
     """Return the value of an answer without an id, with `%b` for each tensor's bytes; None if
     the outputs are too large or their sizes do not follow from their shapes.
     """
-    heads, contents = request.heads, request.contents
-    if not heads or contents is None or sum(map(len, contents)) > _TUNING.templated_output_bytes:
+    metadata, data = request.output_metadata, request.output_data
+    if not metadata or data is None or sum(map(len, data)) > _TUNING.templated_output_bytes:
         return None
-    frame = _known_frame(request, heads, contents, has_id=False)
+    frame = _known_frame(request, metadata, data, has_id=False)
     if frame is None:
         return None
     before = b"%b".join([each.replace(b"%", b"%%") for each in frame[::2]])
@@ -150,30 +149,30 @@ def _framed(request: Request, timings: tuple[int, ...]) -> bytes:
     Answers of a model differ in their tensors' bytes and in few numbers. The parts around the
     bytes are encoded once and cached, as are the timings, which a whole batch shares.
     """
-    heads, contents = request.heads, request.contents
-    assert contents is not None
-    frame = _known_frame(request, heads, contents, has_id=request.id is not None)
+    metadata, data = request.output_metadata, request.output_data
+    assert data is not None
+    frame = _known_frame(request, metadata, data, has_id=request.id is not None)
     if frame is None:
         return _encode_msgpack(_response(request, timings))
     parts: list[bytes | memoryview] = [*frame, _packed(timings)]
     if request.id is None:
-        parts[1:-2:2] = contents
+        parts[1:-2:2] = data
     else:
-        parts[1:-2:2] = [_encode_msgpack(request.id), *contents]
+        parts[1:-2:2] = [_encode_msgpack(request.id), *data]
     return b"".join(parts)
 
 
 def _known_frame(
     request: Request,
-    heads: tuple[Head, ...],
-    contents: tuple[memoryview | bytes, ...],
+    metadata: tuple[TensorMetadata, ...],
+    data: tuple[memoryview | bytes, ...],
     *,
     has_id: bool,
 ) -> tuple[bytes, ...] | None:
-    key = (request.model, request.version, has_id, heads)
+    key = (request.model, request.version, has_id, metadata)
     frame = _frames.get(key)
     if frame is None and key not in _frames:
-        frame = _frames.add(key, _frame(request, heads, contents, has_id=has_id))
+        frame = _frames.add(key, _frame(request, metadata, data, has_id=has_id))
     return frame
 
 
@@ -186,8 +185,8 @@ def _packed(timings: tuple[int, ...]) -> bytes:
 
 def _frame(
     request: Request,
-    heads: tuple[Head, ...],
-    contents: tuple[memoryview | bytes, ...],
+    metadata: tuple[TensorMetadata, ...],
+    data: tuple[memoryview | bytes, ...],
     *,
     has_id: bool,
 ) -> tuple[bytes, ...] | None:
@@ -195,7 +194,7 @@ def _frame(
     and after the last, with an empty item after each but the last. None if the number of bytes
     does not follow from the shape.
     """
-    if any(datatype == "BYTES" for _, datatype, _ in heads):
+    if any(datatype == "BYTES" for _, datatype, _ in metadata):
         return None
     encode = _encode_msgpack
     pieces: list[bytes] = []
@@ -205,8 +204,8 @@ def _frame(
     if has_id:
         pieces += (piece + encode("id"), b"")
         piece = b""
-    piece += encode("outputs") + _list_header(len(heads))
-    for (name, datatype, shape), content in zip(heads, contents, strict=True):
+    piece += encode("outputs") + _list_header(len(metadata))
+    for (name, datatype, shape), content in zip(metadata, data, strict=True):
         size = len(content)
         piece += bytes([_FIXED_MAP + 4]) + encode("name") + encode(name)
         piece += encode("datatype") + encode(datatype) + encode("shape") + encode(shape)

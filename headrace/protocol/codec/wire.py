@@ -22,14 +22,16 @@ from headrace.protocol.ack import AckHandle
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.headers import NO_HEADERS, Headers, is_utf8, parse_envelope
 from headrace.protocol.messages import (
+    NO_BATCH,
     Batch,
     BatchRecord,
+    BatchSummary,
     Failure,
-    Head,
     ItemRecord,
     Request,
     ResultRecord,
     Tensor,
+    TensorMetadata,
     WireFailure,
     WireOrigin,
     WireTensor,
@@ -55,9 +57,9 @@ class _RawBatchRecord(Struct, kw_only=True, omit_defaults=True):
 _Headers = list[tuple[str, bytes | None]]
 _CODES = frozenset(Code)
 _TUNING = TUNING.protocol
-_heads: BoundedCache[tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[Head, ...]] = (
-    BoundedCache(_TUNING.cached_output_headers)
-)
+_metadata: BoundedCache[
+    tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[TensorMetadata, ...]
+] = BoundedCache(_TUNING.cached_output_metadata)
 _starts: BoundedCache[tuple[int, int], int] = BoundedCache(_TUNING.cached_tensor_positions)
 """Cache of a tensor's position by the sizes of value and tensor: most values are alike."""
 
@@ -97,7 +99,7 @@ def encode_batch(batch: Batch) -> bytes:
         if item is None or request.trace is not None:
             item = encode_item(request)
         else:
-            formed_us = request.formed_us
+            formed_us = request.batch.formed_us
         items.append(msgspec.Raw(item))
     return _encode(
         _RawBatchRecord(
@@ -117,8 +119,9 @@ def decode_batch(value: bytes, ack_handle: AckHandle) -> Batch:
         raise _unreadable("at least one item", "none")
     requests = [_request_of_item(item, ack_handle) for item in record.items]
     if record.formed_us:
+        summary = BatchSummary(record.formed_us)
         for request in requests:
-            request.formed_us = record.formed_us
+            request.batch = summary
     return Batch(record.batch_id, requests, record.reason)
 
 
@@ -205,8 +208,8 @@ def decode_result(value: bytes, ack_handle: AckHandle) -> Request:
         return request
     if failure is None:
         tensors = [_tensor(tensor, None) for tensor in record.outputs]
-        request.contents = tuple([tensor[3] for tensor in tensors])
-        request.heads = _shared_heads(tensors)
+        request.output_data = tuple([tensor[3] for tensor in tensors])
+        request.output_metadata = _shared_metadata(tensors)
     else:
         # A newer release may have codes unknown to this one.
         code = failure.code if failure.code in _CODES else Code.INTERNAL
@@ -241,18 +244,18 @@ def _outputs(request: Request) -> list[WireTensor]:
     return [
         WireTensor(name=name, datatype=datatype, shape=shape, data=memoryview(content))
         for (name, datatype, shape), content in zip(
-            request.heads, request.contents or (), strict=True
+            request.output_metadata, request.output_data or (), strict=True
         )
     ]
 
 
-def _shared_heads(tensors: Sequence[Tensor]) -> tuple[Head, ...]:
+def _shared_metadata(tensors: Sequence[Tensor]) -> tuple[TensorMetadata, ...]:
     """Return one shared object for outputs that differ only in their bytes, as in one batch."""
     known = tuple([(*tensor[:3], len(tensor[3])) for tensor in tensors])
-    heads = _heads.get(known)
-    if heads is None:
-        heads = _heads.add(known, tuple([tensor[:3] for tensor in tensors]))
-    return heads
+    metadata = _metadata.get(known)
+    if metadata is None:
+        metadata = _metadata.add(known, tuple([tensor[:3] for tensor in tensors]))
+    return metadata
 
 
 # --- common parts -----------------------------------------------------------------------------
@@ -278,9 +281,7 @@ def _request(record: ItemRecord | ResultRecord, ack_handle: AckHandle, headers: 
         record.version,
         id=record.id,
         after=origin.after,
-        formed_us=timings.formed_us,
-        compute_us=timings.compute_us,
-        batch_rows=timings.batch_rows,
+        batch=_summary(timings),
         checked_us=timings.checked_us,
         done_us=timings.done_us,
     )
@@ -301,12 +302,20 @@ def _origin(request: Request) -> WireOrigin:
     )
 
 
+def _summary(timings: WireTimings) -> BatchSummary:
+    formed_us, compute_us, rows = timings.formed_us, timings.compute_us, timings.batch_rows
+    if formed_us or compute_us or rows:
+        return BatchSummary(formed_us, compute_us, rows)
+    return NO_BATCH
+
+
 def _timings(request: Request) -> WireTimings:
+    batch = request.batch
     return WireTimings(
         ingested_us=request.ingested_us,
-        formed_us=request.formed_us,
-        compute_us=request.compute_us,
-        batch_rows=request.batch_rows,
+        formed_us=batch.formed_us,
+        compute_us=batch.compute_us,
+        batch_rows=batch.rows,
         checked_us=request.checked_us,
         done_us=request.done_us,
     )

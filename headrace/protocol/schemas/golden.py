@@ -33,7 +33,7 @@ from headrace.protocol.codec import (
 from headrace.protocol.codec.events import decode_event, encode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.headers import JSON, MSGPACK, parse_envelope
-from headrace.protocol.messages import Batch, Failure, Request, Tensor
+from headrace.protocol.messages import Batch, BatchSummary, Failure, Request, Tensor
 from headrace.protocol.schemas.types import SCHEMAS
 from headrace.protocol.tensors import DATATYPES, from_array
 from headrace.protocol.trace_context import SAMPLED, Parent, Trace
@@ -124,7 +124,8 @@ def _request(content_type: str) -> Request:
     request.rows = 2
     request.shape_class = (3,)
     request.wanted = ("output",)
-    request.ingested_us, request.formed_us = _INGESTED_US, _INGESTED_US + 500
+    request.ingested_us = _INGESTED_US
+    request.batch = BatchSummary(_INGESTED_US + 500)
     return request
 
 
@@ -139,7 +140,7 @@ def _error_bytes(content_type: str) -> bytes:
 def _answered(content_type: str, datatype: str) -> Request:
     request = _request(content_type)
     request.outputs = (from_array("output", sample_array(datatype)),)
-    request.compute_us, request.batch_rows = 120, 8
+    request.batch = BatchSummary(_INGESTED_US + 500, compute_us=120, rows=8)
     return request
 
 

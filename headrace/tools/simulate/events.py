@@ -231,8 +231,8 @@ class Simulation:
             self._seen.end_us = max(self._seen.end_us, done.at_us)
             answered_us = done.at_us + self._executors.around_us.get(done.batch.model, 0)
             for request in done.batch.requests:
-                came_us = self._columns[request.offset][0]
-                self._seen.latency_us[request.offset] = answered_us - came_us
+                arrived_us = self._columns[request.offset][0]
+                self._seen.latency_us[request.offset] = answered_us - arrived_us
                 deadline_ms = request.envelope.deadline_ms
                 if deadline_ms and answered_us >= deadline_ms * 1000:
                     self._seen.late += 1

@@ -102,7 +102,7 @@ def test_idle_time_does_not_slow_the_service_rate() -> None:
     """A request a second is no sign that a row takes a second."""
     forming = forming_of(Limits(max_batch_size=4))
     for second in range(10):
-        forming.add(request_of(came_us=NOW_US + second * 1_000_000))
+        forming.add(request_of(arrived_us=NOW_US + second * 1_000_000))
         pulled(forming, NOW_US + second * 1_000_000)
     requests = [request_of(in_ms=60_000) for _ in range(100)]
     for request in requests:

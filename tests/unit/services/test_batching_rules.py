@@ -25,7 +25,7 @@ from tests.support.work import NOW_US, Limits
 
 def test_earliest_deadline_goes_first_across_shapes() -> None:
     """However long the others have waited, and wherever in its group it stands."""
-    old = request_of(shape_class=(1,), came_us=NOW_US - 1000)
+    old = request_of(shape_class=(1,), arrived_us=NOW_US - 1000)
     later = request_of(shape_class=(2,), in_ms=50)
     urgent = request_of(shape_class=(3,), in_ms=20)
     patient = request_of(shape_class=(3,), in_ms=80)
@@ -39,7 +39,7 @@ def test_earliest_deadline_goes_first_across_shapes() -> None:
 
 def test_request_without_a_deadline_does_not_starve() -> None:
     """It counts as one with a deadline some seconds after it came."""
-    old = request_of(shape_class=(1,), came_us=NOW_US - TUNING.batcher.patience_us)
+    old = request_of(shape_class=(1,), arrived_us=NOW_US - TUNING.batcher.patience_us)
     urgent = request_of(shape_class=(2,), in_ms=20)
 
     assert pulled(filled(Limits(), old, urgent)).requests == [old]
@@ -57,7 +57,7 @@ def test_higher_priority_goes_first_within_a_tenant() -> None:
 
 def test_long_wait_outweighs_priority() -> None:
     """A step of priority is worth a fixed time of waiting."""
-    patient = request_of(came_us=NOW_US - TUNING.batcher.priority_step_us - 1)
+    patient = request_of(arrived_us=NOW_US - TUNING.batcher.priority_step_us - 1)
     urgent = request_of(priority=1)
 
     assert pulled(filled(Limits(max_batch_size=1), urgent, patient)).requests == [patient]

@@ -33,7 +33,7 @@ async def test_each_request_gets_its_own_rows(tmp_path: Path) -> None:
 
     first, second, third = (to_array((one.outputs or ())[0]).ravel().tolist() for one in requests)
     assert (first, second, third) == ([2], [10, 12], [6])
-    assert {one.batch_rows for one in requests} == {4}
+    assert {one.batch.rows for one in requests} == {4}
     assert bench.answers.closed
 
 

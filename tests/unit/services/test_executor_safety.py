@@ -75,7 +75,7 @@ async def test_differing_requests_turn_batching_off(tmp_path: Path, rule: str, r
     [version] = bench.models.catalog.versions(State.READY)
     assert version.batching_off.startswith(reason)
     assert outcomes(bench) == {"agreed": 0, "differed": 1, "inconclusive": 0}
-    assert {one.batch_rows for one in answered} == {1}
+    assert {one.batch.rows for one in answered} == {1}
 
 
 @pytest.mark.parametrize("rule", ["x = x * 0", f"if {POISON} in x: raise ValueError('thirteen')"])

@@ -51,7 +51,7 @@ async def test_batch_for_an_idle_quick_instance_is_answered_in_the_same_turn(
         bench.give(requests_of(1, 2))
 
         assert [one.failure for one in bench.answers.requests] == [None, None]
-        assert {one.batch_rows for one in bench.answers.requests} == {2}
+        assert {one.batch.rows for one in bench.answers.requests} == {2}
 
 
 async def test_only_the_first_of_several_batches_runs_in_the_same_turn(tmp_path: Path) -> None:

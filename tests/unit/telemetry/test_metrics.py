@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from headrace.errors import Code
 from headrace.log.errors import Fenced, LogUnavailable
 from headrace.protocol.ack import NULL_ACK
-from headrace.protocol.messages import Envelope, Failure, Request
+from headrace.protocol.messages import BatchSummary, Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
@@ -38,7 +38,7 @@ def request(
     envelope = Envelope(deadline_ms=deadline_ms)
     made = Request(NULL_ACK, 0, 7, 6, WRITTEN_MS, None, None, (), envelope)
     made.model, made.version = model, version
-    made.ingested_us, made.formed_us = INGESTED_US, FORMED_US
+    made.ingested_us, made.batch = INGESTED_US, BatchSummary(FORMED_US)
     if code is not None:
         made.failure = Failure(code, "told", Stage.INGEST)
     return made

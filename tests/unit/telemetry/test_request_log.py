@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from headrace.errors import Code
 from headrace.protocol.ack import NULL_ACK
-from headrace.protocol.messages import Envelope, Failure, Request
+from headrace.protocol.messages import BatchSummary, Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.request_log import log_answered
 from headrace.topics import Stage
@@ -36,7 +36,8 @@ def request(code: Code | None = None, *, offset: int = 7) -> Request:
         NULL_ACK, 3, offset, 6, NOW_US // 1000 - 500, SECRET, SECRET, headers, Envelope()
     )
     made.model, made.version = "digits", "1"
-    made.ingested_us, made.formed_us, made.compute_us = NOW_US - 400_000, NOW_US - 300_000, 120
+    made.ingested_us = NOW_US - 400_000
+    made.batch = BatchSummary(NOW_US - 300_000, compute_us=120)
     if code is not None:
         made.failure = Failure(code, "expected this, got that", Stage.EXECUTOR)
     return made

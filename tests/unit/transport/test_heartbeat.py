@@ -13,7 +13,7 @@ from headrace.log.port import TopicInfo, TopicPartition
 from headrace.models.version import State
 from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
-from headrace.protocol.messages import Batch, Failure, Request
+from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
 from headrace.transport.heartbeat import ExecutorHeartbeat, ExecutorIdentity
 from headrace.tuning import TUNING, TransportTuning
 from tests.support.conditions import eventually
@@ -81,7 +81,7 @@ def batch_of(count: int, batch_id: str = "b-1") -> Batch:
 def ran(requests: list[Request], *, rows: int, compute_us: int) -> list[Request]:
     """Requests after a run together."""
     for request in requests:
-        request.batch_rows, request.compute_us = rows, compute_us
+        request.batch = BatchSummary(compute_us=compute_us, rows=rows)
     return requests
 
 
