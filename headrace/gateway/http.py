@@ -207,7 +207,7 @@ class HttpDoor:
             log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
 
     def _make_application(self, host: str) -> web.Application:
-        application = web.Application(middlewares=[self._answer_on_connection, _format_errors])
+        application = web.Application(middlewares=[self._answer_on_connection, self._format_errors])
         if is_loopback(host):
             application.middlewares.append(refuse_other_hosts)
         router = application.router
@@ -232,6 +232,18 @@ class HttpDoor:
         if self._gateway.draining:
             response.force_close()
         return response
+
+    @web.middleware
+    async def _format_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer every error as the protocol does, `{"error": message}`."""
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+            text = f"{request.method} {request.path}: {error.reason}"
+            return _json_response({"error": text}, error.status, headers)
+        except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
+            return _failure_response(error, self._tuning.retry_after_s)
 
     # --- inference ----------------------------------------------------------------------------
 
@@ -432,19 +444,6 @@ def _too_large(limit_bytes: int, got: str) -> Rejected:
 
 
 # --- answers ------------------------------------------------------------------------------------
-
-
-@web.middleware
-async def _format_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error as the protocol does, `{"error": message}`."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-        text = f"{request.method} {request.path}: {error.reason}"
-        return _json_response({"error": text}, error.status, headers)
-    except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
-        return _failure_response(error, TUNING.gateway.retry_after_s)
 
 
 def _failure_response(error: Exception, retry_after_s: int) -> web.Response:

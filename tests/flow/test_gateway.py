@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession
 
+from headrace.log.port import TopicPartition
 from headrace.protocol.tensors import DATATYPES, from_array
+from headrace.tuning import GatewayTuning
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
+from tests.support.logs import read
 from tests.support.models import add_version, digits, identity
 from tests.support.python_models import GATE, add_gated_model
 from tests.support.tree import ROOT
@@ -317,6 +320,39 @@ async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
         missing = await served.get("/v2/nothing")
         assert (missing.status, list(missing.json)) == (404, ["error"])
         assert (await served.infer("digits", {"inputs": [PIXELS]})).status == 200
+
+
+HEAD = b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: localhost\r\n"
+BROKEN_BODIES = {
+    "never whole": b"Content-Length: 100\r\n\r\n{",
+    "never a chunk": b"Transfer-Encoding: chunked\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", BROKEN_BODIES.values(), ids=BROKEN_BODIES.keys())
+async def test_body_that_does_not_come_ends_its_connection(repository: Path, sent: bytes) -> None:
+    """The caller is told why within the time for a body, and nothing of it is held any more."""
+    async with gateway_of(repository, tuning=GatewayTuning(body_timeout_s=0.05)) as served:
+        reader, writer = await asyncio.open_connection(*served.url.split(":"))
+        writer.write(HEAD + sent)
+        answer = await reader.read()
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"Connection: close" in answer
+    assert served.door.snapshot()[:2] == (0, 0)
+
+
+async def test_trace_context_of_the_caller_is_the_requests(repository: Path) -> None:
+    """`traceparent` is written to the request record unchanged, and so is in the answer's."""
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+    async with gateway_of(repository) as served:
+        reader = served.log.reader([TopicPartition("headrace.requests", n) for n in range(4)])
+        async with reader:
+            await served.infer("digits", {"inputs": [PIXELS]}, headers={"traceparent": parent})
+            (record,) = await read(reader, 1)
+
+    assert ("traceparent", parent.encode()) in record.headers
 
 
 async def test_every_datatype_comes_back_as_it_was_sent(tmp_path: Path) -> None:

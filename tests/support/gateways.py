@@ -15,11 +15,13 @@ from headrace.client import Client
 from headrace.config import Settings, make_settings
 from headrace.gateway import open_gateway
 from headrace.gateway.http import HttpDoor
+from headrace.log.port import Log
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES, Stage
+from headrace.tuning import TUNING, GatewayTuning
 
 HOST = "127.0.0.1"
 
@@ -49,6 +51,7 @@ class Reply(NamedTuple):
 class Served(NamedTuple):
     """A gateway, the stages behind it, and a client of each kind."""
 
+    log: Log
     door: HttpDoor
     pipeline: Pipeline
     http: ClientSession
@@ -81,30 +84,33 @@ class Served(NamedTuple):
 
 @asynccontextmanager
 async def gateway_of(
-    repository: Path, stages: Sequence[Stage] = STAGES, **gateway: Any
+    repository: Path,
+    stages: Sequence[Stage] = STAGES,
+    tuning: GatewayTuning = TUNING.gateway,
+    **gateway: Any,
 ) -> AsyncIterator[Served]:
     """Serve a repository behind a gateway while the context lasts; both drain when it is left."""
     settings = make_settings(
         {"models": {"repository": str(repository)}, "gateway": {"http_port": 0, **gateway}}
     )
-    async with open_log(settings) as log, pipeline_with_door(settings, log, stages) as both:
+    async with open_log(settings) as log, pipeline_with_door(settings, log, stages, tuning) as both:
         pipeline, door = both
         async with (
             ClientSession(f"http://{HOST}:{door.port}") as http,
             Client(log=log, settings=settings) as kafka,
         ):
-            yield Served(door, pipeline, http, kafka)
+            yield Served(log, door, pipeline, http, kafka)
 
 
 @asynccontextmanager
 async def pipeline_with_door(
-    settings: Settings, log: Any, stages: Sequence[Stage]
+    settings: Settings, log: Log, stages: Sequence[Stage], tuning: GatewayTuning
 ) -> AsyncIterator[tuple[Pipeline, HttpDoor]]:
     """Run stages and a gateway in one process, as `headrace run --gateway` does."""
     metrics = Metrics(CollectorRegistry())
     pipeline = Pipeline(settings, log, stages, instruments=Instruments(metrics))
     models, health = pipeline.models.catalog, pipeline.health
-    async with open_gateway(settings, log, models, health, metrics) as door:
+    async with open_gateway(settings, log, models, health, metrics, tuning) as door:
         pipeline.state.gateway = door.snapshot
         pipeline.drain_first = door.drain
         async with running(pipeline):
