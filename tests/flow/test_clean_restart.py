@@ -110,7 +110,7 @@ async def test_rebalance_with_long_backlog_repeats_no_answer(tmp_path: Path) -> 
     GATE.clear()
     async with serving(settings, log, [STAGES]) as [pipeline]:
         await answers_overtake(log)
-        log.faults.force_rebalance(settings.namespace)
+        log.faults.groups.force_rebalance(settings.namespace)
         # Answers that are on their way when the drain's time is over may be repeated. The gate
         # stays shut until then, so that there are none.
         await eventually(lambda: assignments(pipeline) == 2)

@@ -47,10 +47,10 @@ async def test_answers_that_overtake_are_given_once_all_the_same(
     caller = Mixed(settings, log)
     async with serving(settings, log, form, CROWDED):
         await caller.send(600)
-        log.faults.fail_transactions(
+        log.faults.transactions.fail(
             *[TransactionFault.UNKNOWN_BUT_COMMITTED, TransactionFault.UNKNOWN_AND_OPEN] * 2
         )
-        log.faults.force_rebalance("headrace")
+        log.faults.groups.force_rebalance("headrace")
         await caller.send(600)
         await caller.all_answered()
 

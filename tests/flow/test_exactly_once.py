@@ -87,7 +87,7 @@ async def test_an_unknown_outcome_is_found_out(
     caller = Caller(settings, log)
     async with serving(settings, log, form, QUICK):
         for _ in range(5):
-            log.faults.fail_transactions(fault, fault)
+            log.faults.transactions.fail(fault, fault)
             await caller.send(40)
             await all_visible(log, settings, caller.sent)
 
@@ -99,12 +99,12 @@ async def test_offsets_that_show_late_double_nothing(settings: Settings, form: G
     """They are read after the fence, which waits for them."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    log.faults.let_offsets_lag()
+    log.faults.transactions.let_offsets_lag()
     async with serving(settings, log, form, QUICK):
         await caller.send(100)
         await all_visible(log, settings, 100)
-        log.faults.force_rebalance("headrace")
-        log.faults.fail_transactions(*[TransactionFault.UNKNOWN_BUT_COMMITTED] * 4)
+        log.faults.groups.force_rebalance("headrace")
+        log.faults.transactions.fail(*[TransactionFault.UNKNOWN_BUT_COMMITTED] * 4)
         await caller.send(100)
         await all_visible(log, settings, 200)
 
@@ -117,13 +117,13 @@ async def test_a_zombie_shows_nothing(settings: Settings, form: Grouping) -> Non
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, form, QUICK):
-        (zombie,) = log.faults.members("headrace")
-        log.faults.hold_transactions()
+        (zombie,) = log.faults.groups.members("headrace")
+        log.faults.transactions.hold()
         await caller.send(200)
         await eventually(lambda: is_open(log))
-        log.faults.expire_session("headrace", zombie, noticed=False)
+        log.faults.groups.expire_session("headrace", zombie, noticed=False)
         async with serving(settings, log, form, QUICK):
-            log.faults.release_transactions()
+            log.faults.transactions.release()
             await caller.send(200)
             await all_visible(log, settings, 400)
 
@@ -182,7 +182,7 @@ async def test_processes_that_come_and_go_double_nothing(
             await caller.send(300)
             await all_visible(log, settings, 400)
         await caller.send(300)
-        log.faults.force_rebalance("headrace")
+        log.faults.groups.force_rebalance("headrace")
         await all_visible(log, settings, 900)
 
     assert await answered(log, settings) == each_once(900)
@@ -215,13 +215,13 @@ async def test_an_outage_is_waited_for(settings: Settings) -> None:
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, FUSED, QUICK) as [pipeline]:
-        log.faults.hold_transactions()
+        log.faults.transactions.hold()
         await caller.send(200)
         await eventually(lambda: is_open(log))
-        log.faults.take_down()
-        log.faults.release_transactions()
+        log.faults.brokers.take_down()
+        log.faults.transactions.release()
         await eventually(lambda: failures(pipeline) == PARTITIONS)
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         await caller.send(200)
         await all_visible(log, settings, 400)
 
@@ -267,7 +267,7 @@ async def test_a_range_that_was_never_read_does_not_stop_the_base(
             await all_visible(log, settings, 40)
         await caller.send(40)
         for number in range(PARTITIONS):
-            log.faults.trim(TopicPartition("headrace.requests", number), 20)
+            log.faults.partitions.trim(TopicPartition("headrace.requests", number), 20)
         async with serving(settings, log, [ingest], QUICK) as [reading]:
             await eventually(lambda: is_committed(log, 20))
             await caller.send(40)

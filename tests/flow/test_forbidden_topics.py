@@ -39,7 +39,7 @@ async def test_a_forbidden_reply_topic_is_its_request_s_own_trouble(
     forbidden = reply_topic(settings)
     async with MemoryLog() as log:
         await create_topics(log, settings)
-        log.faults.forbid(forbidden, hidden=hidden)
+        log.faults.topics.forbid(forbidden, hidden=hidden)
         responses = partition(settings, Topic.RESPONSES)
         letters = partition(settings, Topic.DEAD_LETTERS)
         async with (
@@ -74,7 +74,7 @@ async def test_a_forbidden_topic_of_ours_ends_the_process(tmp_path: Path, topic:
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         await create_topics(log, settings)
-        log.faults.forbid(settings.topic(topic))
+        log.faults.topics.forbid(settings.topic(topic))
         bad = NewRecord(b"key", b"not a request")
         requests = partition(settings, Topic.REQUESTS)
         await write_to(log, requests, bad)

@@ -27,7 +27,7 @@ async def test_what_is_lost_is_told_of_and_passed_on_again(tmp_path: Path) -> No
     async with serving(settings, log, ingest, QUICK) as (reading,):
         await caller.send(COUNT)
         await eventually(lambda: items.end == COUNT // PARTITIONS)
-        log.faults.trim(first_items, 5)
+        log.faults.partitions.trim(first_items, 5)
         async with serving(settings, log, rest, QUICK):
 
             def stuck_partitions() -> set[int]:

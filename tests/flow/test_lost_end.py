@@ -40,7 +40,7 @@ class LostEndHarness:
     def lose_ends(self) -> None:
         """Each partition loses its last records."""
         for partition in self._partitions:
-            self.log.faults.truncate(partition, SENT - LOST)
+            self.log.faults.partitions.truncate(partition, SENT - LOST)
 
     async def committed(self, offset: int) -> None:
         """Wait until this offset is committed for each partition."""

@@ -222,13 +222,13 @@ async def test_a_broker_that_is_away_makes_the_process_unready_but_not_unlive(
     tuning = replace(TUNING, runtime=replace(TUNING.runtime, broker_silence_s=0.2))
     async with serving(settings, tuning) as served:
         assert (await served.get("/health/ready"))[0] == 200
-        served.log.faults.take_down()
+        served.log.faults.brokers.take_down()
         await eventually(lambda: not served.pipeline.health.ready, deadline_s=2.0)
         status, body = await served.get("/health/ready")
         assert (status, body["ready"]) == (503, False)
         assert body["reason"].startswith("the broker was last heard of")
         assert (await served.get("/health/live"))[0] == 200
-        served.log.faults.bring_back()
+        served.log.faults.brokers.bring_back()
         await eventually(lambda: served.pipeline.health.ready, deadline_s=2.0)
 
 

@@ -61,7 +61,7 @@ async def test_nor_when_partitions_change_hands(settings: Settings, form: Groupi
         async with serving(settings, log, form, QUICK):
             await caller.send(150)
         await caller.send(150)
-        log.faults.force_rebalance("headrace")
+        log.faults.groups.force_rebalance("headrace")
         await caller.all_answered()
 
     await caller.check()
@@ -93,13 +93,13 @@ async def test_nor_when_sealing_or_sending_fails(settings: Settings, form: Group
     caller = Mixed(settings, log)
     async with serving(settings, log, form, QUICK):
         await caller.send(100)
-        log.faults.fail_transactions(
+        log.faults.transactions.fail(
             *[TransactionFault.UNKNOWN_AND_OPEN, TransactionFault.UNKNOWN_BUT_COMMITTED] * 3
         )
         await caller.send(100)
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         await asyncio.sleep(0)
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         await caller.send(100)
         await caller.all_answered()
 

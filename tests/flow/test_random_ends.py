@@ -66,11 +66,11 @@ async def strike(random: Random, hosts: Hosts, log: MemoryLog, groups: list[str]
             serving.cancel()
             for _ in range(random.choice([0, 1, 2, 5, 20, 50])):
                 await asyncio.sleep(0)
-    elif log.faults.members(group):
+    elif log.faults.groups.members(group):
         if what == "rebalance":
-            log.faults.force_rebalance(group)
+            log.faults.groups.force_rebalance(group)
         else:
-            log.faults.expire_session(group, random.choice(log.faults.members(group)))
+            log.faults.groups.expire_session(group, random.choice(log.faults.groups.members(group)))
 
 
 async def run(seed: int, repository: Path) -> None:

@@ -71,14 +71,14 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     pipeline, stop = Pipeline(settings, log), Stop()
     running = asyncio.create_task(pipeline.run(stop))
     await asyncio.wait_for(pipeline.ready.wait(), 10)
-    log.faults.hold_acknowledgements()
+    log.faults.acknowledgements.hold()
     await _produce_apart(caller, log)
     await eventually(caller.answered)
     stop.request()
     await asyncio.sleep(0)
     stop.request()
     await asyncio.wait_for(running, 5)
-    log.faults.release_acknowledgements()
+    log.faults.acknowledgements.release()
 
     async with serving(settings, log, [STAGES]):
         await eventually(lambda: _all_there(caller))
@@ -88,9 +88,8 @@ async def _produce_apart(caller: Caller, log: MemoryLog) -> None:
     """Send while acknowledgements are held: the caller's own are let through."""
     sending = asyncio.create_task(caller.send(1))
     await asyncio.sleep(0)
-    held, log.faults._held = log.faults._held or [], []
-    for future in held:
-        future.set_result(None)
+    log.faults.acknowledgements.release()
+    log.faults.acknowledgements.hold()
     await sending
 
 
@@ -101,10 +100,10 @@ async def test_a_broker_that_goes_and_comes_back_is_waited_for(tmp_path: Path) -
     caller = Caller(settings, log)
     async with serving(settings, log, [STAGES]):
         await caller.send(200)
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         await asyncio.sleep(0.05)
-        log.faults.bring_back()
-        log.faults.force_rebalance("headrace")
+        log.faults.brokers.bring_back()
+        log.faults.groups.force_rebalance("headrace")
         await caller.send(200)
         await eventually(lambda: _all_there(caller))
 
@@ -119,9 +118,9 @@ async def test_a_stop_does_not_wait_for_a_broker_that_hangs(tmp_path: Path) -> N
     await asyncio.wait_for(pipeline.ready.wait(), 10)
     await caller.send(100)
     await caller.all_answered()
-    log.faults.hold_commits()
+    log.faults.groups.hold_commits()
     await caller.send(100)
-    log.faults.take_down(hang=True)
+    log.faults.brokers.take_down(hang=True)
     stop.request()
 
     loop = asyncio.get_running_loop()

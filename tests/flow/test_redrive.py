@@ -179,14 +179,14 @@ async def test_what_a_killed_run_has_sent_is_not_sent_again(tmp_path: Path) -> N
         await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 3)
 
         def from_now_on_no_commit_is_answered(record: NewRecord) -> NewRecord:
-            log.faults.hold_commits()
+            log.faults.groups.hold_commits()
             return record
 
         with pytest.raises(LogUnavailable):
             await Redrive(
                 log, settings, RedriveJob(transform=from_now_on_no_commit_is_answered)
             ).run()
-        log.faults.release_commits()
+        log.faults.groups.release_commits()
         next_run = await Redrive(log, settings, RedriveJob()).run()
         sent = await records_of(log, "headrace.requests", 2)
 

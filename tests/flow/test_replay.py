@@ -67,7 +67,7 @@ async def test_a_recording_ends_where_the_topic_ended(log: MemoryLog) -> None:
 
 async def test_an_end_behind_a_gap_is_reached(log: MemoryLog) -> None:
     """Transaction markers at the end of a partition do not keep the others waiting."""
-    log.faults.skip_offsets(TopicPartition("source", 1), 2)
+    log.faults.partitions.skip_offsets(TopicPartition("source", 1), 2)
     assert len(await read(log, "source")) == len(RECORDS)
 
 

@@ -105,11 +105,11 @@ async def test_the_search_goes_on_through_evictions_and_rebalances(
     async def strike(lives: Lives) -> None:
         for deaths in range(1, 6):  # the two alone take more
             await lives.restarted(deaths)
-            members = log.faults.members(settings.namespace)
+            members = log.faults.groups.members(settings.namespace)
             if members and random.random() < 0.5:
-                log.faults.expire_session(settings.namespace, random.choice(members))
+                log.faults.groups.expire_session(settings.namespace, random.choice(members))
             else:
-                log.faults.force_rebalance(settings.namespace)
+                log.faults.groups.force_rebalance(settings.namespace)
 
     await restart_until(all_answered, settings, log, GROUPINGS[seed % 3], strike)
 
@@ -139,7 +139,7 @@ async def test_a_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
     )
     log = await log_for(settings)
     await log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
-    log.faults.take_leaders("headrace.mine")
+    log.faults.topics.take_leaders("headrace.mine")
     requests = [TopicPartition(settings.topic(Topic.REQUESTS), each) for each in range(PARTITIONS)]
     reply = [("kafka_replyTopic", b"headrace.mine")]
     await write_to(log, requests[0], NewRecord(None, number_value(1.0, "0"), reply))
@@ -153,7 +153,7 @@ async def test_a_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
             return len(await outcomes(settings, log)) == PARTITIONS - 1
 
         await eventually(others_answered)
-        log.faults.elect("headrace.mine")
+        log.faults.topics.elect("headrace.mine")
         mine = log._topics.partition(TopicPartition("headrace.mine", 0))
         await eventually(lambda: mine.end)
 

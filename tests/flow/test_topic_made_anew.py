@@ -39,7 +39,7 @@ async def test_new_requests_at_the_offsets_of_former_ones_are_answered(
             return len(await records_of(settings, log, Topic.RESPONSES)) == 400
 
         await eventually(all_answered, recheck_s=0.05)
-        log.faults.delete_topic(requests)
+        log.faults.topics.delete(requests)
         await log.create_topics([plan_topics(settings)[Topic.REQUESTS]], replication_factor=1)
         await caller.send(40)
 

@@ -82,9 +82,9 @@ async def test_batch_that_cannot_be_read_is_counted_and_passed_over(
     settings = settings.model_copy(update={"delivery": delivery})
     log = await log_for(settings)
     await write_to(log, REQUESTS, request(1))
-    log.faults.write_unreadable(REQUESTS, 3, code=Code.TOO_LARGE)
+    log.faults.partitions.write_unreadable(REQUESTS, 3, code=Code.TOO_LARGE)
     await write_to(log, REQUESTS, request(2))
-    log.faults.write_unreadable(REQUESTS, 2)
+    log.faults.partitions.write_unreadable(REQUESTS, 2)
 
     async with log.reader([RESPONSES]) as reader, serving(settings, log, grouping) as pipelines:
         assert [status(each) for each in await read(reader, 2)] == ["ok", "ok"]
@@ -105,9 +105,9 @@ async def test_topic_with_unreadable_offsets_is_replayed_around_them(tmp_path: P
     """The recording has the other records, that strange name among them, and says what it lacks."""
     log = await log_for(settings_of(tmp_path))
     await write_to(log, REQUESTS, NewRecord(b"k", b"1", [(NAME, b"x")]))
-    log.faults.write_unreadable(REQUESTS, 2, reason="damaged")
+    log.faults.partitions.write_unreadable(REQUESTS, 2, reason="damaged")
     await write_to(log, REQUESTS, NewRecord(b"k", b"2"))
-    log.faults.write_unreadable(REQUESTS, 1)
+    log.faults.partitions.write_unreadable(REQUESTS, 1)
     gaps: list[Gap] = []
 
     async with open_topic(log, REQUESTS.topic, Selection()) as recording:
@@ -130,7 +130,7 @@ async def test_dead_letters_around_an_unreadable_one_are_read(tmp_path: Path) ->
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     await write_to(log, DEAD_LETTERS, NewRecord(b"k", b"1", [(NAME, b"x")]))
-    log.faults.write_unreadable(DEAD_LETTERS, 1)
+    log.faults.partitions.write_unreadable(DEAD_LETTERS, 1)
     await write_to(log, DEAD_LETTERS, NewRecord(b"k", b"2"))
     gaps: list[Gap] = []
 

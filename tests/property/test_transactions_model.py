@@ -37,7 +37,7 @@ async def play(play_steps: list[Step]) -> None:
     done: set[int] = set()
     for offsets, fault, changes in play_steps:
         if fault is not None:
-            log.faults.fail_transactions(fault)
+            log.faults.transactions.fail(fault)
         await owner.commit_transaction(list(offsets))
         done.update(offsets)
         assert await answers(log) == Counter(done)
@@ -50,7 +50,7 @@ async def play(play_steps: list[Step]) -> None:
             with pytest.raises(PartitionLost):
                 await zombie_seals(former)
             assert await answers(log) == Counter(done)
-    log.faults.fail_transactions()
+    log.faults.transactions.fail()
     await owner.commit_transaction(list(range(24)))
     assert await answers(log) == Counter(range(24))
 

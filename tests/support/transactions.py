@@ -54,7 +54,7 @@ class Member:
     async def is_member(self) -> bool:
         self.asked += 1
         await self.answers.wait()
-        await self._log.faults.answered()
+        await self._log.faults.brokers.answered()
         return self.counted_in
 
     async def committed(

@@ -23,7 +23,7 @@ async def test_reading_goes_over_a_gap(log: MemoryLog) -> None:
     """Offsets that markers took are not waited for."""
     async with log.reader([P0]) as reader:
         await write_to(log, P0, b"a")
-        log.faults.skip_offsets(P0, 2)
+        log.faults.partitions.skip_offsets(P0, 2)
         await write_to(log, P0, b"b")
         assert [record.offset for record in await read(reader, 2)] == [0, 3]
 
@@ -31,7 +31,7 @@ async def test_reading_goes_over_a_gap(log: MemoryLog) -> None:
 async def test_position_passes_a_gap_at_the_end(log: MemoryLog) -> None:
     """Whoever reads up to an end offset gets there, though no record lies just below it."""
     await write_to(log, P0, b"a")
-    log.faults.skip_offsets(P0, 2)
+    log.faults.partitions.skip_offsets(P0, 2)
     async with log.reader([P0]) as reader:
         reader.seek(P0, 0)
         await read(reader, 1)

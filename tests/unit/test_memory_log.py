@@ -34,20 +34,20 @@ async def log() -> AsyncIterator[MemoryLog]:
 async def test_a_send_without_a_broker_fails(log: MemoryLog) -> None:
     """Its acknowledgement raises, and nothing is written."""
     async with log.producer() as producer, log.reader([P0]) as reader:
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         with pytest.raises(LogUnavailable):
             await write(producer, P0, b"v")
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         assert await reader.end_offsets([P0]) == {P0: 0}
 
 
 async def test_a_send_that_hangs_is_written_when_the_broker_is_back(log: MemoryLog) -> None:
     """As a client that retries does it, in order."""
     async with log.producer() as producer, log.reader([P0]) as reader:
-        log.faults.take_down(hang=True)
+        log.faults.brokers.take_down(hang=True)
         runs = [*await producer.send(P0, [NewRecord(None, b"a")])]
         runs += await producer.send(P0, [NewRecord(None, b"b")])
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         for run in runs:
             await run.acknowledged
         assert values(await read(reader, 2)) == [b"a", b"b"]
@@ -56,10 +56,10 @@ async def test_a_send_that_hangs_is_written_when_the_broker_is_back(log: MemoryL
 async def test_a_send_that_hangs_too_long_fails(log: MemoryLog) -> None:
     """At the request timeout it is given up, and stays given up."""
     async with log.producer() as producer, log.reader([P0]) as reader:
-        log.faults.take_down(hang=True)
+        log.faults.brokers.take_down(hang=True)
         with pytest.raises(LogUnavailable):
             await write(producer, P0, b"v")
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         assert await reader.end_offsets([P0]) == {P0: 0}
 
 
@@ -67,7 +67,7 @@ async def test_a_send_that_hangs_too_long_fails(log: MemoryLog) -> None:
 async def test_questions_without_a_broker_fail(log: MemoryLog, hang: bool) -> None:
     """Every request says `LogUnavailable`, within its timeout."""
     async with log.producer() as producer, log.reader([P0]) as reader:
-        log.faults.take_down(hang=hang)
+        log.faults.brokers.take_down(hang=hang)
         for question in (
             lambda: log.describe_topics(["t"]),
             lambda: log.create_topics([], replication_factor=1),
@@ -86,10 +86,10 @@ async def test_a_commit_without_a_broker_fails(log: MemoryLog) -> None:
     listener = RecordingListener()
     async with log.member("g", ["t"], listener) as member:
         await eventually(lambda: listener.held)
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         with pytest.raises(LogUnavailable):
             await member.commit({P0: Committed(1)})
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         assert await member.committed([P0]) == {P0: None}
 
 
@@ -97,7 +97,7 @@ async def test_known_partitions_are_told_without_a_broker(log: MemoryLog) -> Non
     """Metadata that was asked for once is cached."""
     async with log.producer() as producer:
         await producer.partitions_for("t")
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         assert await producer.partitions_for("t") == 2
 
 
@@ -105,10 +105,10 @@ async def test_an_outage_is_silence_to_a_reader(log: MemoryLog) -> None:
     """Polls are empty while it lasts, and what was there comes afterwards."""
     async with log.reader([P0]) as reader:
         await write_to(log, P0, b"v")
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         assert await reader.poll(0.0, 10) == {}
         assert reader.last_contact_s() > 0.0
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         assert values(await read(reader, 1)) == [b"v"]
         assert reader.last_contact_s() == 0.0
 
@@ -118,23 +118,23 @@ async def test_the_end_of_an_outage_wakes_a_poll(log: MemoryLog) -> None:
     seen: list[Record] = []
     async with log.reader([P0]) as reader:
         await write_to(log, P0, b"v")
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         async with polling(reader, seen):
-            log.faults.bring_back()
+            log.faults.brokers.bring_back()
             await eventually(lambda: seen)
 
 
 async def test_a_member_closes_without_a_broker(log: MemoryLog) -> None:
     """Closing hangs on nobody."""
     async with log.member("g", ["t"], RecordingListener()):
-        log.faults.take_down(hang=True)
-    assert log.faults.members("g") == ()
+        log.faults.brokers.take_down(hang=True)
+    assert log.faults.groups.members("g") == ()
 
 
 async def test_a_producer_closes_without_a_broker(log: MemoryLog) -> None:
     """What it could not send fails, and is not left pending."""
     async with log.producer() as producer:
-        log.faults.take_down(hang=True)
+        log.faults.brokers.take_down(hang=True)
         (run,) = await producer.send(P0, [NewRecord(None, b"v")])
     with pytest.raises(LogUnavailable):
         await run.acknowledged
@@ -143,19 +143,19 @@ async def test_a_producer_closes_without_a_broker(log: MemoryLog) -> None:
 async def test_acknowledgements_are_held_until_released(log: MemoryLog) -> None:
     """The record is there to be read while its sender still waits."""
     async with log.producer() as producer, log.reader([P0]) as reader:
-        log.faults.hold_acknowledgements()
+        log.faults.acknowledgements.hold()
         (run,) = await producer.send(P0, [NewRecord(None, b"v")])
         acknowledged = asyncio.ensure_future(run.acknowledged)
         assert values(await read(reader, 1)) == [b"v"]
         assert not acknowledged.done()
-        log.faults.release_acknowledgements()
+        log.faults.acknowledgements.release()
         await acknowledged
 
 
 async def test_a_lost_acknowledgement_leaves_the_record(log: MemoryLog) -> None:
     """The sender is told of a failure that was none, once."""
     async with log.producer() as producer, log.reader([P0]) as reader:
-        log.faults.lose_acknowledgements(1)
+        log.faults.acknowledgements.lose(1)
         with pytest.raises(LogUnavailable):
             await write(producer, P0, b"first")
         await write(producer, P0, b"second")
@@ -167,10 +167,10 @@ async def test_commits_are_held_until_released(log: MemoryLog) -> None:
     listener = RecordingListener()
     async with log.member("g", ["t"], listener) as member, asyncio.TaskGroup() as tasks:
         await eventually(lambda: listener.held)
-        log.faults.hold_commits()
+        log.faults.groups.hold_commits()
         commit = tasks.create_task(member.commit({P0: Committed(1)}), name="commit")
         assert await member.committed([P0]) == {P0: None}
-        log.faults.release_commits()
+        log.faults.groups.release_commits()
         await commit
         assert await member.committed([P0]) == {P0: Committed(1)}
 
@@ -189,10 +189,10 @@ async def test_a_member_that_lost_its_session_is_fenced_and_comes_back(log: Memo
     member = log.member("g", ["t"], listener)
     async with member:
         await eventually(lambda: listener.held)
-        (before,) = log.faults.members("g")
-        log.faults.expire_session("g", before)
+        (before,) = log.faults.groups.members("g")
+        log.faults.groups.expire_session("g", before)
         await eventually(lambda: listener.assignments == 2)
-        (after,) = log.faults.members("g")
+        (after,) = log.faults.groups.members("g")
         assert len(refused) == 1
         assert listener.held == {P0, P1}
         assert before != after
@@ -203,7 +203,7 @@ async def test_a_stalled_member_goes_on_until_its_commit_is_refused(log: MemoryL
     listener, other = RecordingListener(), RecordingListener()
     async with log.member("g", ["t"], listener) as member:
         await eventually(lambda: listener.held)
-        log.faults.expire_session("g", log.faults.members("g")[0], noticed=False)
+        log.faults.groups.expire_session("g", log.faults.groups.members("g")[0], noticed=False)
         async with log.member("g", ["t"], other):
             await eventually(lambda: other.held == {P0, P1})
             await write_to(log, P0, b"v")
@@ -235,7 +235,7 @@ async def test_a_forced_rebalance_takes_all_and_gives_all_back(log: MemoryLog) -
     listener = RecordingListener()
     async with log.member("g", ["t"], listener):
         await eventually(lambda: listener.held)
-        log.faults.force_rebalance("g")
+        log.faults.groups.force_rebalance("g")
         await eventually(lambda: listener.assignments == 2)
         assert listener.revocations == 1
         assert listener.held == {P0, P1}
@@ -248,7 +248,7 @@ async def test_a_rebalance_forgets_pauses_and_uncommitted_positions(log: MemoryL
     async with log.member("g", ["t"], listener) as member:
         await read(member, 1)
         member.pause([P0])
-        log.faults.force_rebalance("g")
+        log.faults.groups.force_rebalance("g")
         assert values(await read(member, 1)) == [b"v"]
 
 
@@ -257,11 +257,11 @@ async def test_groups_stand_still_in_an_outage(log: MemoryLog) -> None:
     listener = RecordingListener()
     async with log.member("g", ["t"], listener) as member:
         await eventually(lambda: listener.held)
-        log.faults.take_down()
-        log.faults.force_rebalance("g")
+        log.faults.brokers.take_down()
+        log.faults.groups.force_rebalance("g")
         await member.poll(0.0, 1)
         assert listener.revocations == 0
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         await eventually(lambda: listener.assignments == 2)
 
 
@@ -279,7 +279,7 @@ async def test_a_position_below_retention_is_out_of_range(log: MemoryLog) -> Non
     await write_to(log, P0, b"0", b"1", b"2")
     async with log.reader([P0]) as reader:
         reader.seek(P0, 0)
-        log.faults.trim(P0, 2)
+        log.faults.partitions.trim(P0, 2)
         for _ in range(2):
             with pytest.raises(OffsetOutOfRange, match="t/0: expected an offset from 2 to 3"):
                 await reader.poll(0.0, 10)
@@ -292,7 +292,7 @@ async def test_an_error_of_one_position_loses_nothing_of_another(log: MemoryLog)
     await write_to(log, P0, b"gone", b"kept")
     async with log.reader([P0, P1]) as reader:
         reader.seek(P0, 0)
-        log.faults.trim(P0, 1)
+        log.faults.partitions.trim(P0, 1)
         await write_to(log, P1, b"other")
         with pytest.raises(OffsetOutOfRange):
             await reader.poll(0.0, 10)
@@ -373,10 +373,10 @@ async def test_a_topic_that_kafka_would_refuse(
 async def test_a_forbidden_topic_takes_nothing(log: MemoryLog, hidden: bool) -> None:
     """Until it is allowed again, as where a broker has access rules."""
     async with log.producer() as producer, log.reader([P0]) as reader:
-        log.faults.forbid("t", hidden=hidden)
+        log.faults.topics.forbid("t", hidden=hidden)
         with pytest.raises(TopicForbidden, match="not allowed to write to topic t"):
             await write(producer, P0, b"v")
-        log.faults.allow("t")
+        log.faults.topics.allow("t")
         await write(producer, P0, b"w")
         assert values(await read(reader, 1)) == [b"w"]
 
@@ -384,8 +384,8 @@ async def test_a_forbidden_topic_takes_nothing(log: MemoryLog, hidden: bool) -> 
 async def test_a_hidden_topic_has_no_partitions_that_are_told(log: MemoryLog) -> None:
     """One that may be seen but not written has them."""
     async with log.producer() as producer:
-        log.faults.forbid("t", hidden=True)
+        log.faults.topics.forbid("t", hidden=True)
         with pytest.raises(TopicForbidden):
             await producer.partitions_for("t")
-        log.faults.forbid("t")
+        log.faults.topics.forbid("t")
         assert await producer.partitions_for("t") == 2

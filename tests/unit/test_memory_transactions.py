@@ -34,13 +34,13 @@ async def log() -> MemoryLog:
 async def held_seal(log: MemoryLog) -> AsyncIterator[asyncio.Task[None]]:
     """A seal that has written everything and not ended yet; it is let go at the end."""
     async with log.transactional_producer(ID, "group") as producer:
-        log.faults.hold_transactions()
+        log.faults.transactions.hold()
         sealing = asyncio.create_task(producer.commit_transaction(ONE, AT_ONE), name="transaction")
         await asyncio.sleep(0)
         try:
             yield sealing
         finally:
-            log.faults.release_transactions()
+            log.faults.transactions.release()
             await asyncio.wait([sealing])
 
 
@@ -74,7 +74,7 @@ async def test_an_open_transaction_is_not_found_by_time(log: MemoryLog) -> None:
 async def test_a_reader_that_enters_meanwhile_sees_the_end_of_it(log: MemoryLog) -> None:
     """It starts at the last stable offset, so that what the transaction holds is read."""
     async with held_seal(log) as sealing, log.reader([ANSWERS]) as reader:
-        log.faults.release_transactions()
+        log.faults.transactions.release()
         await sealing
         assert values(await read(reader, 1)) == [b"one"]
 
@@ -87,7 +87,7 @@ async def test_a_successor_aborts_what_is_open(log: MemoryLog) -> None:
             log.transactional_producer(ID, "group") as successor,
         ):
             assert await committed(log) is None
-            log.faults.release_transactions()
+            log.faults.transactions.release()
             with pytest.raises(Fenced):
                 await sealing
             await successor.commit_transaction({ANSWERS: [NewRecord(b"k", b"two")]}, AT_ONE)
@@ -111,8 +111,8 @@ async def test_a_transaction_that_takes_too_long_is_aborted(log: MemoryLog) -> N
     async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
         await eventually(lambda: listener.held)
         async with held_seal(log) as sealing:
-            log.faults.time_out_transaction(ID)
-            log.faults.release_transactions()
+            log.faults.transactions.time_out(ID)
+            log.faults.transactions.release()
             with pytest.raises(Fenced):
                 await sealing
         assert await member.is_member()
@@ -123,7 +123,7 @@ async def test_only_an_open_transaction_can_time_out(log: MemoryLog) -> None:
     """A test that expects one where there is none is told so."""
     async with log.transactional_producer(ID, "group"):
         with pytest.raises(ValueError, match="expected an open transaction"):
-            log.faults.time_out_transaction(ID)
+            log.faults.transactions.time_out(ID)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ async def test_a_spoilt_seal(
     log: MemoryLog, fault: TransactionFault, error: type[Exception], after: Committed | None
 ) -> None:
     """What its caller hears, and what a successor finds committed."""
-    log.faults.fail_transactions(fault)
+    log.faults.transactions.fail(fault)
     async with log.transactional_producer(ID, "group") as producer:
         with pytest.raises(error):
             await producer.commit_transaction(ONE, AT_ONE)
@@ -148,7 +148,7 @@ async def test_a_spoilt_seal(
 
 async def test_seals_after_the_spoilt_ones_end_well(log: MemoryLog) -> None:
     """A fault is used up by one seal."""
-    log.faults.fail_transactions(TransactionFault.UNKNOWN_AND_OPEN)
+    log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
     async with log.transactional_producer(ID, "group") as producer:
         with pytest.raises(LogUnavailable):
             await producer.commit_transaction(ONE, AT_ONE)
@@ -159,7 +159,7 @@ async def test_seals_after_the_spoilt_ones_end_well(log: MemoryLog) -> None:
 
 async def test_committed_offsets_may_lag_until_a_successor_enters(log: MemoryLog) -> None:
     """Who reads them before entering reads an old value, as may happen on Kafka."""
-    log.faults.let_offsets_lag()
+    log.faults.transactions.let_offsets_lag()
     async with log.transactional_producer(ID, "group") as producer:
         await producer.commit_transaction(ONE, AT_ONE)
     assert await committed(log) is None
@@ -169,27 +169,27 @@ async def test_committed_offsets_may_lag_until_a_successor_enters(log: MemoryLog
 
 async def test_lagging_offsets_catch_up(log: MemoryLog) -> None:
     """Without a successor they are seen once the fault is over."""
-    log.faults.let_offsets_lag()
+    log.faults.transactions.let_offsets_lag()
     async with log.transactional_producer(ID, "group") as producer:
         await producer.commit_transaction(ONE, AT_ONE)
-    log.faults.let_offsets_catch_up()
+    log.faults.transactions.let_offsets_catch_up()
     assert await committed(log) == Committed(1)
 
 
 async def test_a_seal_without_a_broker_has_an_unknown_outcome(log: MemoryLog) -> None:
     """It raises `LogUnavailable`, and nothing was written."""
     async with log.transactional_producer(ID, "group") as producer:
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         with pytest.raises(LogUnavailable):
             await producer.commit_transaction(ONE, AT_ONE)
-    log.faults.bring_back()
+    log.faults.brokers.bring_back()
     async with log.reader([ANSWERS]) as reader:
         assert await reader.end_offsets([ANSWERS]) == {ANSWERS: 0}
 
 
 async def test_a_forbidden_topic_hides_the_whole_seal(log: MemoryLog) -> None:
     """Access rules refuse one of its topics: nothing of it is seen."""
-    log.faults.forbid(ANSWERS.topic)
+    log.faults.topics.forbid(ANSWERS.topic)
     async with log.transactional_producer(ID, "group") as producer:
         with pytest.raises(TopicForbidden, match=ANSWERS.topic):
             await producer.commit_transaction(ONE, AT_ONE)
@@ -202,8 +202,8 @@ async def test_a_member_that_was_evicted_is_none(log: MemoryLog) -> None:
     listener = RecordingListener()
     async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
         await eventually(lambda: listener.held)
-        (member_id,) = log.faults.members("group")
-        log.faults.expire_session("group", member_id, noticed=False)
+        (member_id,) = log.faults.groups.members("group")
+        log.faults.groups.expire_session("group", member_id, noticed=False)
         assert not await member.is_member()
 
 
@@ -217,7 +217,7 @@ async def test_a_member_that_is_asked_to_join_again_is_one_still(log: MemoryLog)
     listener = RecordingListener(revoked=ask)
     async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
         await eventually(lambda: listener.held)
-        log.faults.force_rebalance("group")
+        log.faults.groups.force_rebalance("group")
         await eventually(lambda: listener.assignments == 2)
     assert answer == [True]
 

@@ -101,19 +101,19 @@ class MemoryReader:
     async def beginning_offsets(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, int]:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         return {name: self._topics.partition(name).begin for name in partitions}
 
     async def end_offsets(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, int]:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         return {name: self._topics.partition(name).stable_end for name in partitions}
 
     async def offsets_for_times(
         self, timestamps_ms: Mapping[TopicPartition, int]
     ) -> Mapping[TopicPartition, int | None]:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         return {
             name: self._topics.partition(name).offset_at(timestamp_ms)
             for name, timestamp_ms in timestamps_ms.items()
@@ -121,7 +121,7 @@ class MemoryReader:
 
     def last_contact_s(self) -> float:
         """Return 0.0, or the seconds since a fault made the log unavailable."""
-        return self._faults.down_for_s()
+        return self._faults.brokers.down_for_s()
 
     @property
     def member_id(self) -> str:
@@ -134,12 +134,12 @@ class MemoryReader:
         """Release the partitions; a pending poll ends, and later ones raise."""
         self._is_closed = True
         self._give_up()
-        self._faults.unwatch(self._news.set)
+        self._faults.brokers.unwatch(self._news.set)
         self._news.set()
 
     async def __aenter__(self) -> Self:
-        await self._faults.answered()
-        self._faults.watch(self._news.set)
+        await self._faults.brokers.answered()
+        self._faults.brokers.watch(self._news.set)
         self._take_up({name: self._topics.partition(name).stable_end for name in self._requested})
         self._gate_is_open = True
         return self
@@ -166,7 +166,7 @@ class MemoryReader:
     def _take(self, max_records: int, max_bytes: int) -> dict[TopicPartition, Sequence[Record]]:
         found: dict[TopicPartition, Sequence[Record]] = {}
         self._gaps = []
-        if not self._gate_is_open or self._faults.is_down:
+        if not self._gate_is_open or self._faults.brokers.is_down:
             return found
         turns = [name for name in self._turns if name not in self._paused]
         self._require_positions_in_range(turns)  # before any position moves
@@ -250,7 +250,7 @@ class MemoryMember(MemoryReader):
         self._following: asyncio.Task[None] | None = None
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        await self._faults.commit_answered()
+        await self._faults.groups.commit_answered()
         if self._member_id is None:
             raise Fenced("the consumer is in no group: it was not entered, or is closed")
         try:
@@ -262,7 +262,7 @@ class MemoryMember(MemoryReader):
     async def committed(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         return {name: self._group.committed.get(name) for name in partitions}
 
     @property
@@ -270,7 +270,7 @@ class MemoryMember(MemoryReader):
         return self._member_id or ""
 
     async def is_member(self) -> bool:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         if self._member_id is None:
             return False
         is_member = self._group.counts_in(self._member_id, self._generation, _now())
@@ -293,7 +293,7 @@ class MemoryMember(MemoryReader):
             await super().close()
 
     async def __aenter__(self) -> Self:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         for topic in self._subscription:
             self._topics.use(topic)
         await super().__aenter__()
@@ -306,13 +306,13 @@ class MemoryMember(MemoryReader):
 
     async def _follow_group(self) -> None:
         while True:
-            await self._faults.until_up()
+            await self._faults.brokers.until_up()
             share = await self._join()
             if share is None:
                 continue  # evicted, or the next rebalance has begun already
             await self._assign(share)
             await self._until_rejoin()
-            await self._faults.until_up()
+            await self._faults.brokers.until_up()
             await self._revoke()
 
     async def _join(self) -> frozenset[TopicPartition] | None:

@@ -96,7 +96,7 @@ class MemoryLog:
         )
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
-        await self.faults.answered()
+        await self.faults.brokers.answered()
         found = {name: self._topics.find(name) for name in topics}
         return {name: None if topic is None else topic.info for name, topic in found.items()}
 
@@ -106,27 +106,27 @@ class MemoryLog:
         """See the port. There is one copy of each record, whatever the factor."""
         if replication_factor < 1:
             raise ValueError(f"replication_factor: expected at least 1, got {replication_factor}")
-        await self.faults.answered()
+        await self.faults.brokers.answered()
         return {info.name: self._topics.create(info) for info in topics}
 
     async def committed(
         self, group: str, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        await self.faults.answered()
+        await self.faults.brokers.answered()
         committed = self._groups[group].committed if group in self._groups else {}
         return {name: committed.get(name) for name in partitions}
 
     async def commit(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
-        await self.faults.commit_answered()
+        await self.faults.groups.commit_answered()
         self._group(group).commit_without_members(offsets)
 
     async def members(self, group: str) -> Sequence[GroupMember]:
         """See the port. All members are in this process."""
-        await self.faults.answered()
-        return [GroupMember(each, "headrace", "") for each in self.faults.members(group)]
+        await self.faults.brokers.answered()
+        return [GroupMember(each, "headrace", "") for each in self.faults.groups.members(group)]
 
     async def remove_member(self, group: str, member_id: str) -> bool:
-        await self.faults.answered()
+        await self.faults.brokers.answered()
         there = member_id in self._group(group).members
         self._group(group).evict(member_id, asyncio.get_running_loop().time())
         return there

@@ -55,10 +55,10 @@ class MemoryProducer:
         if self._is_closed:
             raise RuntimeError("the producer is closed")
         sizes = [payload_bytes(record) for record in records]
-        if self._faults.is_hidden(partition.topic):
+        if self._faults.topics.is_hidden(partition.topic):
             raise TopicForbidden(partition.topic)
         topic = self._topics.topic_of(partition)
-        self._faults.require_leader(partition)
+        self._faults.topics.require_leader(partition)
         where = topic.partitions[partition.partition]
         runs = []
         for start, stop in batch_bounds(
@@ -75,8 +75,8 @@ class MemoryProducer:
 
     async def batch_limit_bytes(self, partition: TopicPartition) -> int:
         """See the port."""
-        await self._faults.answered()
-        if self._faults.is_hidden(partition.topic):
+        await self._faults.brokers.answered()
+        if self._faults.topics.is_hidden(partition.topic):
             raise TopicForbidden(partition.topic)
         return min(self._topics.topic_of(partition).max_message_bytes, self._tuning.max_batch_bytes)
 
@@ -84,8 +84,8 @@ class MemoryProducer:
         known = self._counts.get(topic)
         if known is not None:
             return known
-        await self._faults.answered(self._tuning.metadata_timeout_s)
-        if self._faults.is_hidden(topic):
+        await self._faults.brokers.answered(self._tuning.metadata_timeout_s)
+        if self._faults.topics.is_hidden(topic):
             raise TopicForbidden(topic)
         if self._topics.use(topic) is None:
             return None
@@ -97,10 +97,10 @@ class MemoryProducer:
         if self._hanging:
             _, late = await asyncio.wait(self._hanging, timeout=self._tuning.flush_timeout_s)
             for future in late:
-                self._faults.give_up(future)
+                self._faults.brokers.give_up(future)
 
     async def __aenter__(self) -> Self:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,15 +109,15 @@ class MemoryProducer:
     def _refusal(
         self, topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]
     ) -> Rejected | None:
-        if self._faults.is_forbidden(topic.info.name):
+        if self._faults.topics.is_forbidden(topic.info.name):
             return TopicForbidden(topic.info.name)
         return refusal(topic, batch, sizes)
 
     def _write(self, write: Callable[[int], None]) -> asyncio.Future[None]:
-        if not self._faults.is_down:
+        if not self._faults.brokers.is_down:
             write(self._now_ms())
-            return self._faults.acknowledgement()
-        future = self._faults.postpone(lambda: write(self._now_ms()))
+            return self._faults.acknowledgements.next()
+        future = self._faults.brokers.postpone(lambda: write(self._now_ms()))
         self._hanging.add(future)
         future.add_done_callback(self._hanging.discard)
         return future
@@ -179,7 +179,7 @@ class MemoryTransactionalProducer:
         refused = {}
         for partition, chunk in records.items():
             topic = self._topics.topic_of(partition)
-            if not self._faults.knows_limits(partition.topic):
+            if not self._faults.topics.knows_limits(partition.topic):
                 continue
             found = {
                 index: error
@@ -191,7 +191,7 @@ class MemoryTransactionalProducer:
         if refused:
             raise RecordsRefused(refused)
         for partition in records:
-            self._faults.require_leader(partition)
+            self._faults.topics.require_leader(partition)
 
     async def _run_transaction(
         self,
@@ -199,15 +199,15 @@ class MemoryTransactionalProducer:
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
     ) -> None:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         transaction = self._transactions.begin(self._id, epoch)
         written_bytes = self._write(transaction, records)
         transaction.stage(offsets)
-        await self._faults.transactions_allowed()
-        await self._faults.answered()
-        if self._faults.is_too_slow(written_bytes):
+        await self._faults.transactions.allowed()
+        await self._faults.brokers.answered()
+        if self._faults.transactions.is_too_slow(written_bytes):
             raise TransactionTimedOut(f"transaction of {self._id}: {written_bytes} bytes in it")
-        fault = self._faults.next_transaction_fault()
+        fault = self._faults.transactions.next()
         if fault is TransactionFault.TIMED_OUT:
             self._transactions.time_out(self._id)
         if fault is not TransactionFault.UNKNOWN_AND_OPEN:
@@ -227,7 +227,7 @@ class MemoryTransactionalProducer:
         written_bytes = 0
         for partition, chunk in records.items():
             sizes = [payload_bytes(record) for record in chunk]
-            if self._faults.is_forbidden(partition.topic):
+            if self._faults.topics.is_forbidden(partition.topic):
                 raise TopicForbidden(partition.topic)
             topic = self._topics.topic_of(partition)
             where = topic.partitions[partition.partition]
@@ -253,7 +253,7 @@ class MemoryTransactionalProducer:
         await self._metadata.close()
 
     async def __aenter__(self) -> Self:
-        await self._faults.answered()
+        await self._faults.brokers.answered()
         self._epoch = self._transactions.enter(self._id)
         return self
 

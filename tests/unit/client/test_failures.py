@@ -194,7 +194,7 @@ async def test_refused_reading_fails_all_calls(
 
 async def test_forbidden_requests_are_no_missing_topic(log: MemoryLog, settings: Settings) -> None:
     """A client that may not write requests does not open, and says so."""
-    log.faults.forbid("headrace.requests", hidden=True)
+    log.faults.topics.forbid("headrace.requests", hidden=True)
     with pytest.raises(LogAuthenticationFailed, match=r"not allowed .* headrace\.requests"):
         async with Client(log=log, settings=settings):
             pass
@@ -230,7 +230,7 @@ async def test_a_client_that_is_not_open_says_so(
 
 async def test_requests_that_nobody_acknowledges_fail(client: Client, log: MemoryLog) -> None:
     """When the broker is away the call fails with the log's error, not by its timeout."""
-    log.faults.take_down()
+    log.faults.brokers.take_down()
     with pytest.raises(LogUnavailable):
         await client.infer("m", INPUTS)
 
@@ -240,8 +240,8 @@ async def test_answers_survive_an_outage(client: Client, silent: Responder, log:
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(client.infer("m", INPUTS, id="patient"), name="call")
         await eventually(lambda: silent.seen)
-        log.faults.take_down()
-        log.faults.bring_back()
+        log.faults.brokers.take_down()
+        log.faults.brokers.bring_back()
         await silent.reply(silent.seen[0], *echo(silent.seen[0]))
         assert (await call).id == "patient"
 
@@ -250,8 +250,8 @@ async def test_reading_goes_on_after_retention_overtook_it(
     client: Client, responder: Responder, log: MemoryLog
 ) -> None:
     """Answers that retention took are lost; those that come later are read."""
-    log.faults.skip_offsets(REPLIES, 5)
-    log.faults.trim(REPLIES, 5)
+    log.faults.partitions.skip_offsets(REPLIES, 5)
+    log.faults.partitions.trim(REPLIES, 5)
     await client.infer("m", INPUTS)
 
 

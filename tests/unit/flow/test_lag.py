@@ -86,17 +86,17 @@ async def test_a_log_that_does_not_answer_leaves_the_last_ends() -> None:
     async with MemoryLog() as log, reading(log) as source:
         await write_to(log, FIRST, b"value")
         await seen(source, end=1)
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         await asyncio.sleep(0)
         await seen(source, end=1)
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
 
 
 async def test_a_commit_that_fails_grows_old() -> None:
     """Its age, its failures and their reason are there to see; success clears the age."""
     async with MemoryLog() as log, reading(log) as source:
         await seen(source, committed=0)
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         await eventually(lambda: source.last_contact_s() > 0)
         (assignment,) = source.tracker.assignments
         assignment.admit(0, 5).ack()
@@ -104,7 +104,7 @@ async def test_a_commit_that_fails_grows_old() -> None:
         commit = source.snapshot().commit
         assert commit.age_s > 0
         assert "unavailable" in commit.last_failure
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         await eventually(lambda: source.snapshot().commit.age_s == 0, deadline_s=5.0)
 
 

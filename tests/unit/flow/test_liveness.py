@@ -88,10 +88,10 @@ async def test_a_member_whose_process_is_gone_is_removed() -> None:
                 {ONE: CrashMarker(True)}, Owner(member.member_id, name)
             )
             await CrashMarkers(log, "group").remove_dead_members("requests")
-            there = log.faults.members("group")
+            there = log.faults.groups.members("group")
             process.communicate("\n")
 
             await CrashMarkers(log, "group").remove_dead_members("requests")
 
             assert there == (member.member_id,)
-            assert log.faults.members("group") != there
+            assert log.faults.groups.members("group") != there

@@ -84,7 +84,7 @@ async def test_what_is_kept_already_is_not_written_again() -> None:
     log = await made()
     marks, owner = CrashMarkers(log, "group"), Owner("member", "process")
     await marks.write({ONE: CrashMarker(True)}, owner)
-    log.faults.take_down()
+    log.faults.brokers.take_down()
 
     await marks.write({ONE: CrashMarker(True)}, owner)
 
@@ -97,10 +97,10 @@ async def test_a_mark_that_may_not_have_been_kept_is_written_again() -> None:
     log = await made()
     marks, owner = CrashMarkers(log, "group"), Owner("member", "process")
     await marks.write({ONE: CrashMarker(True)}, owner)
-    log.faults.take_down()
+    log.faults.brokers.take_down()
     with pytest.raises(LogUnavailable):
         await marks.write({ONE: CLEAN}, owner)
-    log.faults.bring_back()
+    log.faults.brokers.bring_back()
 
     await marks.write({ONE: CrashMarker(True)}, owner)
 

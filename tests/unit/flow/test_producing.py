@@ -115,11 +115,11 @@ async def test_a_refused_batch_is_halved_until_it_is_taken() -> None:
 async def test_an_outage_is_waited_out(log: MemoryLog) -> None:
     """While no broker answers it tries again; then everything is written once."""
     async with log.producer() as producer:
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         writing = asyncio.create_task(deliver(producer, ANSWERS, records(10, 20, 30)))
         await asyncio.sleep(0.01)
         assert not writing.done()
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
 
         assert await writing == {}
     assert letters(await written(log)) == "abc"
@@ -128,7 +128,7 @@ async def test_an_outage_is_waited_out(log: MemoryLog) -> None:
 async def test_what_may_not_be_there_is_written_again(log: MemoryLog) -> None:
     """A lost acknowledgement means a record twice, never none."""
     async with log.producer() as producer:
-        log.faults.lose_acknowledgements(1)
+        log.faults.acknowledgements.lose(1)
         assert await deliver(producer, ANSWERS, records(*[400] * 4)) == {}
 
     assert letters(await written(log)) in {"abcdab", "ababcd", "abcdabcd"}
@@ -137,7 +137,7 @@ async def test_what_may_not_be_there_is_written_again(log: MemoryLog) -> None:
 async def test_a_retry_does_not_repeat_what_is_acknowledged(log: MemoryLog) -> None:
     """Of several runs only those that failed are sent again."""
     async with log.producer() as producer:
-        log.faults.lose_acknowledgements(1)
+        log.faults.acknowledgements.lose(1)
         await deliver(producer, ANSWERS, records(900, 900, 900))
 
     assert sorted(letters(await written(log))) == ["a", "a", "b", "c"]
@@ -165,7 +165,7 @@ async def test_a_partition_that_is_not_there_refuses_all(log: MemoryLog) -> None
 
 async def test_a_forbidden_topic_refuses_all_at_once(log: MemoryLog) -> None:
     """What access rules forbid is not taken apart to see which record is at fault."""
-    log.faults.forbid(ANSWERS.topic)
+    log.faults.topics.forbid(ANSWERS.topic)
     async with log.producer() as producer:
         refused = await deliver(producer, ANSWERS, records(500, 300, 900))
 
@@ -187,7 +187,7 @@ async def test_a_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None
 async def test_cancelling_ends_the_retries(log: MemoryLog) -> None:
     """A process that must end at once does not wait for its broker."""
     async with log.producer() as producer:
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         writing = asyncio.create_task(deliver(producer, ANSWERS, records(1)))
         await asyncio.sleep(0.01)
         writing.cancel()

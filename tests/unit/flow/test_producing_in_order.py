@@ -45,14 +45,14 @@ async def written(log: MemoryLog, topic: str = ANSWERS.topic) -> str:
 async def test_all_are_written_in_order_in_pieces_that_a_batch_holds(log: MemoryLog) -> None:
     """Each piece is acknowledged before the next one goes."""
     async with log.producer() as producer:
-        log.faults.hold_acknowledgements()
+        log.faults.acknowledgements.hold()
         writing = asyncio.create_task(
             deliver_in_order(producer, ANSWERS, records(*[300] * 9), METRICS)
         )
         for _ in range(20):
             await asyncio.sleep(0)
         assert await written(log) == "ab"
-        log.faults.release_acknowledgements()
+        log.faults.acknowledgements.release()
         assert await writing is None
 
     assert await written(log) == "abcdefghi"
@@ -84,7 +84,7 @@ async def test_a_refused_piece_is_halved_in_order(log: MemoryLog) -> None:
 async def test_what_may_not_be_there_goes_before_what_follows(log: MemoryLog) -> None:
     """A lost acknowledgement may mean a record twice; what comes after it waits."""
     async with log.producer() as producer:
-        log.faults.lose_acknowledgements(1)
+        log.faults.acknowledgements.lose(1)
         assert await deliver_in_order(producer, ANSWERS, records(800, 800, 800), METRICS) is None
 
     assert await written(log) == "aabc"
@@ -95,7 +95,7 @@ async def test_a_topic_that_may_not_be_written_to_refuses_the_first(
     log: MemoryLog, hidden: bool
 ) -> None:
     """Whether we may know of it or not."""
-    log.faults.forbid(ANSWERS.topic, hidden=hidden)
+    log.faults.topics.forbid(ANSWERS.topic, hidden=hidden)
     async with log.producer() as producer:
         refused = await deliver_in_order(producer, ANSWERS, records(1, 2), METRICS)
 

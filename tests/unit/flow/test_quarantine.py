@@ -125,10 +125,10 @@ async def mark(log: MemoryLog, of: CrashMarker) -> None:
 
 async def test_a_partition_is_marked_as_open_before_anything_is_let_in(log: MemoryLog) -> None:
     """While the mark cannot be written, nothing comes."""
-    log.faults.hold_commits()
+    log.faults.groups.hold_commits()
     async with reading_soon(log) as stage:
         held = stage.holds
-        log.faults.release_commits()
+        log.faults.groups.release_commits()
         await eventually(lambda: len(stage.ack_handles) == 10)
 
         assert held == []
@@ -247,7 +247,7 @@ async def test_end_while_one_ran_alone_condemns_at_max_attempts(log: MemoryLog) 
 async def test_accused_offsets_without_a_request_are_forgotten(log: MemoryLog) -> None:
     """Records that nobody answers, and offsets without any, keep no search going."""
     await write_to(log, ONE, NO_REQUEST)
-    log.faults.skip_offsets(ONE, 3)
+    log.faults.partitions.skip_offsets(ONE, 3)
     await mark(log, CrashMarker(True, 14, 2, ((9, 14),)))
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
@@ -275,7 +275,7 @@ async def test_search_goes_on_after_a_rebalance(log: MemoryLog) -> None:
     await mark(log, CrashMarker(False, 10, 3, accused=((3, 5),)))
     async with reading(log) as stage:
         await eventually(lambda: stage.alone == [3, 4])
-        log.faults.force_rebalance("group")
+        log.faults.groups.force_rebalance("group")
         stage.ack_all()
         await eventually(_becomes(log, CrashMarker(True)))
         attempts = stage.registry.get_sample_value("headrace_isolated_crashes_total")
@@ -289,10 +289,10 @@ async def test_mark_that_cannot_be_written_is_tried_again(log: MemoryLog) -> Non
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
         await write_to(log, ONE, b"new")
-        log.faults.hold_commits()
+        log.faults.groups.hold_commits()
         await write_to(log, TWO, b"new")
         held = stage.holds
-        log.faults.release_commits()
+        log.faults.groups.release_commits()
         await eventually(lambda: len(stage.ack_handles) == 12)
         stage.ack_all()
 

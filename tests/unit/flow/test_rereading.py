@@ -164,7 +164,7 @@ async def test_deleted_records_are_skipped_and_counted() -> None:
     """Retention may take what is deferred; nobody can answer it then, and the base goes on."""
     bench = RereadingHarness()
     (first,) = await bench.read(3)
-    bench.log.faults.trim(ONE, 2)
+    bench.log.faults.partitions.trim(ONE, 2)
     first.ack_handle.ack()
     async with bench.rereading():
         delivery = await bench.next()
@@ -182,7 +182,7 @@ async def test_unreadable_records_are_skipped_and_counted() -> None:
     bench = RereadingHarness()
     await bench.log.create_topics([TopicInfo(ONE.topic, 2, {})], replication_factor=1)
     await write_to(bench.log, ONE, b"value")
-    bench.log.faults.write_unreadable(ONE, 1)
+    bench.log.faults.partitions.write_unreadable(ONE, 1)
     await write_to(bench.log, ONE, b"value")
     (first,) = await bench.let_in([bench.request(offset) for offset in range(3)])
     first.ack_handle.ack()
@@ -206,7 +206,7 @@ async def test_lost_end_of_the_log_is_reported(end: int) -> None:
     """The next deferred record lies beyond the new end, or exactly there."""
     bench = RereadingHarness()
     (first,) = await bench.read(4)
-    bench.log.faults.truncate(ONE, end)
+    bench.log.faults.partitions.truncate(ONE, end)
     first.ack_handle.ack()
     async with bench.rereading():
         await eventually(lambda: bench.lost_ends)
@@ -235,8 +235,8 @@ async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> No
     (first,) = await bench.read(2)
     await write_to(bench.log, TWO, *[b"value"] * 2)
     (second,) = await bench.let_in([bench.request(offset, TWO, model="n") for offset in range(2)])
-    bench.log.faults.trim(ONE, 2)
-    bench.log.faults.trim(TWO, 2)
+    bench.log.faults.partitions.trim(ONE, 2)
+    bench.log.faults.partitions.trim(TWO, 2)
     first.ack_handle.ack()
     second.ack_handle.ack()
     async with asyncio.timeout(10), bench.rereading():

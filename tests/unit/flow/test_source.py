@@ -63,7 +63,7 @@ async def _is(log: MemoryLog, expected: AckedOffsets) -> bool:
 async def test_without_a_commit_it_starts_at_the_beginning(log: MemoryLog) -> None:
     """Nothing that the log holds is left out."""
     await fill(log, 3)
-    log.faults.trim(ONE, 1)
+    log.faults.partitions.trim(ONE, 1)
 
     async with reading(log) as stage:
         await eventually(lambda: stage.offsets == [1, 2])
@@ -98,13 +98,13 @@ async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
 
         member.commit = counted  # type: ignore[method-assign]  # watched
         await eventually(lambda: len(stage.offsets) == 5)
-        log.faults.hold_commits()
+        log.faults.groups.hold_commits()
         stage.ack([0])
         await eventually(lambda: under_way == 1)
         stage.ack_all()
         closing = asyncio.create_task(stage.source.close_down(5))
         await asyncio.sleep(0)
-        log.faults.release_commits()
+        log.faults.groups.release_commits()
         await closing
 
     assert most == 1
@@ -116,10 +116,10 @@ async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
     await fill(log, 3)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 3)
-        log.faults.take_down()
+        log.faults.brokers.take_down()
         stage.ack_all()
         await eventually(lambda: stage.source._committer.failures)
-        log.faults.bring_back()
+        log.faults.brokers.bring_back()
         await eventually(lambda: _is(log, AckedOffsets(3)))
 
 
@@ -128,7 +128,7 @@ async def test_what_does_not_change_is_committed_again(log: MemoryLog) -> None:
     delivery = replace(QUICK.delivery, commit_refresh_interval_s=0.05)
     async with reading(log, tuning=replace(QUICK, delivery=delivery)):
         await eventually(lambda: committed(log))
-        log.faults.forget_commits(GROUP)
+        log.faults.groups.forget_commits(GROUP)
         await eventually(lambda: committed(log))
 
 
@@ -251,14 +251,14 @@ async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
             nonlocal loads
             loads += 1
             if loads <= 2:
-                log.faults.take_down()
+                log.faults.brokers.take_down()
             try:
                 return await load(partitions)
             finally:
-                log.faults.bring_back()
+                log.faults.brokers.bring_back()
 
         stage.source._assignments._load = fail_twice  # type: ignore[method-assign]  # a fault at this moment
-        log.faults.force_rebalance(GROUP)
+        log.faults.groups.force_rebalance(GROUP)
         await eventually(lambda: loads == 3)
         await fill(log, 1)
         await eventually(lambda: stage.offsets == [0, 1, 2, 3])
@@ -270,7 +270,7 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
     async with reading(log, budget_bytes=20) as stage:
         await eventually(lambda: stage.source._backpressure.paused and len(stage.offsets) == 3)
         await fill(log, 10)
-        log.faults.trim(ONE, 8)
+        log.faults.partitions.trim(ONE, 8)
         stage.ack_all()
         await eventually(lambda: stage.offsets == [0, 1, 2, *range(8, 13)])
         stage.ack_all()
@@ -284,7 +284,7 @@ async def test_retention_that_passed_the_base_is_skipped_at_the_start(log: Memor
     """A base below what the log still holds moves up."""
     await fill(log, 10)
     await commit(log, AckedOffsets(2, [(3, 4)]).committable())
-    log.faults.trim(ONE, 6)
+    log.faults.partitions.trim(ONE, 6)
 
     async with reading(log) as stage:
         await eventually(lambda: stage.offsets == [6, 7, 8, 9])
@@ -300,7 +300,7 @@ async def test_topic_made_anew_between_polls_is_read_from_its_beginning(log: Mem
         stage.ack_all()
         await eventually(lambda: _is(log, AckedOffsets(9)))
         stage.offsets.clear()
-        log.faults.replace_topic(TOPIC)
+        log.faults.topics.replace(TOPIC)
         await fill(log, 3)
         await eventually(lambda: stage.offsets == [0, 1, 2])
         stage.ack_all()
@@ -313,7 +313,7 @@ async def test_lost_end_of_log_keeps_what_was_answered(log: MemoryLog) -> None:
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 9)
         stage.ack([0, 1, 2, 4, 5, 6, 7, 8])
-        log.faults.truncate(ONE, 7)
+        log.faults.partitions.truncate(ONE, 7)
         stage.ack([3])
         await eventually(lambda: _is(log, AckedOffsets(7)))
         stage.offsets.clear()
@@ -330,7 +330,7 @@ async def test_work_on_lost_record_is_not_counted_for_its_successor(log: MemoryL
         await eventually(lambda: len(stage.offsets) == 9)
         stage.ack(range(8))
         lost = list(stage.ack_handles)
-        log.faults.truncate(ONE, 8)
+        log.faults.partitions.truncate(ONE, 8)
         await eventually(lambda: lost[0].revoked)
         await fill(log, 1)
         await eventually(lambda: stage.offsets[9:] == [8])
@@ -343,7 +343,7 @@ async def test_end_lost_while_no_process_ran_keeps_what_was_answered(log: Memory
     """What was committed beyond the end is of records that are gone."""
     await fill(log, 9)
     await commit(log, AckedOffsets(3, [(4, 5), (7, 9)]).committable())
-    log.faults.truncate(ONE, 8)
+    log.faults.partitions.truncate(ONE, 8)
 
     async with reading(log) as stage:
         await eventually(lambda: stage.offsets == [3, 5, 6])
@@ -361,7 +361,7 @@ async def test_topic_made_anew_begins_like_an_assignment(log: MemoryLog) -> None
         await eventually(lambda: stage.offsets == [0, 1, 2])
         stage.ack_all()
         told.clear()
-        log.faults.replace_topic(TOPIC)
+        log.faults.topics.replace(TOPIC)
         await fill(log, 2)
         await eventually(lambda: stage.offsets == [0, 1, 2, 0, 1])
         assignment = stage.source.tracker.get(ONE)
@@ -424,12 +424,12 @@ async def test_draining_and_the_last_commit_share_one_deadline(log: MemoryLog) -
         AsyncExitStack() as stack,
     ):
         await eventually(lambda: len(stage.offsets) == 4)
-        log.faults.hold_commits()
+        log.faults.groups.hold_commits()
         stage.ack([0])
         other = RecordingListener()
         await stack.enter_async_context(log.member(GROUP, [TOPIC], other))
         await eventually(lambda: other.assignments, deadline_s=3)
-        log.faults.release_commits()
+        log.faults.groups.release_commits()
         stage.ack_handles.clear()
 
 
@@ -452,7 +452,7 @@ async def test_partition_paused_for_a_share_continues_when_its_end_was_lost(
         work = tasks.create_task(stage.run())
         await source.assigned.wait()
         await eventually(lambda: _reasons(source) == {"share"})
-        log.faults.truncate(ONE, 3)
+        log.faults.partitions.truncate(ONE, 3)
         stage.answers = True
         stage.answer_all()
         await eventually(lambda: not _reasons(source))

@@ -128,7 +128,7 @@ async def test_a_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
 
 async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
     """A base below the source's beginning moves up to it."""
-    log.faults.trim(SOURCE, 6)
+    log.faults.partitions.trim(SOURCE, 6)
 
     source_offsets = await assigned(log, Committed(2))
 
@@ -139,7 +139,7 @@ async def test_a_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
     """Other requests stand at its offsets, and none of them is answered."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
     before = await source_offsets.has_other_records()
-    log.faults.delete_topic("requests")
+    log.faults.topics.delete("requests")
     await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
     source_offsets._looked_s = -math.inf
 
@@ -152,7 +152,7 @@ async def test_a_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
 async def test_lost_end_of_requests_is_found_out(log: MemoryLog) -> None:
     """Other requests get the offsets above it, and what is answered below stays so."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 8)]).committable())
-    log.faults.truncate(SOURCE, 6)
+    log.faults.partitions.truncate(SOURCE, 6)
 
     assert not source_offsets.is_first_delivery(0, 7)
     assert await source_offsets.has_other_records()
@@ -167,7 +167,7 @@ async def test_lost_end_of_requests_is_found_out(log: MemoryLog) -> None:
 async def test_a_topic_that_is_gone_is_not_replaced(log: MemoryLog) -> None:
     """What is on its way still is of the one that was."""
     source_offsets = await assigned(log, Committed(3))
-    log.faults.delete_topic("requests")
+    log.faults.topics.delete("requests")
 
     assert not await source_offsets.has_other_records()
     assert not source_offsets.is_first_delivery(0, 2)

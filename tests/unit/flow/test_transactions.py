@@ -31,13 +31,13 @@ async def owner_of(log: MemoryLog, offsets: int = 10) -> Owner:
 async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
     """It is tried again as a whole."""
     owner = Owner(log)
-    log.faults.take_down()
+    log.faults.brokers.take_down()
     with pytest.raises(LogUnavailable):
         await owner.assign(10)
     with pytest.raises(PartitionLost):
         await owner.transactions.commit_transaction(0, [], compose)
 
-    log.faults.bring_back()
+    log.faults.brokers.bring_back()
     await owner.assign(10)
     await owner.commit_transaction([0])
     assert await answers(log) == {0: 1}
@@ -46,14 +46,14 @@ async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
 async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: MemoryLog) -> None:
     """The producer of the one that was under way is not used again."""
     owner = await owner_of(log)
-    log.faults.hold_transactions()
+    log.faults.transactions.hold()
     sealing_first = asyncio.create_task(
         owner.transactions.commit_transaction(0, outgoing_of(owner, 0), compose)
     )
     await eventually(lambda: log._transactions._open)
     sealing_first.cancel()
     await asyncio.wait([sealing_first])
-    log.faults.release_transactions()
+    log.faults.transactions.release()
 
     await owner.transactions.commit_transaction(0, outgoing_of(owner, 0, 1), compose)
     assert await answers(log) == {0: 1, 1: 1}
@@ -62,12 +62,12 @@ async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: Memory
 async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
     """Whatever the producer says when it is closed: the answers are the next owner's."""
     owner = await owner_of(log)
-    log.faults.hold_transactions()
+    log.faults.transactions.hold()
     under_way = asyncio.create_task(owner.commit_transaction([0]))
     await eventually(lambda: log._transactions._open)
     await owner.transactions.release([0])
     successor = await owner_of(log)
-    log.faults.release_transactions()
+    log.faults.transactions.release()
     with pytest.raises(PartitionLost):
         await under_way
 
@@ -78,16 +78,16 @@ async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
 async def test_the_group_is_asked_until_it_answers(log: MemoryLog) -> None:
     """A fenced producer has no successor before it is known whether the partition is ours."""
     owner = await owner_of(log)
-    log.faults.hold_transactions()
+    log.faults.transactions.hold()
     under_way = asyncio.create_task(owner.commit_transaction([0]))
     await eventually(lambda: log._transactions._open)
-    log.faults.time_out_transaction("group.requests.0")
-    log.faults.take_down()
-    log.faults.release_transactions()
+    log.faults.transactions.time_out("group.requests.0")
+    log.faults.brokers.take_down()
+    log.faults.transactions.release()
     for _ in range(20):
         await asyncio.sleep(0)
     assert not under_way.done()
-    log.faults.bring_back()
+    log.faults.brokers.bring_back()
     await under_way
     assert await answers(log) == {0: 1}
 
@@ -109,7 +109,7 @@ async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> Non
 async def test_what_turns_out_to_be_sealed_counts_as_sealed(log: MemoryLog) -> None:
     """The caller tells of these answers as of any others; they are no duplicates."""
     owner = await owner_of(log)
-    log.faults.fail_transactions(TransactionFault.UNKNOWN_BUT_COMMITTED)
+    log.faults.transactions.fail(TransactionFault.UNKNOWN_BUT_COMMITTED)
     outgoing = outgoing_of(owner, 0, 1)
     await owner.transactions.commit_transaction(0, outgoing, compose)
 
@@ -141,7 +141,7 @@ async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
     """A broker forgets it otherwise; nothing is written as long as nothing is to be renewed."""
     owner = await owner_of(log)
     await owner.commit_transaction([0])
-    log.faults.forget_commits("group")
+    log.faults.groups.forget_commits("group")
     await owner.transactions.commit_remaining(0)
     assert (await log.committed("group", [owner.source]))[owner.source] is None
 

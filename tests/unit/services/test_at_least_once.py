@@ -31,14 +31,14 @@ async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else() -> None
     """However many chunks wait for it: its answers stand aside, and go when it is back."""
     tuning = replace(TUNING.responder, target_stalled_after_s=0.02)
     async with running(tuning=tuning) as bench:
-        bench.log.faults.take_leaders(MINE.topic)
+        bench.log.faults.topics.take_leaders(MINE.topic)
         stuck = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(40)]
         for request in stuck:
             await bench.inlet.send([request])
         await bench.answer(*[answerable() for _ in range(10)])
         assert not any(receipt_of(one).acked for one in stuck)
 
-        bench.log.faults.elect(MINE.topic)
+        bench.log.faults.topics.elect(MINE.topic)
         await eventually(lambda: all(receipt_of(one).acked == 1 for one in stuck))
         assert len(await bench.records(MINE.topic)) == 40
 
@@ -56,12 +56,12 @@ async def test_what_was_revoked_is_not_tried_again(order: OrderBy) -> None:
         request.partition, request.offset, request.previous = assignment.partition[1], 0, -1
         request.ack_handle = assignment.admit(0, 10)
     async with running(order_by=order, tracker=tracker) as bench:
-        bench.log.faults.take_leaders(RESPONSES.topic)
+        bench.log.faults.topics.take_leaders(RESPONSES.topic)
         await bench.inlet.send([ours, revoked])
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 4)
         tracker.revoke(assignments[1].partition)
         await eventually(lambda: not assignments[1].in_flight)
-        bench.log.faults.elect(RESPONSES.topic)
+        bench.log.faults.topics.elect(RESPONSES.topic)
         await eventually(lambda: not tracker.budget.used_bytes)
         answers = await bench.responses()
 
@@ -83,13 +83,13 @@ async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
         request.partition, request.offset, request.previous = 0, offset, offset - 1
         request.ack_handle = assignment.admit(offset, 10)
     async with running(order_by=order, tracker=tracker) as bench:
-        bench.log.faults.take_leaders(MINE.topic)
+        bench.log.faults.topics.take_leaders(MINE.topic)
         await bench.inlet.send(requests)
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 2)
         assert len(await bench.responses()) == 1
         assert assignment.progress == AckedOffsets(0)
 
-        bench.log.faults.elect(MINE.topic)
+        bench.log.faults.topics.elect(MINE.topic)
         await eventually(lambda: assignment.progress == AckedOffsets(2))
 
 
@@ -101,10 +101,10 @@ async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
     request.ack_handle = assignment.admit(0, 10)
     request.outputs = make_request(inputs={"y": np.zeros((1, 500), np.float32)}).inputs
     async with running() as bench:
-        bench.log.faults.hold_acknowledgements()
+        bench.log.faults.acknowledgements.hold()
         await bench.inlet.send([request])
         await eventually(lambda: tracker.budget.used_bytes == 2010)
-        bench.log.faults.release_acknowledgements()
+        bench.log.faults.acknowledgements.release()
         await eventually(lambda: not tracker.budget.used_bytes)
 
 
@@ -115,7 +115,7 @@ async def test_chunks_with_large_outputs_wait_for_room() -> None:
     for request in requests:
         request.outputs = make_request(inputs={"y": np.zeros((1, 250), np.float32)}).inputs
     async with running(tuning=tuning) as bench:
-        bench.log.faults.hold_acknowledgements()
+        bench.log.faults.acknowledgements.hold()
         async with asyncio.TaskGroup() as tasks:
             sending_all = tasks.create_task(send_singly(bench, requests))
             written = bench.log._topics.partition(TopicPartition(RESPONSES.topic, 0))
@@ -124,7 +124,7 @@ async def test_chunks_with_large_outputs_wait_for_room() -> None:
                 await asyncio.sleep(0)
             assert written.end == 3
             assert not sending_all.done()
-            bench.log.faults.release_acknowledgements()
+            bench.log.faults.acknowledgements.release()
         await eventually(lambda: all(receipt_of(one).acked for one in requests))
 
 

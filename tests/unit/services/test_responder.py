@@ -97,7 +97,7 @@ async def test_a_reply_topic_that_is_deleted_ends_nothing() -> None:
     """While its partitions are remembered the log refuses it: the answer goes to `responses`."""
     async with running() as bench:
         await bench.answer(answerable(kafka_replyTopic=b"headrace.mine"))
-        bench.log.faults.delete_topic(MINE.topic)
+        bench.log.faults.topics.delete(MINE.topic)
         await bench.answer(answerable(kafka_replyTopic=b"headrace.mine"))
         records = await bench.responses()
 
@@ -138,12 +138,12 @@ async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answ
     """Its partition's new owner gives it, and knows nothing of this one."""
     request = answerable(kafka_replyTopic=MINE.topic.encode())
     async with running(tuning=QUICK.responder) as bench:
-        bench.log.faults.take_down()
+        bench.log.faults.brokers.take_down()
         await bench.inlet.send([request])
         for _ in range(5):
             await asyncio.sleep(0)
         receipt_of(request).revoked = True
-        bench.log.faults.bring_back()
+        bench.log.faults.brokers.bring_back()
         await eventually(lambda: receipt_of(request).acked)
         assert await bench.records(MINE.topic) == []
         assert counted(bench.instruments, "revoked_requests_total") == 1
@@ -283,13 +283,13 @@ async def test_nothing_is_settled_before_it_is_acknowledged() -> None:
     """Only what the log has taken may be committed."""
     request = answerable()
     async with running() as bench:
-        bench.log.faults.hold_acknowledgements()
+        bench.log.faults.acknowledgements.hold()
         await bench.inlet.send([request])
         await eventually(
             lambda: bench.log._topics.partition(TopicPartition(RESPONSES.topic, 0)).end
         )
         assert not receipt_of(request).acked
-        bench.log.faults.release_acknowledgements()
+        bench.log.faults.acknowledgements.release()
         await eventually(lambda: receipt_of(request).acked)
 
 
@@ -297,9 +297,9 @@ async def test_an_outage_delays_answers_and_loses_none() -> None:
     """They are sent when the broker is back, each once."""
     requests = [answerable() for _ in range(20)]
     async with running() as bench:
-        bench.log.faults.take_down()
+        bench.log.faults.brokers.take_down()
         await bench.inlet.send(requests[:10])
         await bench.inlet.send(requests[10:])
-        bench.log.faults.bring_back()
+        bench.log.faults.brokers.bring_back()
         await eventually(lambda: all(receipt_of(one).acked for one in requests))
         assert len(await bench.responses()) == 20

@@ -26,7 +26,7 @@ ANSWER_BYTES = 1100
 async def test_answer_that_only_brokers_know_to_be_too_large_gives_way_alone(place: int) -> None:
     """The topic's limit was lowered a moment ago: halving finds the one that does not fit."""
     async with running() as bench:
-        bench.log.faults.keep_limits_from_producers(RESPONSES.topic)
+        bench.log.faults.topics.keep_limits_from_producers(RESPONSES.topic)
         requests = [bench.request(size=2000 if each == place else 1) for each in range(16)]
         await bench.inlet.send(requests)
         await bench.acked()
@@ -38,7 +38,7 @@ async def test_answer_that_only_brokers_know_to_be_too_large_gives_way_alone(pla
 async def test_answers_that_are_too_large_cost_no_producer() -> None:
     """They give way before the transaction begins, with whatever else its topic refuses."""
     async with running() as bench:
-        entered = bench.log.faults.entered_producers(TRANSACTIONAL_ID)
+        entered = bench.log.faults.transactions.entered_producers(TRANSACTIONAL_ID)
         requests = [
             *[bench.request(size=2000) for _ in range(40)],
             *[bench.request(long=b"x" * LIMIT_BYTES) for _ in range(40)],
@@ -53,7 +53,7 @@ async def test_answers_that_are_too_large_cost_no_producer() -> None:
         await bench.acked()
         statuses = list((await bench.statuses()).values())
         assert Counter(statuses) == {"TOO_LARGE": 80, "INVALID_REQUEST": 40, "ok": 40}
-        assert bench.log.faults.entered_producers(TRANSACTIONAL_ID) == entered
+        assert bench.log.faults.transactions.entered_producers(TRANSACTIONAL_ID) == entered
         assert counted(bench.instruments, "dead_letters_dropped_total") == 80
 
 
@@ -80,9 +80,9 @@ async def test_failed_step_frees_its_answers_without_the_collector(
 ) -> None:
     """Neither a time-out nor a refusal leaves a reference cycle that holds what was encoded."""
     async with running() as bench:
-        bench.log.faults.slow_down_transactions(0)
+        bench.log.faults.transactions.slow_down(0)
         if not knows_limits:
-            bench.log.faults.keep_limits_from_producers(RESPONSES.topic)
+            bench.log.faults.topics.keep_limits_from_producers(RESPONSES.topic)
         with no_collector():
             before = encoded_answers()
             await bench.inlet.send([bench.request(size=size) for _ in range(32)])
@@ -106,7 +106,7 @@ async def test_refused_answers_are_freed_without_the_collector(exactly_once: boo
 async def test_step_that_does_not_end_in_time_is_halved() -> None:
     """Where a producer quota lets no larger transaction end, all are answered, each once."""
     async with running() as bench:
-        bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
+        bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
         await bench.inlet.send([bench.request(size=200) for _ in range(64)])
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(64), "ok")
@@ -117,7 +117,7 @@ async def test_step_that_does_not_end_in_time_is_halved() -> None:
 async def test_size_that_worked_is_kept_for_the_next_step() -> None:
     """A second burst costs no time-out that the first one has paid for."""
     async with running(tuning=replace(QUICK.responder, quick_transaction_share=0.0)) as bench:
-        bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
+        bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
         for _ in range(2):
             await bench.inlet.send([bench.request(size=200) for _ in range(64)])
             await bench.acked()
@@ -127,10 +127,10 @@ async def test_size_that_worked_is_kept_for_the_next_step() -> None:
 async def test_size_grows_again_once_transactions_are_quick() -> None:
     """From two answers at a time to as many as there are."""
     async with running() as bench:
-        bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
+        bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
         await bench.inlet.send([bench.request(size=200) for _ in range(64)])
         await bench.acked()
-        bench.log.faults.slow_down_transactions(None)
+        bench.log.faults.transactions.slow_down(None)
         for _ in range(8):
             await bench.inlet.send([bench.request(size=200) for _ in range(64)])
             await bench.acked()
@@ -151,7 +151,7 @@ async def test_slow_reply_topic_is_answered_in_smaller_steps() -> None:
     async with running(tuning=tuning) as bench:
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
-        bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
+        bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
         replies = [b"headrace.mine", b"headrace.yours", RESPONSES.topic.encode()] * 20
         await bench.inlet.send([bench.request(size=200, kafka_replyTopic=each) for each in replies])
         await bench.acked()

@@ -154,7 +154,7 @@ async def test_what_its_reply_topic_refuses_is_answered_on_responses(topic: str)
             await bench.log.create_topics([TopicInfo(topic, 1, {})], replication_factor=1)
             await bench.inlet.send([bench.request(kafka_replyTopic=topic.encode())])
             await bench.acked()
-            bench.log.faults.delete_topic(topic)
+            bench.log.faults.topics.delete(topic)
         requests = [
             bench.request(),
             bench.request(kafka_replyTopic=topic.encode()),
@@ -174,14 +174,14 @@ async def test_forbidden_reply_topic_costs_one_producer() -> None:
     transactional_id = "headrace.headrace.requests.0"
     async with running() as bench:
         await bench.log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
-        bench.log.faults.forbid("headrace.mine")
-        entered = bench.log.faults.entered_producers(transactional_id)
+        bench.log.faults.topics.forbid("headrace.mine")
+        entered = bench.log.faults.transactions.entered_producers(transactional_id)
         for _ in range(10):
             requests = [bench.request(kafka_replyTopic=b"headrace.mine"), bench.request()]
             await bench.inlet.send(requests)
             await bench.acked()
         assert list((await bench.statuses()).values()) == ["INVALID_REQUEST", "ok"] * 10
-        assert bench.log.faults.entered_producers(transactional_id) == entered + 1
+        assert bench.log.faults.transactions.entered_producers(transactional_id) == entered + 1
 
 
 async def test_an_error_that_does_not_fit_goes_bare() -> None:
@@ -221,7 +221,7 @@ async def test_a_failed_transaction_takes_nothing_from_an_answer_whose_letter_do
         request = bench.request(kafka_replyTopic=b"headrace.mine", kafka_correlationId=b"c-1")
         request.outputs, request.value = None, b"x" * LIMIT_BYTES
         request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
-        bench.log.faults.fail_transactions(TransactionFault.UNKNOWN_AND_OPEN)
+        bench.log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
         await bench.inlet.send([request])
         await bench.acked()
         (record,) = await visible(bench.log, "headrace.mine")
@@ -253,7 +253,7 @@ async def test_responses_that_refuse_for_good_end_the_process() -> None:
 async def answer_where_responses_are_forbidden() -> None:
     """One answer, which nobody takes."""
     async with running() as bench:
-        bench.log.faults.forbid(RESPONSES.topic)
+        bench.log.faults.topics.forbid(RESPONSES.topic)
         await bench.inlet.send([bench.request()])
         await bench.acked()
 
@@ -280,16 +280,16 @@ async def test_answers_whose_offsets_have_no_room_wait() -> None:
 async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
     """What waited for its turn is revoked, and charged no more."""
     async with running() as bench:
-        bench.log.faults.hold_transactions()
+        bench.log.faults.transactions.hold()
         await bench.inlet.send([bench.request() for _ in range(10)])
         await eventually(lambda: bench.log._transactions._open)
         await bench.inlet.send([bench.request() for _ in range(10)])
-        (member,) = bench.log.faults.members("headrace")
-        bench.log.faults.expire_session("headrace", member, noticed=False)
+        (member,) = bench.log.faults.groups.members("headrace")
+        bench.log.faults.groups.expire_session("headrace", member, noticed=False)
         await bench.log.transactional_producer(
             "headrace.headrace.requests.0", "headrace"
         ).__aenter__()
-        bench.log.faults.release_transactions()
+        bench.log.faults.transactions.release()
         await eventually(lambda: not bench.tracker.budget.used_bytes)
         assert await bench.statuses() == {}
         assert counted(bench.instruments, "revoked_requests_total") == 20
@@ -316,11 +316,11 @@ async def test_in_order_of_the_partition_nothing_overtakes(exactly_once: bool) -
 async def test_a_step_takes_no_more_than_is_encoded_in_one_go() -> None:
     """What is left goes with the next one, and the offsets tell how far it has come."""
     async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
-        bench.log.faults.hold_transactions()
+        bench.log.faults.transactions.hold()
         await bench.inlet.send([bench.request() for _ in range(12)])
         await eventually(lambda: bench.log._transactions._open)
         (transaction,) = bench.log._transactions._open.values()
         assert transaction._offsets == {SOURCE: Committed(5)}
-        bench.log.faults.release_transactions()
+        bench.log.faults.transactions.release()
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(12), "ok")

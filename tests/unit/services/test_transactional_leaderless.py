@@ -75,7 +75,7 @@ async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
     async with running(tuning=SOON) as bench:
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
-        bench.log.faults.take_leaders(topic)
+        bench.log.faults.topics.take_leaders(topic)
         epochs = dict(bench.log._transactions._epochs)
         topics = ["headrace.mine", "headrace.yours", RESPONSES.topic] * 3
         await bench.inlet.send([bench.request(kafka_replyTopic=each.encode()) for each in topics])
@@ -85,7 +85,7 @@ async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
         assert [each for each in range(9) if each not in committed] == sorted(stuck)
         assert bench.log._transactions._epochs == epochs
 
-        bench.log.faults.elect(topic)
+        bench.log.faults.topics.elect(topic)
         await bench.acked()
         assert await bench.committed() == AckedOffsets(9)
         assert await bench.statuses(topic) == dict.fromkeys(sorted(stuck), "ok")
@@ -94,12 +94,12 @@ async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
 async def test_in_order_a_partition_without_a_leader_holds_up_what_follows() -> None:
     """Nothing is put aside, and nothing fenced: the answers come in order once it has one."""
     async with running("partition") as bench:
-        bench.log.faults.take_leaders(RESPONSES.topic)
+        bench.log.faults.topics.take_leaders(RESPONSES.topic)
         await bench.inlet.send([bench.request() for _ in range(9)])
         await eventually(lambda: counted(bench.instruments, "revoked_requests_total") == 0)
         for _ in range(5):
             await asyncio.sleep(0)
         assert bench.in_flight == 9
-        bench.log.faults.elect(RESPONSES.topic)
+        bench.log.faults.topics.elect(RESPONSES.topic)
         await bench.acked()
         assert await offsets_in_order(bench) == list(range(9))
