@@ -4,7 +4,8 @@ A model that cannot keep up would fill the budget with its requests, and nothing
 So a request whose model, or tenant, is over its share (`headrace.delivery.budget`) is *deferred*:
 its bytes are released, and its offset stays unanswered. Reading continues behind it. When its claim
 has room again, the record is read a second time, by a separate reader. This reader is in no group
-and commits nothing; it is open only while records are deferred.
+and commits nothing; it is open only while records are deferred. `Deferral` decides which requests
+are deferred, `DeferredRecords` which of them are read again, and `Rereading` reads them.
 
 - A claim that reaches its limit gets a short time first: a model that keeps up has room by then,
   and no record of its queue is read twice.
@@ -55,13 +56,178 @@ class Charged(NamedTuple):
     ended: list[Request]
 
 
+class DeferredRecords:
+    """Records that are left in the log, and the rule for when each is read again.
+
+    A record is read again when its claim has room, when its deadline passes, or when it would be
+    late. Synchronous; times are passed in.
+
+    Args:
+        shares: claims on the budget of the source.
+        refusal: returns the failure of a request that would be late; None if nothing is predicted.
+    """
+
+    def __init__(
+        self, shares: BudgetShares, refusal: Refusal | None, tuning: ConsumerTuning
+    ) -> None:
+        self._shares = shares
+        self._refusal = refusal
+        self._tuning = tuning
+        self._waiting: dict[Claim, deque[Deferred]] = {}
+        self._deadlines: list[tuple[int, int, Deferred]] = []
+        self._order = count()
+        self._prune_at = tuning.deadline_prune_at
+        self._late: dict[tuple[AssignedPartition, int], Failure] = {}
+        self._predicted_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, deferred: Deferred, now_s: float) -> None:
+        """Add a record; `now_s` is monotonic."""
+        deferred.claim.deferred += 1
+        deferred.claim.deferred_s = now_s
+        self._waiting.setdefault(deferred.claim, deque()).append(deferred)
+        self._note_deadline(deferred)
+
+    def partitions(self) -> set[TopicPartition]:
+        """Return the partitions that have deferred records which are not being read again."""
+        return {each.assignment.partition for some in self._waiting.values() for each in some}
+
+    def rows(self, claim: Claim) -> int:
+        """Return the number of rows of a claim's deferred records."""
+        return sum([each.rows for each in self._waiting.get(claim, ())])
+
+    def pop_failure(self, assignment: AssignedPartition, offset: int) -> Failure | None:
+        """Return the failure of a record that is read again because it would be late, once; None
+        if it is read again for another reason.
+        """
+        return self._late.pop((assignment, offset), None)
+
+    def forget_revoked(self) -> None:
+        """Forget records of revoked partitions: the next owner reads them from the log."""
+        for claim, waiting in list(self._waiting.items()):
+            left = deque(each for each in waiting if not _is_gone(each))
+            claim.deferred -= len(waiting) - len(left)
+            self._waiting[claim] = left
+            if not left:
+                del self._waiting[claim]
+        self._drop_gone_deadlines()
+        self._late = {each: failure for each, failure in self._late.items() if not each[0].revoked}
+
+    def pick(self, now_us: int, now_s: float) -> dict[AssignedPartition, list[Deferred]]:
+        """Return the records to read again now, in offset order, and reserve their room.
+
+        Args:
+            now_us: wall-clock time, in which deadlines are given.
+            now_s: monotonic time, in which the interval of predictions is measured.
+        """
+        # Overdue records before those with room: they must be answered whether there is room or
+        # not, and what they reserve is then no room for others.
+        picked = self._pick_due(now_us)
+        if (
+            self._refusal is not None
+            and now_s - self._predicted_s >= self._tuning.refusal_interval_s
+        ):
+            self._predicted_s = now_s
+            picked += self._pick_late(self._refusal)
+        for deferred in picked:
+            self._waiting[deferred.claim].remove(deferred)
+        # Oldest first, and none past one that has no room: a claim's requests do not overtake.
+        for claim, waiting in self._waiting.items():
+            while waiting and self._has_room(claim, waiting[0].size_bytes):
+                deferred = waiting.popleft()
+                deferred.reserve()
+                picked.append(deferred)
+        self._waiting = {claim: waiting for claim, waiting in self._waiting.items() if waiting}
+        found: dict[AssignedPartition, list[Deferred]] = {}
+        for deferred in picked:
+            deferred.claim.deferred -= 1
+            found.setdefault(deferred.assignment, []).append(deferred)
+        return {each: sorted(some, key=_offset) for each, some in found.items()}
+
+    def put_back(self, unread: Iterable[Deferred], now_us: int) -> None:
+        """Put back records that were picked and could not be read."""
+        for deferred in unread:
+            deferred.release()
+            if _is_gone(deferred):
+                continue
+            deferred.claim.deferred += 1
+            waiting = self._waiting.get(deferred.claim, ())
+            self._waiting[deferred.claim] = deque(sorted([*waiting, deferred], key=_offset))
+            if deferred.envelope.deadline_ms * 1000 <= now_us:  # otherwise it is still noted
+                self._note_deadline(deferred)
+
+    def _has_room(self, claim: Claim, size_bytes: int) -> bool:
+        return self._shares.has_room(claim, size_bytes, uncharged_bytes=size_bytes)
+
+    def _note_deadline(self, deferred: Deferred) -> None:
+        if deadline_ms := deferred.envelope.deadline_ms:
+            entry = (deadline_ms * 1000, next(self._order), deferred)
+            heapq.heappush(self._deadlines, entry)
+        if len(self._deadlines) >= self._prune_at:
+            # Most records are read again long before their deadlines, which may be years away.
+            self._drop_gone_deadlines()
+            self._prune_at = max(self._tuning.deadline_prune_at, 2 * len(self._deadlines))
+
+    def _drop_gone_deadlines(self) -> None:
+        self._deadlines = [entry for entry in self._deadlines if not _is_gone(entry[2])]
+        heapq.heapify(self._deadlines)
+
+    def _pick_due(self, now_us: int) -> list[Deferred]:
+        """Pick overdue records, as many as may be read at a time."""
+        due: list[Deferred] = []
+        left_bytes = self._shares.limit_bytes * self._tuning.overdue_fraction
+        while self._deadlines and self._deadlines[0][0] <= now_us and left_bytes > 0:
+            deferred = heapq.heappop(self._deadlines)[2]
+            if not deferred.is_reserved and not _is_gone(deferred):
+                deferred.reserve()
+                left_bytes -= deferred.size_bytes
+                due.append(deferred)
+        return due
+
+    def _pick_late(self, refusal: Refusal) -> list[Deferred]:
+        """Pick records that would be late behind all that is deferred before them."""
+        # A record that was read again and ended for another reason was never looked up here.
+        self._late = {
+            place: failure for place, failure in self._late.items() if place[1] in place[0].deferred
+        }
+        late: list[Deferred] = []
+        left_bytes = self._shares.limit_bytes * self._tuning.overdue_fraction
+        for waiting in self._waiting.values():
+            rows = 0
+            for deferred in waiting:
+                if left_bytes <= 0:
+                    return late
+                if deferred.is_reserved:
+                    continue
+                failure = None
+                if deferred.envelope.deadline_ms:
+                    failure = refusal(deferred.envelope, rows)
+                if failure is None:
+                    rows += deferred.rows
+                    continue
+                self._late[deferred.assignment, deferred.offset] = failure
+                deferred.reserve()
+                left_bytes -= deferred.size_bytes
+                late.append(deferred)
+        return late
+
+
 class Deferral:
-    """Requests of one source that are left in the log.
+    """Admission to a model's or tenant's share of the budget: decides which requests are deferred.
+
+    Three objects divide the work: `headrace.delivery.budget.BudgetShares` says how much a claim may
+    hold, this class defers the requests above it, and `DeferredRecords` says when each is read
+    again; `Rereading` reads them.
 
     Args:
         shares: claims on the budget of the source.
         refusal: returns the failure of a request that would be late; None if nothing is predicted.
         clock: wall clock, in which deadlines are given.
+
+    Attributes:
+        records: the deferred records.
     """
 
     def __init__(
@@ -72,15 +238,10 @@ class Deferral:
         tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
         self.shares = shares
+        self.records = DeferredRecords(shares, refusal, tuning)
         self._refusal = refusal
         self._tuning = tuning
         self._clock = clock
-        self._waiting: dict[Claim, deque[Deferred]] = {}
-        self._deadlines: list[tuple[int, int, Deferred]] = []
-        self._order = count()
-        self._prune_at = tuning.deadline_prune_at
-        self._late: dict[tuple[AssignedPartition, int], Failure] = {}
-        self._predicted_s = 0.0
         self._wanted = asyncio.Event()
         self._freed = asyncio.Event()
 
@@ -135,16 +296,16 @@ class Deferral:
         """Fail requests that would be late behind all that is deferred before them."""
         able: list[Request] = []
         ended: list[Request] = []
-        ahead: dict[Claim, int] = {}
+        rows_ahead: dict[Claim, int] = {}
         for request in requests:
             claim = self.shares.claim(request.model, request.envelope.tenant)
-            if claim not in ahead:
-                ahead[claim] = sum([each.rows for each in self._waiting.get(claim, ())])
+            if claim not in rows_ahead:
+                rows_ahead[claim] = self.records.rows(claim)
             failure = None
             if request.envelope.deadline_ms:
-                failure = refusal(_refusal_envelope(request), ahead[claim])
+                failure = refusal(_refusal_envelope(request), rows_ahead[claim])
             if failure is None:
-                ahead[claim] += request.rows
+                rows_ahead[claim] += request.rows
                 able.append(request)
             else:
                 ended.append(_fail(request, failure))
@@ -152,14 +313,12 @@ class Deferral:
 
     def _fail_late(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Fail requests that were read again because they would be late."""
-        if not self._late:
-            return list(requests), []
         able: list[Request] = []
         ended: list[Request] = []
         for request in requests:
             ack_handle = request.ack_handle
             assert isinstance(ack_handle, InFlightAck)
-            failure = self._late.pop((ack_handle.assignment, ack_handle.offset), None)
+            failure = self.records.pop_failure(ack_handle.assignment, ack_handle.offset)
             if failure is None:
                 able.append(request)
             else:
@@ -196,24 +355,8 @@ class Deferral:
             return
         claim = self.shares.claim(request.model, request.envelope.tenant)
         deferred = ack_handle.defer(claim, request.rows, _refusal_envelope(request))
-        claim.deferred += 1
-        claim.deferred_s = time.monotonic()
-        self._waiting.setdefault(claim, deque()).append(deferred)
-        self._note_deadline(deferred)
+        self.records.add(deferred, time.monotonic())
         self._wanted.set()
-
-    def _note_deadline(self, deferred: Deferred) -> None:
-        if deadline_ms := deferred.envelope.deadline_ms:
-            entry = (deadline_ms * 1000, next(self._order), deferred)
-            heapq.heappush(self._deadlines, entry)
-        if len(self._deadlines) >= self._prune_at:
-            # Most records are read again long before their deadlines, which may be years away.
-            self._drop_gone_deadlines()
-            self._prune_at = max(self._tuning.deadline_prune_at, 2 * len(self._deadlines))
-
-    def _drop_gone_deadlines(self) -> None:
-        self._deadlines = [entry for entry in self._deadlines if not _is_gone(entry[2])]
-        heapq.heapify(self._deadlines)
 
     # --- rereading ----------------------------------------------------------------------------
 
@@ -221,24 +364,9 @@ class Deferral:
         """Wake waiting requests: an acknowledgement may have made room."""
         self._freed.set()
 
-    def forget(self) -> None:
-        """Forget records of revoked partitions: the next owner reads them from the log."""
-        for claim, waiting in list(self._waiting.items()):
-            left = deque(each for each in waiting if not _is_gone(each))
-            claim.deferred -= len(waiting) - len(left)
-            self._waiting[claim] = left
-            if not left:
-                del self._waiting[claim]
-        self._drop_gone_deadlines()
-        self._late = {each: failure for each, failure in self._late.items() if not each[0].revoked}
-
-    def partitions(self) -> set[TopicPartition]:
-        """Return the partitions that have deferred records which are not being read again."""
-        return {each.assignment.partition for some in self._waiting.values() for each in some}
-
     async def wait_deferred(self, timeout_s: float | None = None) -> bool:
-        """Wait until something is deferred; False after a time in which nothing was."""
-        if self._waiting:
+        """Wait until something is deferred; return False after a time in which nothing was."""
+        if self.records:
             return True
         self._wanted.clear()
         try:
@@ -249,81 +377,12 @@ class Deferral:
         return True
 
     def pick(self) -> dict[AssignedPartition, list[Deferred]]:
-        """Return the records to read again now, in offset order, and reserve their room."""
-        now_us, now_s = self._clock(), time.monotonic()
-        interval_s = self._tuning.refusal_interval_s
-        picked = self._pick_due(now_us)
-        if self._refusal is not None and now_s - self._predicted_s >= interval_s:
-            self._predicted_s = now_s
-            picked += self._pick_late(self._refusal)
-        for deferred in picked:
-            self._waiting[deferred.claim].remove(deferred)
-        for claim, waiting in self._waiting.items():
-            while waiting and self._has_room(claim, waiting[0].size_bytes):
-                deferred = waiting.popleft()
-                deferred.reserve()
-                picked.append(deferred)
-        self._waiting = {claim: waiting for claim, waiting in self._waiting.items() if waiting}
-        found: dict[AssignedPartition, list[Deferred]] = {}
-        for deferred in picked:
-            deferred.claim.deferred -= 1
-            found.setdefault(deferred.assignment, []).append(deferred)
-        return {each: sorted(some, key=_offset) for each, some in found.items()}
+        """Return the records to read again now; see `DeferredRecords.pick`."""
+        return self.records.pick(self._clock(), time.monotonic())
 
     def put_back(self, unread: Iterable[Deferred]) -> None:
         """Put back records that were picked and could not be read."""
-        now_us = self._clock()
-        for deferred in unread:
-            deferred.release()
-            if _is_gone(deferred):
-                continue
-            deferred.claim.deferred += 1
-            waiting = self._waiting.get(deferred.claim, ())
-            self._waiting[deferred.claim] = deque(sorted([*waiting, deferred], key=_offset))
-            if deferred.envelope.deadline_ms * 1000 <= now_us:  # otherwise it is still noted
-                self._note_deadline(deferred)
-
-    def _has_room(self, claim: Claim, size_bytes: int) -> bool:
-        return self.shares.has_room(claim, size_bytes, uncharged_bytes=size_bytes)
-
-    def _pick_due(self, now_us: int) -> list[Deferred]:
-        """Pick overdue records, as many as may be read at a time."""
-        due: list[Deferred] = []
-        left_bytes = self.shares.limit_bytes * self._tuning.overdue_fraction
-        while self._deadlines and self._deadlines[0][0] <= now_us and left_bytes > 0:
-            deferred = heapq.heappop(self._deadlines)[2]
-            if not deferred.is_reserved and not _is_gone(deferred):
-                deferred.reserve()
-                left_bytes -= deferred.size_bytes
-                due.append(deferred)
-        return due
-
-    def _pick_late(self, refusal: Refusal) -> list[Deferred]:
-        """Pick records that would be late behind all that is deferred before them."""
-        # A record that was read again and ended for another reason was never looked up here.
-        self._late = {
-            place: failure for place, failure in self._late.items() if place[1] in place[0].deferred
-        }
-        late: list[Deferred] = []
-        left_bytes = self.shares.limit_bytes * self._tuning.overdue_fraction
-        for waiting in self._waiting.values():
-            rows = 0
-            for deferred in waiting:
-                if left_bytes <= 0:
-                    return late
-                if deferred.is_reserved:
-                    continue
-                failure = None
-                if deferred.envelope.deadline_ms:
-                    failure = refusal(deferred.envelope, rows)
-                if failure is None:
-                    rows += deferred.rows
-                    continue
-                self._late[deferred.assignment, deferred.offset] = failure
-                deferred.reserve()
-                left_bytes -= deferred.size_bytes
-                late.append(deferred)
-        return late
+        self.records.put_back(unread, self._clock())
 
 
 def _refusal_envelope(request: Request) -> Envelope:
@@ -397,14 +456,15 @@ class Rereading:
 
     async def _read_while_deferred(self, log_: Log) -> None:
         """Read with one reader, until a partition that it lacks is added."""
-        deferral, partitions = self._deferral, sorted(self._deferral.partitions())
+        deferral, records = self._deferral, self._deferral.records
+        partitions = sorted(records.partitions())
         async with log_.reader(partitions) as reader:
             reader.pause(partitions)
-            while deferral.partitions() <= set(partitions):
+            while records.partitions() <= set(partitions):
                 if not await deferral.wait_deferred(self._tuning.reread_idle_s):
                     return
                 await asyncio.sleep(self._tuning.room_check_interval_s)
-                if deferral.partitions() <= set(partitions):
+                if records.partitions() <= set(partitions):
                     await self._read_picked(reader, deferral.pick())
 
     async def _read_picked(

@@ -287,7 +287,7 @@ class Source:
 
     def _after_revocation(self) -> None:
         if self.deferral is not None:
-            self.deferral.forget()
+            self.deferral.records.forget_revoked()
         self._on_revoked()
 
     def _on_acked(self) -> None:

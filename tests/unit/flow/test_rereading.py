@@ -223,10 +223,10 @@ async def test_revoked_assignment_gives_back_what_is_reserved() -> None:
         await bench.next()
         assert bench.budget.used_bytes == 100
         bench.tracker.revoke(ONE)
-        bench.deferral.forget()
+        bench.deferral.records.forget_revoked()
 
     assert bench.budget.used_bytes == 0
-    assert not bench.deferral.partitions()
+    assert not bench.deferral.records.partitions()
 
 
 async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> None:
