@@ -1,11 +1,13 @@
 """Quarantine: writes crash markers, and runs accused records alone after unclean ends.
 
-`headrace.crash_isolation.poison_search` decides, this module acts. Markers are valid only with two
-orders of steps, which `headrace.crash_isolation.run_gate` keeps:
+`headrace.crash_isolation.poison_search` decides, this module acts: `QuarantineGate` writes the
+markers and holds what is read until they are written; `IsolatedRuns` delivers the accused records
+again, one at a time. Markers are valid only with two orders of steps, which
+`headrace.crash_isolation.run_gate` keeps:
 
-- careful: the mark of what is read or run is written and acknowledged → it begins → it ends → the
-  next mark may leave it out;
-- alone: nothing else is inside → the mark that one request runs alone is acknowledged → it runs →
+- careful: the marker of what is read or run is written and acknowledged → it begins → it ends →
+  the next marker may leave it out;
+- alone: nothing else is inside → the marker that one request runs alone is acknowledged → it runs →
   it has survived → others enter, marked.
 
 Normally a partition costs one marker when it is assigned and one when it is released, and a record
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import structlog
 
@@ -30,7 +32,7 @@ from headrace.crash_isolation.markers import CrashMarkers, Owner, process_name
 from headrace.crash_isolation.poison_search import Alone, PoisonSearch
 from headrace.crash_isolation.run_gate import Entry, RunGate
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Consumer, TopicPartition
 from headrace.primitives.backoff import Backoff, Pauses
@@ -42,14 +44,84 @@ from headrace.tuning import TUNING, ConsumerTuning
 log = structlog.get_logger(__name__)
 
 
+class IsolatedRuns:
+    """Parked records: delivered again one at a time, each to run alone.
+
+    Args:
+        ready: queue through which the first stage receives them.
+        isolation: returns the crash-isolation state of a partition.
+        on_ended: called when the requests of a record have run, or it was revoked before.
+    """
+
+    def __init__(
+        self,
+        ready: ReadyQueue,
+        isolation: Callable[[TopicPartition], Isolation],
+        on_ended: Callable[[Isolated], None],
+    ) -> None:
+        self._ready = ready
+        self._isolation = isolation
+        self._on_ended = on_ended
+        self._parked: deque[Isolated] = deque()
+        self._current: Isolated | None = None
+
+    def park(self, isolated: Isolated) -> None:
+        """Add an accused record that was admitted."""
+        self._parked.append(isolated)
+        self._deliver_next()
+
+    def offsets(self, assignment: AssignedPartition) -> set[int]:
+        """Return the offsets of the records that are parked or run alone now."""
+        records = [*self._parked, self._current]
+        return {each.record.offset for each in records if each and each.assignment is assignment}
+
+    def has_run(self, requests: Sequence[Request]) -> None:
+        """Record that requests have finished running alone, successfully or not."""
+        for request in requests:
+            ack_handle = request.ack_handle
+            assert isinstance(ack_handle, IsolatedAck)
+            # From here on it is an ordinary request, answered together with others.
+            request.ack_handle = ack_handle.record_ack
+            ack_handle.isolated.open_places -= 1
+            if not ack_handle.isolated.open_places:
+                self.end(ack_handle.isolated)
+
+    def end(self, isolated: Isolated) -> None:
+        """End the run of a record, and deliver the next one."""
+        if isolated is not self._current:
+            return
+        self._current = None
+        if not isolated.is_delivered:
+            isolated.ack_handle.ack()  # it is revoked, and gives its bytes back
+        # Before the next one is delivered: its run must see this one's result.
+        self._on_ended(isolated)
+        self._deliver_next()
+
+    def _deliver_next(self) -> None:
+        """Deliver the next parked record again, unless another one is running alone."""
+        while self._current is None and self._parked:
+            isolated = self._parked.popleft()
+            if isolated.ack_handle.revoked:
+                isolated.ack_handle.ack()  # which gives its bytes back
+                continue
+            self._current = isolated
+            isolation = self._isolation(isolated.assignment.partition)
+            isolation = isolation._replace(isolated=isolated)
+            self._ready.put_isolated(
+                PolledRecords(isolated.assignment, [isolated.record], isolation)
+            )
+        self._ready.awaits_isolated = bool(self._parked)
+        self._ready.notify()
+
+
 class QuarantineGate:
     """Quarantine of one source.
 
     Args:
-        marks: store of the crash markers.
+        markers: store of the crash markers.
         tracker: in-flight tracker of the source.
         settings: of the source; without `max_attempts` nothing is ever accused or marked.
-        arrivals: queue through which the first stage receives parked records.
+        ready: queue through which the first stage receives parked records.
 
     Attributes:
         gate: gate that reading and runs enter.
@@ -57,25 +129,24 @@ class QuarantineGate:
 
     def __init__(
         self,
-        marks: CrashMarkers,
+        markers: CrashMarkers,
         tracker: InFlightTracker,
         metrics: Metrics,
         settings: SourceSettings,
-        arrivals: ReadyQueue,
+        ready: ReadyQueue,
         tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
         self._tuning = tuning
         self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
-        self._marks = marks
+        self._markers = markers
         self._tracker = tracker
         self._metrics = metrics
         self._settings = settings
-        self._arrivals = arrivals
+        self._ready = ready
         self._member = ""
         self._search = PoisonSearch(settings.max_attempts)
         self._partitions: set[TopicPartition] = set()
-        self._parked: deque[Isolated] = deque()
-        self._on_trial: Isolated | None = None
+        self._isolated_runs = IsolatedRuns(ready, self._isolation, self._isolated_run_ended)
         self._reading: Entry | None = None
         self._reading_alone: Isolated | None = None
         self._outdated = asyncio.Event()
@@ -94,7 +165,7 @@ class QuarantineGate:
         if not self._settings.max_attempts:
             return
         try:
-            await self._marks.remove_dead_members(topic)
+            await self._markers.remove_dead_members(topic)
         except Retriable as error:
             log.warning(Event.CRASH_MARKER_DELAYED, reason=str(error))
 
@@ -104,21 +175,21 @@ class QuarantineGate:
         """Restore the state of partitions; return once they are marked as being read.
 
         Raises:
-            LogUnavailable: the marks cannot be read or written now.
+            LogUnavailable: the markers cannot be read or written now.
         """
         if not self._settings.max_attempts:
             return
         self._member = consumer.member_id
-        found = await self._marks.read(list(progresses))
+        found = await self._markers.read(list(progresses))
         unclean = [
             each
-            for each, (mark, _) in found.items()
-            if mark.is_open or mark.ends or mark.accused or mark.attempts
+            for each, (marker, _) in found.items()
+            if marker.is_open or marker.ends or marker.accused or marker.attempts
         ]
         ends = await consumer.end_offsets(unclean) if unclean else {}
         for partition, progress in progresses.items():
-            mark, _ = found[partition]
-            self._search.restore(partition, mark, progress, ends.get(partition, 0))
+            marker, _ = found[partition]
+            self._search.restore(partition, marker, progress, ends.get(partition, 0))
             self._partitions.add(partition)
         # Mark the partitions as open before anything is read: an end from here on is noticed.
         self._apply_search()
@@ -127,7 +198,7 @@ class QuarantineGate:
             names = [str(each) for each in unclean]
             log.warning(Event.QUARANTINE_STARTED, partitions=names, offsets=self._search.count)
         self._metrics.isolated_crashes.inc(
-            sum(mark.alone is not None for mark, _ in found.values())
+            sum(marker.alone is not None for marker, _ in found.values())
         )
 
     async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
@@ -142,7 +213,7 @@ class QuarantineGate:
         ours = [each for each in partitions if each in self._partitions]
         for partition in ours:
             self._forget_answered_of(partition)
-        marks = {each: self._search.closing_marker(each) for each in ours}
+        markers = {each: self._search.closing_marker(each) for each in ours}
         for partition in ours:
             # Forget it before writing, so that the closing marker is the last one.
             self._search.forget(partition)
@@ -150,7 +221,7 @@ class QuarantineGate:
         self._apply_search()
         try:
             async with asyncio.timeout(self._tuning.closing_marker_timeout_s):
-                await self._marks.write(marks, Owner(self._member, process_name()))
+                await self._markers.write(markers, Owner(self._member, process_name()))
         except (Retriable, TimeoutError) as error:
             log.warning(Event.CRASH_MARKER_DELAYED, reason=str(error) or "no answer in time")
 
@@ -163,7 +234,7 @@ class QuarantineGate:
             return
         self._next_search_s = now_s + self._tuning.search_interval_s
         # After the last record of a partition there may be offsets without records.
-        is_through = not self._arrivals and self._reading is None and self._reading_alone is None
+        is_through = not self._ready and self._reading is None and self._reading_alone is None
         for partition in self._partitions:
             try:
                 self._forget_answered_of(
@@ -180,8 +251,7 @@ class QuarantineGate:
         progress = assignment.progress
         committed = assignment.committed.offset if self._settings.commits else progress.base
         passed = max(assignment.last_delivered + 1, position)
-        parked = [*self._parked, self._on_trial]
-        offsets = {each.record.offset for each in parked if each and each.assignment is assignment}
+        offsets = self._isolated_runs.offsets(assignment)
         self._search.forget_answered(partition, progress, committed, passed, offsets)
 
     def divide(self, delivery: PolledRecords) -> Iterator[PolledRecords]:
@@ -221,15 +291,14 @@ class QuarantineGate:
         if isolated is None:
             return
         if not isolated.open_places:
-            self._finish_trial(isolated)  # no model runs for it, here or at all
+            self._isolated_runs.end(isolated)  # no model runs for it, here or at all
         self.gate.leave_alone()
 
     def _isolation(self, partition: TopicPartition) -> Isolation:
-        suspects = self._search
         return Isolation(
-            suspects.poisoned(partition),
-            suspects.accused(partition),
-            self._park,
+            self._search.poisoned(partition),
+            self._search.accused(partition),
+            self._isolated_runs.park,
             runs=self._settings.runs,
         )
 
@@ -243,50 +312,18 @@ class QuarantineGate:
 
     # --- running alone -----------------------------------------------------------------------
 
-    def _park(self, isolated: Isolated) -> None:
-        self._parked.append(isolated)
-        self._deliver_next()
-
-    def _deliver_next(self) -> None:
-        """Deliver the next parked record again, unless another one is running alone."""
-        while self._on_trial is None and self._parked:
-            isolated = self._parked.popleft()
-            if isolated.ack_handle.revoked:
-                isolated.ack_handle.ack()  # which gives its bytes back
-                continue
-            self._on_trial = isolated
-            isolation = self._isolation(isolated.assignment.partition)
-            isolation = isolation._replace(isolated=isolated)
-            self._arrivals.put_isolated(
-                PolledRecords(isolated.assignment, [isolated.record], isolation)
-            )
-        self._arrivals.awaits_isolated = bool(self._parked)
-        self._arrivals.notify()
-
     def has_run(self, requests: Sequence[Request]) -> None:
         """Record that requests have finished running alone, successfully or not."""
-        for request in requests:
-            ack_handle = request.ack_handle
-            assert isinstance(ack_handle, IsolatedAck)
-            # From here on it is an ordinary request, answered together with others.
-            request.ack_handle = ack_handle.record_ack
-            ack_handle.isolated.open_places -= 1
-            if not ack_handle.isolated.open_places:
-                self._finish_trial(ack_handle.isolated)
+        self._isolated_runs.has_run(requests)
 
-    def _finish_trial(self, isolated: Isolated) -> None:
-        if isolated is not self._on_trial:
-            return
-        self._on_trial = None
-        if not isolated.is_delivered:
-            isolated.ack_handle.ack()  # it is revoked, and gives its bytes back
-        elif not isolated.ack_handle.revoked:
+    def _isolated_run_ended(self, isolated: Isolated) -> None:
+        # A record that was revoked before its delivery did not run, and the search has forgotten
+        # the partition of one that was revoked since.
+        if isolated.is_delivered and not isolated.ack_handle.revoked:
             self._search.survived(isolated.assignment.partition, isolated.record.offset)
         self._apply_search()
-        # After the search was updated: the next lone run must see this one's result.
-        self._deliver_next()
 
-    # --- marks -------------------------------------------------------------------------------
+    # --- markers -----------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Write changed markers in the background, until cancelled."""
@@ -308,11 +345,11 @@ class QuarantineGate:
 
     async def _write(self) -> None:
         gate = self.gate
-        marks = {
+        markers = {
             each: self._search.mark(each, gate.running(each), gate.alone)
             for each in self._partitions
         }
-        await self._marks.write(marks, Owner(self._member, process_name()))
+        await self._markers.write(markers, Owner(self._member, process_name()))
 
     async def _write_until_kept(self) -> None:
         pauses = Pauses(self._backoff)
