@@ -289,26 +289,28 @@ def _plan_widenings(found: Signature, preprocess: Mapping[str, Preprocess]) -> d
         raise ConfigurationError(
             f"preprocess: expected some of {', '.join(specs)}, got {', '.join(sorted(unknown))}"
         )
-    return {name: _make_widening(specs[name], asked) for name, asked in preprocess.items()}
+    return {name: _make_widening(specs[name], each) for name, each in preprocess.items()}
 
 
-def _make_widening(spec: TensorSpec, asked: Preprocess) -> Widening:
+def _make_widening(spec: TensorSpec, preprocess: Preprocess) -> Widening:
     where = f"preprocess.{spec.name}"
     if spec.datatype not in TARGETS:
         raise ConfigurationError(
             f"{where}: expected an input of {', '.join(TARGETS)}, got {spec.datatype}"
         )
-    if asked.layout and len(spec.shape) != 4:
+    if preprocess.layout and len(spec.shape) != 4:
         raise ConfigurationError(f"{where}.layout: expected 4 dimensions, got {list(spec.shape)}")
-    source, target = _CHANNELS[asked.layout], _CHANNELS[asked.model_layout]
+    source, target = _CHANNELS[preprocess.layout], _CHANNELS[preprocess.model_layout]
     channels = spec.shape[target] if target else 1
-    for key, values in (("scale", asked.scale), ("offset", asked.offset)):
+    for key, values in (("scale", preprocess.scale), ("offset", preprocess.offset)):
         if len(values) not in (1, channels):
             raise ConfigurationError(
                 f"{where}.{key}: expected 1 value or one for each of {channels} channels, "
                 f"got {len(values)}"
             )
-    return Widening(asked.datatype, spec.datatype, asked.scale, asked.offset, source, target)
+    return Widening(
+        preprocess.datatype, spec.datatype, preprocess.scale, preprocess.offset, source, target
+    )
 
 
 def _make_request_spec(spec: TensorSpec, widening: Widening | None) -> TensorSpec:

@@ -92,12 +92,12 @@ class ModelVersion:
 
     @property
     def depends_on_values(self) -> bool:
-        """Whether `bind` depends on the values of inputs, not only on their shapes."""
+        """True if `bind` depends on the values of inputs, not only on their shapes."""
         return bool(self.config.range) or self.config.finite_inputs
 
     @property
     def may_inline(self) -> bool:
-        """Whether any thread may run its backends, so that short runs can stay on the event loop.
+        """True if any thread may run its backends, so that short runs can stay on the event loop.
 
         That holds for ONNX Runtime sessions on the CPU. A user's class may not allow it, CUDA
         graphs belong to the thread that captured them, and pinned instances stay on their threads'
@@ -109,7 +109,7 @@ class ModelVersion:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether requests decide on batching: they run alone, and some of them also together."""
+        """True while requests decide on batching: they run alone, some of them also together."""
         verdict = self.verdict
         undecided = verdict is not None and verdict.batching is Batching.UNDECIDED
         return undecided and bool(self.batching_off)

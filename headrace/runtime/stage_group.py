@@ -206,26 +206,28 @@ class StageGroup:
 
     async def _wire(self, producer: Producer) -> None:
         answers = await self._wire_responder(producer)
-        pulls: BatchQueue[ModelKey, Batch] | None = None
+        batch_queue: BatchQueue[ModelKey, Batch] | None = None
         if Stage.BATCHER in self._stages:
             self._batcher = self._make_batcher(answers)
             self._runs["batcher"] = self._batcher.run
-            pulls = self._batcher.pulls
+            batch_queue = self._batcher.batch_queue
         if Stage.INGEST in self._stages:
             self._wire_ingest(producer, answers)
         elif self._batcher is not None:
             items = item_receiver(self.source, answers.writer())
             self._runs["read-items"] = partial(pump, items, self._batcher)
         if Stage.EXECUTOR in self._stages:
-            events = None if pulls is not None else await self._sized(Topic.EVENTS)
-            self._wire_executor(pulls, answers, producer, events)
-        elif pulls is not None:
+            events = None if batch_queue is not None else await self._sized(Topic.EVENTS)
+            self._wire_executor(batch_queue, answers, producer, events)
+        elif batch_queue is not None:
             topic = await self._sized(Topic.BATCHES)
             writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
             tuning = self._tuning.transport
             events = await self._sized(Topic.EVENTS)
             reader = ExecutorEventReader(self._log, events, tuning)
-            dispatcher = BatchDispatcher(pulls, writer, self._models, reader, self._metrics, tuning)
+            dispatcher = BatchDispatcher(
+                batch_queue, writer, self._models, reader, self._metrics, tuning
+            )
             self._runs["write-batches"] = dispatcher.run
 
     def _wire_ingest(self, producer: Producer, answers: _Stage) -> None:
@@ -287,13 +289,13 @@ class StageGroup:
 
     def _wire_executor(
         self,
-        pulls: BatchQueue[ModelKey, Batch] | None,
+        batch_queue: BatchQueue[ModelKey, Batch] | None,
         answers: _Stage,
         producer: Producer,
         events: TopicPartition | None,
     ) -> None:
         announcer: ExecutorHeartbeat | None = None
-        if pulls is None:
+        if batch_queue is None:
             assert events is not None
             announcer = self._announcer(producer, events)
             feed = BatchReceiver(
@@ -305,9 +307,9 @@ class StageGroup:
             )
             self._runs["read-batches"] = feed.run
             self._runs["announce"] = announcer.run
-            pulls = feed.pulls
+            batch_queue = feed.batch_queue
         executor = ExecutorService(
-            pulls,
+            batch_queue,
             answers.writer(),
             self._models,
             self._instruments,

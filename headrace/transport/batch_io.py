@@ -125,7 +125,7 @@ class BatchReceiver:
         self._check = check
         self._heartbeat = heartbeat
         self._ready: dict[ModelKey, deque[Batch]] = {}
-        self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
+        self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
 
     async def run(self) -> None:
         """Read until the source stops."""
@@ -141,10 +141,10 @@ class BatchReceiver:
                     refused += self._enqueue_isolated(batch, record.offset, delivery.isolation)
                 else:
                     refused += self._enqueue(batch)
-            self.pulls.notify()
+            self.batch_queue.notify()
             if refused:
                 await self._answers.send(refused)
-        self.pulls.close()
+        self.batch_queue.close()
         self._answers.close()
 
     def _enqueue(self, batch: Batch) -> list[Request]:
@@ -205,7 +205,7 @@ class BatchReceiver:
         for place, request in enumerate(batch.requests):
             if request.failure is None:
                 one = Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
-                self.pulls.put_first((request.model, request.version), one)
+                self.batch_queue.put_first((request.model, request.version), one)
         return poisoned + refused
 
     def _admit(

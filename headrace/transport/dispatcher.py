@@ -96,7 +96,7 @@ class BatchDispatcher:
 
     def __init__(
         self,
-        pulls: BatchQueue[ModelKey, Batch],
+        batch_queue: BatchQueue[ModelKey, Batch],
         writer: BatchWriter,
         models: Models,
         event_reader: ExecutorEventReader,
@@ -104,7 +104,7 @@ class BatchDispatcher:
         tuning: TransportTuning = TUNING.transport,
     ) -> None:
         self._tuning = tuning
-        self._pulls = pulls
+        self._batch_queue = batch_queue
         self._writer = writer
         self._models = models
         self._event_reader = event_reader
@@ -125,7 +125,7 @@ class BatchDispatcher:
 
             self._update_slots(tasks)
             tasks.create_task(self._event_reader.run(apply), name="read-executor-events")
-            await self._pulls.ended()
+            await self._batch_queue.ended()
             self._closing = True
             self._event_reader.close()
             for target in self._slots.values():
@@ -182,7 +182,7 @@ class BatchDispatcher:
             if target is None:
                 if self._closing:
                     continue
-                target = _SlotConsumer(slot, self._pulls.consumer(slot.key), self._tuning)
+                target = _SlotConsumer(slot, self._batch_queue.consumer(slot.key), self._tuning)
                 self._slots[slot] = target
                 tasks.create_task(self._write_to_slot(target), name="write-batches")
             known = slot.executor != ANY_EXECUTOR

@@ -15,7 +15,7 @@ from headrace.tuning import TUNING, BatcherTuning
 
 
 class ServiceRate:
-    """How fast one model's queue shrinks while more waits than one batch takes.
+    """Rate at which one model's queue shrinks while more waits than one batch takes.
 
     Learns the ratio of the time from one close to the next over the batch's predicted run time.
     The ratio does not depend on batch sizes: after a period of small batches, which are slow per

@@ -1,7 +1,8 @@
 """The batcher stage: requests → waiting groups → batches, pulled by free executor instances.
 
 The path of a request: `collect` adds it to the `DynamicBatcher`; `_supply` returns the next batch
-to a consumer of `pulls`, often within `collect`; `_expire` answers requests that end while waiting.
+to a consumer of `batch_queue`, often within `collect`; `_expire` answers requests that end while
+waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headrace.tuning import TUNING, BatcherTuning
 
 
 class BatcherService:
-    """Collect requests and supply batches to the consumers of `pulls`.
+    """Collect requests and supply batches to the consumers of `batch_queue`.
 
     It is the `Outlet` of the stage before it, which sends requests that can run.
 
@@ -47,23 +48,23 @@ class BatcherService:
         self._has_run = has_run
         self._answers = answers
         self._metrics, self._tracing, self._clock, self._steady = instruments
-        self._forming = DynamicBatcher(limits, prefix, rebind, tuning)
+        self._batcher = DynamicBatcher(limits, prefix, rebind, tuning)
         self._prefix = prefix
         self._changed = asyncio.Event()
         self._alarm_us: int | None = None
-        self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
+        self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
 
     def waiting(self) -> QueueSnapshot:
         """Return the number of waiting requests and the time to the earliest deadline."""
-        deadline_us = self._forming.earliest_deadline_us()
+        deadline_us = self._batcher.earliest_deadline_us()
         slack_s = None if deadline_us is None else max(0, deadline_us - self._steady()) / 1e6
-        return QueueSnapshot(len(self._forming), slack_s)
+        return QueueSnapshot(len(self._batcher), slack_s)
 
     def refusal(self, envelope: Envelope, rows: int = 0) -> Failure | None:
         """Return why a request with these headers would be late behind all waiting requests and
         `rows` more rows; None if it would not.
         """
-        return self._forming.refusal(envelope, self._now_us(), Stage.INGEST, rows)
+        return self._batcher.refusal(envelope, self._now_us(), Stage.INGEST, rows)
 
     # --- input -------------------------------------------------------------------------------
 
@@ -82,21 +83,21 @@ class BatcherService:
     def close(self) -> None:
         """End the input: from now on partial batches close at once."""
         # Set `draining` before waking consumers, so that they get partial batches at once.
-        self._forming.draining = True
-        self.pulls.notify()
+        self._batcher.draining = True
+        self.batch_queue.notify()
         self._changed.set()
 
     def collect(self, chunk: list[Request]) -> None:
         """Add requests to those that wait, and hand batches to the consumers that wait."""
-        forming = self._forming
+        batcher = self._batcher
         now_us = self._now_us()
         if chunk and is_isolated(chunk[0]):
             self._form_alone(chunk[0], now_us)
             return
-        forming.add_all(chunk, now_us)
-        if forming.cancellations:
+        batcher.add_all(chunk, now_us)
+        if batcher.cancellations:
             self._cancel()
-        self.pulls.notify()
+        self.batch_queue.notify()
         self._wake(now_us)
 
     # --- batches -----------------------------------------------------------------------------
@@ -104,18 +105,18 @@ class BatcherService:
     async def run(self) -> None:
         """Run until the input ends and each waiting request has been pulled or has ended."""
         await self._expire()
-        self.pulls.close()
+        self.batch_queue.close()
         self._answers.close()
 
     def _now_us(self) -> int:
         """Return the steady time, and update the offset to the wall clock for deadlines."""
         now_us = self._steady()
-        self._forming.wall_ahead_us = self._clock() - now_us
+        self._batcher.wall_ahead_us = self._clock() - now_us
         return now_us
 
     def _form_alone(self, request: Request, now_us: int) -> None:
         """Supply an isolated request ahead of all waiting requests, so that it does not queue."""
-        if not self._forming.is_served(request):
+        if not self._batcher.is_served(request):
             self._has_run([request])
             self._wake(now_us)
             return
@@ -125,18 +126,18 @@ class BatcherService:
         self._metrics.formed(batch)
         if self._tracing is not None:
             self._tracing.formed(batch, now_us)
-        self.pulls.put_first((request.model, request.version), batch)
+        self.batch_queue.put_first((request.model, request.version), batch)
 
     def _cancel(self) -> None:
         """End cancelled requests; acknowledge the cancelling records, which get no answer."""
-        cancelling, ended = self._forming.cancel()
+        cancelling, ended = self._batcher.cancel()
         for record in cancelling:
             record.ack_handle.ack()
         self._metrics.cancelled(len(cancelling), ended)
 
     def _supply(self, key: ModelKey | None, demand: Demand) -> Batch | None:
         now_us = self._now_us()
-        batch = self._forming.next(key, now_us, demand)
+        batch = self._batcher.next(key, now_us, demand)
         if batch is not None:
             self._metrics.formed(batch)
             if self._tracing is not None:
@@ -149,11 +150,11 @@ class BatcherService:
 
         `wanted_us` is when a busy instance wants its next batch; 0 if none does.
         """
-        forming = self._forming
-        if forming.ended or (forming.draining and not forming):
+        batcher = self._batcher
+        if batcher.ended or (batcher.draining and not batcher):
             self._changed.set()
             return
-        next_us = forming.next_event_us(now_us)
+        next_us = batcher.next_event_us(now_us)
         if wanted_us > now_us:
             next_us = wanted_us if next_us is None else min(wanted_us, next_us)
         if next_us is not None and (self._alarm_us is None or next_us < self._alarm_us):
@@ -168,21 +169,21 @@ class BatcherService:
         while True:
             await self._wait_changed(now_us)
             now_us = self._now_us()
-            self._forming.expire(now_us)
-            self.pulls.notify()
-            ended, self._forming.ended = self._forming.ended, []
+            self._batcher.expire(now_us)
+            self.batch_queue.notify()
+            ended, self._batcher.ended = self._batcher.ended, []
             if ended:
                 if self._tracing is not None:
                     self._tracing.ended_waiting(ended, self._clock())
                 await self._answers.send(ended)
-            if self._forming.draining and not self._forming:
+            if self._batcher.draining and not self._batcher:
                 return
 
     async def _wait_changed(self, looked_us: int) -> None:
         """Wait until the next deadline or queue delay is due, or until new work arrives. Events
         due since `looked_us` fire immediately: nothing else will wake the waiting consumers.
         """
-        moments = (self._forming.next_event_us(looked_us), self.pulls.due_us(looked_us))
+        moments = (self._batcher.next_event_us(looked_us), self.batch_queue.due_us(looked_us))
         alarm_us = self._alarm_us = min((one for one in moments if one is not None), default=None)
         timeout_s = None if alarm_us is None else max(0, alarm_us - self._steady()) / 1e6
         try:

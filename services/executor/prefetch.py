@@ -66,7 +66,7 @@ class Prefetch:
     """Supply one instance with batches.
 
     Args:
-        puller: consumer of fresh batches.
+        consumer: consumer of fresh batches.
         gather: gathers a batch ahead of its run.
         tasks: the instance's task group, in which batches are pulled ahead.
         run_now: runs a fresh batch while `wait` waits for one; see `BatchConsumer.wait`.
@@ -74,7 +74,7 @@ class Prefetch:
 
     def __init__(
         self,
-        puller: BatchConsumer[tuple[str, str], Batch],
+        consumer: BatchConsumer[tuple[str, str], Batch],
         gather: Callable[[Batch], PreparedBatch],
         tasks: asyncio.TaskGroup,
         run_now: Callable[[Batch], bool] | None = None,
@@ -82,7 +82,7 @@ class Prefetch:
     ) -> None:
         self._min_run_us = tuning.prefetch_min_run_us
         self._lead_us = tuning.prefetch_lead_us
-        self._puller = puller
+        self._consumer = consumer
         self._run_now = run_now
         self._gather = gather
         self._tasks = tasks
@@ -146,7 +146,7 @@ class Prefetch:
         """
         if self._pulling is None:
             self._pulling = self._tasks.create_task(self._pull(), name="executor-pull")
-        self._puller.now_idle()
+        self._consumer.now_idle()
         await asyncio.wait([self._pulling], timeout=self._retry_wait_s())
         if self._pulling.done():
             taken = await self._wait_fresh()
@@ -169,7 +169,7 @@ class Prefetch:
         )
 
     async def _prefetch(self, close_at_us: int) -> PreparedBatch | None:
-        batch = await self._puller.pull(close_at_us)
+        batch = await self._consumer.pull(close_at_us)
         if batch is None:
             return None
         taken = self._gather(batch)
@@ -183,19 +183,19 @@ class Prefetch:
         pulling, self._pulling = self._pulling, None
         if pulling is not None:
             if not pulling.done():  # the run ended earlier than predicted
-                self._puller.now_idle()
+                self._consumer.now_idle()
             return await pulling
-        batch = await self._puller.wait(self._run_now)
+        batch = await self._consumer.wait(self._run_now)
         return None if batch is None else _unprepared(batch)
 
     async def _pull(self) -> PreparedBatch | None:
-        batch = await self._puller.pull()
+        batch = await self._consumer.pull()
         return None if batch is None else _unprepared(batch)
 
     def _take_fresh(self) -> PreparedBatch | None:
         """Return a fresh batch if one is available now, or None."""
         if self._pulling is None:
-            batch = self._puller.take()
+            batch = self._consumer.take()
             return None if batch is None else _unprepared(batch)
         if not self._pulling.done():
             return None

@@ -113,8 +113,8 @@ class BatchSafetySampler:
                     )
                 begin = end
             if not is_identical(together[name][:staying], others[name][:staying]):
-                again = await run(batch)
-                if is_identical(together[name], again[name]):
+                repeated = await run(batch)
+                if is_identical(together[name], repeated[name]):
                     return f"rows leak: {name} of a request changes with what runs beside it"
         return ""
 

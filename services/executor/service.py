@@ -38,7 +38,7 @@ class ExecutorService:
     """Load the models and run their batches.
 
     Args:
-        pulls: supplies batches.
+        batch_queue: supplies batches.
         answers: receives requests with their outputs or failures.
         announcer: notified of ended requests if the batcher is in another process.
         isolating: decides how runs begin, and is notified of requests that ran alone.
@@ -49,7 +49,7 @@ class ExecutorService:
 
     def __init__(
         self,
-        pulls: BatchQueue[ModelKey, Batch],
+        batch_queue: BatchQueue[ModelKey, Batch],
         answers: Outlet[list[Request]],
         models: Models,
         instruments: Instruments,
@@ -59,7 +59,7 @@ class ExecutorService:
     ) -> None:
         self._tuning = tuning
         self._isolating = isolating or NotIsolating()
-        self._pulls = pulls
+        self._batch_queue = batch_queue
         self._answers = answers
         self._models = models
         self._announcer = announcer
@@ -87,7 +87,7 @@ class ExecutorService:
         self._note_loaded(None)
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
-            await self._pulls.ended()
+            await self._batch_queue.ended()
             following.cancel()
         if self._announcer is not None:
             self._announcer.close()
@@ -101,15 +101,17 @@ class ExecutorService:
             version = change.version
             if change.action == "load":
                 key = (version.name, version.version)
-                pullers = [self._pulls.consumer(key) for _ in range(version.config.instances)]
-                serving[version] = pullers
-                tasks.create_task(self._serve(version, pullers), name=f"serve {version!r}")
+                consumers = [
+                    self._batch_queue.consumer(key) for _ in range(version.config.instances)
+                ]
+                serving[version] = consumers
+                tasks.create_task(self._serve(version, consumers), name=f"serve {version!r}")
             else:
-                for puller in serving.pop(version, ()):
-                    puller.release()
+                for consumer in serving.pop(version, ()):
+                    consumer.release()
 
     async def _serve(
-        self, version: ModelVersion, pullers: list[BatchConsumer[ModelKey, Batch]]
+        self, version: ModelVersion, consumers: list[BatchConsumer[ModelKey, Batch]]
     ) -> None:
         """Load a version, run its instances, and unload it."""
         name = f"{version.name}-{version.version}"
@@ -121,7 +123,7 @@ class ExecutorService:
                     await stack.enter_async_context(
                         make_instance(version, number, loader, self._tuning)
                     )
-                    for number in range(len(pullers))
+                    for number in range(len(consumers))
                 ]
                 self._models.mark_ready(version, loader.verdict)
                 log_ready(version)
@@ -129,8 +131,8 @@ class ExecutorService:
                 # Shared by the workers, and made when the first of them needs it.
                 comparison = cache(partial(BatchSafetySampler, version, self._tuning))
                 async with asyncio.TaskGroup() as tasks:
-                    for instance, puller in zip(instances, pullers, strict=True):
-                        worker = self._make_worker(version, instance, puller, comparison)
+                    for instance, consumer in zip(instances, consumers, strict=True):
+                        worker = self._make_worker(version, instance, consumer, comparison)
                         tasks.create_task(self._work(worker), name=name)
         except ConfigurationError as error:
             log.error(
@@ -149,13 +151,13 @@ class ExecutorService:
         self,
         version: ModelVersion,
         instance: Instance,
-        puller: BatchConsumer[ModelKey, Batch],
+        consumer: BatchConsumer[ModelKey, Batch],
         comparison: Callable[[], BatchSafetySampler],
     ) -> Worker:
         return Worker(
             version,
             instance,
-            puller,
+            consumer,
             self._answers,
             self._models,
             self._instruments,

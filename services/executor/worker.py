@@ -69,7 +69,7 @@ class Isolating(Protocol):
 
 
 class NotIsolating:
-    """For an executor whose requests are never accused."""
+    """Isolates nothing: for an executor whose requests are never accused."""
 
     def __init__(self) -> None:
         self.gate = RunGate()
@@ -428,8 +428,8 @@ class Worker:
         for request in late:
             request.fail(failure)
         if wanted:
-            again = Batch(run.batch.batch_id, wanted, run.batch.reason)
-            prefetch.retry_later(again, pause_s, run.attempts)
+            retry = Batch(run.batch.batch_id, wanted, run.batch.reason)
+            prefetch.retry_later(retry, pause_s, run.attempts)
         return late
 
     async def _try_together(self, requests: list[Request]) -> None:

@@ -83,7 +83,7 @@ async def answered(repository: Path, chunks: list[list[Request]]) -> list[Reques
     models.open()
     early, ran = Tray(), Tray()
     batcher = BatcherService(early, models.catalog.lookup, "b", instruments)
-    executor = ExecutorService(batcher.pulls, ran, models, instruments)
+    executor = ExecutorService(batcher.batch_queue, ran, models, instruments)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         tasks.create_task(executor.run())
         await executor.loaded.wait()

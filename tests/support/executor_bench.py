@@ -54,9 +54,9 @@ class ExecutorHarness:
         self.instruments = make_instruments(self.clock)
         self.answers = Tray()
         self._ready: dict[tuple[str, str], deque[Batch]] = {}
-        self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
+        self.batch_queue: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.executor = ExecutorService(
-            self.pulls, self.answers, self.models, self.instruments, tuning=tuning
+            self.batch_queue, self.answers, self.models, self.instruments, tuning=tuning
         )
 
     def _supply(self, key: tuple[str, str] | None, _demand: Demand) -> Batch | None:
@@ -68,7 +68,7 @@ class ExecutorHarness:
         for requests in batches:
             batch = Batch(f"b-{requests[0].offset}", requests, "idle")
             self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
-        self.pulls.notify()
+        self.batch_queue.notify()
 
     def waits(self) -> int:
         """How many batches nobody has pulled."""
@@ -91,4 +91,4 @@ async def running(
         tasks.create_task(bench.executor.run())
         await bench.executor.loaded.wait()
         yield bench
-        bench.pulls.close()
+        bench.batch_queue.close()

@@ -196,8 +196,8 @@ def make_distinct_rows(
     samples = list(read_samples(signature, directory))
     if samples:
         where, first = samples[0]
-        alike = [sample for _, sample in samples if _row_shapes(sample) == _row_shapes(first)]
-        yield where, _complete_rows(alike, rows)
+        matching = [sample for _, sample in samples if _row_shapes(sample) == _row_shapes(first)]
+        yield where, _complete_rows(matching, rows)
         return
     for size in tuning.free_sizes:
         _check_row_size(signature, size, tuning)

@@ -20,7 +20,7 @@ from headrace.tuning import TUNING, ModelTuning
 
 
 class Batching(StrEnum):
-    """Whether requests may share a run."""
+    """Answer to the question whether requests may share a run."""
 
     BATCHABLE = "batchable"
     NOT_BATCHABLE = "not batchable"

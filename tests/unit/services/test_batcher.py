@@ -30,7 +30,7 @@ class BatcherHarness:
         self.instruments = make_instruments(self.clock, steady)
         self.answers = Tray()
         self.batcher = self.items = BatcherService(self.answers, limits, "test", self.instruments)
-        self.pulls = self.batcher.pulls
+        self.batch_queue = self.batcher.batch_queue
 
     def waiting(self) -> int:
         """How many requests wait."""
@@ -55,10 +55,10 @@ def limited(limits: Limits) -> Any:
 
 
 async def test_a_batch_is_there_for_who_pulls_and_for_who_waits() -> None:
-    """What has come is pulled at once; a puller that waits is given what comes."""
+    """What has come is pulled at once; a consumer that waits is given what comes."""
     async with running(limited(Limits())) as bench:
         first = [make_request(), make_request()]
-        waiting = asyncio.create_task(bench.pulls.consumer(KEY).pull())
+        waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
         await bench.items.send(first)
         batch = await waiting
         assert batch is not None
@@ -66,7 +66,7 @@ async def test_a_batch_is_there_for_who_pulls_and_for_who_waits() -> None:
 
         second = [make_request()]
         await bench.items.send(second)
-        batch = await bench.pulls.consumer(KEY).pull()
+        batch = await bench.batch_queue.consumer(KEY).pull()
         assert batch is not None
         assert batch.requests == second
 
@@ -74,7 +74,7 @@ async def test_a_batch_is_there_for_who_pulls_and_for_who_waits() -> None:
 async def test_a_delay_wakes_who_waits() -> None:
     """When the delay is over the batch closes without anything new coming in."""
     async with running(limited(Limits(max_queue_delay_ms=20))) as bench:
-        waiting = asyncio.create_task(bench.pulls.consumer(KEY).pull())
+        waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
         await bench.items.send([make_request(ingested_us=NOW_US)])
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -92,7 +92,7 @@ async def test_wall_clock_set_back_delays_no_batch() -> None:
     async with running(limited(Limits(max_queue_delay_ms=20)), wall, steady) as bench:
         batches = []
         for _ in range(2):
-            waiting = asyncio.create_task(bench.pulls.consumer(KEY).pull())
+            waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
             await bench.items.send([make_request(ingested_us=wall.now_us)])
             await eventually(lambda: bench.waiting() == 1, deadline_s=5)
             wall.now_us -= 120_000_000
@@ -116,7 +116,7 @@ async def test_wall_clock_set_back_leaves_time_to_deadline_as_it_was() -> None:
         await bench.items.send([later])
         await eventually(lambda: bench.waiting() == 1, deadline_s=5)
         steady.now_us += 19_000
-        batch = await bench.pulls.consumer(KEY).pull()
+        batch = await bench.batch_queue.consumer(KEY).pull()
 
     assert batch is not None
     assert batch.requests == [later]
@@ -142,7 +142,7 @@ async def test_a_delay_that_ends_between_two_looks_at_the_clock_wakes_who_waits(
     """The timer is early by a moment, and the delay is over before the next one is set."""
     clock = SteppingClock()
     async with running(limited(Limits(max_queue_delay_ms=20)), clock) as bench:
-        waiting = asyncio.create_task(bench.pulls.consumer(KEY).pull())
+        waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
         await bench.items.send([make_request(ingested_us=NOW_US)])
         await eventually(lambda: clock.asked > 3, deadline_s=5)
 
@@ -180,7 +180,7 @@ async def test_it_sleeps_while_what_is_due_waits_for_an_executor() -> None:
             await asyncio.sleep(0)
 
         assert bench.clock.asked - before < 5
-        assert await bench.pulls.consumer(KEY).pull() is not None
+        assert await bench.batch_queue.consumer(KEY).pull() is not None
 
 
 async def test_a_request_of_a_model_that_has_gone_is_answered() -> None:
@@ -203,7 +203,7 @@ async def test_a_void_request_is_passed_on_to_be_settled() -> None:
         revoked, good = make_request(), make_request()
         receipt_of(revoked).revoked = True
         await bench.items.send([revoked, good])
-        batch = await bench.pulls.consumer(KEY).pull()
+        batch = await bench.batch_queue.consumer(KEY).pull()
         await eventually(lambda: bench.answers.requests == [revoked], deadline_s=5)
 
     assert batch is not None
@@ -217,8 +217,8 @@ async def test_at_the_end_all_that_waits_is_pulled_without_delay() -> None:
     pulled: list[Request] = []
 
     async def pull() -> None:
-        puller = bench.pulls.consumer(KEY)
-        while (batch := await puller.pull()) is not None:
+        consumer = bench.batch_queue.consumer(KEY)
+        while (batch := await consumer.pull()) is not None:
             pulled.extend(batch.requests)
 
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
@@ -249,8 +249,8 @@ async def test_a_busy_instance_gets_its_batch_at_the_moment_that_it_named() -> N
     """Nothing comes in, and nobody asks again: the moment alone closes the batch."""
     async with running(limited(Limits())) as bench:
         await bench.items.send([make_request()])
-        puller = bench.pulls.consumer(KEY)
-        waiting = asyncio.create_task(puller.pull(close_at_us=NOW_US + 20_000))
+        consumer = bench.batch_queue.consumer(KEY)
+        waiting = asyncio.create_task(consumer.pull(close_at_us=NOW_US + 20_000))
         await asyncio.sleep(0)
         assert not waiting.done()
 
@@ -265,11 +265,11 @@ async def test_an_instance_that_is_free_early_gets_what_is_there() -> None:
     """Its run was shorter than predicted."""
     async with running(limited(Limits())) as bench:
         await bench.items.send([make_request()])
-        puller = bench.pulls.consumer(KEY)
-        waiting = asyncio.create_task(puller.pull(close_at_us=NOW_US + 3_600_000_000))
+        consumer = bench.batch_queue.consumer(KEY)
+        waiting = asyncio.create_task(consumer.pull(close_at_us=NOW_US + 3_600_000_000))
         await asyncio.sleep(0)
 
-        puller.now_idle()
+        consumer.now_idle()
         batch = await asyncio.wait_for(waiting, 5)
 
     assert batch is not None
@@ -298,6 +298,6 @@ async def test_a_cancelled_request_is_answered_and_the_record_that_says_so_is_no
         assert [receipt_of(one).acked for one in records] == [1, 1, 1]
         assert counted(bench.instruments, "cancellations_total", outcome="ended") == 2
         assert counted(bench.instruments, "cancellations_total", outcome="none") == 1
-        batch = await bench.pulls.consumer(KEY).pull()
+        batch = await bench.batch_queue.consumer(KEY).pull()
         assert batch is not None
         assert batch.requests == [kept]

@@ -26,9 +26,9 @@ class PrefetchHarness:
         self.asks: list[Demand] = []
         self.gathered: list[str] = []
         self.gathering_us = 0
-        self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
-        self.puller = self.pulls.consumer(("model", "1"))
-        self.prefetch = Prefetch(self.puller, self._gather, tasks)
+        self.batch_queue: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
+        self.consumer = self.batch_queue.consumer(("model", "1"))
+        self.prefetch = Prefetch(self.consumer, self._gather, tasks)
 
     def _supply(self, _: object, demand: Demand) -> Batch | None:
         self.asks.append(demand)
@@ -67,7 +67,7 @@ async def test_batch_is_gathered_while_another_one_runs() -> None:
         bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
-        bench.puller.now_idle()
+        bench.consumer.now_idle()
         await eventually(lambda: bench.gathered == ["a"])
         assert await bench.next_id() == "a"
     assert bench.asks[0] == Demand(close_at_us=NOW_US + LONG_US - TUNING.executor.prefetch_lead_us)
@@ -123,7 +123,7 @@ async def test_prefetched_batch_alternates_with_halves() -> None:
         bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
-        bench.puller.now_idle()
+        bench.consumer.now_idle()
         await eventually(lambda: bench.gathered)
         bench.prefetch.requeue_halves([batch("x"), batch("y")])
         assert [await bench.next_id() for _ in range(3)] == ["x", "a", "y"]
@@ -136,5 +136,5 @@ async def test_halves_are_run_before_the_end() -> None:
         bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.prefetch.requeue_halves([batch("x"), batch("y")])
-        bench.pulls.close()
+        bench.batch_queue.close()
         assert [await bench.next_id() for _ in range(3)] == ["x", "y", "none"]

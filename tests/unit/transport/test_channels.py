@@ -92,68 +92,68 @@ class Shelf:
 async def test_a_piece_goes_to_who_has_waited_longest() -> None:
     """Consumers of one key are served in the order in which they began to wait."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    first = asyncio.create_task(pulls.consumer("a").pull())
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    first = asyncio.create_task(batch_queue.consumer("a").pull())
     await ack()
-    second = asyncio.create_task(pulls.consumer("a").pull())
+    second = asyncio.create_task(batch_queue.consumer("a").pull())
     await ack()
 
     shelf.pieces["a"] = ["one"]
-    pulls.notify()
+    batch_queue.notify()
     await ack()
 
     assert first.result() == "one"
     assert not second.done()
-    pulls.close()
+    batch_queue.close()
     assert await second is None
 
 
 async def test_keys_do_not_wait_for_each_other() -> None:
     """A consumer gets its own key's pieces, one without a key gets any."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    a = asyncio.create_task(pulls.consumer("a").pull())
-    b = asyncio.create_task(pulls.consumer("b").pull())
-    either = asyncio.create_task(pulls.consumer(None).pull())
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    a = asyncio.create_task(batch_queue.consumer("a").pull())
+    b = asyncio.create_task(batch_queue.consumer("b").pull())
+    either = asyncio.create_task(batch_queue.consumer(None).pull())
     await ack()
 
     shelf.pieces = {"b": ["for b"], "c": ["for any"]}
-    pulls.notify()
+    batch_queue.notify()
     await ack()
 
     assert (b.result(), either.result(), a.done()) == ("for b", "for any", False)
-    pulls.close()
+    batch_queue.close()
     assert await a is None
 
 
 async def test_the_supply_is_asked_once_for_those_who_wait_for_the_same() -> None:
     """A hundred idle instances of a model cost one question per `notify`."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    waiting = [asyncio.create_task(pulls.consumer("a").pull()) for _ in range(100)]
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    waiting = [asyncio.create_task(batch_queue.consumer("a").pull()) for _ in range(100)]
     await ack()
     before = shelf.asked
 
-    pulls.notify()
+    batch_queue.notify()
 
     assert shelf.asked == before + 1
-    pulls.close()
+    batch_queue.close()
     assert await asyncio.gather(*waiting) == [None] * 100
 
 
 async def test_a_cancelled_consumer_takes_no_piece_with_it() -> None:
     """Pieces pass over a consumer that has gone while it waited."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    gone = asyncio.create_task(pulls.consumer("a").pull())
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    gone = asyncio.create_task(batch_queue.consumer("a").pull())
     await ack()
     gone.cancel()
     await ack()
-    there = asyncio.create_task(pulls.consumer("a").pull())
+    there = asyncio.create_task(batch_queue.consumer("a").pull())
     await ack()
 
     shelf.pieces["a"] = ["one"]
-    pulls.notify()
+    batch_queue.notify()
 
     assert await there == "one"
 
@@ -161,12 +161,12 @@ async def test_a_cancelled_consumer_takes_no_piece_with_it() -> None:
 async def test_after_the_close_what_is_left_is_pulled_and_then_nothing() -> None:
     """Closing loses no piece."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    consumer = pulls.consumer("a")
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    consumer = batch_queue.consumer("a")
     shelf.pieces["a"] = ["one", "two"]
 
-    pulls.close()
-    await pulls.ended()
+    batch_queue.close()
+    await batch_queue.ended()
 
     assert [await consumer.pull() for _ in range(3)] == ["one", "two", None]
 
@@ -175,8 +175,8 @@ async def test_a_released_consumer_takes_what_was_held_back() -> None:
     """It is the last to ask for its key: what waits for company would wait for ever."""
     shelf = Shelf()
     shelf.later["a"] = ["one", "two"]
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    consumer = pulls.consumer("a")
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    consumer = batch_queue.consumer("a")
     waiting = asyncio.create_task(consumer.pull())
     await ack()
     assert not waiting.done()
@@ -190,14 +190,18 @@ async def test_a_released_consumer_takes_what_was_held_back() -> None:
 async def test_an_instance_that_is_free_early_hurries() -> None:
     """Whoever waits until a moment gets what is there as soon as it is idle."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(
+    batch_queue: BatchQueue[str, str] = BatchQueue(
         lambda key, ask: None if ask.close_at_us else shelf.supply(key, ask)
     )
-    consumer = pulls.consumer("a")
+    consumer = batch_queue.consumer("a")
     shelf.pieces["a"] = ["one"]
     waiting = asyncio.create_task(consumer.pull(close_at_us=2000))
     await ack()
-    assert (waiting.done(), pulls.due_us(1000), pulls.due_us(2000)) == (False, 2000, None)
+    assert (waiting.done(), batch_queue.due_us(1000), batch_queue.due_us(2000)) == (
+        False,
+        2000,
+        None,
+    )
 
     consumer.now_idle()
 
@@ -207,23 +211,23 @@ async def test_an_instance_that_is_free_early_hurries() -> None:
 async def test_piece_run_at_once_leaves_the_consumer_waiting() -> None:
     """The first piece is run by the supplier; the consumer gets the next one."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
     ran: list[str] = []
 
     def run_now(piece: str) -> bool:
         ran.append(piece)
         return True
 
-    waiting = asyncio.create_task(pulls.consumer("a").wait(run_now))
+    waiting = asyncio.create_task(batch_queue.consumer("a").wait(run_now))
     await ack()
     shelf.pieces["a"] = ["first"]
-    pulls.notify()
+    batch_queue.notify()
     assert ran == ["first"]
     await ack()
     assert not waiting.done()
 
     shelf.pieces["a"] = ["second", "third", "fourth"]
-    pulls.notify()
+    batch_queue.notify()
 
     assert ran == ["first", "second"]
     assert await waiting == "third"
@@ -233,25 +237,25 @@ async def test_piece_run_at_once_leaves_the_consumer_waiting() -> None:
 async def test_piece_that_cannot_be_run_at_once_goes_to_the_consumer() -> None:
     """No other piece is offered before it."""
     shelf = Shelf()
-    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    waiting = asyncio.create_task(pulls.consumer("a").wait(lambda _: False))
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    waiting = asyncio.create_task(batch_queue.consumer("a").wait(lambda _: False))
     await ack()
     shelf.pieces["a"] = ["first", "second"]
-    pulls.notify()
+    batch_queue.notify()
 
     assert await waiting == "first"
 
 
 async def test_consumer_waits_for_nothing_when_released_or_closed() -> None:
     """Whether it was released before or while it waits."""
-    pulls: BatchQueue[str, str] = BatchQueue(Shelf().supply)
-    consumer = pulls.consumer("a")
+    batch_queue: BatchQueue[str, str] = BatchQueue(Shelf().supply)
+    consumer = batch_queue.consumer("a")
     waiting = asyncio.create_task(consumer.wait(lambda _: True))
     await ack()
     consumer.release()
     assert await waiting is None
     assert await consumer.wait() is None
 
-    other = pulls.consumer("a")
-    pulls.close()
+    other = batch_queue.consumer("a")
+    batch_queue.close()
     assert await other.wait() is None

@@ -50,7 +50,7 @@ class DispatcherHarness:
         self._registry = metrics.registry
         self.models = models
         self.left = 1000
-        self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
+        self.batch_queue: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.written: dict[str, int] = {}
 
     def _supply(self, key: tuple[str, str] | None, _ask: object) -> Batch | None:
@@ -144,20 +144,20 @@ async def running(
         bench.left = 0  # nobody is known yet
         writer = BatchWriter(producer, TopicPartition("batches", PARTITIONS), Tray(), metrics)
         hearing = ExecutorEventReader(log, TopicPartition("events", 1))
-        outlet = BatchDispatcher(bench.pulls, writer, models, hearing, metrics, tuning)
+        outlet = BatchDispatcher(bench.batch_queue, writer, models, hearing, metrics, tuning)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outlet.run())
             await bench.listening()
             yield bench
             bench.left = 0
-            bench.pulls.close()
+            bench.batch_queue.close()
 
 
 async def heard(bench: DispatcherHarness, count: int) -> None:
     """Wait until so many executors are known, then let batches come."""
     await eventually(lambda: bench.known() == count)
     bench.left = 1000
-    bench.pulls.notify()
+    bench.batch_queue.notify()
 
 
 async def test_an_executor_gets_two_batches_for_each_instance(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ async def test_while_nobody_is_known_partitions_take_turns(tmp_path: Path) -> No
     """A few batches at a time, as many as are acknowledged."""
     async with running(tmp_path) as bench:
         bench.left = 8
-        bench.pulls.notify()
+        bench.batch_queue.notify()
         written = await bench.settles(8)
         assert set(written.values()) == {0, 1, 2, 3}
 
@@ -242,7 +242,7 @@ async def test_when_the_last_executor_has_left_partitions_take_turns_again(tmp_p
         await bench.announce("a", leaving=True)
         await eventually(lambda: bench.known() == 0)
         bench.left = 8
-        bench.pulls.notify()
+        bench.batch_queue.notify()
         await bench.settles(8)
 
 

@@ -292,7 +292,7 @@ async def test_batches_come_out_for_those_who_pull_their_model() -> None:
     async with reading(log) as source:
         feed = BatchReceiver(source, Tray(), lambda _name, _version: None)
         running = asyncio.create_task(feed.run())
-        batch = await feed.pulls.consumer(("digits", "1")).pull()
+        batch = await feed.batch_queue.consumer(("digits", "1")).pull()
         assert batch is not None
         in_flight = []
         for request in batch.requests:
