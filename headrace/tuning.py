@@ -56,7 +56,7 @@ class ConsumerTuning:
     other_progress_interval_s: float = 0.2
     """Interval of queries for the commits of another process that answers."""
     stalled_check_interval_s: float = 30.0
-    """Interval of the checks for low watermarks that do not move."""
+    """Interval of the checks for bases that do not move."""
     throughput_interval_s: float = 1.0
     """Interval of the samples of throughput and of the time without an answer."""
     end_offsets_interval_s: float = 5.0
@@ -724,7 +724,7 @@ class GatewayTuning:
     compressed_from_bytes: int = 1024
     """Smaller answers are not compressed for callers that accept that."""
     retry_after_s: int = 1
-    """What callers are told if the time to wait is not known."""
+    """Sent to callers if the time to wait is not known."""
     drain_silence_s: float = 0.2
     """Without a request for so long, a gateway that drains closes the idle connections."""
     stop_timeout_s: float = 1.0

@@ -1,4 +1,4 @@
-"""Lag and throughput of a source, time without an answer, and low watermarks that do not move.
+"""Lag and throughput of a source, time without an answer, and bases that do not move.
 
 End offsets are queried in the background, every few seconds; if that fails, the last ones stay.
 

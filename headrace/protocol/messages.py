@@ -409,8 +409,8 @@ class Batch:
     """Requests of one model, version and shape class that run together.
 
     Attributes:
-        reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `deadline`, `bytes` or
-            `drain`; `bisected` if it is one half of a batch that failed.
+        reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `deadline`, `bytes`,
+            `drain` or `alone`; `bisected` if it is one half of a batch that failed.
         rows: rows of all requests together.
         end_us: predicted end of its run in epoch microseconds; 0 if not predicted.
     """

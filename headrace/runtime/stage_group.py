@@ -2,14 +2,14 @@
 
 Its stages determine the topic and the consumer group that it reads, and what it commits:
 
-- All four stages read `requests` in the group `{namespace}`, and commit the low watermark and the
-  answered set.
+- All four stages read `requests` in the group `{namespace}`, and commit the base and the answered
+  set.
 - Ingest without the responder reads `requests` in the group `{namespace}.ingest` and commits
   nothing: it starts at the answered offsets that the group `{namespace}` has committed.
 - A group that starts with the batcher or the executor reads `items` or `batches` in the group
   `{namespace}.{stage}`, and commits an offset once its output is acknowledged.
 - The responder alone reads `results` in the group `{namespace}`, and commits its offset there
-  together with the low watermark and the answered set of `requests`.
+  together with the base and the answered set of `requests`.
 
 A responder shares memory with the other stages only if all four are in one process. Otherwise
 requests that end early reach it from several processes; reading `results`, which has the

@@ -464,7 +464,7 @@ GATEWAY = (
         "headrace_gateway_late_answers",
         "counter",
         (),
-        "Answers that a gateway dropped: nobody waited for them any more.",
+        "Answers that a gateway dropped, because no caller waited for them any more.",
     ),
 )
 
