@@ -237,7 +237,7 @@ def command() -> None:
     show_default=True,
     help="Show at most this many, the newest; all are counted.",
 )
-@click.option("--pending", is_flag=True, help="Leave out those that were redriven.")
+@click.option("--pending", is_flag=True, help="Leave out dead letters that were redriven.")
 @json_option
 @pass_settings
 def list_(
@@ -305,7 +305,9 @@ async def _one(settings: Settings, place: Position) -> tuple[DeadLetter, bool]:
     "--rate", type=click.FloatRange(min=0, min_open=True), help="Send this many per second."
 )
 @click.option("--dry-run", is_flag=True, help="Count what would be sent; send nothing.")
-@click.option("--discard", is_flag=True, help="Mark them as redriven without sending them.")
+@click.option(
+    "--discard", is_flag=True, help="Mark the dead letters as redriven without sending them."
+)
 @click.option(
     "--transform",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -379,7 +381,7 @@ def _tally(tally: RedriveResult, order: RedriveJob) -> dict[str, Any]:
 
 @command.command()
 @selecting
-@click.option("--pending", is_flag=True, help="Leave out those that were redriven.")
+@click.option("--pending", is_flag=True, help="Leave out dead letters that were redriven.")
 @click.option(
     "--output",
     type=click.File("w", encoding="utf-8", lazy=True),

@@ -63,7 +63,7 @@ class InferRequest(NamedTuple):
     default=30.0,
     show_default=True,
     metavar="S",
-    help="How many seconds to wait; it is the request's deadline as well.",
+    help="Seconds to wait for the answer; also the request's deadline.",
 )
 @click.option("--version", metavar="V", help="Version of the model.  [default: the newest]")
 @click.option(

@@ -35,7 +35,7 @@ def list_models(settings: Settings, as_json: bool) -> None:
     """List the versions of all models. Faults that are visible without loading a model are shown,
     too.
 
-    Faults that can be seen without loading a model are told beside them.
+    Faults that can be found without loading a model are shown, too.
     """
     entries = [
         entry | {"state": _found(entry["state"])} for entry in _opened(settings).catalog.status()

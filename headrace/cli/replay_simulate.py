@@ -12,13 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from headrace.cli.event_loop import run
-from headrace.cli.options import (
-    ANSWERS_FILE,
-    chosen_answers,
-    options_as,
-    report_option,
-    write_report,
-)
+from headrace.cli.options import ANSWERS_FILE, chosen_answers, options_as
 from headrace.cli.output import say
 from headrace.cli.progress import Progress, progress
 from headrace.cli.selection_options import chosen_source, selection_options
@@ -29,12 +23,11 @@ from headrace.log.port import Log
 from headrace.models.version import ModelVersion
 from headrace.runtime.log_factory import open_log
 from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.tools.pages import require_report_packages
 from headrace.tools.replay.jobs import RecordingSource, open_recording
 from headrace.tools.replay.recording import Selection
 from headrace.tools.simulate.arrivals import read_arrivals
 from headrace.tools.simulate.events import Limits, Policy
-from headrace.tools.simulate.report import cells, curve, report, table
+from headrace.tools.simulate.report import cells, curve, table
 from headrace.tools.simulate.scenarios import (
     Scenario,
     ScenarioResult,
@@ -59,7 +52,6 @@ class SimulationJob(NamedTuple):
         service_times: by model, or under "" for all others.
         answers: a topic, or a capture file.
         steady: all batches of one size take the same time.
-        asked: the scenarios.
     """
 
     source: RecordingSource
@@ -68,7 +60,7 @@ class SimulationJob(NamedTuple):
     answers: str | Path | None
     overhead_us: float
     steady: bool
-    asked: Sequence[Scenario]
+    scenarios: Sequence[Scenario]
 
 
 class Simulated(NamedTuple):
@@ -146,42 +138,42 @@ _OPTIONS = (
         "--models",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         metavar="DIR",
-        help="Take the limits of these models, and measure those of which nothing else is known.",
+        help="Use the limits of these models, and measure unknown durations of batches.",
     ),
     click.option(
         "--overhead-us",
         type=click.FloatRange(min=0),
         default=0.0,
         metavar="US",
-        help="What a batch costs its instance besides the model's run.",
+        help="Extra time of each batch, in addition to the model's run.",
     ),
-    click.option("--steady", is_flag=True, help="All batches of a size take the median of it."),
+    click.option("--steady", is_flag=True, help="All batches of one size take their median time."),
     click.option(
         "--rate-factor",
         "rate_factors",
         callback=_each(float, 0, exclusive=True),
         metavar="K,...",
-        help="At so many times the rate.",
+        help="Multiply the arrival rate by these factors.",
     ),
     click.option(
         "--instances",
         callback=_each(int, 1),
         metavar="N,...",
-        help="With so many instances of each model.",
+        help="Numbers of instances of each model.",
     ),
     click.option(
         "--max-batch-size",
         "max_batch_sizes",
         callback=_each(int, 1),
         metavar="B,...",
-        help="With these limits of rows in a batch.",
+        help="Maximum batch sizes, in rows.",
     ),
     click.option(
         "--max-queue-delay-ms",
         "max_queue_delays_ms",
         callback=_each(float, 0),
         metavar="MS,...",
-        help="With these delays.",
+        help="Maximum queue delays, in milliseconds.",
     ),
 )
 
@@ -189,7 +181,6 @@ _OPTIONS = (
 @click.command()
 @selection_options
 @options_as(SimulateOptions, *_OPTIONS)
-@report_option("Write a page with plots.")
 @click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 @pass_settings
 def command(
@@ -197,7 +188,6 @@ def command(
     /,
     *,
     given: SimulateOptions,
-    report_file: Path | None,
     in_json: bool,
     **chosen: Any,
 ) -> None:
@@ -208,12 +198,10 @@ def command(
     How long a batch takes is given (--service-time), learned from recorded answers (--answers),
     or measured (--models), in this order. Every combination of the options is a scenario.
     """
-    if report_file is not None:
-        require_report_packages()
     job = _job(settings, given, chosen)
     with progress() as shown:
         found = run(simulated(settings, job, shown))
-    _tell(found, report_file, in_json)
+    _show(found, in_json=in_json)
 
 
 def _job(settings: Settings, given: SimulateOptions, chosen: dict[str, Any]) -> SimulationJob:
@@ -238,12 +226,10 @@ def _job(settings: Settings, given: SimulateOptions, chosen: dict[str, Any]) -> 
     )
 
 
-def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
+def _show(found: Simulated, *, in_json: bool) -> None:
     for notice in found.notices:
         say(f"headrace: {notice}", err=True)
     rows = [cells(each) for each in found.outcomes]
-    if report_file is not None:
-        write_report(report_file, report(found.source, found.outcomes, found.times))
     if in_json:
         fields = {
             "source": found.source,
@@ -286,8 +272,10 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
         )
     served = served_now(settings, arrivals, times, models)
     outcomes: list[ScenarioResult] = []
-    for each in job.asked:
-        shown.show(len(outcomes) / len(job.asked), f"{len(outcomes)} of {len(job.asked)} scenarios")
+    for each in job.scenarios:
+        shown.show(
+            len(outcomes) / len(job.scenarios), f"{len(outcomes)} of {len(job.scenarios)} scenarios"
+        )
         await asyncio.sleep(0)  # Ctrl-C takes effect between two scenarios
         outcomes.append(simulate(arrivals, served, each, _policy))
     source = f"{len(arrivals.at_us)} requests of {name}"

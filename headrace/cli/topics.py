@@ -44,7 +44,7 @@ def command() -> None:
 def create(settings: Settings, as_json: bool) -> None:
     """Create the topics that are missing.
 
-    Topics that exist are left as they are; what is wrong with them is told (exit code 1 when
+    Topics that exist are left as they are; their faults are shown (exit code 1 if
     `headrace run` would refuse them).
     """
     if settings.kafka is None:

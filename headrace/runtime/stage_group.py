@@ -84,6 +84,37 @@ def segments(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
     return [tuple(stages)]
 
 
+def source_settings(settings: Settings, stages: Sequence[Stage]) -> SourceSettings:
+    """Return the topic and the group that these stages read, and what they commit."""
+    answers = Stage.RESPONDER in stages
+    reads_requests = stages[0] is Stage.INGEST
+    # Only the batcher queues requests by model; with an order, a deferred request would block
+    # all later ones.
+    has_shares = Stage.BATCHER in stages and settings.delivery.order == "none"
+    group = settings.namespace if answers else f"{settings.namespace}.{stages[0]}"
+    return SourceSettings(
+        topic=settings.topic(_INPUT[stages[0]]),
+        group=group,
+        progress_group=settings.namespace if reads_requests else group,
+        commits=answers or not reads_requests,
+        budget_bytes=settings.limits.max_in_flight_bytes,
+        drain_timeout_s=settings.limits.drain_timeout_s,
+        # A responder runs no model, and could not answer a request that crashed it.
+        max_attempts=0 if stages[0] is Stage.RESPONDER else settings.delivery.max_attempts,
+        # Kinds keep out members with another topic or guarantee: they would overwrite each
+        # other's commits.
+        kind=f"{_INPUT[stages[0]]}-{settings.delivery.guarantee}" if answers else "",
+        requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
+        exactly_once=settings.delivery.guarantee == "exactly_once" and (answers or reads_requests),
+        shares=reads_requests and settings.delivery.order != "none",
+        runs=Stage.EXECUTOR in stages,
+        model_share=settings.limits.model_share if has_shares else 1.0,
+        tenant_share=settings.limits.tenant_share if has_shares else 1.0,
+        kept_s=0.0 if answers else settings.topics.internal_retention_ms / 1000,
+        chains_keys=reads_requests and settings.delivery.order == "key",
+    )
+
+
 class StageGroup:
     """Group of adjacent stages of a process.
 
@@ -116,7 +147,7 @@ class StageGroup:
             if stages[0] is Stage.RESPONDER
             else None
         )
-        reading = self._source_settings()
+        reading = source_settings(settings, self._stages)
         refusal = self._deferred_refusal if Stage.BATCHER in stages else None
         self.source = Source(
             log,
@@ -129,37 +160,6 @@ class StageGroup:
         )
         if instruments.tracing is not None:
             instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
-
-    def _source_settings(self) -> SourceSettings:
-        settings, stages = self._settings, self._stages
-        answers = Stage.RESPONDER in stages
-        reads_requests = stages[0] is Stage.INGEST
-        # Only the batcher queues requests by model; with an order, a deferred request would block
-        # all later ones.
-        has_shares = Stage.BATCHER in stages and settings.delivery.order == "none"
-        group = settings.namespace if answers else f"{settings.namespace}.{stages[0]}"
-        return SourceSettings(
-            topic=settings.topic(_INPUT[stages[0]]),
-            group=group,
-            progress_group=settings.namespace if reads_requests else group,
-            commits=answers or not reads_requests,
-            budget_bytes=settings.limits.max_in_flight_bytes,
-            drain_timeout_s=settings.limits.drain_timeout_s,
-            # A responder runs no model, and could not answer a request that crashed it.
-            max_attempts=0 if stages[0] is Stage.RESPONDER else settings.delivery.max_attempts,
-            # Kinds keep out members with another topic or guarantee: they would overwrite each
-            # other's commits.
-            kind=f"{_INPUT[stages[0]]}-{settings.delivery.guarantee}" if answers else "",
-            requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
-            exactly_once=settings.delivery.guarantee == "exactly_once"
-            and (answers or reads_requests),
-            shares=reads_requests and settings.delivery.order != "none",
-            runs=Stage.EXECUTOR in stages,
-            model_share=settings.limits.model_share if has_shares else 1.0,
-            tenant_share=settings.limits.tenant_share if has_shares else 1.0,
-            kept_s=0.0 if answers else settings.topics.internal_retention_ms / 1000,
-            chains_keys=reads_requests and settings.delivery.order == "key",
-        )
 
     async def run(self, joined: Callable[[], None]) -> None:
         """Read, process and answer until `stop_reading` has taken effect, then commit and leave.
@@ -294,33 +294,33 @@ class StageGroup:
         producer: Producer,
         events: TopicPartition | None,
     ) -> None:
-        announcer: ExecutorHeartbeat | None = None
+        heartbeat: ExecutorHeartbeat | None = None
         if batch_queue is None:
             assert events is not None
-            announcer = self._announcer(producer, events)
+            heartbeat = self._make_heartbeat(producer, events)
             feed = BatchReceiver(
                 self.source,
                 answers.writer(),
                 self._models.catalog.lookup_bound,
-                announcer,
+                heartbeat,
                 self._rebinder.rebind,
             )
             self._runs["read-batches"] = feed.run
-            self._runs["announce"] = announcer.run
+            self._runs["heartbeat"] = heartbeat.run
             batch_queue = feed.batch_queue
         executor = ExecutorService(
             batch_queue,
             answers.writer(),
             self._models,
             self._instruments,
-            announcer,
+            heartbeat,
             self.source.quarantine,
             self._tuning.executor,
         )
         self._runs["executor"] = executor.run
         self._executor = executor
 
-    def _announcer(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
+    def _make_heartbeat(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka
         silent_after_s = self._tuning.runtime.silent_after_s
         if kafka is not None:

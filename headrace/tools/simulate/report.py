@@ -1,11 +1,10 @@
-"""Results of a simulation: as a table, as plain values, and as an HTML page."""
+"""Results of a simulation: as a table, and as plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headrace.tools.pages import COLOURS, as_data_url, new_plot, render_page
 from headrace.tools.simulate.scenarios import Scenario, ScenarioResult
 from headrace.tools.simulate.service_times import ServiceTime
 
@@ -67,67 +66,3 @@ def curve(service_time: ServiceTime) -> dict[str, Any]:
         "a_us": service_time.a_us,
         "points": [each._asdict() for each in service_time.points],
     }
-
-
-# --- the HTML page ----------------------------------------------------------------------------
-
-PLOTTED = dict(zip((0.5, 0.9, 0.99), COLOURS.values(), strict=True))
-PLOTTED_SIZES = 64
-
-
-def report(
-    source: str, outcomes: Sequence[ScenarioResult], times: Mapping[str, ServiceTime]
-) -> str:
-    """Return the page. It needs the packages of the extra `report`.
-
-    Args:
-        source: description of the recording.
-        outcomes: in the order of the rows.
-        times: S(b) by model.
-    """
-    return render_page(
-        "simulate.html",
-        source=source,
-        latencies=_latencies(outcomes),
-        headings=HEADINGS,
-        rows=[cells(each) for each in outcomes],
-        service_times=[
-            (model, str(service_time), _service_time(service_time))
-            for model, service_time in sorted(times.items())
-        ],
-    )
-
-
-def _latencies(outcomes: Sequence[ScenarioResult]) -> str:
-    """Plot the percentiles of each scenario; empty if no request was completed."""
-    completed = [each for each in outcomes if each.latencies_ms]
-    if not completed:
-        return ""
-    names = [scenario_name(each.scenario) for each in completed]
-    figure, axes = new_plot(8.5, 1 + 0.3 * len(completed))
-    low_ms, high_ms = ([each.latency_ms(share) for each in completed] for share in (0.5, 0.99))
-    axes.hlines(names, low_ms, high_ms, color="#d5dde4", linewidth=3, zorder=1)
-    for share, colour in PLOTTED.items():
-        found = [each.latency_ms(share) for each in completed]
-        axes.scatter(found, names, color=colour, label=f"p{share * 100:g}", zorder=2)
-    axes.set_xscale("log")
-    axes.set_xlabel("latency, ms")
-    axes.invert_yaxis()
-    axes.legend()
-    return as_data_url(figure)
-
-
-def _service_time(service_time: ServiceTime) -> str:
-    """Plot S over the batch size, with the known points."""
-    largest = max((each.rows for each in service_time.points), default=32)
-    steps = min(PLOTTED_SIZES, largest)
-    sizes = sorted({round(1 + step * (largest - 1) / steps) for step in range(steps + 1)})
-    figure, axes = new_plot()
-    axes.plot(sizes, [service_time(size) / 1000 for size in sizes], color=COLOURS["again"])
-    points = [(each.rows, each.us / 1000) for each in service_time.points]
-    if points:
-        axes.scatter(*zip(*points, strict=True), color=COLOURS["candidate"])
-    axes.set_xlabel("rows in a batch")
-    axes.set_ylabel("S(b), ms")
-    axes.set_ylim(bottom=0)
-    return as_data_url(figure)

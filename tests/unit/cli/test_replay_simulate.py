@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import msgpack
 import pytest
@@ -109,22 +108,6 @@ def test_what_nothing_is_known_of_is_left_out(call: Call, tmp_path: Path) -> Non
     assert outcomes(found.stdout)[0]["requests"] == 3
     assert "1 records are no requests" in found.stderr
     assert "1 requests of other left out: its service time is not known" in found.stderr
-
-
-def test_a_page_shows_what_the_table_has(call: Call, requests: None, tmp_path: Path) -> None:
-    """It is well formed, needs nothing from outside, and has both plots."""
-    arguments = ("--service-time", "700+100", "--rate-factor", "1,2", "--report", "page.html")
-    found = call(*SIMULATE, *arguments)
-
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    page = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
-    rows = [[cell.text for cell in row] for row in page.iter("tr")]
-    assert [row[0] for row in rows] == ["scenario", "present", "rate x2"]
-    assert all(str(cell) in found.output for row in rows for cell in row)
-    images = [image.attrib["src"] for image in page.iter("img")]
-    assert len(images) == 2
-    assert all(image.startswith("data:image/svg+xml;base64,") for image in images)
-    assert "http" not in text
 
 
 @pytest.mark.parametrize(
