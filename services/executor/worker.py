@@ -78,6 +78,46 @@ class NotIsolating:
         """Do nothing."""
 
 
+class HeldAnswers:
+    """Finished requests that are held back, so that those of several quick runs are sent together.
+
+    A chunk costs the responder about as much as dozens of small requests.
+
+    Attributes:
+        requests: those held back, in the order in which they finished.
+    """
+
+    def __init__(self, answers: Outlet[list[Request]], tuning: ExecutorTuning) -> None:
+        self._answers = answers
+        self._max_requests = tuning.max_held_answers
+        self._max_hold_s = tuning.hold_answers_s
+        self._since_s = 0.0
+        self.requests: list[Request] = []
+
+    def add(self, finished: list[Request]) -> None:
+        """Hold finished requests back."""
+        if not self.requests:
+            self._since_s = time.perf_counter()
+        self.requests += finished
+
+    def is_due(self) -> bool:
+        """Return True if so many are held, or for so long, that they must be sent."""
+        held_s = time.perf_counter() - self._since_s
+        return len(self.requests) >= self._max_requests or held_s >= self._max_hold_s
+
+    async def send(self) -> None:
+        """Send all; wait while the responder is behind."""
+        await self._answers.send(self._take())
+
+    def send_nowait(self) -> None:
+        """Send all without waiting; call it only while the responder is not full."""
+        self._answers.send_nowait(self._take())
+
+    def _take(self) -> list[Request]:
+        held, self.requests = self.requests, []
+        return held
+
+
 class Worker:
     """Run the batches of one instance of a model version.
 
@@ -118,10 +158,7 @@ class Worker:
         self._clock, self._steady = instruments.clock, instruments.steady
         self._anchored = instruments.anchored
         self._tuning = tuning
-        self._held: list[Request] = []
-        self._held_since_s = 0.0
-        self._max_held_answers = tuning.max_held_answers
-        self._hold_answers_s = tuning.hold_answers_s
+        self._held = HeldAnswers(answers, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
 
@@ -150,41 +187,28 @@ class Worker:
         Answers that are held back leave before this waits. They also leave, and other tasks get a
         turn, before quick runs that follow each other hold the event loop for too long.
         """
-        taken = prefetch.take()
-        if not self._held:
+        taken, held = prefetch.take(), self._held
+        if not held.requests:
             return taken or await prefetch.wait()
-        while taken is None:
-            if not self._answers.is_full():
-                # No batch can have come since `take`: there is no await between the two.
-                self._answers.send_nowait(self._take_held())
-                return await prefetch.wait()
-            await self._answers.send(self._take_held())
-            taken = prefetch.take()
-            if not self._held:
-                return taken or await prefetch.wait()
-        if (
-            len(self._held) >= self._max_held_answers
-            or time.perf_counter() - self._held_since_s >= self._hold_answers_s
-        ):
-            await self._answers.send(self._take_held())
+        if taken is None:
+            if self._answers.is_full():
+                # A batch may come while this waits, so it is taken again afterwards.
+                await held.send()
+                return prefetch.take() or await prefetch.wait()
+            # No batch can have come since `take`: there is no await between the two.
+            held.send_nowait()
+            return await prefetch.wait()
+        if held.is_due():
+            await held.send()
             await asyncio.sleep(0)
         return taken
 
     async def _send(self, batch: Batch, finished: list[Request]) -> None:
-        """Send finished requests to the responder, those of quick runs a few batches at a time:
-        a chunk costs the responder about as much as dozens of small requests.
-        """
+        """Send finished requests to the responder, those of quick runs a few batches at a time."""
         self._note_finished(batch, finished)
+        self._held.add(finished)
         if not self._instance.runs_inline:
-            await self._answers.send(self._take_held() + finished)
-            return
-        if not self._held:
-            self._held_since_s = time.perf_counter()
-        self._held += finished
-
-    def _take_held(self) -> list[Request]:
-        held, self._held = self._held, []
-        return held
+            await self._held.send()
 
     def _note_finished(self, batch: Batch, finished: list[Request]) -> None:
         if self._tracing is not None:
