@@ -1,18 +1,14 @@
-"""Connect to the brokers: addresses, TLS, SASL, back-off, and explanations of failures."""
+"""Connect to the brokers: the bootstrap servers, the brokers that they name, and back-off."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
-import aiokafka.errors as kafka_errors
-from aiokafka.abc import AbstractTokenProvider
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
@@ -20,8 +16,8 @@ from aiokafka.errors import KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
 
 from headrace.config import KafkaSettings
-from headrace.errors import ConfigurationError, HeadraceError
-from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
+from headrace.errors import HeadraceError
+from headrace.log.errors import LogUnavailable
 from headrace.log.kafka._aiokafka import (
     DirectConnection,
     add_connection,
@@ -36,6 +32,7 @@ from headrace.log.kafka._aiokafka import (
 )
 from headrace.log.kafka.errors import answered
 from headrace.log.kafka.record_batches import DEFAULT_DECOMPRESSED_BYTES
+from headrace.log.kafka.security import connection_error, no_brokers_error, security_options
 from headrace.primitives.backoff import Backoff
 from headrace.tuning import TUNING, KafkaTuning
 
@@ -101,7 +98,7 @@ class Connection:
         self.settings = settings
         self.decompressed_bytes = decompressed_bytes
         self.tuning = tuning
-        self._security = _security_options(settings)
+        self._security = security_options(settings)
         self._reconnect = ReconnectTimes(tuning.reconnect)
 
     def __repr__(self) -> str:
@@ -298,152 +295,9 @@ class Connection:
             self._record_attempt((host, port), reached=True)
         except (OSError, KafkaError, ValueError) as error:
             self._record_attempt((host, port), reached=False)
-            raise self._connection_error(f"{host}:{port}", error) from error
+            raise connection_error(self.settings, f"{host}:{port}", error) from error
         finally:
             await close_connection(connection, self.tuning.close_timeout_s)
         if not answer.brokers:
-            raise self._no_brokers_error(f"{host}:{port}")
+            raise no_brokers_error(self.settings, f"{host}:{port}")
         return answer
-
-    def _no_brokers_error(self, where: str) -> HeadraceError:
-        """Return the error for a server whose answer names no broker, not even itself."""
-        by_token = self.settings.sasl_mechanism == "OAUTHBEARER"
-        if by_token and self.settings.security_protocol.startswith("SASL"):
-            # A broker refuses a bearer token in a challenge (RFC 7628, 3.2.3) that aiokafka does
-            # not read: the refusal then arrives instead of the first response.
-            return self._connection_error(where, kafka_errors.SaslAuthenticationFailed())
-        return LogUnavailable(f"{where}: it is starting, and knows of no broker yet")
-
-    def _connection_error(self, where: str, error: Exception) -> HeadraceError:
-        """Return an error of the right kind, with one line on why a connection failed."""
-        tls = _find_tls_error(error)
-        if tls is not None:
-            return LogAuthenticationFailed(f"{where}: {_explain_tls(tls)}")
-        if isinstance(error, kafka_errors.SaslAuthenticationFailed):
-            return LogAuthenticationFailed(f"{where}: {self._credentials()} refused")
-        if isinstance(
-            error,
-            kafka_errors.UnsupportedSaslMechanismError | kafka_errors.IllegalSaslStateError,
-        ):
-            return LogAuthenticationFailed(
-                f"{where}: this listener takes no SASL mechanism "
-                f"{self.settings.sasl_mechanism} (kafka.sasl_mechanism)"
-            )
-        if isinstance(error, OSError) and error.filename:
-            return ConfigurationError(f"kafka.oauth_token_file: {error.filename}: {error.strerror}")
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        hung_up = isinstance(error, ConnectionResetError | kafka_errors.KafkaConnectionError)
-        return LogUnavailable(f"{where}: {reason}{self._protocol_hint() if hung_up else ''}")
-
-    def _protocol_hint(self) -> str:
-        """Return a hint on what to check when a listener disconnects without a message."""
-        protocol = self.settings.security_protocol
-        return f"; is this a listener for {protocol} (kafka.security_protocol)?"
-
-    def _credentials(self) -> str:
-        if self.settings.sasl_mechanism == "OAUTHBEARER":
-            return f"the token in {self.settings.oauth_token_file}"
-        return (
-            f"user {self.settings.sasl_username!r} or its password ({self.settings.sasl_mechanism})"
-        )
-
-
-# --- TLS and SASL ------------------------------------------------------------------------------
-
-
-class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
-    """A bearer token that another program keeps fresh in a file; read for every connection."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    async def token(self) -> str:
-        """Return the token. Raises `OSError`, which aiokafka takes for a failed connection."""
-        return (await asyncio.to_thread(self._path.read_text, encoding="utf-8")).strip()
-
-
-def _security_options(settings: KafkaSettings) -> dict[str, Any]:
-    """Return the options for TLS and SASL, by aiokafka's names."""
-    protocol = settings.security_protocol
-    options: dict[str, Any] = {"security_protocol": protocol}
-    if protocol in ("SSL", "SASL_SSL"):
-        options["ssl_context"] = _tls_context(settings)
-    if protocol.startswith("SASL"):
-        options["sasl_mechanism"] = settings.sasl_mechanism
-        if settings.sasl_mechanism == "OAUTHBEARER":
-            assert settings.oauth_token_file is not None  # KafkaSettings checks it
-            _check_readable("oauth_token_file", settings.oauth_token_file)
-            options["sasl_oauth_token_provider"] = TokenFile(settings.oauth_token_file)
-        else:
-            options["sasl_plain_username"] = settings.sasl_username
-            options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
-    return options
-
-
-def _tls_context(settings: KafkaSettings) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if settings.ssl_ca_file is not None:
-        _check_readable("ssl_ca_file", settings.ssl_ca_file)
-        # Trust only this authority, without the machine's own ones.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_verify_locations(cafile=settings.ssl_ca_file)
-        except ssl.SSLError as error:
-            raise ConfigurationError(
-                f"kafka.ssl_ca_file: {settings.ssl_ca_file}: expected certificates in PEM: "
-                f"{error.reason or error}"
-            ) from error
-    context.check_hostname = settings.ssl_check_hostname
-    if settings.ssl_cert_file is not None:
-        _load_own_certificate(context, settings, settings.ssl_cert_file)
-    elif settings.ssl_key_file is not None:
-        raise ConfigurationError("kafka.ssl_key_file: needs kafka.ssl_cert_file beside it")
-    return context
-
-
-def _load_own_certificate(
-    context: ssl.SSLContext, settings: KafkaSettings, cert_file: Path
-) -> None:
-    _check_readable("ssl_cert_file", cert_file)
-    if settings.ssl_key_file is not None:
-        _check_readable("ssl_key_file", settings.ssl_key_file)
-    try:
-        # With any password, even an empty one, OpenSSL does not prompt for one on a terminal.
-        context.load_cert_chain(
-            cert_file, settings.ssl_key_file, settings.ssl_key_password.get_secret_value()
-        )
-    except ssl.SSLError as error:
-        raise ConfigurationError(
-            f"kafka.ssl_cert_file, ssl_key_file, ssl_key_password: {cert_file}: "
-            f"{error.reason or 'the key cannot be read with this password'}"
-        ) from error
-
-
-def _check_readable(setting: str, path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            file.read(1)
-    except OSError as error:
-        raise ConfigurationError(f"kafka.{setting}: {path}: {error.strerror}") from error
-
-
-def _find_tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """Return the TLS error in a chain of causes; with TLS 1.3 it may arrive with the first
-    response.
-    """
-    while error is not None:
-        if isinstance(error, ssl.SSLError):
-            return error
-        error = error.__cause__
-    return None
-
-
-def _explain_tls(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return (
-            f"the broker's certificate is not trusted: {error.verify_message} "
-            "(kafka.ssl_ca_file, kafka.ssl_check_hostname)"
-        )
-    if error.reason == "WRONG_VERSION_NUMBER":
-        return "this listener does not speak TLS (kafka.security_protocol)"
-    return f"the TLS handshake failed: {error.reason or error} (kafka.ssl_cert_file)"
