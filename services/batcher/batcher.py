@@ -221,6 +221,7 @@ class DynamicBatcher:
                     request.fail(failure)
                     self.ended.append(request)
                     return
+            # After the refusal: the deadline of a request that does not wait is no event.
             self._deadlines.add((request,))
         queue.add(request)
 
@@ -425,6 +426,7 @@ class DynamicBatcher:
     def _close(
         self, queue: ModelQueue, group: ShapeGroup, now_us: int, demand: Demand
     ) -> Batch | None:
+        # First, because it depends on everything that waits, and on the backlog at the last close.
         size = choose_size(queue, group, now_us, demand)
         builder = BatchBuilder(queue, group, size, now_us, now_us + self.wall_ahead_us)
         built = builder.build(self._partial_reason(group, demand))
@@ -603,6 +605,7 @@ class BatchBuilder:
             if requests and joined_bytes + byte_count > max_bytes:
                 reason = "bytes"
                 break
+            # Before it is known whether it joins: if it has ended or would be late, it leaves too.
             waiting.popleft()
             if deadlines and deadlines[0] is request:
                 deadlines.popleft()

@@ -170,6 +170,8 @@ class BatcherService:
             await self._wait_changed(now_us)
             now_us = self._now_us()
             self._batcher.expire(now_us)
+            # Before the answers are sent, which may wait for the responder. Closing a batch may end
+            # requests as well, so `ended` is read afterwards.
             self.batch_queue.notify()
             ended, self._batcher.ended = self._batcher.ended, []
             if ended:

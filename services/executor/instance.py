@@ -224,7 +224,7 @@ class Instance:
 
         Raises:
             TimeoutError: the run took longer than `max_execution_s` and was cancelled.
-            TooLate: the run was started ahead and is no longer wanted.
+            DeadlinePassed: the run was started ahead and is no longer wanted.
             Fatal: the run did not end after it was cancelled.
             Exception: any exception of the backend.
         """

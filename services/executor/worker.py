@@ -231,6 +231,7 @@ class Worker:
             or self._gate.is_marking
             or is_isolated(batch.requests[0])
             or (version.batching_off and len(batch.requests) > 1)
+            # Checked before the run: its answers could not wait in the caller's turn.
             or self._answers.is_full()
         ):
             return False
@@ -263,7 +264,8 @@ class Worker:
     ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; return the finished ones and the batches still to run."""
         version, batch = self._version, taken.batch
-        # A run that has been started checks deadlines itself.
+        # Deadlines are checked here and not when the batch was taken: entering the gate may have
+        # waited since then. A run that has been started checks them itself.
         ended, wanted = (
             ([], taken.requests) if taken.started else self._drop_expired(taken.requests)
         )
@@ -328,6 +330,7 @@ class Worker:
         """Give each request its rows of the outputs."""
         version = self._version
         scatter(run.requests, version.signature, outputs)
+        # After the scatter, which would replace what the failure has cleared.
         if version.config.finite_outputs:
             refuse_nonfinite(
                 run.requests, version.signature, outputs, self._tuning.max_rows_in_error
