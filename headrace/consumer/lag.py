@@ -34,7 +34,7 @@ class Throughput:
     """Learns how many records are answered per second when there is enough work.
 
     Args:
-        tuning: how fast the estimate follows.
+        tuning: tuning values, such as the speed at which the estimate follows.
 
     Attributes:
         per_s: the estimate; None before anything was answered.

@@ -120,7 +120,7 @@ class QuarantineGate:
     Args:
         markers: store of the crash markers.
         tracker: in-flight tracker of the source.
-        settings: of the source; without `max_attempts` nothing is ever accused or marked.
+        settings: settings of the source; without `max_attempts` nothing is ever accused or marked.
         ready: queue through which the first stage receives parked records.
 
     Attributes:

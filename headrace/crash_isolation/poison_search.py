@@ -43,7 +43,7 @@ class CrashMarker(NamedTuple):
         ends: number of consecutive such ends; 0 if there was none.
         running: offsets being read or run when this was written; empty unless careful.
         alone: place in its record of the only request running (in `running`); None otherwise.
-        attempts: how often each request was running alone when its process ended.
+        attempts: number of times that each request was running alone when its process ended.
         accused: offsets running at an unclean end that have not survived a run alone yet.
     """
 

@@ -48,7 +48,7 @@ class AckedOffsets:
             self._add(start, stop)
 
     def __contains__(self, offset: int) -> bool:
-        """True if the offset is answered."""
+        """Return True if the offset is answered."""
         if offset < self.base:
             return True
         place = bisect_right(self._starts, offset) - 1

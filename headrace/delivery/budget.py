@@ -89,7 +89,7 @@ class BudgetShares:
     """Claims on one budget, by model and tenant.
 
     Args:
-        budget: what they are shares of.
+        budget: the budget that is shared.
         model_share: the part of it that one model may hold while no other holds anything; 1 is
             no limit.
         tenant_share: likewise, for one tenant. Requests that name none have no such limit.
@@ -131,9 +131,9 @@ class BudgetShares:
         """Return True if a claim may take `size_bytes` more; one that holds nothing always may.
 
         Args:
-            claim: of a model and a tenant.
-            size_bytes: what it would take.
-            uncharged_bytes: how many of them the budget does not count yet.
+            claim: claim of a model and a tenant.
+            size_bytes: number of bytes to take.
+            uncharged_bytes: number of these bytes that the budget does not count yet.
         """
         budget, tenant = self._budget, claim.tenant
         free_bytes = budget.limit_bytes - budget.used_bytes - uncharged_bytes

@@ -97,7 +97,7 @@ class Committer:
 
         Args:
             consumer: the consumer whose group commits.
-            revoked: of the partitions read here, commit only these; None for all.
+            revoked: partitions read here to which the commit is limited; None for all.
         """
         async with self._turn:
             offsets = self._committable()

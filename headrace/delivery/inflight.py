@@ -326,7 +326,7 @@ class InFlightTracker:
     """In-flight records of all partitions of one consumer.
 
     Args:
-        budget: shared by the partitions.
+        budget: byte budget that all partitions share.
         notify: called after every acknowledgement.
     """
 

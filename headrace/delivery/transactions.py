@@ -172,7 +172,7 @@ class PartitionTransactions:
 
         Raises:
             TransactionAborted: nothing was committed; send what is left in the list again.
-            PartitionLost: what is left is revoked.
+            PartitionLost: the requests left in the list are revoked.
             NoLeader: a partition cannot be written to for now; no transaction was begun.
             RecordsRefused: holds all records that their topics never accept; no transaction was
                 begun.
@@ -186,7 +186,7 @@ class PartitionTransactions:
             owned.require_assigned()
             if owned.is_spent:  # a former transaction was cancelled: its outcome is unknown
                 await self._reinit_producer(owned, None)
-            # Only now, with the last outcome known, can duplicates be told from new answers.
+            # Only after that, since the last outcome decides which answers are duplicates.
             outgoing[:] = self._fresh(number, outgoing)
             if not outgoing:  # also while an assignment is pending: offsets unknown
                 return

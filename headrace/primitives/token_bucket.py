@@ -7,8 +7,8 @@ class TokenBucket:
     """Holds up to `burst` tokens, gains `per_second` tokens a second, and starts full.
 
     Args:
-        burst: how many tokens can be taken at once.
-        per_second: how many tokens can be taken a second in the long run.
+        burst: number of tokens that can be taken at once.
+        per_second: number of tokens that can be taken a second in the long run.
     """
 
     __slots__ = ("_burst", "_filled_at_s", "_per_second", "_tokens")

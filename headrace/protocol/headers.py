@@ -137,7 +137,7 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
 
 
 def is_utf8(name: str) -> bool:
-    """True if a header's name is UTF-8; the log decodes other names with `surrogateescape`."""
+    """Return True if a header's name is UTF-8; the log decodes others with `surrogateescape`."""
     return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
 
 
@@ -331,7 +331,7 @@ def answer_content_type(request_content_type: str) -> str:
 
 
 def begins_as_json(value: bytes | memoryview | None) -> bool:
-    """True if a value can only be a JSON object: no MessagePack map begins with a brace."""
+    """Return True if a value can only be a JSON object: no MessagePack map begins with a brace."""
     return value is not None and bytes(value[:_LOOKED_AT_BYTES]).lstrip()[:1] == b"{"
 
 
@@ -403,7 +403,7 @@ def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
 
 
 def travels(name: str) -> bool:
-    """True if a header of a request is copied to its answer.
+    """Return True if a header of a request is copied to its answer.
 
     A header whose name is not UTF-8 is not copied: most clients cannot read it.
     """

@@ -49,7 +49,8 @@ class Trace:
         span_id: id of the current stage's span.
         answer_id: id of the span that sends the answer.
         flags: flags of the trace.
-        since_us: when the current stage got the request (epoch microseconds); 0 before the first.
+        since_us: time at which the current stage received the request, in epoch microseconds; 0
+            before the first.
         remote: True if the parent is a span of another process.
         runs: spans of the batches in which the request has run.
         run: attributes of the last of these runs.

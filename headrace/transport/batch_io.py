@@ -54,7 +54,7 @@ class BatchWriter:
         """Write batches and return those that are too large for one record.
 
         Args:
-            batches: of any models; each becomes one record.
+            batches: batches of any models; each becomes one record.
             partition: None to choose one round-robin.
         """
         if partition is None:

@@ -236,8 +236,8 @@ class BatchDispatcher:
         return self._tuning.max_batches_per_write if self._closing or self._is_last(target) else 0
 
     def _is_last(self, target: _SlotConsumer) -> bool:
-        """True if no other slot serves the model of this released one, and none will once the
-        registry has dropped the model. This slot then takes all waiting batches: the executor
+        """Return True if no other slot serves the model of this released one, and none will once
+        the registry has dropped the model. This slot then takes all waiting batches: the executor
         that reads them answers why they do not run.
         """
         key = target.slot.key

@@ -48,8 +48,8 @@ class InFlightWindow:
         """Update the window from batches that have ended.
 
         Args:
-            flights: for each batch, the microseconds from before its write until its completion
-                was read, and the completion.
+            flights: one entry a batch: the microseconds from before its write until its
+                completion was read, and the completion.
         """
         for flight_us, completion in flights:
             self._travel_us.append(max(0, flight_us - completion.stay_us))

@@ -182,7 +182,7 @@ class _ChunkDecoder:
 
 
 def _is_plain(envelope: Envelope, now_us: int) -> bool:
-    """True if the headers need no special handling and the deadline has not passed."""
+    """Return True if the headers need no special handling and the deadline has not passed."""
     if envelope.fault is not None or envelope.cancels is not None or envelope.model:
         return False
     deadline_ms = envelope.deadline_ms

@@ -54,7 +54,7 @@ class PartitionSequencer:
         step: answers and acknowledges a list of requests.
         offset_store: offset store of answered requests.
         order_by: the scope in which answers keep their order.
-        charges_held: whether held answers count against the read budget. They must not if an
+        charges_held: True if held answers count against the read budget. They must not if an
             earlier request may still have to be read: the budget would then keep it out.
     """
 

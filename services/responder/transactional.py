@@ -135,9 +135,9 @@ class TransactionLinger:
         one; a burst after a silence does not.
 
         Args:
-            began_s: when the step began.
-            ended_s: when its transactions had ended.
-            answers: how many requests they answered.
+            began_s: start of the step, in monotonic seconds.
+            ended_s: end of its last transaction, in monotonic seconds.
+            answers: number of requests that the step answered.
             in_flight: requests of the partition that were read and are not answered.
         """
         linger_s = 0.0
@@ -194,7 +194,7 @@ class UnavailableTargets:
         self._stalls.pop(target, None)
 
     def is_stalled(self, target: TopicPartition, now_s: float) -> bool:
-        """True if the partition is stalled now."""
+        """Return True if the partition is stalled now."""
         stall = self._stalls.get(target)
         return stall is not None and now_s < stall.until_s
 
@@ -222,10 +222,10 @@ class _PartitionCommitter:
             leader.
         in_order: never stall answers, because later answers must not overtake them.
         timeout_s: timeout of a transaction.
-        unavailable: shared by all source partitions.
+        unavailable: targets not tried for now, for all source partitions.
 
     Attributes:
-        linger: how long to wait after a step.
+        linger: rule for the wait after a step.
     """
 
     def __init__(
@@ -395,7 +395,7 @@ class TransactionalStep:
 
     Args:
         responses: the topic of default answers.
-        in_order: whether answers keep an order.
+        in_order: True if answers keep an order.
         timeout_s: timeout of a transaction.
     """
 

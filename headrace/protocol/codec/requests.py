@@ -288,7 +288,7 @@ def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | No
 
 
 def names_version(value: bytes | memoryview | None, envelope: Envelope) -> bool:
-    """True if a request that `decode_request` accepted names a version of its model."""
+    """Return True if a request that `decode_request` accepted names a version of its model."""
     content_type = envelope.content_type
     if envelope.version:
         return True

@@ -68,7 +68,7 @@ def encode_response(request: Request, now_us: int) -> bytes:
     for the rest of the batch's time until `now_us`.
 
     Args:
-        request: with `outputs`.
+        request: a request that has `outputs`.
         now_us: epoch microseconds.
     """
     timings = _timings(request, now_us)
