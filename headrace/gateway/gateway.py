@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import structlog
 
@@ -15,8 +15,8 @@ from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.codec import InferCall
 from headrace.log.port import Log
-from headrace.models.version import ModelVersion, State
 from headrace.telemetry.health import Health
+from headrace.telemetry.http import ServedModels
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import GatewaySnapshot
@@ -32,14 +32,7 @@ class Unavailable(Retriable):
     """The gateway cannot take the request now."""
 
 
-class ServedModels(Protocol):
-    """The models to describe; implemented by `headrace.models.catalog.ModelCatalog`."""
-
-    def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
-    def versions(self, state: State | None = None) -> list[ModelVersion]: ...
-
-
-class Failure(NamedTuple):
+class ErrorAnswer(NamedTuple):
     """An error as callers see it; `code` is a `headrace.errors.Code`, a newer one, or
     `UNAVAILABLE`.
     """
@@ -183,7 +176,7 @@ class Gateway:
         """Send a request and return its answer. Cancelling this cancels the request.
 
         Raises:
-            Exception: `describe_failure` knows what to tell the caller.
+            Exception: `answer_of_error` knows what to tell the caller.
         """
         return await self._client.infer(
             model,
@@ -218,16 +211,18 @@ class Gateway:
         )
 
 
-def describe_failure(error: Exception) -> Failure:
+def answer_of_error(error: Exception) -> ErrorAnswer:
     """Return what a caller is told about an error; one that nobody foresaw is logged."""
     match error:
         case InferenceError():
-            return Failure(error.code, error.message, error.retriable, error.retry_after_ms)
+            return ErrorAnswer(error.code, error.message, error.retriable, error.retry_after_ms)
         case Rejected():
-            return Failure(error.code, error.message, error.code.is_retriable, error.retry_after_ms)
+            return ErrorAnswer(
+                error.code, error.message, error.code.is_retriable, error.retry_after_ms
+            )
         case InferenceTimeout():
-            return Failure(Code.DEADLINE_EXCEEDED, str(error), retriable=False)
+            return ErrorAnswer(Code.DEADLINE_EXCEEDED, str(error), retriable=False)
         case Retriable() | ClientClosed():
-            return Failure(UNAVAILABLE, str(error), retriable=True)
+            return ErrorAnswer(UNAVAILABLE, str(error), retriable=True)
     log.error(Event.GATEWAY_FAILED, error=type(error).__name__, exc_info=error)
-    return Failure(Code.INTERNAL, "the gateway failed; its log has the reason", retriable=True)
+    return ErrorAnswer(Code.INTERNAL, "the gateway failed; its log has the reason", retriable=True)

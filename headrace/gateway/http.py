@@ -29,19 +29,18 @@ from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
     UNAVAILABLE,
-    Failure,
+    ErrorAnswer,
     Gateway,
     Held,
-    ServedModels,
     Urgency,
-    describe_failure,
+    answer_of_error,
 )
 from headrace.log.port import Log
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.headers import JSON, MAX_PRIORITY, HeaderName
 from headrace.telemetry.health import Health
-from headrace.telemetry.http import Connections, is_loopback, refuse_other_hosts
+from headrace.telemetry.http import Connections, ServedModels, is_loopback, refuse_other_hosts
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import GatewaySnapshot
@@ -243,7 +242,7 @@ class HttpDoor:
             text = f"{request.method} {request.path}: {error.reason}"
             return _json_response({"error": text}, error.status, headers)
         except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
-            return _failure_response(error, self._tuning.retry_after_s)
+            return _error_response(error, self._tuning.retry_after_s)
 
     # --- inference ----------------------------------------------------------------------------
 
@@ -255,7 +254,7 @@ class HttpDoor:
             response = await self._take(request)
             status = response.status
         except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
-            response = _failure_response(error, self._tuning.retry_after_s)
+            response = _error_response(error, self._tuning.retry_after_s)
             status = response.status
         finally:
             self._gateway.metrics.ended_at_door(DOOR, str(status), time.monotonic() - began_s)
@@ -446,26 +445,26 @@ def _too_large(limit_bytes: int, got: str) -> Rejected:
 # --- answers ------------------------------------------------------------------------------------
 
 
-def _failure_response(error: Exception, retry_after_s: int) -> web.Response:
-    failure = describe_failure(error)
-    status = _STATUS.get(failure.code) or (503 if failure.retriable else 500)
+def _error_response(error: Exception, retry_after_s: int) -> web.Response:
+    told = answer_of_error(error)
+    status = _STATUS.get(told.code) or (503 if told.retriable else 500)
     if isinstance(error, UnreadableBody):
         status = error.status
     headers: dict[str, str] = {}
     if status in _RETRY_AFTER:
-        wait_ms = failure.retry_after_ms or 0
+        wait_ms = told.retry_after_ms or 0
         headers["Retry-After"] = str(max(-(-wait_ms // 1000), retry_after_s))
-    response = _json_response(_error_body(failure), status, headers)
+    response = _json_response(_error_body(told), status, headers)
     if isinstance(error, UnreadableBody):
         response.force_close()  # the rest of the body may never come
     return response
 
 
-def _error_body(failure: Failure) -> dict[str, Any]:
-    details: dict[str, Any] = {"code": failure.code, "retriable": failure.retriable}
-    if failure.retry_after_ms is not None:
-        details["retry_after_ms"] = failure.retry_after_ms
-    return {"error": failure.message, "error_details": details}
+def _error_body(told: ErrorAnswer) -> dict[str, Any]:
+    details: dict[str, Any] = {"code": told.code, "retriable": told.retriable}
+    if told.retry_after_ms is not None:
+        details["retry_after_ms"] = told.retry_after_ms
+    return {"error": told.message, "error_details": details}
 
 
 def _json_response(

@@ -322,6 +322,34 @@ async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
         assert (await served.infer("digits", {"inputs": [PIXELS]})).status == 200
 
 
+async def test_payload_goes_to_the_transform_of_its_model(tmp_path: Path) -> None:
+    """A text with its own content type is the input that `model.toml` makes of it."""
+    add_version(tmp_path, "texts", 1, identity("BYTES", ("batch", 1)), 'transform = "text"')
+    async with gateway_of(tmp_path) as served:
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        response = await served.post("/v2/models/texts/infer", "né".encode(), headers=headers)
+
+    assert response.status == 200, response.body
+    assert response.json["outputs"][0]["data"] == ["né"]
+
+
+async def test_bodies_over_the_limit_of_all_are_refused(gated: Path) -> None:
+    """A body that does not fit beside those that are held is refused, and is then let go."""
+    async with gateway_of(gated, max_in_flight_bytes=2**20) as served, asyncio.TaskGroup() as tasks:
+        padding = b" " * 600_000
+        body = msgspec.json.encode(number(0)) + padding
+        first = tasks.create_task(served.post("/v2/models/gated/infer", body))
+        await eventually(lambda: served.door.snapshot().size_bytes == len(body))
+        refused = await served.post("/v2/models/gated/infer", body)
+        held_bytes = served.door.snapshot().size_bytes
+        GATE.set()
+        assert (await first).status == 200
+
+    assert (refused.status, refused.json["error_details"]["code"]) == (503, "UNAVAILABLE")
+    assert held_bytes == len(body)
+    assert served.door.snapshot().size_bytes == 0
+
+
 HEAD = b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: localhost\r\n"
 BROKEN_BODIES = {
     "never whole": b"Content-Length: 100\r\n\r\n{",
