@@ -66,7 +66,7 @@ class BenchOptions(NamedTuple):
 
 
 async def measure(
-    settings: Settings, asked: BenchOptions, shown: Progress
+    settings: Settings, options: BenchOptions, shown: Progress
 ) -> tuple[Facts, LoadResult]:
     """Run the load and gather the results.
 
@@ -74,29 +74,29 @@ async def measure(
         ConfigurationError: topics or models are missing, or nothing answers at the URL.
         LogUnavailable: no broker answers.
     """
-    known = latest_models(settings, None).get(asked.model)
-    payloads = await _payloads(asked, known)
+    known = latest_models(settings, None).get(options.model)
+    payloads = await _payloads(options, known)
     async with AsyncExitStack() as stack:
         log = await stack.enter_async_context(open_log(settings))
         if settings.kafka is None:
             configure_logging("warning")
             await stack.enter_async_context(running(Pipeline(settings, log)))
-        plan = await _plan_load(settings, log, asked)
-        cores = _Cores(asked.url)
+        plan = await _plan_load(settings, log, options)
+        cores = _Cores(options.url)
         await cores.begin()
         load = Load(log, plan, payloads)
         showing = asyncio.create_task(_show(shown, load.measured, plan.seconds), name="progress")
         try:
-            if asked.rate is None:
-                measured = await load.closed_loop(asked.in_flight)
+            if options.rate is None:
+                measured = await load.closed_loop(options.in_flight)
             else:
-                measured = await load.open_loop(asked.rate)
+                measured = await load.open_loop(options.rate)
         finally:
             showing.cancel()
         kept_busy = await cores.end()
     offered_per_s = measured.counted / (plan.seconds - plan.skip_s)
-    facts = _facts(asked, measured, known, payloads)
-    if asked.rate is not None:  # the rate actually reached by so short a process
+    facts = _facts(options, measured, known, payloads)
+    if options.rate is not None:  # the rate actually reached by so short a process
         facts = facts._replace(offered_per_s=offered_per_s)
     return facts._replace(cores=kept_busy), measured
 
@@ -109,23 +109,23 @@ async def _show(shown: Progress, measured: LoadResult, seconds: float) -> None:
         await asyncio.sleep(SHOW_EVERY_S)
 
 
-async def _payloads(asked: BenchOptions, known: ModelVersion | None) -> Sequence[LoadRequest]:
-    if asked.capture is not None:
-        return await from_capture(asked.capture)
-    if asked.file is not None:
-        return [from_file(asked.model, asked.version, *asked.file)]
-    if asked.inputs:
-        given = from_arrays(asked.model, asked.version, asked.inputs, as_json=asked.as_json)
+async def _payloads(options: BenchOptions, known: ModelVersion | None) -> Sequence[LoadRequest]:
+    if options.capture is not None:
+        return await from_capture(options.capture)
+    if options.file is not None:
+        return [from_file(options.model, options.version, *options.file)]
+    if options.inputs:
+        given = from_arrays(options.model, options.version, options.inputs, as_json=options.as_json)
         return [given]
     if known is None:
         raise ConfigurationError(
-            f"{asked.model}: expected it in models.repository, to make requests by its signature, "
-            "or requests by --input, --file or --capture"
+            f"{options.model}: expected it in models.repository, to make requests from its "
+            "signature, or requests by --input, --file or --capture"
         )
-    return [made_up(known, asked.version, as_json=asked.as_json)]
+    return [made_up(known, options.version, as_json=options.as_json)]
 
 
-async def _plan_load(settings: Settings, log: Log, asked: BenchOptions) -> LoadPlan:
+async def _plan_load(settings: Settings, log: Log, options: BenchOptions) -> LoadPlan:
     names = [settings.topic(topic) for topic in (Topic.REQUESTS, Topic.RESPONSES)]
     found = await log.describe_topics(names)
     sized: list[TopicPartition] = []
@@ -135,12 +135,12 @@ async def _plan_load(settings: Settings, log: Log, asked: BenchOptions) -> LoadP
             raise ConfigurationError(f"topic {name}: expected it; `headrace topics create`")
         sized.append(TopicPartition(name, topic.partitions))
     return LoadPlan(
-        sized[0], sized[1], asked.seconds, skip_s=min(asked.warm_up_s, asked.seconds / 2)
+        sized[0], sized[1], options.seconds, skip_s=min(options.warm_up_s, options.seconds / 2)
     )
 
 
 def _facts(
-    asked: BenchOptions,
+    options: BenchOptions,
     measured: LoadResult,
     known: ModelVersion | None,
     payloads: Sequence[LoadRequest],
@@ -402,9 +402,9 @@ def command(
     from headrace.cli.bench import BenchOptions, as_fields, as_text, measure
     from headrace.cli.progress import progress
 
-    asked = BenchOptions(file=payload, as_json=encoding == "json", **given)
+    options = BenchOptions(file=payload, as_json=encoding == "json", **given)
     with progress() as shown:
-        facts, measured = run(measure(settings, asked, shown))
+        facts, measured = run(measure(settings, options, shown))
     fields = as_fields(facts, measured)
     say(json.dumps(fields, indent=2) if in_json else as_text(fields))
     if measured.unanswered:

@@ -332,7 +332,7 @@ class CompareJob(NamedTuple):
 
     Attributes:
         answers: recorded answers as the reference; None to run the current model.
-        runs_current: run the current model (again), for the noise floor.
+        runs_current: run the current model a second time, for the noise floor.
     """
 
     source: RecordingSource
@@ -401,7 +401,7 @@ async def _compare(settings: Settings, plan: CompareJob, watch: Watch) -> Compar
             open_recording(log, source.origin, source.selection)
         )
         reference: AnswerSource
-        again: AnswerSource | None = None
+        second: AnswerSource | None = None
         if plan.answers is not None:
             answers = await stack.enter_async_context(
                 open_recording(log, plan.answers.origin, plan.answers.selection)
@@ -410,10 +410,10 @@ async def _compare(settings: Settings, plan: CompareJob, watch: Watch) -> Compar
         else:
             reference = await stack.enter_async_context(ask_pipeline(settings, directories.current))
         if plan.runs_current:
-            again = await stack.enter_async_context(ask_pipeline(settings, directories.current))
+            second = await stack.enter_async_context(ask_pipeline(settings, directories.current))
         candidate = await stack.enter_async_context(ask_pipeline(settings, directories.candidate))
         comparison = Comparison(plan.top_k, reference_is_recorded=plan.answers is not None)
-        subjects = (reference, again, candidate)
+        subjects = (reference, second, candidate)
         await compare(
             recording,
             subjects,

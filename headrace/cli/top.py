@@ -65,11 +65,11 @@ def _total(status: Status, name: str, field: str, labels: Mapping[str, str]) -> 
 
 def tables(changes: Mapping[str, StatusInterval]) -> Iterator[str]:
     """Yield the lines that show all processes, by URL."""
-    heads = ["process", "state", "stages", "answers/s", "not ok/s", "rows/s", "runs/s"]
-    heads += ["run ms", "queue ms", "total ms", "waiting", "loop lag ms"]
-    yield from _lines(heads, [_process(url, change) for url, change in changes.items()])
+    headings = ["process", "state", "stages", "answers/s", "not ok/s", "rows/s", "runs/s"]
+    headings += ["run ms", "queue ms", "total ms", "waiting", "loop lag ms"]
+    yield from _lines(headings, [_process(url, change) for url, change in changes.items()])
     answered = {url: change for url, change in changes.items() if "error" not in change.after}
-    heads = [
+    headings = [
         "process",
         "topic",
         "backlog",
@@ -82,7 +82,7 @@ def tables(changes: Mapping[str, StatusInterval]) -> Iterator[str]:
     sources = [
         _source(url, source) for url, each in answered.items() for source in each.after["sources"]
     ]
-    yield from _lines([*heads, "remarks"], sources)
+    yield from _lines([*headings, "remarks"], sources)
     models = [
         _model(url, each, model) for url, each in answered.items() for model in each.after["models"]
     ]
@@ -154,12 +154,12 @@ def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield a table, if it has rows, and a blank line."""
     if not rows:
         return
-    grid = [[printable(cell) for cell in row] for row in (heads, *rows)]
-    complete = [row for row in grid if len(row) == len(heads)]
+    grid = [[printable(cell) for cell in row] for row in (headings, *rows)]
+    complete = [row for row in grid if len(row) == len(headings)]
     widths = [max(map(len, column)) for column in zip(*complete, strict=True)]
     for row in grid:
         yield "  ".join(

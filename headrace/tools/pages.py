@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"reference": "#7a8793", "again": "#2f6fdb", "candidate": "#d9730d"}
+COLOURS = {"reference": "#7a8793", "second": "#2f6fdb", "candidate": "#d9730d"}
 
 
 def require_report_packages() -> None:

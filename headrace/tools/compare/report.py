@@ -54,8 +54,8 @@ def sides_of(comparison: Comparison) -> dict[str, Latencies]:
     reference = "recorded" if comparison.reference_is_recorded else "current"
     sides = {reference: comparison.reference, "candidate": comparison.other}
     if comparison.noise is not None:
-        again = "current" if comparison.reference_is_recorded else "current again"
-        sides = {reference: comparison.reference, again: comparison.again, **sides}
+        second = "current" if comparison.reference_is_recorded else "current again"
+        sides = {reference: comparison.reference, second: comparison.second, **sides}
     return sides
 
 

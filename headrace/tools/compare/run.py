@@ -46,11 +46,11 @@ _LEFT_OUT = frozenset(
 
 
 class AnsweredRequest(NamedTuple):
-    """One request and its three answers; `again` is None without a second run."""
+    """One request and its three answers; `second` is None without a second run."""
 
     request: Record
     reference: TimedAnswer
-    again: TimedAnswer | None
+    second: TimedAnswer | None
     candidate: TimedAnswer
 
 
@@ -142,7 +142,7 @@ class Comparison:
     Attributes:
         top_k: the k of the top-k agreement.
         noise: the second run of the current model against the reference; None without one.
-        reference, again, other: latencies of the reference, of the second run, and of the
+        reference, second, other: latencies of the reference, of the second run, and of the
             candidate.
         reference_is_recorded: it was not run here, and its timings are another machine's.
         missing: requests without a recorded answer; they are excluded from everything else.
@@ -154,30 +154,30 @@ class Comparison:
     candidate: PairTally = field(default_factory=PairTally)
     noise: PairTally | None = None
     reference: Latencies = field(default_factory=Latencies)
-    again: Latencies = field(default_factory=Latencies)
+    second: Latencies = field(default_factory=Latencies)
     other: Latencies = field(default_factory=Latencies)
     worst: WorstCases = field(default_factory=WorstCases)
 
-    def add(self, asked: AnsweredRequest) -> None:
+    def add(self, answered: AnsweredRequest) -> None:
         """Compare the answers to one request.
 
         Raises:
             ConfigurationError: a side that runs here lacks the model, or it has failed there.
         """
-        require_model(asked, reference_is_recorded=self.reference_is_recorded)
-        if asked.reference.code == MISSING:
+        require_model(answered, reference_is_recorded=self.reference_is_recorded)
+        if answered.reference.code == MISSING:
             self.missing += 1
             return
-        self.reference.add(asked.reference)
-        self.other.add(asked.candidate)
-        if asked.again is not None:
-            self.again.add(asked.again)
+        self.reference.add(answered.reference)
+        self.other.add(answered.candidate)
+        if answered.second is not None:
+            self.second.add(answered.second)
             self.noise = self.noise or PairTally()
-            difference = compare_answers(asked.reference, asked.again, self.top_k)
-            self.noise.add(difference, asked.reference)
-        difference = compare_answers(asked.reference, asked.candidate, self.top_k)
-        self.candidate.add(difference, asked.reference)
-        request = asked.request
+            difference = compare_answers(answered.reference, answered.second, self.top_k)
+            self.noise.add(difference, answered.reference)
+        difference = compare_answers(answered.reference, answered.candidate, self.top_k)
+        self.candidate.add(difference, answered.reference)
+        request = answered.request
         self.worst.add(
             WorstCase(
                 request.topic,
@@ -185,22 +185,22 @@ class Comparison:
                 request.offset,
                 model_of(request)[0],
                 difference,
-                asked.reference,
-                asked.candidate,
+                answered.reference,
+                answered.candidate,
             )
         )
 
     def sides(self) -> Sides:
         """Return the data to judge. Latencies are compared only if the reference ran here."""
-        again = None if self.noise is None else self.again
+        second = None if self.noise is None else self.second
         if not self.reference_is_recorded:
-            return Sides(self.candidate, self.noise, self.other, self.reference, again)
+            return Sides(self.candidate, self.noise, self.other, self.reference, second)
         return Sides(
-            self.candidate, self.noise, self.other, again, missing=self.missing, recorded=True
+            self.candidate, self.noise, self.other, second, missing=self.missing, recorded=True
         )
 
 
-def require_model(asked: AnsweredRequest, *, reference_is_recorded: bool = False) -> None:
+def require_model(answered: AnsweredRequest, *, reference_is_recorded: bool = False) -> None:
     """Check that all sides serve the request's model, or none does.
 
     A model that has failed, or that only one side lacks, says nothing about the candidate. If all
@@ -209,12 +209,15 @@ def require_model(asked: AnsweredRequest, *, reference_is_recorded: bool = False
     Raises:
         ConfigurationError: with the side, and its answer.
     """
-    answers = {"the current model's side": asked.reference, "the candidate's side": asked.candidate}
+    answers = {
+        "the current model's side": answered.reference,
+        "the candidate's side": answered.candidate,
+    }
     if reference_is_recorded:
-        answers = {"the candidate's side": asked.candidate}
-        if asked.again is not None:
-            answers["the current model's side"] = asked.again
-    known = {each.code for each in (asked.reference, asked.candidate)} - {MISSING}
+        answers = {"the candidate's side": answered.candidate}
+        if answered.second is not None:
+            answers["the current model's side"] = answered.second
+    known = {each.code for each in (answered.reference, answered.candidate)} - {MISSING}
     for side, answer in answers.items():
         lacking = answer.code == Code.UNKNOWN_MODEL and known != {Code.UNKNOWN_MODEL}
         if lacking or answer.code == Code.MODEL_NOT_READY:

@@ -40,14 +40,14 @@ def _compared(
     candidate: TimedAnswer,
     *,
     count: int = 60,
-    again: TimedAnswer | None = None,
+    second: TimedAnswer | None = None,
     reference: TimedAnswer | None = None,
 ) -> Comparison:
     comparison = Comparison(K)
     current = reference or _answer(_scores([1.0, 2.0, 3.0]))
     for number in range(count):
         request = Record("<t>", 0, number, number, None, None, [])
-        comparison.add(AnsweredRequest(request, current, again or current, candidate))
+        comparison.add(AnsweredRequest(request, current, second or current, candidate))
     return comparison
 
 
@@ -139,11 +139,11 @@ def test_a_float_beyond_noise_and_rounding_fails() -> None:
 
 def test_noise_widens_what_is_allowed() -> None:
     """By its margin: what the current model does to itself is not held against the candidate."""
-    again = _answer(_scores([1.0, 2.0, 3.01]))
+    second = _answer(_scores([1.0, 2.0, 3.01]))
     candidate = _answer(_scores([1.0, 2.0, 3.03]))
 
-    assert _failed(_compared(candidate, again=again)) == []
-    assert _failed(_compared(candidate, again=again), Thresholds(margin=2.0)) != []
+    assert _failed(_compared(candidate, second=second)) == []
+    assert _failed(_compared(candidate, second=second), Thresholds(margin=2.0)) != []
 
 
 def test_half_precision_may_round_by_more() -> None:
@@ -191,10 +191,10 @@ def test_a_small_delay_is_not_slower_whatever_its_ratio() -> None:
 
 def test_noisy_latency_widens_what_is_allowed() -> None:
     """Two runs of the same model that differ by half cannot tell another one apart by less."""
-    again = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2000)
+    second = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2000)
     candidate = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2500)
 
-    assert _failed(_compared(candidate, again=again)) == []
+    assert _failed(_compared(candidate, second=second)) == []
 
 
 def test_fewer_comparable_answers_than_recorded_ones_fail() -> None:
