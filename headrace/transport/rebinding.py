@@ -15,10 +15,10 @@ from typing import Protocol, TypeAlias
 from headrace.errors import Code, Rejected
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec import names_version
-from headrace.protocol.messages import InputTensor, Request, RequestedOutput
+from headrace.protocol.messages import IngestedRequest, InputTensor, RequestedOutput
 from headrace.tuning import TUNING
 
-Rebind: TypeAlias = Callable[[Request, Rejected], None]
+Rebind: TypeAlias = Callable[[IngestedRequest, Rejected], None]
 """See `Rebinder.rebind`."""
 
 
@@ -40,7 +40,7 @@ class Rebinder:
         self._models = models
         self._count = count
 
-    def rebind(self, request: Request, gone: Rejected) -> None:
+    def rebind(self, request: IngestedRequest, gone: Rejected) -> None:
         """Bind a request to the current version.
 
         Args:
@@ -90,7 +90,7 @@ def version_not_ready(
     )
 
 
-def refuse_to_rebind(_request: Request, gone: Rejected) -> None:
+def refuse_to_rebind(_request: IngestedRequest, gone: Rejected) -> None:
     """Rebind nothing: used where the process that runs the requests has bound them itself.
 
     Raises:

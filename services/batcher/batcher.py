@@ -24,7 +24,15 @@ from typing import NamedTuple, TypeAlias
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.errors import Code, Rejected
 from headrace.protocol.headers import BY_CORRELATION
-from headrace.protocol.messages import NO_BATCH, Batch, BatchSummary, Envelope, Failure, Request
+from headrace.protocol.messages import (
+    NO_BATCH,
+    Batch,
+    BatchSummary,
+    Envelope,
+    Failure,
+    IngestedRequest,
+    Request,
+)
 from headrace.services.batcher.admission import late_refusal
 from headrace.services.batcher.fair_queue import BatchLimits, Fifo, ShapeGroup, TenantQueue
 from headrace.services.batcher.model_queue import ModelQueue
@@ -88,7 +96,11 @@ def _has_left(request: Request) -> bool:
 
 
 def _predict_end_us(
-    queue: ModelQueue, envelope: Envelope, request: Request | None, now_us: int, rows: int = 0
+    queue: ModelQueue,
+    envelope: Envelope,
+    request: IngestedRequest | None,
+    now_us: int,
+    rows: int = 0,
 ) -> int:
     """Return when a request that arrives now would be done; `now_us` if no rows are ahead of it.
 
@@ -118,7 +130,7 @@ def _is_in_time(queue: ModelQueue, rows: int, left_us: int) -> bool:
     return behind_all_us < left_us
 
 
-def _scan_similar(requests: Sequence[Request], start: int) -> tuple[int, bool]:
+def _scan_similar(requests: Sequence[IngestedRequest], start: int) -> tuple[int, bool]:
     """Return the end of the run of requests like the first, and whether any has a deadline."""
     first = requests[start]
     model, version, shape_class = first.model, first.version, first.shape_class

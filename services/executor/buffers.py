@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.models.backends.port import Arrays, ReusedInputs
 from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
-from headrace.protocol.messages import Request, TensorMetadata
+from headrace.protocol.messages import IngestedRequest, Request, TensorMetadata
 from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -66,7 +66,7 @@ class HostBlock:
         """Return True if the elements of all inputs have a fixed size."""
         return all(DATATYPES[spec.datatype].itemsize for spec in signature.inputs)
 
-    def gather(self, requests: Sequence[Request]) -> ReusedInputs | None:
+    def gather(self, requests: Sequence[IngestedRequest]) -> ReusedInputs | None:
         """Return the inputs of one run, with the requests' rows in order; None if they are not
         gathered here: they are too large, or a single request costs less where it is.
 
@@ -85,7 +85,7 @@ class HostBlock:
             copy_rows(requests, position, target, self._copy_each_min_bytes)
         return layout.arrays
 
-    def _shapes_of(self, requests: Sequence[Request]) -> Shapes:
+    def _shapes_of(self, requests: Sequence[IngestedRequest]) -> Shapes:
         first = requests[0].inputs
         if not self._batched:
             return tuple([tensor.shape for tensor in first])
@@ -118,7 +118,7 @@ class HostBlock:
 
 
 def copy_rows(
-    requests: Sequence[Request], position: int, target: memoryview, each_min_bytes: int
+    requests: Sequence[IngestedRequest], position: int, target: memoryview, each_min_bytes: int
 ) -> None:
     """Copy one input of all requests, in order, into memory of exactly their size.
 
@@ -165,7 +165,9 @@ def gather(
     return _join(requests, signature)
 
 
-def _join(requests: Sequence[Request], signature: Signature) -> dict[str, NDArray[np.generic]]:
+def _join(
+    requests: Sequence[IngestedRequest], signature: Signature
+) -> dict[str, NDArray[np.generic]]:
     """Return the requests' rows joined in new memory."""
     rows = sum(request.rows for request in requests)
     arrays: dict[str, NDArray[np.generic]] = {}

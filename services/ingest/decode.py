@@ -27,7 +27,14 @@ from headrace.protocol.headers import (
     NO_HEADERS,
     parse_envelope,
 )
-from headrace.protocol.messages import Envelope, Failure, InputTensor, Request, Tensor
+from headrace.protocol.messages import (
+    Envelope,
+    Failure,
+    IngestedRequest,
+    InputTensor,
+    Request,
+    Tensor,
+)
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
 from headrace.services.ingest.transforms import PendingTransform
 from headrace.topics import Stage
@@ -304,7 +311,7 @@ def _cancel_request(record: Record, assignment: AssignedPartition, envelope: Env
 
 
 def _bind(
-    request: Request,
+    request: IngestedRequest,
     value: bytes | None,
     envelope: Envelope,
     rules: IngestRules,
@@ -342,7 +349,7 @@ def _bind_payload(
     _set_inputs(request, version, version.transform(payload, envelope.content_type))
 
 
-def _set_inputs(request: Request, version: ModelVersion, inputs: list[InputTensor]) -> None:
+def _set_inputs(request: IngestedRequest, version: ModelVersion, inputs: list[InputTensor]) -> None:
     bound = version.bind(inputs, None)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound

@@ -19,7 +19,7 @@ from headrace.delivery.inflight import AssignedPartition, skipped_range
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Record
 from headrace.protocol.ack import NULL_ACK
-from headrace.protocol.messages import Request
+from headrace.protocol.messages import IngestedRequest, Request
 from headrace.services.ingest.decode import (
     IngestRules,
     bind_transformed,
@@ -193,7 +193,7 @@ class IngestService:
         return read
 
 
-def _chain(requests: Sequence[Request], chains: KeyChains) -> None:
+def _chain(requests: Sequence[IngestedRequest], chains: KeyChains) -> None:
     """Set `after` of each request to the request with the same key that precedes it."""
     for request in requests:
         # A cancelling record is not admitted and has no answer, so nothing can wait for it.
