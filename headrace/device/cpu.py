@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.device.port import Block, Event, Memory, Stream, Widen
+from headrace.device.port import Block, Memory, Stream, StreamEvent, Widen
 from headrace.device.widening import Widening, source_shape, widen
 from headrace.protocol.tensors import DATATYPES
 
@@ -23,8 +23,8 @@ class CpuDevice:
     def stream(self, name: str) -> Stream:
         return Stream(name)
 
-    def event(self, name: str) -> Event:
-        return Event(name)
+    def event(self, name: str) -> StreamEvent:
+        return StreamEvent(name)
 
     def host_block(self, name: str, size_bytes: int) -> Block:
         array = np.zeros(max(1, size_bytes), np.uint8)
@@ -61,13 +61,13 @@ class CpuDevice:
 
         return run
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         pass
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         pass
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         pass
 
     def memory(self) -> Memory:

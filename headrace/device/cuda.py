@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.device.port import Block, Event, Memory, Stream, Widen
+from headrace.device.port import Block, Memory, Stream, StreamEvent, Widen
 from headrace.device.widening import Widening
 from headrace.errors import ConfigurationError, Fatal
 from headrace.tuning import TUNING, ModelTuning
@@ -148,9 +148,9 @@ class CudaDevice:
             handle = self._cupy.cuda.Stream(non_blocking=True)
         return Stream(name, handle, handle.ptr)
 
-    def event(self, name: str) -> Event:
+    def event(self, name: str) -> StreamEvent:
         with self._fatal():
-            return Event(name, self._cupy.cuda.Event(block=True, disable_timing=True))
+            return StreamEvent(name, self._cupy.cuda.Event(block=True, disable_timing=True))
 
     def host_block(self, name: str, size_bytes: int) -> Block:
         with self._fatal():
@@ -213,15 +213,15 @@ class CudaDevice:
 
         return run
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         with self._fatal():
             event.handle.record(stream.handle)
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         with self._fatal():
             stream.handle.wait_event(event.handle)
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         with self._fatal():
             event.handle.synchronize()
 

@@ -55,7 +55,7 @@ class Stream(NamedTuple):
     address: int = 0
 
 
-class Event(NamedTuple):
+class StreamEvent(NamedTuple):
     """A mark in a stream, set by `record`; waiting for it before that returns at once."""
 
     name: str
@@ -94,7 +94,7 @@ class Device(Protocol):
         """Return a new stream, which no other stream waits for."""
         ...
 
-    def event(self, name: str) -> Event:
+    def event(self, name: str) -> StreamEvent:
         """Return a new event."""
         ...
 
@@ -138,15 +138,15 @@ class Device(Protocol):
         """
         ...
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """Make the event occur when all operations enqueued on the stream so far have finished."""
         ...
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Make later operations on the stream wait for the last record of the event."""
         ...
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         """Block the calling thread until the event, without holding the interpreter lock."""
         ...
 

@@ -119,8 +119,8 @@ class Gateway:
     """The client of the log that all doors of a process share; entering opens it.
 
     Attributes:
-        models: what callers are told about the models, and nothing else goes by it: a request for
-            any model is sent, and the stages decide.
+        models: the models that the metadata describes. Requests do not depend on them: one for any
+            model is sent, and the stages decide.
         draining: each answer is the last one on its connection.
         under_way: the requests of all doors.
 
@@ -212,7 +212,7 @@ class Gateway:
 
 
 def answer_of_error(error: Exception) -> ErrorAnswer:
-    """Return what a caller is told about an error; one that nobody foresaw is logged."""
+    """Return the answer to an error; log the error if it is of no known kind."""
     match error:
         case InferenceError():
             return ErrorAnswer(error.code, error.message, error.retriable, error.retry_after_ms)

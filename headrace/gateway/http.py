@@ -103,7 +103,7 @@ async def open_gateway(
     Args:
         settings: `gateway`, and the names of the topics.
         log: an open log.
-        models: what callers are told about the models.
+        models: the models that the metadata describes.
         health: of the process; the door is ready while it is.
         metrics: count its requests.
         tuning: tuning values of the gateway.
@@ -241,7 +241,7 @@ class HttpDoor:
             headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
             text = f"{request.method} {request.path}: {error.reason}"
             return _json_response({"error": text}, error.status, headers)
-        except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
+        except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             return _error_response(error, self._tuning.retry_after_s)
 
     # --- inference ----------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class HttpDoor:
         try:
             response = await self._take(request)
             status = response.status
-        except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
+        except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             response = _error_response(error, self._tuning.retry_after_s)
             status = response.status
         finally:
@@ -446,25 +446,25 @@ def _too_large(limit_bytes: int, got: str) -> Rejected:
 
 
 def _error_response(error: Exception, retry_after_s: int) -> web.Response:
-    told = answer_of_error(error)
-    status = _STATUS.get(told.code) or (503 if told.retriable else 500)
+    answer = answer_of_error(error)
+    status = _STATUS.get(answer.code) or (503 if answer.retriable else 500)
     if isinstance(error, UnreadableBody):
         status = error.status
     headers: dict[str, str] = {}
     if status in _RETRY_AFTER:
-        wait_ms = told.retry_after_ms or 0
+        wait_ms = answer.retry_after_ms or 0
         headers["Retry-After"] = str(max(-(-wait_ms // 1000), retry_after_s))
-    response = _json_response(_error_body(told), status, headers)
+    response = _json_response(_error_body(answer), status, headers)
     if isinstance(error, UnreadableBody):
         response.force_close()  # the rest of the body may never come
     return response
 
 
-def _error_body(told: ErrorAnswer) -> dict[str, Any]:
-    details: dict[str, Any] = {"code": told.code, "retriable": told.retriable}
-    if told.retry_after_ms is not None:
-        details["retry_after_ms"] = told.retry_after_ms
-    return {"error": told.message, "error_details": details}
+def _error_body(answer: ErrorAnswer) -> dict[str, Any]:
+    details: dict[str, Any] = {"code": answer.code, "retriable": answer.retriable}
+    if answer.retry_after_ms is not None:
+        details["retry_after_ms"] = answer.retry_after_ms
+    return {"error": answer.message, "error_details": details}
 
 
 def _json_response(

@@ -128,7 +128,7 @@ class GatewaySnapshot(NamedTuple):
 
     Attributes:
         requests: taken and not answered; `size_bytes` is the size of their bodies.
-        late_answers: answers that were dropped since nobody waited for them any more.
+        late_answers: answers that were dropped because their callers had stopped waiting.
     """
 
     requests: int

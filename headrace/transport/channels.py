@@ -243,9 +243,9 @@ class BatchConsumer(Generic[K, T]):
         """Wait for the next piece, directly after `take` has found none; see `pull`.
 
         Args:
-            run_now: called with a piece, by whoever supplies it, while this waits. If it returns
-                True, it has worked on the piece, and this goes on waiting; if False, the piece is
-                returned here.
+            run_now: called with a piece by the task that supplies it, while this waits. If it
+                returns True, it has worked on the piece, and this goes on waiting; if False, the
+                piece is returned here.
         """
         return None if self.demand.at_once else await self._channel.wait(self, run_now)
 

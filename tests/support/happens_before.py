@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.device.cpu import CpuDevice
-from headrace.device.port import Block, Event, Memory, Stream, Widen
+from headrace.device.port import Block, Memory, Stream, StreamEvent, Widen
 from headrace.device.widening import Widening
 from headrace.errors import Fatal
 
@@ -98,8 +98,8 @@ class CheckedDevice:
         self._queues[name] = deque()
         return Stream(name)
 
-    def event(self, name: str) -> Event:
-        return Event(name)
+    def event(self, name: str) -> StreamEvent:
+        return StreamEvent(name)
 
     def host_block(self, name: str, size_bytes: int) -> Block:
         array = np.zeros(size_bytes, np.uint8)
@@ -136,7 +136,7 @@ class CheckedDevice:
         widen = CpuDevice().widening(widening, row_shape, stream)
         return lambda source, target, rows: self.later(lambda: widen(source, target, rows))
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         operation = self._asked_for(Operation("record", stream.name, event.name))
         if operation is None:
             return
@@ -148,7 +148,7 @@ class CheckedDevice:
 
         self._queues[operation.stream].append(_Pending(effect))
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         operation = self._asked_for(Operation("wait", stream.name, event.name))
         if operation is None:
             return
@@ -158,7 +158,7 @@ class CheckedDevice:
         pending = _Pending(lambda: None, operation.event, version)
         self._queues[operation.stream].append(pending)
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: StreamEvent) -> None:
         operation = self._asked_for(Operation("synchronize", "", event.name))
         if operation is None:
             return

@@ -307,7 +307,7 @@ _PARTITION = CompactArray(
 )
 
 
-class _MetadataResponse(Response):  # type: ignore[misc]  # aiokafka publishes no types
+class _FlexibleMetadataResponse(Response):  # type: ignore[misc]  # aiokafka publishes no types
     API_KEY = 3
     API_VERSION = 10
     SCHEMA = Schema(
@@ -345,7 +345,7 @@ class _MetadataRequestV10(RequestStruct):  # type: ignore[misc]  # aiokafka publ
     API_KEY = 3
     API_VERSION = 10
     FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _MetadataResponse
+    RESPONSE_TYPE = _FlexibleMetadataResponse
     SCHEMA = Schema(
         (
             "topics",

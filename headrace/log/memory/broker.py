@@ -263,7 +263,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Topic:
+class StoredTopic:
     """An existing topic."""
 
     info: TopicInfo
@@ -292,7 +292,7 @@ class Topics:
         self._retention_bytes = retention_bytes
         self._auto_create_partitions = auto_create_partitions
         self._created = created
-        self._topics: dict[str, Topic] = {}
+        self._topics: dict[str, StoredTopic] = {}
 
     def create(self, info: TopicInfo) -> bool:
         """Create a topic; False if there is one of this name.
@@ -308,7 +308,7 @@ class Topics:
             raise ValueError(f"{info.name}: expected at least 1 partition, got {info.partitions}")
         config = _DEFAULTS | dict(info.config)
         retention_bytes = self._retention_of(config)
-        self._topics[info.name] = Topic(
+        self._topics[info.name] = StoredTopic(
             info._replace(config=config, topic_id=str(uuid4())),
             tuple(
                 Partition(TopicPartition(info.name, number), retention_bytes)
@@ -334,11 +334,11 @@ class Topics:
         info = topic.info._replace(topic_id=str(uuid4()))
         self._topics[name] = replace(topic, info=info)
 
-    def find(self, name: str) -> Topic | None:
+    def find(self, name: str) -> StoredTopic | None:
         """Return the topic, if there is one; never create it."""
         return self._topics.get(name)
 
-    def use(self, name: str) -> Topic | None:
+    def use(self, name: str) -> StoredTopic | None:
         """Return the topic; create an unknown one if that is allowed."""
         topic = self._topics.get(name)
         if topic is None and self._auto_create_partitions is not None:
@@ -351,7 +351,7 @@ class Topics:
         topic = self._topics.get(name)
         return 0 if topic is None else topic.info.partitions
 
-    def topic_of(self, partition: TopicPartition) -> Topic:
+    def topic_of(self, partition: TopicPartition) -> StoredTopic:
         """Return `use(topic)`, after checking that it has this partition.
 
         Raises:

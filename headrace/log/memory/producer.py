@@ -16,7 +16,7 @@ from headrace.log.errors import (
     TopicForbidden,
     TransactionTimedOut,
 )
-from headrace.log.memory.broker import FRAMING_BYTES, Topic, Topics, payload_bytes
+from headrace.log.memory.broker import FRAMING_BYTES, StoredTopic, Topics, payload_bytes
 from headrace.log.memory.faults import Faults, TransactionFault
 from headrace.log.memory.transactions import Transaction, Transactions
 from headrace.log.port import Committed, NewRecord, Run, TopicPartition
@@ -107,7 +107,7 @@ class MemoryProducer:
         await self.close()
 
     def _refusal(
-        self, topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]
+        self, topic: StoredTopic, batch: Sequence[NewRecord], sizes: Sequence[int]
     ) -> Rejected | None:
         if self._faults.topics.is_forbidden(topic.info.name):
             return TopicForbidden(topic.info.name)
@@ -262,7 +262,7 @@ class MemoryTransactionalProducer:
 
 
 def refusal(
-    topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]
+    topic: StoredTopic, batch: Sequence[NewRecord], sizes: Sequence[int]
 ) -> RecordTooLarge | RecordRefused | None:
     """Return why a topic refuses a batch; only a batch of one record can be too large."""
     size, limit = sizes[0] + FRAMING_BYTES, topic.max_message_bytes

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from headrace.device.port import Block, Device, Event
+from headrace.device.port import Block, Device, StreamEvent
 from headrace.device.widening import Widening
 from headrace.errors import Fatal
 from headrace.models.processing import Processing
@@ -107,9 +107,9 @@ class Slot:
             device.host_block(f"{self.name} answers {each.name}", rows * each.row_bytes)
             for each in plan.outputs
         ]
-        self.landed: Event = device.event(f"{self.name} landed")
-        self.computed: Event = device.event(f"{self.name} computed")
-        self.ready: Event = device.event(f"{self.name} ready")
+        self.landed: StreamEvent = device.event(f"{self.name} landed")
+        self.computed: StreamEvent = device.event(f"{self.name} computed")
+        self.ready: StreamEvent = device.event(f"{self.name} ready")
         self.rows = self.bucket = 0
         self.error: Exception | None = None
 
