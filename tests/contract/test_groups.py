@@ -10,7 +10,7 @@ import pytest
 from headrace.log.errors import Fenced, LogRefused
 from headrace.log.port import Committed, Consumer, Log, Record, TopicInfo, TopicPartition
 from tests.contract.conftest import MakeTopic
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import RecordingListener, polling, read, values, write_to
 
 TEN = [str(number).encode() for number in range(10)]
@@ -130,7 +130,7 @@ async def test_nothing_is_read_before_the_assignment_was_taken_up(
     async with log.member(unique_name, [unique_name], RecordingListener(assigned)) as member:
         seen: list[Record] = []
         async with polling(member, seen):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_S):
                 await entered.wait()
             await _read_by_another(log, partition)
             assert seen == []

@@ -9,7 +9,7 @@ import pytest
 from headrace.log.errors import Fenced, LogRefused, OffsetOutOfRange
 from headrace.log.port import Committed, Log, NewRecord, Record, TopicPartition
 from tests.contract.conftest import MakeTopic
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import read, values, write, write_to
 
 TEN = [str(number).encode() for number in range(10)]
@@ -130,14 +130,14 @@ async def test_resuming_wakes_a_poll_that_waits(log: Log, make_topic: MakeTopic)
     async with log.reader([partition]) as reader, asyncio.TaskGroup() as tasks:
         reader.pause([partition])
         await write_to(log, partition, b"v")
-        poll = tasks.create_task(reader.poll(30.0, 10), name="poll")  # longer than the deadline
+        poll = tasks.create_task(reader.poll(3600.0, 10), name="poll")  # longer than the deadline
         async with log.reader([partition]) as other:
             other.seek(partition, 0)
             await read(other, 1)
             await other.poll(0.05, 1)  # in vain: by its end the first poll has long been waiting
         assert not poll.done()
         reader.resume([partition])
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(DEADLINE_S):
             assert values((await poll)[partition]) == [b"v"]
 
 

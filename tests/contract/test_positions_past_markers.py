@@ -26,6 +26,6 @@ async def test_a_position_passes_a_marker_at_the_end(
             found += sum(map(len, (await reader.poll(0.1, 10)).values()))
             return await reader.position(partition) >= end
 
-        await eventually(is_past, deadline_s=5)
+        await eventually(is_past)
 
     assert (found, end) == (2, 3)

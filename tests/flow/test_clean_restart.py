@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import ceil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace.config import Settings, make_settings
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import encode_request
@@ -18,7 +20,7 @@ from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.pipelines import Grouping, log_for, serving
-from tests.support.python_models import GATE, add_gated_model
+from tests.support.python_models import GATE, add_gated_model, shut_gate
 from tests.support.visible import source_of, visible
 
 REQUESTS = TopicPartition("headrace.requests", 0)
@@ -52,16 +54,31 @@ async def send(log: MemoryLog, count: int) -> None:
             await run.acknowledged
 
 
-async def answers_overtake(log: MemoryLog) -> None:
-    """Wait until nothing more is answered while the gate is shut."""
-    counts = [-1, -1]
+async def answers_overtake(log: MemoryLog, reading: Pipeline) -> None:
+    """Wait until no answer is on its way any more while the gate is shut.
 
-    async def nothing_more_comes() -> bool:
-        counts.append(len(await visible(log, "headrace.responses")))
-        is_far = counts[-1] > TUNING.delivery.safe_span_offsets // 2
-        return is_far and counts[-1] == counts[-2] == counts[-3]
+    Reading has stopped, since the answered offsets reach too far above the first request, which
+    waits; and each request that was read is answered and committed, except those at the gate.
+    """
 
-    await eventually(nothing_more_comes, recheck_s=0.3, deadline_s=60)
+    async def only_gated_ones_are_left() -> bool:
+        (source,) = [
+            asked
+            for asked in (each() for each in reading.state.sources)
+            if asked.partitions and asked.topic == REQUESTS.topic
+        ]
+        (partition,) = source.partitions
+        quick = partition.span_records - ceil(partition.span_records / EVERY)
+        committed = (await log.committed("headrace", [REQUESTS]))[REQUESTS]
+        return (
+            partition.paused != ""
+            and partition.span_records >= TUNING.delivery.safe_span_offsets
+            and committed is not None
+            and AckedOffsets.from_committed(committed).answered_above[0] == quick
+            and len(await visible(log, "headrace.responses")) == quick
+        )
+
+    await eventually(only_gated_ones_are_left, recheck_s=0.1)
 
 
 def assignments(pipeline: Pipeline) -> float | None:
@@ -91,10 +108,9 @@ async def test_restart_with_long_backlog_repeats_no_answer(
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     await send(log, COUNT)
-    GATE.clear()
-    async with serving(settings, log, grouping):
-        await answers_overtake(log)
-    GATE.set()
+    with shut_gate():
+        async with serving(settings, log, grouping) as [reading, *_]:
+            await answers_overtake(log, reading)
     delivery = settings.delivery.model_copy(update={"guarantee": then})
     async with serving(settings.model_copy(update={"delivery": delivery}), log, grouping):
         repeats = await repeats_when_all_are_answered(log, COUNT)
@@ -107,14 +123,14 @@ async def test_rebalance_with_long_backlog_repeats_no_answer(tmp_path: Path) -> 
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     await send(log, COUNT)
-    GATE.clear()
-    async with serving(settings, log, [STAGES]) as [pipeline]:
-        await answers_overtake(log)
-        log.faults.groups.force_rebalance(settings.namespace)
-        # Answers that are on their way when the drain's time is over may be repeated. The gate
-        # stays shut until then, so that there are none.
-        await eventually(lambda: assignments(pipeline) == 2)
-        GATE.set()
-        repeats = await repeats_when_all_are_answered(log, COUNT)
+    with shut_gate():
+        async with serving(settings, log, [STAGES]) as [pipeline]:
+            await answers_overtake(log, pipeline)
+            log.faults.groups.force_rebalance(settings.namespace)
+            # Answers that are on their way when the drain's time is over may be repeated. The gate
+            # stays shut until then, so that there are none.
+            await eventually(lambda: assignments(pipeline) == 2)
+            GATE.set()
+            repeats = await repeats_when_all_are_answered(log, COUNT)
 
     assert not repeats, f"{len(repeats)} of {COUNT} requests have more than one answer"

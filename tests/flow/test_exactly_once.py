@@ -51,7 +51,7 @@ async def all_visible(log: MemoryLog, settings: Settings, count: int) -> None:
     async def enough() -> bool:
         return len(await answered(log, settings)) >= count
 
-    await eventually(enough, recheck_s=0.05, deadline_s=30)
+    await eventually(enough, recheck_s=0.05)
 
 
 async def is_committed(log: MemoryLog, expected: int) -> bool:
@@ -132,7 +132,7 @@ async def test_a_zombie_shows_nothing(settings: Settings, form: Grouping) -> Non
 
 def is_open(log: MemoryLog) -> bool:
     """Whether a transaction of every source partition is open."""
-    return len(log._transactions._open) == PARTITIONS
+    return len(log.faults.transactions.open()) == PARTITIONS
 
 
 @FORMS

@@ -14,7 +14,7 @@ from typing import IO
 import aiohttp
 import pytest
 
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.processes import HEADRACE
 
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
@@ -53,9 +53,9 @@ async def test_a_full_disk_under_the_log_lines_ends_nothing(
                 except aiohttp.ClientConnectionError:
                     return False
 
-            await eventually(is_ready, deadline_s=30, recheck_s=0.1)
+            await eventually(is_ready, recheck_s=0.1)
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
     finally:
         if process.returncode is None:
             process.kill()

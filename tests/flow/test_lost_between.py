@@ -23,10 +23,11 @@ async def test_what_is_lost_is_told_of_and_passed_on_again(tmp_path: Path) -> No
     ingest = [(Stage.INGEST,)]
     rest = [(Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
     first_items = TopicPartition(settings.topic(Topic.ITEMS), 0)
-    items = log._topics.partition(first_items)
     async with serving(settings, log, ingest, QUICK) as (reading,):
         await caller.send(COUNT)
-        await eventually(lambda: items.end == COUNT // PARTITIONS)
+        await eventually(
+            lambda: log.faults.partitions.end_offset(first_items) == COUNT // PARTITIONS
+        )
         log.faults.partitions.trim(first_items, 5)
         async with serving(settings, log, rest, QUICK):
 

@@ -14,6 +14,7 @@ import pytest
 from headrace.log.port import Consumer, NewRecord, TopicPartition
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
+from tests.support.conditions import DEADLINE_S
 from tests.support.logs import POLL_S, write_to
 from tests.support.models import add_version, slow
 from tests.support.pipelines import PARTITIONS, log_for, serving, settings_of
@@ -37,7 +38,7 @@ async def test_a_flood_of_one_model_does_not_hold_up_another(tmp_path: Path) -> 
         for number, value in enumerate([flood] * FLOOD + [quick] * QUICK):
             target = TopicPartition("headrace.requests", number % PARTITIONS)
             await write_to(log, target, NewRecord(None, value))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             while answers["digits"] < QUICK:
                 for records in (await reader.poll(POLL_S, 500)).values():
                     for record in records:

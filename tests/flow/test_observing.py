@@ -32,6 +32,7 @@ from headrace.telemetry.tracing import Tracing
 from headrace.tuning import TUNING, Tuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
+from tests.support.python_models import shut_gate
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers
 
 HOST = "127.0.0.1"
@@ -45,7 +46,7 @@ SHOWN_ONLY_WHEN = {
 }
 
 HANGING = """
-import threading
+from tests.support.python_models import GATE
 
 class Model:
     inputs = [("x", "FP32", (-1, 2))]
@@ -53,7 +54,7 @@ class Model:
 
     def run(self, inputs):
         if inputs["x"].max() == 13:
-            threading.Event().wait(1.5)
+            GATE.wait()
         return {"y": inputs["x"].sum(axis=1)}
 """
 
@@ -207,7 +208,7 @@ async def test_a_failed_request_is_among_the_last_errors(settings: Settings) -> 
         with pytest.raises(InferenceError):
             await served.client.infer("digits", {"pixels": np.ones((1, 63), np.float32)})
         # The line is written when the answer is acknowledged, which the caller may see first.
-        await eventually(served.pipeline.state.recent_errors.entries, deadline_s=5.0)
+        await eventually(served.pipeline.state.recent_errors.entries)
         (entry,) = served.pipeline.state.recent_errors.entries()
         assert (entry["event"], entry["code"]) == ("request.refused", "INVALID_TENSOR")
         assert len(entry["trace_id"]) == 32
@@ -219,22 +220,23 @@ async def test_a_broker_that_is_away_makes_the_process_unready_but_not_unlive(
     settings: Settings,
 ) -> None:
     """For as long as it is away, and from the stated silence on."""
-    tuning = replace(TUNING, runtime=replace(TUNING.runtime, broker_silence_s=0.2))
+    tuning = replace(TUNING, runtime=replace(TUNING.runtime, broker_silence_s=1.0))
     async with serving(settings, tuning) as served:
         assert (await served.get("/health/ready"))[0] == 200
         served.log.faults.brokers.take_down()
-        await eventually(lambda: not served.pipeline.health.ready, deadline_s=2.0)
+        await eventually(lambda: not served.pipeline.health.ready)
         status, body = await served.get("/health/ready")
         assert (status, body["ready"]) == (503, False)
         assert body["reason"].startswith("the broker was last heard of")
         assert (await served.get("/health/live"))[0] == 200
         served.log.faults.brokers.bring_back()
-        await eventually(lambda: served.pipeline.health.ready, deadline_s=2.0)
+        await eventually(lambda: served.pipeline.health.ready)
 
 
 async def test_a_model_that_hangs_makes_the_process_unlive(settings: Settings) -> None:
     """Once the run is older than it may be, with the grace for its cancelling; then it recovers."""
-    tuning = replace(TUNING, executor=replace(TUNING.executor, watchdog_grace_s=0.3))
+    executor = replace(TUNING.executor, watchdog_grace_s=0.3, cancel_grace_s=3600.0)
+    tuning = replace(TUNING, executor=executor)
     repository = settings.models.repository
     (repository / "hanging" / "1").mkdir(parents=True)
     (repository / "hanging" / "1" / "model.py").write_text(HANGING, encoding="utf-8")
@@ -242,14 +244,15 @@ async def test_a_model_that_hangs_makes_the_process_unlive(settings: Settings) -
     (repository / "hanging" / "model.toml").write_text(config, encoding="utf-8")
     async with serving(settings, tuning) as served, asyncio.TaskGroup() as tasks:
         assert (await served.get("/health/live"))[0] == 200
-        asked = tasks.create_task(_asked(served.client), name="ask")
-        await eventually(lambda: not served.pipeline.health.live, deadline_s=2.0)
-        status, body = await served.get("/health/live")
-        assert status == 503
-        assert body["reason"].startswith("executor hanging-1-0: no progress for")
-        assert (await served.get("/health/ready"))[0] == 503
+        with shut_gate():
+            asked = tasks.create_task(_asked(served.client), name="ask")
+            await eventually(lambda: not served.pipeline.health.live)
+            status, body = await served.get("/health/live")
+            assert status == 503
+            assert body["reason"].startswith("executor hanging-1-0: no progress for")
+            assert (await served.get("/health/ready"))[0] == 503
         assert await asked == "MODEL_FAILED"
-        await eventually(lambda: served.pipeline.health.ready, deadline_s=2.0)
+        await eventually(lambda: served.pipeline.health.ready)
 
 
 async def _asked(client: Client) -> str:

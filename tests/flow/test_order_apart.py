@@ -36,11 +36,11 @@ async def test_what_is_held_does_not_keep_out_what_it_waits_for(
     )
     log = await log_for(settings)
     caller = Mixed(settings, log)
-    results = log._topics.partition(TopicPartition("headrace.results", 0))
+    results = TopicPartition("headrace.results", 0)
     async with serving(settings, log, THREE):
         await caller.send_one("late", b"one")
         await caller.send_more(5000, b"one")
-        await eventually(lambda: results.end >= 5000)
+        await eventually(lambda: log.faults.partitions.end_offset(results) >= 5000)
         await caller.send_one("late", b"one")
         await caller.all_answered()
 

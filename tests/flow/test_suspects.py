@@ -154,8 +154,8 @@ async def test_a_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
 
         await eventually(others_answered)
         log.faults.topics.elect("headrace.mine")
-        mine = log._topics.partition(TopicPartition("headrace.mine", 0))
-        await eventually(lambda: mine.end)
+        mine = TopicPartition("headrace.mine", 0)
+        await eventually(lambda: log.faults.partitions.end_offset(mine))
 
     assert await outcomes(settings, log) == {place: {2.0} for place in range(1, PARTITIONS)}
 
@@ -183,7 +183,7 @@ async def test_suspect_whose_version_has_gone_is_answered_and_holds_up_no_other(
             ],
         )
         items = [TopicPartition(settings.topic(Topic.ITEMS), each) for each in range(PARTITIONS)]
-        await eventually(lambda: all(log._topics.partition(each).end == 2 for each in items))
+        await eventually(lambda: all(log.faults.partitions.end_offset(each) == 2 for each in items))
     group = f"{settings.namespace}.{Stage.BATCHER}"
     accused = CrashMarker(is_open=True, stop=2, ends=2, accused=((0, 2),))
     await CrashMarkers(log, group).write(dict.fromkeys(items, accused), NOBODY)
@@ -211,7 +211,7 @@ async def test_culprit_whose_version_was_replaced_is_found(tmp_path: Path) -> No
     batches = [TopicPartition(settings.topic(Topic.BATCHES), each) for each in range(PARTITIONS)]
     async with serving(settings, log, [(Stage.INGEST, Stage.BATCHER)]):
         await send_numbers(settings, log, [POISON])
-        await eventually(lambda: any(log._topics.partition(each).end for each in batches))
+        await eventually(lambda: any(log.faults.partitions.end_offset(each) for each in batches))
     (tmp_path / "model" / "1").rename(tmp_path / "model" / "2")
 
     async def is_answered() -> bool:

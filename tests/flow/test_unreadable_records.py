@@ -95,7 +95,7 @@ async def test_batch_that_cannot_be_read_is_counted_and_passed_over(
                 7
             )
 
-        await eventually(is_committed, deadline_s=20)
+        await eventually(is_committed)
         counted = pipelines[0].metrics.registry.get_sample_value
         assert counted("headrace_unreadable_records_total", {"code": "TOO_LARGE"}) == 3
         assert counted("headrace_unreadable_records_total", {"code": "INVALID_REQUEST"}) == 2

@@ -20,6 +20,7 @@ from headrace.protocol.tensors import to_array
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
 from headrace.transport.channels import pump
+from tests.support.conditions import DEADLINE_S
 from tests.support.models import add_version, embedding, settings_for
 from tests.support.python_models import add_python_model
 from tests.support.services import StillClock, make_instruments
@@ -84,7 +85,7 @@ async def answered(repository: Path, chunks: list[list[Request]]) -> list[Reques
     early, ran = Tray(), Tray()
     batcher = BatcherService(early, models.catalog.lookup, "b", instruments)
     executor = ExecutorService(batcher.batch_queue, ran, models, instruments)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(executor.run())
         await executor.loaded.wait()
         tasks.create_task(batcher.run())

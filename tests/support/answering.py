@@ -69,7 +69,7 @@ class ResponderHarness:
     async def answer(self, *requests: Request) -> None:
         """Give it requests and wait until they are acknowledged."""
         await self.inlet.send(list(requests))
-        await eventually(lambda: all(receipt_of(one).acked for one in requests), deadline_s=10)
+        await eventually(lambda: all(receipt_of(one).acked for one in requests))
         assert all(receipt_of(one).acked == 1 for one in requests)
 
     async def records(self, topic: str) -> list[Record]:

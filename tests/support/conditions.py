@@ -6,13 +6,17 @@ import asyncio
 import inspect
 from collections.abc import Callable
 
+DEADLINE_S = 40.0
+"""How long a test waits before it fails: no promise, only the end of a test that hangs. A machine
+that does other things besides may take many times as long as a quiet one.
+"""
 _RECHECK_S = 0.005
 
 
 async def eventually(
     condition: Callable[[], object],
     *,
-    deadline_s: float = 20.0,
+    deadline_s: float = DEADLINE_S,
     what: str = "",
     recheck_s: float = _RECHECK_S,
 ) -> None:

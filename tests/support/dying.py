@@ -123,7 +123,7 @@ async def restart_until(
             tasks.create_task(lives.live(stages, stop), name=f"restart {stages}")
         if strike is not None:
             await strike(lives)
-        await eventually(done, deadline_s=40, recheck_s=0.05)
+        await eventually(done, recheck_s=0.05)
         for stop in stops:
             stop.request()
     return lives.restarts

@@ -76,7 +76,7 @@ class ExecutorHarness:
 
     async def answered(self, count: int) -> list[Request]:
         """The requests that have ended, in the order in which they did."""
-        await eventually(lambda: len(self.answers.requests) >= count, deadline_s=10)
+        await eventually(lambda: len(self.answers.requests) >= count)
         return self.answers.requests
 
 

@@ -74,7 +74,7 @@ class Jaeger:
             *self._command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
         )
         self._session = aiohttp.ClientSession(self._query)
-        await eventually(self._answers, deadline_s=40, what="Jaeger answers")
+        await eventually(self._answers, what="Jaeger answers")
         return self
 
     async def __aexit__(

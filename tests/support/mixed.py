@@ -82,7 +82,7 @@ class Mixed:
         async def enough() -> bool:
             return len(set(map(source_of, await self.answers()))) >= len(self.keys)
 
-        await eventually(enough, recheck_s=0.05, deadline_s=30)
+        await eventually(enough, recheck_s=0.05)
 
     async def answers(self) -> list[Any]:
         return list(await visible(self._log, "headrace.responses"))

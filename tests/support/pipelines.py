@@ -58,9 +58,9 @@ def settings_of(repository: Path, **limits: Any) -> Settings:
     )
 
 
-async def log_for(settings: Settings) -> MemoryLog:
+async def log_for(settings: Settings, request_timeout_s: float = 5.0) -> MemoryLog:
     """An embedded log with all topics."""
-    log = MemoryLog()
+    log = MemoryLog(request_timeout_s=request_timeout_s)
     await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
     return log
 
@@ -133,7 +133,7 @@ class Caller:
         """How many answers there are."""
         topic = self._settings.topic(Topic.RESPONSES)
         return sum(
-            self._log._topics.partition(TopicPartition(topic, number)).end
+            self._log.faults.partitions.end_offset(TopicPartition(topic, number))
             for number in range(PARTITIONS)
         )
 

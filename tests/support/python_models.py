@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import textwrap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MEETING = threading.Barrier(2)
 """Where two runs can wait for each other."""
 
 GATE = threading.Event()
-"""What runs of models wait for that begin with `WAITS_AT_THE_GATE`."""
+"""What the gated model waits for, and runs that begin with `WAITS_AT_THE_GATE`."""
+
+BEGUN = threading.Event()
+"""Set by code of a model that has begun to wait for the gate."""
 
 STEPS = threading.Semaphore(0)
 """Lets so many of them through while the gate is closed."""
@@ -62,8 +67,15 @@ def add_python_model(
     (repository / name / "model.toml").write_text(f'backend = "python"\n{config}\n')
 
 
-GATE = threading.Event()
-"""What runs of the gated model wait for."""
+@contextmanager
+def shut_gate() -> Iterator[None]:
+    """Shut the gate; open it at the end, whatever has happened, so that no thread stays behind."""
+    GATE.clear()
+    BEGUN.clear()
+    try:
+        yield
+    finally:
+        GATE.set()
 
 
 def add_gated_model(repository: Path, *, name: str = "gated") -> None:

@@ -19,6 +19,7 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.util import calc_crc32c, encode_varint
 
 from headrace.log.port import TopicPartition
+from tests.support.conditions import DEADLINE_S
 
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 CODECS = {"gzip": GZIP, "snappy": SNAPPY, "lz4": LZ4, "zstd": ZSTD}
@@ -119,7 +120,7 @@ async def produce_raw(bootstrap_servers: str, partition: TopicPartition, batch: 
     client = AIOKafkaClient(bootstrap_servers=bootstrap_servers)
     await client.bootstrap()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             await client.add_topic(partition.topic)
             while True:
                 error, offset = await _produced(client, partition, batch)

@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaProducer
 from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicPartition
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 
 PARTITIONS: Final = 4
 VALUE: Final = msgpack.packb(
@@ -64,7 +64,7 @@ class Traffic:
     async def __aenter__(self) -> Self:
         reading = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read(reading), name="traffic-answers")]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             await reading.wait()
         self._tasks.append(asyncio.create_task(self._send(), name="traffic-requests"))
         return self

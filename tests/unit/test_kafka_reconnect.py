@@ -17,6 +17,7 @@ from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.connection import Connection, ReconnectTimes
 from headrace.primitives.backoff import Backoff
 from headrace.tuning import TUNING
+from tests.support.conditions import DEADLINE_S
 
 HERE = ("127.0.0.1", 9092)
 THERE = ("127.0.0.1", 9093)
@@ -133,7 +134,7 @@ async def test_broker_that_accepts_and_never_answers_is_given_up_after_the_reque
         client = AIOKafkaClient(**connection.client_options(request_timeout_ms=35_000))
         connection.take_over_connecting(client)
         client.cluster = _cluster_of_one(address)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(DEADLINE_S):
             assert not await client.ready(1)
             await hung_up.wait()
 

@@ -12,7 +12,7 @@ from headrace.log.errors import LogUnavailable, NoLeader
 from headrace.log.memory.broker import Topics
 from headrace.log.memory.group import Group
 from headrace.log.memory.transactions import Transactions
-from headrace.log.port import TopicPartition
+from headrace.log.port import Committed, TopicPartition
 
 
 class Faults:
@@ -232,6 +232,10 @@ class TransactionFaults:
         """Return how many transactional producers of an id have entered, each fencing the last."""
         return self._transactions.entered(transactional_id)
 
+    def open(self) -> Mapping[str, Mapping[TopicPartition, Committed]]:
+        """Return the offsets that each open transaction will commit, by transactional id."""
+        return self._transactions.open_offsets()
+
     def let_offsets_lag(self) -> None:
         """Show offsets committed by later transactions only once their producer has a successor.
 
@@ -406,6 +410,10 @@ class PartitionFaults:
     def truncate(self, partition: TopicPartition, end_offset: int) -> None:
         """Lose the records from an offset on, as an unclean leader election does."""
         self._topics.partition(partition).truncate(end_offset)
+
+    def end_offset(self, partition: TopicPartition) -> int:
+        """Return the offset that the partition's next record gets, open transactions included."""
+        return self._topics.partition(partition).end
 
     def skip_offsets(self, partition: TopicPartition, offsets: int) -> None:
         """Leave a gap at the end of a partition, as transaction markers and compaction do."""

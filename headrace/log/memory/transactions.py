@@ -16,11 +16,15 @@ from headrace.log.port import Committed, NewRecord, TopicPartition
 
 
 class Transaction:
-    """One open transaction: its records, and the offsets that will count once it commits."""
+    """One open transaction: its records, and the offsets that will count once it commits.
+
+    Attributes:
+        offsets: what it will commit for the group.
+    """
 
     def __init__(self) -> None:
         self._partitions: dict[Partition, None] = {}
-        self._offsets: dict[TopicPartition, Committed] = {}
+        self.offsets: dict[TopicPartition, Committed] = {}
 
     def write(
         self, where: Partition, records: Sequence[NewRecord], sizes: Sequence[int], now_ms: int
@@ -32,7 +36,7 @@ class Transaction:
     def stage(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Add offsets. Raises `LogRefused` if a metadata text is longer than Kafka accepts."""
         require_short_metadata(offsets)
-        self._offsets.update(offsets)
+        self.offsets.update(offsets)
 
     def end(self, *, commit: bool) -> Mapping[TopicPartition, Committed]:
         """Write the markers, which make the records visible to all readers, or to none.
@@ -42,7 +46,7 @@ class Transaction:
         """
         for partition in self._partitions:
             partition.end_transaction(self, commit=commit)
-        return self._offsets if commit else {}
+        return self.offsets if commit else {}
 
 
 class Transactions:
@@ -109,6 +113,10 @@ class Transactions:
             raise Fenced(
                 f"transactional id {transactional_id}: epoch {epoch} is over, {latest} is current"
             )
+
+    def open_offsets(self) -> Mapping[str, Mapping[TopicPartition, Committed]]:
+        """Return the offsets that each open transaction will commit, by transactional id."""
+        return {name: dict(each.offsets) for name, each in self._open.items()}
 
     def show_all_offsets(self) -> None:
         """Make offsets visible that were committed while offsets lagged."""

@@ -47,7 +47,7 @@ async def seen(source: Source, **expected: object) -> SourceSnapshot:
         (partition,) = source.snapshot().partitions
         return all(getattr(partition, name) == value for name, value in expected.items())
 
-    await eventually(is_so, deadline_s=5.0, what=f"{expected}")
+    await eventually(is_so, what=f"{expected}")
     return source.snapshot()
 
 
@@ -100,12 +100,12 @@ async def test_a_commit_that_fails_grows_old() -> None:
         await eventually(lambda: source.last_contact_s() > 0)
         (assignment,) = source.tracker.assignments
         assignment.admit(0, 5).ack()
-        await eventually(lambda: source.snapshot().commit.failures, deadline_s=5.0)
+        await eventually(lambda: source.snapshot().commit.failures)
         commit = source.snapshot().commit
         assert commit.age_s > 0
         assert "unavailable" in commit.last_failure
         log.faults.brokers.bring_back()
-        await eventually(lambda: source.snapshot().commit.age_s == 0, deadline_s=5.0)
+        await eventually(lambda: source.snapshot().commit.age_s == 0)
 
 
 async def test_stall_grows_while_records_wait_and_none_is_answered() -> None:

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from headrace.runtime.shutdown import Stop, stop_on_signals
+from tests.support.conditions import DEADLINE_S
 
 
 def test_the_first_ask_drains_and_the_second_ends() -> None:
@@ -26,7 +27,7 @@ def test_the_first_ask_drains_and_the_second_ends() -> None:
 async def test_signals_ask(number: signal.Signals) -> None:
     """SIGTERM and SIGINT ask to drain, and ask again to end."""
     stop = Stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         with stop_on_signals(stop):
             os.kill(os.getpid(), number)
             await stop.requested.wait()

@@ -23,7 +23,7 @@ from headrace.log.memory.consumer import MemoryReader
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import write_to
 from tests.support.tuning import QUICK
 
@@ -186,7 +186,7 @@ async def test_unreadable_records_are_skipped_and_counted() -> None:
     await write_to(bench.log, ONE, b"value")
     (first,) = await bench.let_in([bench.request(offset) for offset in range(3)])
     first.ack_handle.ack()
-    async with asyncio.timeout(10), bench.rereading():
+    async with asyncio.timeout(DEADLINE_S), bench.rereading():
         delivery = await bench.next()
         assert delivery.skipped == 1
         bench.assignment.admit(delivery.skipped, 0).ack()
@@ -239,7 +239,7 @@ async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> No
     bench.log.faults.partitions.trim(TWO, 2)
     first.ack_handle.ack()
     second.ack_handle.ack()
-    async with asyncio.timeout(10), bench.rereading():
+    async with asyncio.timeout(DEADLINE_S), bench.rereading():
         lost = {(await bench.next()).assignment.partition for _ in range(2)}
 
     assert lost == {ONE, TWO}

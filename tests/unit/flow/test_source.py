@@ -415,8 +415,10 @@ async def test_the_consumer_is_not_closed_under_a_poll(log: MemoryLog) -> None:
     assert running.exception() is None
 
 
-async def test_draining_and_the_last_commit_share_one_deadline(log: MemoryLog) -> None:
+async def test_draining_and_the_last_commit_share_one_deadline() -> None:
     """The group does not wait for a member whose commit nobody answers, or evicts it."""
+    log = MemoryLog(request_timeout_s=3600.0, rebalance_timeout_s=3600.0)
+    await log.create_topics([TopicInfo(TOPIC, 2, {})], replication_factor=1)
     consumer = replace(QUICK.consumer, revocation_timeout_s=0.2, last_commit_timeout_s=0.1)
     await fill(log, 4)
     async with (
@@ -428,7 +430,7 @@ async def test_draining_and_the_last_commit_share_one_deadline(log: MemoryLog) -
         stage.ack([0])
         other = RecordingListener()
         await stack.enter_async_context(log.member(GROUP, [TOPIC], other))
-        await eventually(lambda: other.assignments, deadline_s=3)
+        await eventually(lambda: other.assignments)
         log.faults.groups.release_commits()
         stage.ack_handles.clear()
 

@@ -118,11 +118,11 @@ async def test_chunks_with_large_outputs_wait_for_room() -> None:
         bench.log.faults.acknowledgements.hold()
         async with asyncio.TaskGroup() as tasks:
             sending_all = tasks.create_task(send_singly(bench, requests))
-            written = bench.log._topics.partition(TopicPartition(RESPONSES.topic, 0))
-            await eventually(lambda: written.end == 3)
+            written = TopicPartition(RESPONSES.topic, 0)
+            await eventually(lambda: bench.log.faults.partitions.end_offset(written) == 3)
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert written.end == 3
+            assert bench.log.faults.partitions.end_offset(written) == 3
             assert not sending_all.done()
             bench.log.faults.acknowledgements.release()
         await eventually(lambda: all(receipt_of(one).acked for one in requests))

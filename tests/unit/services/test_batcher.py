@@ -13,7 +13,7 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Envelope, Request
 from headrace.services.batcher.service import BatcherService
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.services import StillClock, counted, make_instruments
 from tests.support.work import NOW_US, Limits, Tray, make_request, receipt_of
 
@@ -80,7 +80,7 @@ async def test_a_delay_wakes_who_waits() -> None:
         assert not waiting.done()
 
         bench.clock.now_us += 20_000
-        batch = await asyncio.wait_for(waiting, 5)
+        batch = await asyncio.wait_for(waiting, DEADLINE_S)
 
     assert batch is not None
     assert batch.reason == "delay"
@@ -94,10 +94,10 @@ async def test_wall_clock_set_back_delays_no_batch() -> None:
         for _ in range(2):
             waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
             await bench.items.send([make_request(ingested_us=wall.now_us)])
-            await eventually(lambda: bench.waiting() == 1, deadline_s=5)
+            await eventually(lambda: bench.waiting() == 1)
             wall.now_us -= 120_000_000
             steady.now_us += 20_000
-            batches.append(await asyncio.wait_for(waiting, 5))
+            batches.append(await asyncio.wait_for(waiting, DEADLINE_S))
 
     assert [batch and batch.reason for batch in batches] == ["delay", "delay"]
 
@@ -108,13 +108,13 @@ async def test_wall_clock_set_back_leaves_time_to_deadline_as_it_was() -> None:
     async with running(limited(Limits(max_queue_delay_ms=1000)), wall, steady) as bench:
         early = make_request(deadline_ms=wall.now_us // 1000 + 20)
         await bench.items.send([early])
-        await eventually(lambda: bench.waiting() == 1, deadline_s=5)
+        await eventually(lambda: bench.waiting() == 1)
         wall.now_us -= 120_000_000
         steady.now_us += 20_000
-        await eventually(lambda: bench.answers.requests == [early], deadline_s=5)
+        await eventually(lambda: bench.answers.requests == [early])
         later = make_request(deadline_ms=wall.now_us // 1000 + 20)
         await bench.items.send([later])
-        await eventually(lambda: bench.waiting() == 1, deadline_s=5)
+        await eventually(lambda: bench.waiting() == 1)
         steady.now_us += 19_000
         batch = await bench.batch_queue.consumer(KEY).pull()
 
@@ -144,11 +144,11 @@ async def test_a_delay_that_ends_between_two_looks_at_the_clock_wakes_who_waits(
     async with running(limited(Limits(max_queue_delay_ms=20)), clock) as bench:
         waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
         await bench.items.send([make_request(ingested_us=NOW_US)])
-        await eventually(lambda: clock.asked > 3, deadline_s=5)
+        await eventually(lambda: clock.asked > 3)
 
         clock.now_us += 19_999
         clock.step_to(NOW_US + 20_001, after=readings)
-        batch = await asyncio.wait_for(waiting, 5)
+        batch = await asyncio.wait_for(waiting, DEADLINE_S)
 
     assert batch is not None
 
@@ -159,7 +159,7 @@ async def test_an_expired_request_is_answered_while_nobody_pulls() -> None:
         request = make_request(deadline_ms=NOW_US // 1000 + 20)
         await bench.items.send([request])
         bench.clock.now_us += 20_000
-        await eventually(lambda: bench.answers.requests == [request], deadline_s=5)
+        await eventually(lambda: bench.answers.requests == [request])
 
     assert request.failure is not None
     assert request.failure.code == Code.DEADLINE_EXCEEDED
@@ -170,7 +170,7 @@ async def test_it_sleeps_while_what_is_due_waits_for_an_executor() -> None:
     """With every instance busy a batch that is due is no reason to look at the clock."""
     async with running(limited(Limits(max_queue_delay_ms=1))) as bench:
         await bench.items.send([make_request(ingested_us=NOW_US)])
-        await eventually(lambda: bench.waiting() == 1, deadline_s=5)
+        await eventually(lambda: bench.waiting() == 1)
         bench.clock.now_us += 10_000
         await bench.items.send([make_request(ingested_us=NOW_US)])
         for _ in range(10):
@@ -191,7 +191,7 @@ async def test_a_request_of_a_model_that_has_gone_is_answered() -> None:
 
     async with running(gone) as bench:
         await bench.items.send([make_request()])
-        await eventually(lambda: bench.answers.requests, deadline_s=5)
+        await eventually(lambda: bench.answers.requests)
 
     assert bench.answers.requests[0].failure is not None
     assert bench.answers.requests[0].failure.code == Code.MODEL_NOT_READY
@@ -204,7 +204,7 @@ async def test_a_void_request_is_passed_on_to_be_settled() -> None:
         receipt_of(revoked).revoked = True
         await bench.items.send([revoked, good])
         batch = await bench.batch_queue.consumer(KEY).pull()
-        await eventually(lambda: bench.answers.requests == [revoked], deadline_s=5)
+        await eventually(lambda: bench.answers.requests == [revoked])
 
     assert batch is not None
     assert batch.requests == [good]
@@ -221,7 +221,7 @@ async def test_at_the_end_all_that_waits_is_pulled_without_delay() -> None:
         while (batch := await consumer.pull()) is not None:
             pulled.extend(batch.requests)
 
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.batcher.run())
         tasks.create_task(pull())
         await bench.items.send(requests)
@@ -235,7 +235,7 @@ async def test_the_end_does_not_come_before_the_last_deadline_is_answered() -> N
     """With nobody to pull, draining ends when what waits has expired."""
     bench = BatcherHarness(limited(Limits()))
     request = make_request(deadline_ms=NOW_US // 1000 + 5)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.batcher.run())
         await bench.items.send([request])
         bench.items.close()
@@ -255,7 +255,7 @@ async def test_a_busy_instance_gets_its_batch_at_the_moment_that_it_named() -> N
         assert not waiting.done()
 
         bench.clock.now_us += 20_000
-        batch = await asyncio.wait_for(waiting, 5)
+        batch = await asyncio.wait_for(waiting, DEADLINE_S)
 
     assert batch is not None
     assert batch.reason == "just_in_time"
@@ -270,7 +270,7 @@ async def test_an_instance_that_is_free_early_gets_what_is_there() -> None:
         await asyncio.sleep(0)
 
         consumer.now_idle()
-        batch = await asyncio.wait_for(waiting, 5)
+        batch = await asyncio.wait_for(waiting, DEADLINE_S)
 
     assert batch is not None
     assert batch.reason == "idle"

@@ -25,6 +25,7 @@ from headrace.protocol.messages import Request
 from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement, RingBatch
 from headrace.telemetry.snapshots import DeviceSnapshot
 from tests.support import models
+from tests.support.conditions import DEADLINE_S
 from tests.support.work import make_request
 
 MAX_ROWS = 6
@@ -228,7 +229,7 @@ async def test_error_while_enqueueing_is_fatal(tmp_path: Path) -> None:
         gpu.fault = ValueError("out of memory")
         gpu.fails_at = gpu.copies + 1
         with pytest.raises(Fatal, match="out of memory"):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 await answer(instance, digits(1))
 
 

@@ -12,8 +12,9 @@ from headrace.models.registry import Models
 from headrace.models.version import State
 from headrace.tuning import TUNING
 from tests.support.executor_bench import POISON, requests_of, running
-from tests.support.python_models import add_python_model
+from tests.support.python_models import add_python_model, shut_gate
 
+AT_THE_GATE = "from tests.support.python_models import GATE\nGATE.wait()"
 IMPATIENT = replace(TUNING.executor, cancel_grace_s=0.05)
 
 
@@ -36,14 +37,14 @@ async def test_hung_run_is_cancelled_and_its_request_fails(tmp_path: Path) -> No
 
 async def test_run_that_ignores_cancelling_ends_the_process(tmp_path: Path) -> None:
     """Its instance is lost; the work is uncommitted and runs elsewhere."""
-    add_python_model(tmp_path, "time.sleep(1)", config="max_execution_s = 0.05")
+    add_python_model(tmp_path, AT_THE_GATE, config="max_execution_s = 0.05")
 
     async def serve() -> None:
         async with running(tmp_path, IMPATIENT) as bench:
             bench.give(requests_of(1))
             await bench.answered(1)
 
-    with pytest.raises(ExceptionGroup) as raised:
+    with shut_gate(), pytest.raises(ExceptionGroup) as raised:
         await serve()
 
     assert raised.value.subgroup(Fatal) is not None
@@ -54,10 +55,16 @@ async def test_load_that_does_not_end_fails_only_its_version(tmp_path: Path) -> 
     add_python_model(tmp_path, "")
     add_python_model(tmp_path, "", name="endless", config="max_load_s = 0.05")
     file = tmp_path / "endless" / "1" / "model.py"
+    waiting = AT_THE_GATE.replace("\n", "\n        ")
     file.write_text(
-        file.read_text().replace("def warm_up(self):", "def warm_up(self):\n        time.sleep(1)")
+        file.read_text().replace("def warm_up(self):", f"def warm_up(self):\n        {waiting}")
     )
-    async with running(tmp_path, IMPATIENT) as bench:
+    with shut_gate():
+        await _serve_beside_it(tmp_path)
+
+
+async def _serve_beside_it(repository: Path) -> None:
+    async with running(repository, IMPATIENT) as bench:
         requests = requests_of(3)
         bench.give(requests)
         await bench.answered(1)

@@ -182,7 +182,7 @@ async def test_instances_run_beside_each_other(tmp_path: Path) -> None:
     """Two instances of a model have two runs under way."""
     add_python_model(
         tmp_path,
-        "from tests.support.python_models import MEETING; MEETING.wait(10)",
+        "from tests.support.python_models import MEETING; MEETING.wait(40)",
         config="instances = 2",
     )
     async with running(tmp_path) as bench:
@@ -200,7 +200,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> threading.Barrier:
     return barrier
 
 
-MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
+MEET = "from tests.support import python_models; python_models.MEETING.wait(40)"
 
 
 def expect_long_runs(bench: ExecutorHarness) -> None:

@@ -17,7 +17,7 @@ from tests.support.executor_bench import POISON, ExecutorHarness, outcome, reque
 from tests.support.python_models import add_python_model
 from tests.support.services import counted
 
-MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
+MEET = "from tests.support import python_models; python_models.MEETING.wait(40)"
 UNDECIDED = Verdict(Batching.UNDECIDED, "all alike")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +22,11 @@ from headrace.services.executor.instance import (
     load_and_warm_up,
 )
 from headrace.tuning import TUNING, ExecutorTuning
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 
 INPUTS: Arrays = {"x": np.zeros((1, 1), np.float32)}
+LENIENT = replace(TUNING.executor, inline_max_run_us=20_000, inline_cut_off_s=60.0)
+"""A busy machine that interrupts a short run does not make it a long one."""
 
 
 class Sleeper:
@@ -133,7 +134,7 @@ def test_slow_runs_return_to_the_thread() -> None:
 async def test_short_runs_move_to_the_event_loop() -> None:
     """The first ones are made on the thread, later ones where they are asked for."""
     backend = Sleeper()
-    async with make(backend) as instance:
+    async with make(backend, tuning=LENIENT) as instance:
         for _ in range(20):
             await instance.run(INPUTS)
 
@@ -155,10 +156,10 @@ async def test_thread_bound_backend_never_runs_inline() -> None:
 async def test_failed_runs_count_for_inlining() -> None:
     """A model that takes its time to fail is no model for the loop."""
     backend = Sleeper()
-    async with make(backend) as instance:
+    async with make(backend, tuning=LENIENT) as instance:
         for _ in range(16):
             await instance.run(INPUTS)
-        backend.run_s, backend.fault = 0.01, ValueError("no")
+        backend.run_s, backend.fault = 0.25, ValueError("no")
         for _ in range(3):
             with pytest.raises(ValueError, match="no"):
                 await instance.run(INPUTS)
@@ -170,20 +171,21 @@ async def test_failed_runs_count_for_inlining() -> None:
 
 async def test_hung_inline_run_is_repeated_on_the_thread() -> None:
     """One value may take for ever where all others are quick: the loop does not wait for it."""
-    backend = Sleeper()
-    tuning = replace(TUNING.executor, inline_cut_off_s=0.05)
+
+    class HangsInline(Sleeper):
+        def run(self, inputs: Arrays) -> Arrays:
+            self.run_s = 3600.0 if threading.current_thread() is threading.main_thread() else 0.0
+            return super().run(inputs)
+
+    backend = HangsInline()
+    tuning = replace(LENIENT, inline_cut_off_s=0.05)
     async with make(backend, tuning=tuning) as instance:
         for _ in range(16):
             await instance.run(INPUTS)
-        backend.run_s = 0.5
-        began_s = time.monotonic()
         outputs = await instance.run(INPUTS)
-        took_s = time.monotonic() - began_s
-        backend.run_s = 0.0
         await instance.run(INPUTS)
 
     assert outputs is INPUTS
-    assert took_s < 2
     assert backend.threads[16:] == ["MainThread", "instance", "instance"]
 
 
@@ -231,7 +233,7 @@ async def test_expired_run_started_ahead_is_skipped() -> None:
 async def test_inline_runs_are_not_started_ahead() -> None:
     """They are made on the loop, one after the other."""
     backend = Sleeper()
-    async with make(backend) as instance:
+    async with make(backend, tuning=LENIENT) as instance:
         for _ in range(16):
             await instance.run(INPUTS)
         assert not instance.submit_next(OTHERS, lambda: True)
@@ -242,7 +244,7 @@ async def test_cancelling_a_hung_run_spares_the_next_one() -> None:
 
     class Slow(Sleeper):
         def run(self, inputs: Arrays) -> Arrays:
-            self.run_s = 10.0 if inputs is INPUTS else 0.0
+            self.run_s = 3600.0 if inputs is INPUTS else 0.0
             return super().run(inputs)
 
     async with make(Slow(), max_execution_s=0.05, may_inline=False) as instance:
@@ -302,4 +304,4 @@ async def test_endless_load_is_interrupted() -> None:
     with pytest.raises(ConfigurationError, match=r"max_load_s = 0\.05 s, got no end"):
         async with make(Endless(), max_load_s=0.05):
             pass
-    assert ended.wait(10)
+    assert ended.wait(DEADLINE_S)

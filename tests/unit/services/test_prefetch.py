@@ -11,7 +11,7 @@ from headrace.protocol.messages import Batch
 from headrace.services.executor.prefetch import Prefetch, PreparedBatch
 from headrace.transport.channels import BatchQueue, Demand
 from headrace.tuning import TUNING
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.work import make_request
 
 LONG_US = 50_000
@@ -41,7 +41,7 @@ class PrefetchHarness:
 
     async def next_id(self) -> str:
         """The batch that comes next."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_S):
             taken = self.prefetch.take() or await self.prefetch.wait()
         return taken.batch.batch_id if taken else "none"
 

@@ -286,7 +286,7 @@ async def test_nothing_is_settled_before_it_is_acknowledged() -> None:
         bench.log.faults.acknowledgements.hold()
         await bench.inlet.send([request])
         await eventually(
-            lambda: bench.log._topics.partition(TopicPartition(RESPONSES.topic, 0)).end
+            lambda: bench.log.faults.partitions.end_offset(TopicPartition(RESPONSES.topic, 0))
         )
         assert not receipt_of(request).acked
         bench.log.faults.acknowledgements.release()

@@ -24,7 +24,7 @@ from tests.support.models import add_version, digits
 from tests.support.python_models import add_python_model
 from tests.support.work import NOW_US, make_request
 
-MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
+MEET = "from tests.support import python_models; python_models.MEETING.wait(40)"
 SOON_MS = NOW_US // 1000 + 10
 LATER_MS = NOW_US // 1000 + 30
 

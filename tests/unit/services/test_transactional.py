@@ -282,7 +282,7 @@ async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
     async with running() as bench:
         bench.log.faults.transactions.hold()
         await bench.inlet.send([bench.request() for _ in range(10)])
-        await eventually(lambda: bench.log._transactions._open)
+        await eventually(bench.log.faults.transactions.open)
         await bench.inlet.send([bench.request() for _ in range(10)])
         (member,) = bench.log.faults.groups.members("headrace")
         bench.log.faults.groups.expire_session("headrace", member, noticed=False)
@@ -318,9 +318,9 @@ async def test_a_step_takes_no_more_than_is_encoded_in_one_go() -> None:
     async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
         bench.log.faults.transactions.hold()
         await bench.inlet.send([bench.request() for _ in range(12)])
-        await eventually(lambda: bench.log._transactions._open)
-        (transaction,) = bench.log._transactions._open.values()
-        assert transaction._offsets == {SOURCE: Committed(5)}
+        await eventually(bench.log.faults.transactions.open)
+        (offsets,) = bench.log.faults.transactions.open().values()
+        assert offsets == {SOURCE: Committed(5)}
         bench.log.faults.transactions.release()
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(12), "ok")

@@ -76,14 +76,15 @@ async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
         bench.log.faults.topics.take_leaders(topic)
-        epochs = dict(bench.log._transactions._epochs)
+        identity = "headrace.headrace.requests.0"
+        entered = bench.log.faults.transactions.entered_producers(identity)
         topics = ["headrace.mine", "headrace.yours", RESPONSES.topic] * 3
         await bench.inlet.send([bench.request(kafka_replyTopic=each.encode()) for each in topics])
         await eventually(lambda: bench.in_flight == 3)
         stuck = {place for place, each in enumerate(topics) if each == topic}
         committed = await bench.committed()
         assert [each for each in range(9) if each not in committed] == sorted(stuck)
-        assert bench.log._transactions._epochs == epochs
+        assert bench.log.faults.transactions.entered_producers(identity) == entered
 
         bench.log.faults.topics.elect(topic)
         await bench.acked()

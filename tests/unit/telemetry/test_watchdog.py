@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from structlog.testing import capture_logs
 
 from headrace.telemetry.watchdog import Activity, LoopWatchdog
-from headrace.tuning import TUNING
-from tests.support.conditions import eventually
+from headrace.tuning import TUNING, RuntimeTuning
+from tests.support.conditions import DEADLINE_S, eventually
 
 LIMIT_S = 0.2
 TUNED = replace(TUNING.runtime, loop_stall_s=LIMIT_S, loop_check_interval_s=0.02)
-TOLD_WITHIN_S = 2.0
-"""The limit, the period, and what a busy machine adds."""
 
 
 @contextmanager
-def watched_loop() -> Iterator[tuple[Callable[[Callable[[], None]], object], LoopWatchdog]]:
+def watched_loop(
+    tuning: RuntimeTuning = TUNED,
+) -> Iterator[tuple[Callable[[Callable[[], None]], object], LoopWatchdog]]:
     """A loop in a thread of its own, with its watch; the first gives it something to call."""
     ready, stopping, loops = threading.Event(), asyncio.Event(), []
-    watch = LoopWatchdog(TUNED)
+    watch = LoopWatchdog(tuning)
 
     async def live() -> None:
         with watch:
@@ -34,7 +35,7 @@ def watched_loop() -> Iterator[tuple[Callable[[Callable[[], None]], object], Loo
 
     thread = threading.Thread(target=asyncio.run, args=(live(),), name="watched")
     thread.start()
-    assert ready.wait(TOLD_WITHIN_S)
+    assert ready.wait(DEADLINE_S)
     try:
         yield loops[0].call_soon_threadsafe, watch
     finally:
@@ -51,26 +52,30 @@ async def test_a_blocked_loop_is_found_and_so_is_its_return() -> None:
 
     with capture_logs() as lines, watched_loop() as (call, watch):
         call(block_on_purpose)
-        await eventually(lambda: lines and watch.turns.fault(), deadline_s=TOLD_WITHIN_S)
+        # A busy machine may have held up the loop before.
+        await eventually(lambda: any(map(is_of_the_block, lines)))
         assert "event loop: no progress for" in watch.turns.fault()
         release.set()
-        await eventually(lambda: not watch.turns.fault(), deadline_s=TOLD_WITHIN_S)
-    (line,) = lines
-    assert line["event"] == "process.stuck"
-    assert any("block_on_purpose" in call for call in line["loop_is_at"])
+        await eventually(lambda: not watch.turns.fault())
+
+
+def is_of_the_block(line: Mapping[str, Any]) -> bool:
+    """Whether a log line tells that the loop stands in `block_on_purpose`."""
+    calls = line["loop_is_at"] if line["event"] == "process.stuck" else ()
+    return any("block_on_purpose" in call for call in calls)
 
 
 async def test_a_loop_that_turns_is_not_stuck() -> None:
     """It is asked again and again, and answers."""
-    with watched_loop() as (_, watch):
-        await eventually(lambda: watch.turns.begun >= 5, deadline_s=TOLD_WITHIN_S)
+    with watched_loop(replace(TUNED, loop_stall_s=3600.0)) as (_, watch):
+        await eventually(lambda: watch.turns.begun >= 5)
         assert watch.turns.fault() == ""
 
 
 async def test_a_watch_that_is_left_leaves_no_thread() -> None:
     """Leaving waits for nothing but the thread's end."""
     with LoopWatchdog(replace(TUNED, loop_check_interval_s=0.01)) as watch:
-        await eventually(lambda: watch.turns.begun, deadline_s=TOLD_WITHIN_S)
+        await eventually(lambda: watch.turns.begun)
     assert "loop-watch" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -28,7 +28,7 @@ from headrace.transport.topic_io import (
     result_receiver,
     result_sender,
 )
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import write_to
 from tests.support.work import Tray, make_request, receipt_of
 
@@ -72,7 +72,7 @@ async def written(log: MemoryLog, make_outlet: Callable[..., Any], *requests: Re
 async def received(source: Source, inlet: Any, count: int) -> list[Request]:
     """The first requests that come, by offset."""
     found: list[Request] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_S):
         while len(found) < count:
             found += await inlet(source).receive()
     return sorted(found, key=lambda request: request.offset)
