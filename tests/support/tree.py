@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -74,4 +75,19 @@ def modules(*folders: str) -> tuple[Module, ...]:
 @cache
 def _parse(path: Path) -> Module:
     text = (ROOT / path).read_text(encoding="utf-8")
-    return Module(path, text, ast.parse(text, filename=str(path)))
+    return Module(path, text, _tree_of(text, path))
+
+
+def _tree_of(text: str, path: Path) -> ast.Module:
+    """Parse a file while the garbage collector is off.
+
+    A task that is collected meanwhile may be logged with a traceback, which parses its lines too.
+    CPython 3.11 then raises SystemError (https://github.com/python/cpython/issues/106905).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text, filename=str(path))
+    finally:
+        if was_enabled:
+            gc.enable()
