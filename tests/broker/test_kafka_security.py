@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 import ssl
+import struct
+import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from pydantic import SecretStr
 
 from headrace.config import KafkaSettings
@@ -20,9 +26,12 @@ from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER
+from tests.support.conditions import DEADLINE_S
 from tests.support.logs import read, values, write
 
 WRONG_PASSWORD = "wrong4horse"
+SASL_HANDSHAKE = 17
+UNSUPPORTED_SASL_MECHANISM = 33
 
 
 def secure(cluster: LocalKafka, **changes: Any) -> KafkaSettings:
@@ -99,6 +108,46 @@ async def test_a_wrong_password_is_one_clear_line(kafka_scram_tls: LocalKafka, p
     assert f"user '{SCRAM_USER}' or its password (SCRAM-SHA-512) refused" in message
     assert "\n" not in message
     assert WRONG_PASSWORD not in message
+
+
+def test_refused_connection_to_slow_broker_is_closed_with_the_loop(
+    kafka_scram_tls: LocalKafka,
+) -> None:
+    """A broker that refuses over TLS and does not answer the closing keeps no socket open."""
+    refused = threading.Event()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(kafka_scram_tls.certificates.broker)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(_refuse_slowly, server, context, refused)
+        settings = secure(
+            kafka_scram_tls,
+            bootstrap_servers=f"127.0.0.1:{server.getsockname()[1]}",
+            ssl_check_hostname=False,
+        )
+        try:
+            with (
+                warnings.catch_warnings(record=True) as unclosed,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+                pytest.raises(LogAuthenticationFailed),
+            ):
+                runner.run(describe(settings))
+        finally:
+            refused.set()
+        serving.result(DEADLINE_S)
+    assert [str(each.message) for each in unclosed] == []
+
+
+def _refuse_slowly(server: socket.socket, context: ssl.SSLContext, until: threading.Event) -> None:
+    """Refuse the SASL mechanism of one client, and read nothing more of it until the event."""
+    supported = struct.pack(">hihhh", 0, 1, SASL_HANDSHAKE, 0, 1)
+    refusal = struct.pack(">hi", UNSUPPORTED_SASL_MECHANISM, 0)
+    accepted, _ = server.accept()
+    with context.wrap_socket(accepted, server_side=True) as connection:
+        for body in (supported, refusal):
+            (size,) = struct.unpack(">i", connection.recv(4))
+            _key, _version, correlation_id = struct.unpack_from(">hhi", connection.recv(size))
+            connection.sendall(struct.pack(">ii", 4 + len(body), correlation_id) + body)
+        until.wait(DEADLINE_S)
 
 
 async def test_an_untrusted_certificate_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:

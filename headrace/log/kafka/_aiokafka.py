@@ -254,7 +254,14 @@ class _ResponseProtocol(asyncio.Protocol):
 
 
 class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka publishes no types
-    """aiokafka's connection, except for how responses are read."""
+    """aiokafka's connection, except for how responses are read.
+
+    Attributes:
+        transport: the transport; None before there is a connection. Kept after the connection has
+            closed itself, because the socket is released only later.
+    """
+
+    transport: asyncio.WriteTransport | None = None
 
     def _create_reader_task(self) -> asyncio.Future[None]:
         """Called where aiokafka begins to read: on the new transport, before anything was sent.
@@ -262,20 +269,26 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
         Returns:
             A future that does not end by itself, instead of aiokafka's reading task.
         """
-        self._writer.transport.set_protocol(_ResponseProtocol(self, self._closed_fut))
+        self.transport = self._writer.transport
+        self.transport.set_protocol(_ResponseProtocol(self, self._closed_fut))
         return asyncio.get_running_loop().create_future()
 
 
-async def close_connection(connection: AIOKafkaConnection, timeout_s: float) -> None:
-    """Close one connection; reset it if the other side is slow to close."""
-    writer = connection._writer
+async def close_connection(connection: DirectConnection, timeout_s: float) -> None:
+    """Close one connection and wait for its socket; reset it if the other side is slow to close.
+
+    A connection that a broker refused has closed itself. With TLS its socket stays open until the
+    other side answers, which can take longer than the event loop lives: it is reset at once.
+    """
+    was_open = connection.connected()
     closed = connection.close(reason=CloseReason.SHUTDOWN)
-    if writer is None:  # never connected
+    if connection.transport is None:  # never connected
         return
-    _, still_open = await asyncio.wait([closed], timeout=timeout_s)
-    if still_open:
-        writer.transport.abort()
-        await asyncio.wait(still_open, timeout=timeout_s)
+    if was_open:
+        await asyncio.wait([closed], timeout=timeout_s)
+    if not closed.done():
+        connection.transport.abort()
+        await asyncio.wait([closed], timeout=timeout_s)
 
 
 # --- the client -------------------------------------------------------------------------------
@@ -346,7 +359,7 @@ def connecting_lock(client: AIOKafkaClient) -> asyncio.Lock:
 
 def new_connection(
     client: AIOKafkaClient, address: tuple[str, int], **options: Any
-) -> AIOKafkaConnection:
+) -> DirectConnection:
     """Return an unopened connection that tells the client when it closes."""
     return DirectConnection(
         *address,

@@ -229,6 +229,7 @@ class Connection:
                 log_connecting_failed(key[0], error)
                 self._record_attempt(address, reached=False)
                 client.force_metadata_update()
+                await close_connection(connection, self.tuning.close_timeout_s)
                 return None
             self._record_attempt(address, reached=True)
             add_connection(client, key, connection)
