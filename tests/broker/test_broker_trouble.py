@@ -142,7 +142,7 @@ async def test_all_brokers_away(cluster: LocalKafka, unique_name: str, guarantee
 
 
 @EXACTLY_ONCE
-async def test_a_rolling_restart(cluster: LocalKafka, unique_name: str, guarantee: str) -> None:
+async def test_rolling_restart(cluster: LocalKafka, unique_name: str, guarantee: str) -> None:
     """One node after the other stops and comes back; requests go on being answered."""
     async with deployment(cluster.bootstrap_servers, unique_name, guarantee) as (_, traffic):
         for node in cluster.node_ids:
@@ -155,7 +155,7 @@ async def test_a_rolling_restart(cluster: LocalKafka, unique_name: str, guarante
 
 
 @AT_LEAST_ONCE
-async def test_the_node_that_leads_and_coordinates_is_killed(
+async def test_node_that_leads_and_coordinates_is_killed(
     cluster: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """Leaders and the group's coordinator move to other nodes, and work goes on there."""
@@ -188,7 +188,7 @@ async def administration(servers: str) -> AsyncIterator[AIOKafkaAdminClient]:
 
 
 @GUARANTEES
-async def test_a_reply_partition_without_a_leader(
+async def test_reply_partition_without_leader(
     cluster: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """The answers for it wait until it has one, and no others with them."""
@@ -218,7 +218,7 @@ async def test_a_reply_partition_without_a_leader(
 
 
 @EXACTLY_ONCE
-async def test_a_slow_network_that_hangs_up(
+async def test_slow_network_that_hangs_up(
     kafka_installed: None, unique_name: str, guarantee: str
 ) -> None:
     """Delay, cut connections and a silence delay requests, and lose none."""
@@ -284,7 +284,7 @@ def expired_in(cluster: LocalKafka) -> list[str]:
 
 
 @GUARANTEES
-async def test_a_topic_too_small_for_one_answer(
+async def test_topic_too_small_for_one_answer(
     kafka: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """The one that does not fit is answered with `TOO_LARGE`, and the others as ever."""
@@ -304,7 +304,7 @@ async def test_a_topic_too_small_for_one_answer(
 
 
 @AT_LEAST_ONCE
-async def test_a_topic_of_answers_that_is_deleted(
+async def test_topic_of_answers_that_is_deleted(
     kafka: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """The process ends and names it; once there is one again, its successor answers the rest."""

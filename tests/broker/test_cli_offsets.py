@@ -100,7 +100,7 @@ def test_metadata_of_another_tool_is_told(call: Call, deployment: Deployment) ->
     assert json.loads(shown.stdout)["partitions"][0]["metadata"] == "unreadable"
 
 
-async def test_a_reset_is_refused_while_a_stage_runs(call: Call, deployment: Deployment) -> None:
+async def test_reset_is_refused_while_stage_runs(call: Call, deployment: Deployment) -> None:
     """The refusal names the group and the member, and nothing is committed."""
     listener = RecordingListener()
     async with (
@@ -116,7 +116,7 @@ async def test_a_reset_is_refused_while_a_stage_runs(call: Call, deployment: Dep
     assert await deployment.committed() == STUCK.committable()
 
 
-def test_offsets_need_a_broker(call: Call, tmp_path: Path) -> None:
+def test_offsets_need_broker(call: Call, tmp_path: Path) -> None:
     """The embedded log of another process cannot be seen: wrong usage, and no traceback."""
     config = tmp_path / "test.toml"
     config.write_text("")

@@ -47,7 +47,7 @@ def write_config(directory: Path, namespace: str, **kafka: str) -> Path:
     return path
 
 
-def test_created_topics_pass_the_check(call: Call, config: Path, unique_name: str) -> None:
+def test_created_topics_pass_check(call: Call, config: Path, unique_name: str) -> None:
     """`create` makes all topics as they should be, and `check` agrees."""
     created = call("--config", str(config), "topics", "create", "--json")
     assert created.exit_code == Exit.DONE
@@ -64,7 +64,7 @@ def test_create_leaves_topics_that_exist(call: Call, config: Path, unique_name: 
     assert f"{unique_name}.items: existed" in again.stdout.splitlines()
 
 
-def test_missing_topics_fail_the_check(call: Call, config: Path, unique_name: str) -> None:
+def test_missing_topics_fail_check(call: Call, config: Path, unique_name: str) -> None:
     """Before `create` the check ends with 1 and names each missing topic and the fix."""
     checked = call("--config", str(config), "topics", "check")
     assert checked.exit_code == Exit.FAILED
@@ -74,7 +74,7 @@ def test_missing_topics_fail_the_check(call: Call, config: Path, unique_name: st
     )
 
 
-def test_missing_topics_keep_the_services_from_starting(
+def test_missing_topics_keep_services_from_starting(
     call: Call, config: Path, unique_name: str
 ) -> None:
     """`headrace run` refuses with exit code 2 and the reason, within its first seconds."""
@@ -83,7 +83,7 @@ def test_missing_topics_keep_the_services_from_starting(
     assert f"headrace: {unique_name}.items: does not exist" in result.stderr
 
 
-def test_unequal_partitions_fail_the_check(call: Call, config: Path, unique_name: str) -> None:
+def test_unequal_partitions_fail_check(call: Call, config: Path, unique_name: str) -> None:
     """Items with other partitions than requests are an error; `create` follows requests."""
     call("--config", str(config), "topics", "create")
     text = config.read_text()
@@ -99,7 +99,7 @@ def test_unequal_partitions_fail_the_check(call: Call, config: Path, unique_name
     assert f"expected the 3 partitions of {unique_name}.requests, got 4" in checked.stderr
 
 
-def test_create_follows_the_requests_that_exist(call: Call, config: Path, unique_name: str) -> None:
+def test_create_follows_requests_that_exist(call: Call, config: Path, unique_name: str) -> None:
     """New items and results get the partitions that requests has, not those of the settings."""
     text = config.read_text()
     config.write_text(f'{text}\n[topics.names]\nitems = "{unique_name}.first-items"\n')
@@ -111,7 +111,7 @@ def test_create_follows_the_requests_that_exist(call: Call, config: Path, unique
     assert counts[f"{unique_name}.items"] == 3
 
 
-def test_description_has_the_brokers_settings(call: Call, config: Path, unique_name: str) -> None:
+def test_description_has_brokers_settings(call: Call, config: Path, unique_name: str) -> None:
     """`describe` shows what the broker says of each topic."""
     call("--config", str(config), "topics", "create")
     described = json.loads(call("--config", str(config), "topics", "describe", "--json").stdout)
@@ -149,7 +149,7 @@ def test_right_password_gets_in(call: Call, secure_config: Path) -> None:
     assert SCRAM_PASSWORD not in result.output
 
 
-def test_wrong_password_is_one_line_without_the_secret(call: Call, secure_config: Path) -> None:
+def test_wrong_password_is_one_line_without_secret(call: Call, secure_config: Path) -> None:
     """A refused password is told in one line that names the user and shows no secret."""
     secure_config.write_text(secure_config.read_text().replace(SCRAM_PASSWORD, WRONG_PASSWORD))
     result = call("--config", str(secure_config), "topics", "check")
@@ -159,7 +159,7 @@ def test_wrong_password_is_one_line_without_the_secret(call: Call, secure_config
     assert WRONG_PASSWORD not in result.output
 
 
-def test_doctor_tells_a_wrong_password(call: Call, secure_config: Path) -> None:
+def test_doctor_tells_wrong_password(call: Call, secure_config: Path) -> None:
     """The doctor names the settings to look at, and shows no secret."""
     secure_config.write_text(secure_config.read_text().replace(SCRAM_PASSWORD, WRONG_PASSWORD))
     result = call("--config", str(secure_config), "doctor")

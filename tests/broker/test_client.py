@@ -51,7 +51,7 @@ async def test_calls_side_by_side_get_their_own_answers(log: Log, settings: Sett
     assert [call.result().outputs["x"].item() for call in calls] == list(range(200))
 
 
-async def test_a_timeout_leaves_the_others_alone(log: Log, settings: Settings) -> None:
+async def test_timeout_leaves_others_alone(log: Log, settings: Settings) -> None:
     """Of two calls whose records travel in one batch, one times out before it is acknowledged."""
     assert settings.kafka is not None
     lingering = settings.kafka.model_copy(update={"linger_ms": 200})

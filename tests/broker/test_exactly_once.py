@@ -151,7 +151,7 @@ async def test_each_request_is_answered_once_though_processes_are_killed(
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
-async def test_a_zombie_shows_nothing(bench: ExactlyOnceHarness, stages: tuple[str, ...]) -> None:
+async def test_zombie_shows_nothing(bench: ExactlyOnceHarness, stages: tuple[str, ...]) -> None:
     """Stopped in the midst of answering, replaced by another, and woken: only the other counts."""
     async with bench.reading(), AsyncExitStack() as stack:
         processes = [Process(part, bench.settings) for part in stages]

@@ -45,9 +45,7 @@ def needs(*programs: str) -> pytest.MarkDecorator:
 @needs("node", "npm")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_javascript_example_prints_the_digit(
-    settings: dict[str, str], examples: Path
-) -> None:
+async def test_javascript_example_prints_digit(settings: dict[str, str], examples: Path) -> None:
     """kafkajs, from its lock file."""
     folder = examples / "javascript"
     await run(["npm", "ci", "--silent"], folder, {}, BUILD_TIMEOUT_S)
@@ -57,7 +55,7 @@ async def test_javascript_example_prints_the_digit(
 @needs("java", "javac")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_java_example_prints_the_digit(settings: dict[str, str], examples: Path) -> None:
+async def test_java_example_prints_digit(settings: dict[str, str], examples: Path) -> None:
     """kafka-clients, of the jars that the broker itself runs on."""
     folder = examples / "java"
     class_path = os.pathsep.join([".", *map(str, install().jars)])
@@ -69,7 +67,7 @@ async def test_java_example_prints_the_digit(settings: dict[str, str], examples:
 @needs("go")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_go_example_prints_the_digit(settings: dict[str, str], examples: Path) -> None:
+async def test_go_example_prints_digit(settings: dict[str, str], examples: Path) -> None:
     """franz-go, from its module file."""
     folder = examples / "go"
     await run(["go", "build", "-o", "digits", "."], folder, {}, BUILD_TIMEOUT_S)

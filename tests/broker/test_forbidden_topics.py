@@ -34,7 +34,7 @@ async def log(kafka_installed: None) -> AsyncIterator[KafkaLog]:
         yield log
 
 
-async def test_a_forbidden_topic_is_refused_and_the_producer_is_kept(log: KafkaLog) -> None:
+async def test_forbidden_topic_is_refused_and_producer_is_kept(log: KafkaLog) -> None:
     """Whether it may be seen or not; what else is sent goes through the same connection."""
     async with log.producer() as producer, log.reader([OPEN]) as reader:
         assert isinstance(producer, KafkaProducer)

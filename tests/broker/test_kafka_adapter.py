@@ -80,7 +80,7 @@ async def test_no_broker_is_said_with_its_address() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "held"])
-async def test_everything_closes_without_the_broker(
+async def test_everything_closes_without_broker(
     fragile: LocalKafka, unique_name: str, how: str
 ) -> None:
     """A member, a reader and a producer with unsent records let go within seconds, quietly."""
@@ -105,9 +105,7 @@ async def test_everything_closes_without_the_broker(
 
 
 @pytest.mark.slow
-async def test_work_resumes_when_the_broker_comes_back(
-    fragile: LocalKafka, unique_name: str
-) -> None:
+async def test_work_resumes_when_broker_comes_back(fragile: LocalKafka, unique_name: str) -> None:
     """Over a restart every acknowledged record is read once, in order, and polling never fails."""
     async with KafkaLog(settings(fragile, request_timeout_ms=20_000)) as log:
         partition = await make_topic(log, unique_name)
@@ -132,7 +130,7 @@ async def test_work_resumes_when_the_broker_comes_back(
 
 
 @pytest.mark.slow
-async def test_a_broker_that_hangs_fails_a_record_by_its_deadline(
+async def test_broker_that_hangs_fails_record_by_its_deadline(
     fragile: LocalKafka, unique_name: str
 ) -> None:
     """An acknowledgement that does not come is an error in time, and the producer recovers."""
@@ -161,9 +159,7 @@ async def test_a_broker_that_hangs_fails_a_record_by_its_deadline(
 
 
 @pytest.mark.slow
-async def test_silence_shows_as_age_of_the_last_contact(
-    fragile: LocalKafka, unique_name: str
-) -> None:
+async def test_silence_shows_as_age_of_last_contact(fragile: LocalKafka, unique_name: str) -> None:
     """While the broker is away polls are empty, and `last_contact_s` tells for how long."""
     async with KafkaLog(settings(fragile)) as log:
         partition = await make_topic(log, unique_name)
@@ -179,7 +175,7 @@ async def test_silence_shows_as_age_of_the_last_contact(
             await eventually(is_silent)
 
 
-async def test_a_limit_that_was_lowered_is_found_out(kafka: LocalKafka, unique_name: str) -> None:
+async def test_limit_that_was_lowered_is_found_out(kafka: LocalKafka, unique_name: str) -> None:
     """When the broker refuses a batch for its size after all, what follows is sent nevertheless."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name, max_message_bytes="10000")
@@ -196,7 +192,7 @@ async def test_a_limit_that_was_lowered_is_found_out(kafka: LocalKafka, unique_n
                 await write(producer, partition, bytes(20_000))
 
 
-async def test_batches_stay_within_a_small_limit(kafka: LocalKafka, unique_name: str) -> None:
+async def test_batches_stay_within_small_limit(kafka: LocalKafka, unique_name: str) -> None:
     """Many records that pass alone are never refused for the batch that they make together."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name, max_message_bytes="2000")
@@ -247,7 +243,7 @@ async def test_every_compression_can_be_read(
             assert values(await read(reader, 100)) == [bytes(1000)] * 100
 
 
-async def test_a_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) -> None:
+async def test_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) -> None:
     """When aiokafka's task is gone, which it does not say, the next record goes to a new one."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name)
@@ -275,7 +271,7 @@ async def test_concurrent_small_sends_share_batches(kafka: LocalKafka, unique_na
         assert len(batches) < 30
 
 
-async def test_a_cancelled_send_takes_no_other_record_along(
+async def test_cancelled_send_takes_no_other_record_along(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """Callers who share a batch are independent of each other."""
@@ -295,9 +291,7 @@ async def test_a_cancelled_send_takes_no_other_record_along(
             assert {b"%d" % number for number in range(1, 20)} <= set(found)
 
 
-async def test_a_member_that_the_group_will_not_have_is_told(
-    kafka: LocalKafka, unique_name: str
-) -> None:
+async def test_member_that_group_will_not_have_is_told(kafka: LocalKafka, unique_name: str) -> None:
     """A session timeout that the broker refuses comes out of `poll`, not as eternal silence."""
     refused = KafkaSettings(
         bootstrap_servers=kafka.bootstrap_servers, session_timeout_ms=60 * 60 * 1000
@@ -322,7 +316,7 @@ async def test_reading_that_has_ended_is_told(kafka: LocalKafka, unique_name: st
                 await reader.poll(0.1, 1)
 
 
-async def test_who_lost_the_membership_cannot_commit(kafka: LocalKafka, unique_name: str) -> None:
+async def test_who_lost_membership_cannot_commit(kafka: LocalKafka, unique_name: str) -> None:
     """Nor as one in no group, which the broker would accept now that the group is empty."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name)
@@ -341,9 +335,7 @@ async def test_who_lost_the_membership_cannot_commit(kafka: LocalKafka, unique_n
 
 
 @pytest.mark.slow
-async def test_commits_are_asked_of_the_right_broker(
-    kafka_installed: None, unique_name: str
-) -> None:
+async def test_commits_are_asked_of_right_broker(kafka_installed: None, unique_name: str) -> None:
     """With several brokers each group has its own coordinator, and each answer is complete."""
     async with LocalKafka(nodes=2) as cluster, KafkaLog(settings(cluster)) as log:
         partition = await make_topic(log, unique_name)
@@ -357,7 +349,7 @@ async def test_commits_are_asked_of_the_right_broker(
         assert found == [Committed(number, f"of {group}") for number, group in enumerate(groups)]
 
 
-async def test_a_member_of_a_topic_that_is_made_later(kafka: LocalKafka, unique_name: str) -> None:
+async def test_member_of_topic_that_is_made_later(kafka: LocalKafka, unique_name: str) -> None:
     """Subscribing makes no topic, and waits for nothing."""
     async with KafkaLog(settings(kafka)) as log:
         listener = RecordingListener()

@@ -66,7 +66,7 @@ async def describe(settings: KafkaSettings) -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
-async def test_a_user_with_a_password_gets_in(
+async def test_user_with_password_gets_in(
     kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
 ) -> None:
     """Records travel both ways over TLS with each mechanism that takes a password."""
@@ -78,7 +78,7 @@ async def test_a_user_with_a_password_gets_in(
             assert values(await read(reader, 1)) == [b"v"]
 
 
-async def test_a_token_is_read_anew_for_each_connection(
+async def test_token_is_read_anew_for_each_connection(
     kafka_scram_tls: LocalKafka, tmp_path: Path
 ) -> None:
     """An expired token is refused; once the file holds a fresh one, the same log gets in."""
@@ -93,7 +93,7 @@ async def test_a_token_is_read_anew_for_each_connection(
 
 
 @pytest.mark.parametrize("part", ["admin", "producer", "reader"])
-async def test_a_wrong_password_is_one_clear_line(kafka_scram_tls: LocalKafka, part: str) -> None:
+async def test_wrong_password_is_one_clear_line(kafka_scram_tls: LocalKafka, part: str) -> None:
     """Every part of the log says whose credentials were refused, and does not say the password."""
     settings = secure(kafka_scram_tls, sasl_password=SecretStr(WRONG_PASSWORD))
     with pytest.raises(LogAuthenticationFailed) as caught:  # noqa: PT012 - one of three ways in
@@ -110,7 +110,7 @@ async def test_a_wrong_password_is_one_clear_line(kafka_scram_tls: LocalKafka, p
     assert WRONG_PASSWORD not in message
 
 
-def test_refused_connection_to_slow_broker_is_closed_with_the_loop(
+def test_refused_connection_to_slow_broker_is_closed_with_loop(
     kafka_scram_tls: LocalKafka,
 ) -> None:
     """A broker that refuses over TLS and does not answer the closing keeps no socket open."""
@@ -150,13 +150,13 @@ def _refuse_slowly(server: socket.socket, context: ssl.SSLContext, until: thread
         until.wait(DEADLINE_S)
 
 
-async def test_an_untrusted_certificate_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
+async def test_untrusted_certificate_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
     """Without the authority's file the broker's certificate is not trusted, and that is said."""
     with pytest.raises(LogAuthenticationFailed, match=r"is not trusted: .*ssl_ca_file"):
         await describe(secure(kafka_scram_tls, ssl_ca_file=None))
 
 
-async def test_a_certificate_for_another_host_is_one_clear_line(
+async def test_certificate_for_another_host_is_one_clear_line(
     kafka_scram_tls: LocalKafka,
 ) -> None:
     """The right authority does not make up for the wrong name, unless that is allowed."""
@@ -177,14 +177,14 @@ async def test_a_certificate_for_another_host_is_one_clear_line(
             )
 
 
-async def test_tls_on_a_plain_listener_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
+async def test_tls_on_plain_listener_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
     """The line names the setting that is wrong."""
     address = kafka_scram_tls.plaintext_bootstrap_servers
     with pytest.raises(LogUnavailable, match=r"a listener for SASL_SSL \(kafka.security_protocol"):
         await describe(secure(kafka_scram_tls, bootstrap_servers=address))
 
 
-async def test_a_plain_client_on_a_tls_listener_is_unavailable(kafka_scram_tls: LocalKafka) -> None:
+async def test_plain_client_on_tls_listener_is_unavailable(kafka_scram_tls: LocalKafka) -> None:
     """It shows as a connection that breaks; the line says what to look at."""
     address = kafka_scram_tls.bootstrap_servers
     with pytest.raises(LogUnavailable, match=rf"{address}: .*for PLAINTEXT .*security_protocol"):
@@ -192,7 +192,7 @@ async def test_a_plain_client_on_a_tls_listener_is_unavailable(kafka_scram_tls: 
 
 
 @pytest.mark.parametrize("setting", ["ssl_ca_file", "ssl_cert_file", "oauth_token_file"])
-async def test_a_file_that_is_not_there_is_named(
+async def test_file_that_is_not_there_is_named(
     kafka_scram_tls: LocalKafka, tmp_path: Path, setting: str
 ) -> None:
     """Entering the log tells which setting names a file that cannot be read."""
@@ -206,7 +206,7 @@ async def test_a_file_that_is_not_there_is_named(
         await KafkaLog(settings).__aenter__()
 
 
-async def test_a_file_without_certificates_is_named(
+async def test_file_without_certificates_is_named(
     kafka_scram_tls: LocalKafka, tmp_path: Path
 ) -> None:
     """A readable file with something else in it is told apart from a missing one."""

@@ -53,7 +53,7 @@ async def partitions(log: KafkaLog, unique_name: str) -> tuple[TopicPartition, T
     return TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
 
 
-async def test_a_transaction_that_the_broker_ended_is_no_loss_of_membership(
+async def test_transaction_that_broker_ended_is_no_loss_of_membership(
     log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
 ) -> None:
     """Its producer is fenced as by a successor, and the group tells the difference."""
@@ -82,7 +82,7 @@ async def test_a_transaction_that_the_broker_ended_is_no_loss_of_membership(
         assert await member.is_member()
 
 
-async def test_a_member_that_was_removed_is_none(
+async def test_member_that_was_removed_is_none(
     log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
 ) -> None:
     """The group says so before the member's own heartbeat has noticed."""
@@ -95,7 +95,7 @@ async def test_a_member_that_was_removed_is_none(
         assert not await member.is_member()
 
 
-async def test_a_timeout_that_the_broker_does_not_allow_is_refused(
+async def test_timeout_that_broker_does_not_allow_is_refused(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """Entering says which error it is, instead of trying on."""
@@ -107,7 +107,7 @@ async def test_a_timeout_that_the_broker_does_not_allow_is_refused(
             await log.transactional_producer(unique_name, unique_name).__aenter__()
 
 
-async def test_a_record_that_the_broker_refuses_hides_all(
+async def test_record_that_broker_refuses_hides_all(
     log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
 ) -> None:
     """Its limit was lowered unnoticed: no other record and no offset of the seal is seen."""
@@ -129,7 +129,7 @@ async def test_a_record_that_the_broker_refuses_hides_all(
 
 
 @pytest.mark.slow
-async def test_a_seal_without_an_answer_has_an_unknown_outcome(
+async def test_seal_without_answer_has_unknown_outcome(
     kafka_installed: None, unique_name: str
 ) -> None:
     """It ends by its deadline; once a broker answers, a successor finds all of it or nothing."""

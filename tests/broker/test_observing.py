@@ -79,7 +79,7 @@ def _answered(text: str) -> float:
 
 
 @pytest.mark.timeout(120)
-async def test_scrapes_under_load_are_as_the_catalogue_says(
+async def test_scrapes_under_load_are_as_catalogue_says(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """In both formats, while thousands of requests pass; at the end every request was counted."""
@@ -109,7 +109,7 @@ async def test_scrapes_under_load_are_as_the_catalogue_says(
 
 
 @pytest.mark.timeout(180)
-async def test_a_stopped_broker_makes_the_process_unready_within_the_stated_time(
+async def test_stopped_broker_makes_process_unready_within_stated_time(
     kafka_installed: None, unique_name: str
 ) -> None:
     """And ready again when it is back; live it is all the time."""

@@ -31,14 +31,14 @@ async def settings(kafka: LocalKafka, unique_name: str) -> AsyncIterator[dict[st
         yield settings
 
 
-async def test_plain_producer_and_consumer_get_the_digit(settings: dict[str, str]) -> None:
+async def test_plain_producer_and_consumer_get_digit(settings: dict[str, str]) -> None:
     """The example with aiokafka prints what the image shows."""
     plain, _ = _blocks(settings)
 
     assert await _printed(plain, settings) == "[8]"
 
 
-async def test_client_gets_the_digit(settings: dict[str, str]) -> None:
+async def test_client_gets_digit(settings: dict[str, str]) -> None:
     """The example with the client, given the image of the one before, prints the same."""
     plain, client = _blocks(settings)
     image = re.search(r"^image = .+$", plain, flags=re.MULTILINE)

@@ -97,7 +97,7 @@ async def test_every_record_is_replayed_once(
         assert offsets == sorted(offsets)
 
 
-async def test_a_live_group_is_left_alone(
+async def test_live_group_is_left_alone(
     log: Log, unique_name: str, settings: dict[str, str]
 ) -> None:
     """While a group reads the source, a replay neither rebalances it nor moves its offsets."""
@@ -153,7 +153,7 @@ async def _has(log: Log, name: str, count: int) -> bool:
         return sum((await reader.end_offsets(partitions)).values()) >= count
 
 
-async def test_transactions_end_a_recording_at_the_last_stable_offset(
+async def test_transactions_end_recording_at_last_stable_offset(
     kafka: LocalKafka, log: Log, unique_name: str, settings: dict[str, str]
 ) -> None:
     """Markers do not keep it waiting; aborted records, and those of an open transaction, are not
@@ -181,7 +181,7 @@ async def test_transactions_end_a_recording_at_the_last_stable_offset(
     assert [(each["records"], each["bytes"]) for each in done.json] == [(1, len(b"committed"))]
 
 
-async def test_saved_and_replayed_from_the_file(
+async def test_saved_and_replayed_from_file(
     log: Log, unique_name: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     """A capture holds what the topic held, and its replay names the topic's records."""

@@ -34,7 +34,7 @@ async def _serve(settings: Settings) -> None:
             await read(reader, COUNT)
 
 
-def test_recorded_answers_on_a_topic_are_the_reference(
+def test_recorded_answers_on_topic_are_reference(
     kafka: LocalKafka,
     unique_name: str,
     tmp_path: Path,

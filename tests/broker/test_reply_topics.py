@@ -108,7 +108,7 @@ async def _caller(kafka: LocalKafka, name: str) -> AsyncIterator[ReplyTopicCalle
 
 
 @pytest.mark.timeout(120)
-async def test_an_answer_goes_to_the_topic_and_partition_that_the_request_names(
+async def test_answer_goes_to_topic_and_partition_that_request_names(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """Spring's reply headers are followed: topic alone, topic with partition, partition alone."""
@@ -125,7 +125,7 @@ async def test_an_answer_goes_to_the_topic_and_partition_that_the_request_names(
 
 
 @pytest.mark.timeout(120)
-async def test_a_bad_reply_topic_is_refused_within_a_second_and_delays_nobody(
+async def test_bad_reply_topic_is_refused_within_second_and_delays_nobody(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """Refusals come on `responses`; requests among them are answered as quickly as ever."""

@@ -119,7 +119,7 @@ async def answer_all(
     return counted
 
 
-async def test_talk_with_the_broker_per_request(settings: Settings, talk: Counter[str]) -> None:
+async def test_talk_with_broker_per_request(settings: Settings, talk: Counter[str]) -> None:
     """A backlog is read, answered and committed with few requests to the broker."""
     counted = await answer_all(settings, talk, REQUESTS, STAGES)
 
@@ -127,7 +127,7 @@ async def test_talk_with_the_broker_per_request(settings: Settings, talk: Counte
     assert counted["reads"] <= SOCKET_READS
 
 
-async def test_talk_with_the_broker_where_each_stage_is_apart(
+async def test_talk_with_broker_where_each_stage_is_apart(
     settings: Settings, talk: Counter[str]
 ) -> None:
     """What gathers on the way travels together, at each of the topics between the stages."""

@@ -95,7 +95,7 @@ async def test_header_name_that_is_not_utf8_is_kept_byte_for_byte(
 
 
 @pytest.mark.timeout(180)
-async def test_compressed_bomb_is_passed_over_within_the_memory(
+async def test_compressed_bomb_is_passed_over_within_memory(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """Of every codec: the request behind it is answered, and the process has not grown by it."""
@@ -130,7 +130,7 @@ async def test_compressed_bomb_is_passed_over_within_the_memory(
     assert grown_bytes < BOMB_BYTES / 2
 
 
-async def test_reader_goes_on_behind_a_batch_that_is_too_large(
+async def test_reader_goes_on_behind_batch_that_is_too_large(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """It tells which offsets it has passed over, and its position is behind them."""

@@ -24,7 +24,7 @@ STAGES = ("responder", "executor", "batcher", "ingest")
 BETWEEN = 200
 
 
-async def test_no_request_fails_while_the_version_changes_in_the_documented_order(
+async def test_no_request_fails_while_version_changes_in_documented_order(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """Executor, batcher and ingest get SIGHUP one after the other, while requests come."""

@@ -26,7 +26,7 @@ sizes = st.integers(12, 60)
 
 @settings(deadline=None)
 @given(seeds, st.integers(0, 60), promises)
-def test_a_right_history_passes(seed: int, requests: int, promise: Promise) -> None:
+def test_right_history_passes(seed: int, requests: int, promise: Promise) -> None:
     """Nothing is found where nothing is wrong, whatever the guarantee and the order."""
     assert check(draw(random.Random(seed), requests, promise), promise) == []
 
@@ -34,9 +34,7 @@ def test_a_right_history_passes(seed: int, requests: int, promise: Promise) -> N
 @pytest.mark.parametrize("breach", [each for each in PLANTS if each is not Breach.OVERTAKEN])
 @settings(deadline=None)
 @given(seed=seeds, requests=sizes, promise=promises)
-def test_a_planted_fault_is_found(
-    breach: Breach, seed: int, requests: int, promise: Promise
-) -> None:
+def test_planted_fault_is_found(breach: Breach, seed: int, requests: int, promise: Promise) -> None:
     """The breach is found, and laid to the request that it was planted in."""
     rng = random.Random(seed)
     planted = PLANTS[breach](draw(rng, requests, promise), rng)
@@ -48,7 +46,7 @@ def test_a_planted_fault_is_found(
 
 @settings(deadline=None)
 @given(seeds, sizes, st.sampled_from([each for each in PROMISES if each.order != "none"]))
-def test_a_planted_overtaking_is_found(seed: int, requests: int, promise: Promise) -> None:
+def test_planted_overtaking_is_found(seed: int, requests: int, promise: Promise) -> None:
     """Two answers the wrong way round are found where order was asked for."""
     planted = _overtaken(seed, requests, promise)
 
@@ -100,9 +98,7 @@ def _twice(*faults: Fault) -> History:
         (Fault(20, 20, FaultKind.REDEPLOYED, ()), False),
     ],
 )
-def test_only_a_fault_between_the_answers_explains_a_repetition(
-    fault: Fault, explained: bool
-) -> None:
+def test_only_fault_between_answers_explains_repetition(fault: Fault, explained: bool) -> None:
     """Kind, process and time all have to fit, and under exactly once nothing is excused."""
     history = _twice(fault)
 
@@ -110,7 +106,7 @@ def test_only_a_fault_between_the_answers_explains_a_repetition(
     assert [each.breach for each in check(history, Promise("exactly_once"))] == [Breach.DOUBLED]
 
 
-def test_every_repetition_wants_a_fault_of_its_own_time() -> None:
+def test_every_repetition_wants_fault_of_its_own_time() -> None:
     """A third answer long after the fault is not excused by what excused the second."""
     history = _twice(Fault(20, 20, FaultKind.KILLED, ("responder",)))
     history.add(history.answered[-1]._replace(at_ms=90, offset=2))
@@ -130,7 +126,7 @@ def test_unreadable_record_needs_no_answer_and_gets_none() -> None:
     assert Breach.WRONG in {each.breach for each in answered}
 
 
-def test_the_story_of_a_lost_request_is_short_and_in_order() -> None:
+def test_story_of_lost_request_is_short_and_in_order() -> None:
     """It tells of the request, of the commits around it and of the faults meanwhile: no more."""
     history = History.of(
         [
@@ -160,7 +156,7 @@ def test_the_story_of_a_lost_request_is_short_and_in_order() -> None:
 
 @settings(deadline=None)
 @given(seeds, st.integers(0, 60), promises)
-def test_every_finding_has_a_story(seed: int, requests: int, promise: Promise) -> None:
+def test_every_finding_has_story(seed: int, requests: int, promise: Promise) -> None:
     """Whatever is found, its story begins with the finding."""
     rng = random.Random(seed)
     history = draw(rng, max(requests, 12), promise)
@@ -171,7 +167,7 @@ def test_every_finding_has_a_story(seed: int, requests: int, promise: Promise) -
         assert tell(planted.history, finding).startswith(f"{finding.breach}: {finding.sentence}")
 
 
-def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_history_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Saving and loading changes nothing."""
     history = draw(random.Random(1), 40, Promise())
     history.save(tmp_path / "history.jsonl")

@@ -23,7 +23,7 @@ async def _read_by_another(log: Log, partition: TopicPartition) -> None:
         await read(reader, 10)
 
 
-async def test_a_lone_member_is_given_every_partition(
+async def test_lone_member_is_given_every_partition(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """The listener hears of them, and `assignment` says the same."""
@@ -34,7 +34,7 @@ async def test_a_lone_member_is_given_every_partition(
         assert member.assignment() == set(partitions)
 
 
-async def test_a_new_group_starts_at_the_beginning(
+async def test_new_group_starts_at_beginning(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Without a commit nothing that the log holds is left out."""
@@ -44,7 +44,7 @@ async def test_a_new_group_starts_at_the_beginning(
         assert values(await read(member, 10)) == TEN
 
 
-async def test_a_group_goes_on_where_it_committed(
+async def test_group_goes_on_where_it_committed(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """The next member starts at the committed offset."""
@@ -57,7 +57,7 @@ async def test_a_group_goes_on_where_it_committed(
         assert values(await read(member, 2)) == [b"8", b"9"]
 
 
-async def test_a_member_reads_several_topics(
+async def test_member_reads_several_topics(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A subscription to two topics gives the partitions of both."""
@@ -75,7 +75,7 @@ async def test_a_member_reads_several_topics(
         await eventually(lambda: listener.held == {*first, other})
 
 
-async def test_two_members_share_the_partitions(
+async def test_two_members_share_partitions(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """When a second joins, each partition is one member's and both have some."""
@@ -89,7 +89,7 @@ async def test_two_members_share_the_partitions(
             assert first.revocations == 1
 
 
-async def test_the_others_take_over_from_one_that_leaves(
+async def test_others_take_over_from_one_that_leaves(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A member that closes leaves its group, at once."""
@@ -101,7 +101,7 @@ async def test_the_others_take_over_from_one_that_leaves(
         await eventually(lambda: first.held == set(partitions))
 
 
-async def test_a_member_without_a_partition_waits(
+async def test_member_without_partition_waits(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """More members than partitions: the one left over is told so, and polls in vain."""
@@ -115,7 +115,7 @@ async def test_a_member_without_a_partition_waits(
             assert not first.held & second.held
 
 
-async def test_nothing_is_read_before_the_assignment_was_taken_up(
+async def test_nothing_is_read_before_assignment_was_taken_up(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """While `on_assigned` runs, polls give nothing of its partitions; afterwards they do."""
@@ -138,7 +138,7 @@ async def test_nothing_is_read_before_the_assignment_was_taken_up(
             await eventually(lambda: values(seen) == TEN)
 
 
-async def test_a_seek_on_assignment_takes_effect(
+async def test_seek_on_assignment_takes_effect(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """What lies before the offset that the listener seeks to is never read."""
@@ -155,7 +155,7 @@ async def test_a_seek_on_assignment_takes_effect(
         assert values(await read(member, 4)) == [b"6", b"7", b"8", b"9"]
 
 
-async def test_a_pause_on_assignment_takes_effect(
+async def test_pause_on_assignment_takes_effect(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A partition that the listener pauses is not read until it is resumed."""
@@ -174,9 +174,7 @@ async def test_a_pause_on_assignment_takes_effect(
         assert values(await read(member, 1)) == [b"paused"]
 
 
-async def test_a_rebalance_forgets_pauses(
-    log: Log, make_topic: MakeTopic, unique_name: str
-) -> None:
+async def test_rebalance_forgets_pauses(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
     """A partition that was paused is read again after it was revoked and given back."""
     (partition,) = await make_topic()
     seen: list[Record] = []
@@ -191,7 +189,7 @@ async def test_a_rebalance_forgets_pauses(
         await eventually(lambda: values(seen) == TEN)
 
 
-async def test_nothing_is_read_of_a_partition_that_was_revoked(
+async def test_nothing_is_read_of_partition_that_was_revoked(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """From the call of `on_revoked` to the return of the next `on_assigned` polls are empty."""
@@ -225,7 +223,7 @@ async def test_nothing_is_read_of_a_partition_that_was_revoked(
     assert early == []
 
 
-async def test_a_commit_on_revocation_is_accepted(
+async def test_commit_on_revocation_is_accepted(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """What `on_revoked` commits is where the next owner starts."""
@@ -248,7 +246,7 @@ async def test_a_commit_on_revocation_is_accepted(
             assert values(await read(two, 1)) == [b"9"]
 
 
-async def test_a_commit_carries_its_metadata(
+async def test_commit_carries_its_metadata(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Offset and text come back through the member and from outside; None where nothing was."""
@@ -263,7 +261,7 @@ async def test_a_commit_carries_its_metadata(
     assert await log.committed(unique_name, [committed, other]) == expected
 
 
-async def test_a_member_may_commit_for_a_topic_that_it_does_not_subscribe_to(
+async def test_member_may_commit_for_topic_that_it_does_not_subscribe_to(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Its membership is what counts; so a group can remember a place elsewhere as well."""
@@ -277,7 +275,7 @@ async def test_a_member_may_commit_for_a_topic_that_it_does_not_subscribe_to(
     assert (await log.committed(unique_name, [other]))[other] == Committed(3, "open")
 
 
-async def test_a_group_that_never_was_has_committed_nothing(
+async def test_group_that_never_was_has_committed_nothing(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Asking about an unknown group is no error."""
@@ -285,9 +283,7 @@ async def test_a_group_that_never_was_has_committed_nothing(
     assert await log.committed(unique_name, [partition]) == {partition: None}
 
 
-async def test_the_longest_metadata_is_taken(
-    log: Log, make_topic: MakeTopic, unique_name: str
-) -> None:
+async def test_longest_metadata_is_taken(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
     """4,096 characters are Kafka's limit, and allowed."""
     (partition,) = await make_topic()
     listener = RecordingListener()
@@ -309,7 +305,7 @@ async def test_metadata_that_is_too_long_is_refused(
             await member.commit({partition: Committed(0, "x" * 4097)})
 
 
-async def test_a_commit_for_a_partition_that_went_to_another_is_fenced(
+async def test_commit_for_partition_that_went_to_another_is_fenced(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """After a rebalance a member cannot commit what it has lost."""
@@ -337,7 +333,7 @@ async def test_groups_do_not_see_each_other(
         assert values(await read(member, 10)) == TEN
 
 
-async def test_an_error_of_the_listener_comes_out_of_poll(
+async def test_error_of_listener_comes_out_of_poll(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A listener that fails does not go on unnoticed."""
@@ -351,7 +347,7 @@ async def test_an_error_of_the_listener_comes_out_of_poll(
             await read(member, 1)
 
 
-async def test_a_group_takes_one_kind_of_members_at_a_time(
+async def test_group_takes_one_kind_of_members_at_time(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """One of another kind is refused, and those that are in it stay; once they left it may come."""

@@ -15,7 +15,7 @@ from tests.support.logs import read, values, write, write_to
 TEN = [str(number).encode() for number in range(10)]
 
 
-async def test_a_reader_starts_at_the_end(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_starts_at_end(log: Log, make_topic: MakeTopic) -> None:
     """What was there before it was entered is not read; what comes after is."""
     (partition,) = await make_topic()
     await write_to(log, partition, b"before")
@@ -24,7 +24,7 @@ async def test_a_reader_starts_at_the_end(log: Log, make_topic: MakeTopic) -> No
         assert values(await read(reader, 1)) == [b"after"]
 
 
-async def test_a_reader_reads_from_where_it_seeks(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_reads_from_where_it_seeks(log: Log, make_topic: MakeTopic) -> None:
     """`seek` makes an offset the next one, whatever was the end."""
     (partition,) = await make_topic()
     await write_to(log, partition, *TEN)
@@ -33,7 +33,7 @@ async def test_a_reader_reads_from_where_it_seeks(log: Log, make_topic: MakeTopi
         assert values(await read(reader, 3)) == [b"7", b"8", b"9"]
 
 
-async def test_seek_into_a_large_batch_reads_from_there_in_one_poll(
+async def test_seek_into_large_batch_reads_from_there_in_one_poll(
     log: Log, make_topic: MakeTopic
 ) -> None:
     """However many records of the batch stand before the offset that was sought."""
@@ -67,7 +67,7 @@ async def test_seeking_forward_leaves_out(log: Log, make_topic: MakeTopic) -> No
         assert values([*first, *await read(reader, 1)]) == [b"0", b"9"]
 
 
-async def test_a_poll_takes_no_more_than_it_may(log: Log, make_topic: MakeTopic) -> None:
+async def test_poll_takes_no_more_than_it_may(log: Log, make_topic: MakeTopic) -> None:
     """`max_records` bounds all partitions together, and the rest comes later, in order."""
     partitions = await make_topic(2)
     for partition in partitions:
@@ -90,14 +90,14 @@ async def test_a_poll_takes_no_more_than_it_may(log: Log, make_topic: MakeTopic)
     assert found == dict.fromkeys(partitions, TEN)
 
 
-async def test_a_poll_of_nothing_is_empty(log: Log, make_topic: MakeTopic) -> None:
+async def test_poll_of_nothing_is_empty(log: Log, make_topic: MakeTopic) -> None:
     """With no record there, a poll ends by its timeout and is empty."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
         assert not await reader.poll(0.05, 10)
 
 
-async def test_a_paused_partition_is_silent_and_the_others_are_not(
+async def test_paused_partition_is_silent_and_others_are_not(
     log: Log, make_topic: MakeTopic
 ) -> None:
     """Polling goes on over a pause; only the paused partition gives nothing."""
@@ -124,7 +124,7 @@ async def test_resuming_loses_and_repeats_nothing(log: Log, make_topic: MakeTopi
     assert values(found) == TEN
 
 
-async def test_resuming_wakes_a_poll_that_waits(log: Log, make_topic: MakeTopic) -> None:
+async def test_resuming_wakes_poll_that_waits(log: Log, make_topic: MakeTopic) -> None:
     """Records that lie there are given at once, not at the end of its timeout."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader, asyncio.TaskGroup() as tasks:
@@ -155,7 +155,7 @@ async def test_only_assigned_partitions_are_paused_or_sought(
             reader.seek(other, 0)
 
 
-async def test_an_offset_beyond_the_end_is_out_of_range(log: Log, make_topic: MakeTopic) -> None:
+async def test_offset_beyond_end_is_out_of_range(log: Log, make_topic: MakeTopic) -> None:
     """`poll` raises, and names the partition and the position."""
     (partition,) = await make_topic()
     await write_to(log, partition, *TEN)
@@ -166,7 +166,7 @@ async def test_an_offset_beyond_the_end_is_out_of_range(log: Log, make_topic: Ma
     assert caught.value.positions == {partition: 99}
 
 
-async def test_a_seek_mends_an_offset_out_of_range(log: Log, make_topic: MakeTopic) -> None:
+async def test_seek_mends_offset_out_of_range(log: Log, make_topic: MakeTopic) -> None:
     """After a seek into what is held, reading goes on."""
     (partition,) = await make_topic()
     await write_to(log, partition, *TEN)
@@ -205,7 +205,7 @@ async def test_offsets_by_time(
         assert await reader.offsets_for_times({partition: timestamp_ms}) == {partition: offset}
 
 
-async def test_a_reader_has_nothing_committed(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_has_nothing_committed(log: Log, make_topic: MakeTopic) -> None:
     """It is in no group, so there is nothing to ask for and nothing to commit to."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
@@ -233,7 +233,7 @@ async def test_position_is_past_what_was_returned(log: Log, make_topic: MakeTopi
         assert await reader.position(partition) == 3
 
 
-async def test_position_of_a_stranger_is_refused(log: Log, make_topic: MakeTopic) -> None:
+async def test_position_of_stranger_is_refused(log: Log, make_topic: MakeTopic) -> None:
     """Only an assigned partition has one."""
     mine, other = await make_topic(2)
     async with log.reader([mine]) as reader:

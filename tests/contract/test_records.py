@@ -39,7 +39,7 @@ MEBIBYTE = 1024 * 1024
         "names-of-any-bytes",
     ],
 )
-async def test_a_record_comes_back_as_it_was(
+async def test_record_comes_back_as_it_was(
     log: Log, make_topic: MakeTopic, record: NewRecord
 ) -> None:
     """Key, value and headers are kept, with null and empty told apart and headers in order."""
@@ -50,7 +50,7 @@ async def test_a_record_comes_back_as_it_was(
     assert (found.key, found.value, tuple(found.headers)) == tuple(record[:3])
 
 
-async def test_a_record_knows_where_it_stands(log: Log, make_topic: MakeTopic) -> None:
+async def test_record_knows_where_it_stands(log: Log, make_topic: MakeTopic) -> None:
     """Topic, partition and offset are those it was written to."""
     partitions = await make_topic(3)
     async with log.reader(partitions) as reader:
@@ -62,7 +62,7 @@ async def test_a_record_knows_where_it_stands(log: Log, make_topic: MakeTopic) -
     ]
 
 
-async def test_records_around_a_name_that_is_not_utf8_keep_their_order(
+async def test_records_around_name_that_is_not_utf8_keep_their_order(
     log: Log, make_topic: MakeTopic
 ) -> None:
     """They travel together or not, but none is lost, and each has its own headers."""
@@ -77,7 +77,7 @@ async def test_records_around_a_name_that_is_not_utf8_keep_their_order(
     ]
 
 
-async def test_a_poll_is_limited_by_bytes(log: Log, make_topic: MakeTopic) -> None:
+async def test_poll_is_limited_by_bytes(log: Log, make_topic: MakeTopic) -> None:
     """The record that meets the limit is the last of its poll, and the others follow."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
@@ -120,7 +120,7 @@ async def test_partitions_are_apart(log: Log, make_topic: MakeTopic) -> None:
     }
 
 
-async def test_a_given_timestamp_is_kept(log: Log, make_topic: MakeTopic) -> None:
+async def test_given_timestamp_is_kept(log: Log, make_topic: MakeTopic) -> None:
     """A record's own timestamp, in milliseconds, is the one that is read."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
@@ -129,7 +129,7 @@ async def test_a_given_timestamp_is_kept(log: Log, make_topic: MakeTopic) -> Non
     assert found.timestamp == 1_600_000_000_123
 
 
-async def test_a_record_without_a_timestamp_is_stamped(log: Log, make_topic: MakeTopic) -> None:
+async def test_record_without_timestamp_is_stamped(log: Log, make_topic: MakeTopic) -> None:
     """The stamp is the time of day at which it was sent."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
@@ -140,9 +140,7 @@ async def test_a_record_without_a_timestamp_is_stamped(log: Log, make_topic: Mak
     assert before_ms <= found.timestamp <= after_ms
 
 
-async def test_a_large_record_passes_where_the_topic_takes_it(
-    log: Log, make_topic: MakeTopic
-) -> None:
+async def test_large_record_passes_where_topic_takes_it(log: Log, make_topic: MakeTopic) -> None:
     """Two mebibytes travel once `max.message.bytes` allows them."""
     (partition,) = await make_topic(max_message_bytes=str(4 * MEBIBYTE))
     value = bytes(range(256)) * (2 * MEBIBYTE // 256)
@@ -152,7 +150,7 @@ async def test_a_large_record_passes_where_the_topic_takes_it(
     assert found.value == value
 
 
-async def test_a_record_that_is_too_large_is_refused(log: Log, make_topic: MakeTopic) -> None:
+async def test_record_that_is_too_large_is_refused(log: Log, make_topic: MakeTopic) -> None:
     """The topic's `max.message.bytes` is what decides."""
     (partition,) = await make_topic(max_message_bytes=str(MEBIBYTE))
     async with log.producer() as producer:
@@ -160,7 +158,7 @@ async def test_a_record_that_is_too_large_is_refused(log: Log, make_topic: MakeT
             await write(producer, partition, bytes(2 * MEBIBYTE))
 
 
-async def test_a_producer_goes_on_after_a_record_that_was_too_large(
+async def test_producer_goes_on_after_record_that_was_too_large(
     log: Log, make_topic: MakeTopic
 ) -> None:
     """A refusal harms neither what was sent before nor what is sent after."""
@@ -174,9 +172,7 @@ async def test_a_producer_goes_on_after_a_record_that_was_too_large(
     assert values(found) == [b"before", b"after"]
 
 
-async def test_a_compacted_topic_takes_no_record_without_a_key(
-    log: Log, make_topic: MakeTopic
-) -> None:
+async def test_compacted_topic_takes_no_record_without_key(log: Log, make_topic: MakeTopic) -> None:
     """Such a record could never be compacted, and is refused."""
     (partition,) = await make_topic(cleanup_policy="compact")
     async with log.producer() as producer:
@@ -193,7 +189,7 @@ async def test_what_is_acknowledged_can_be_read(log: Log, make_topic: MakeTopic)
         assert await reader.end_offsets([partition]) == {partition: 1}
 
 
-async def test_the_runs_are_all_the_records(log: Log, make_topic: MakeTopic) -> None:
+async def test_runs_are_all_records(log: Log, make_topic: MakeTopic) -> None:
     """However a chunk is cut into batches, their sizes add up to it."""
     (partition,) = await make_topic()
     async with log.producer() as producer:
@@ -204,14 +200,14 @@ async def test_the_runs_are_all_the_records(log: Log, make_topic: MakeTopic) -> 
     assert sum(run.size for run in runs) == 1500
 
 
-async def test_an_empty_chunk_is_no_run(log: Log, make_topic: MakeTopic) -> None:
+async def test_empty_chunk_is_no_run(log: Log, make_topic: MakeTopic) -> None:
     """Sending nothing needs no acknowledgement."""
     (partition,) = await make_topic()
     async with log.producer() as producer:
         assert list(await producer.send(partition, [])) == []
 
 
-async def test_an_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
+async def test_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
     """A partition number beyond the topic's is a clear error, at once."""
     (partition,) = await make_topic()
     async with log.producer() as producer:
@@ -219,7 +215,7 @@ async def test_an_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) 
             await producer.send(TopicPartition(partition.topic, 1), [NewRecord(None, b"v")])
 
 
-async def test_an_unknown_topic_is_refused(log: Log, unique_name: str) -> None:
+async def test_unknown_topic_is_refused(log: Log, unique_name: str) -> None:
     """No topic is made by sending to it."""
     async with log.producer() as producer:
         with pytest.raises(UnknownPartition, match="no such topic"):

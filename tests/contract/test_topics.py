@@ -11,7 +11,7 @@ from tests.contract.conftest import MakeTopic
 from tests.support.conditions import DEADLINE_S
 
 
-async def test_a_topic_is_made_once(log: Log, unique_name: str) -> None:
+async def test_topic_is_made_once(log: Log, unique_name: str) -> None:
     """The second creation says that it was there, and changes nothing."""
     first = await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
     second = await log.create_topics([TopicInfo(unique_name, 5, {})], replication_factor=1)
@@ -21,7 +21,7 @@ async def test_a_topic_is_made_once(log: Log, unique_name: str) -> None:
     assert described.partitions == 2
 
 
-async def test_a_topic_is_described_with_its_settings(log: Log, make_topic: MakeTopic) -> None:
+async def test_topic_is_described_with_its_settings(log: Log, make_topic: MakeTopic) -> None:
     """Partitions and settings come back by Kafka's names, as text."""
     (name, _), *_ = await make_topic(3, max_message_bytes="2000000", cleanup_policy="compact")
     described = (await log.describe_topics([name]))[name]
@@ -31,7 +31,7 @@ async def test_a_topic_is_described_with_its_settings(log: Log, make_topic: Make
     assert described.config["cleanup.policy"] == "compact"
 
 
-async def test_an_unknown_topic_is_described_as_none(
+async def test_unknown_topic_is_described_as_none(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """One unknown topic does not hide the others."""
@@ -41,14 +41,14 @@ async def test_an_unknown_topic_is_described_as_none(
     assert described[unique_name] is not None
 
 
-async def test_partitions_of_a_known_topic(log: Log, make_topic: MakeTopic) -> None:
+async def test_partitions_of_known_topic(log: Log, make_topic: MakeTopic) -> None:
     """A producer tells how many partitions a topic has."""
     (name, _), *_ = await make_topic(3)
     async with log.producer() as producer:
         assert await producer.partitions_for(name) == 3
 
 
-async def test_partitions_of_an_unknown_topic(log: Log, unique_name: str) -> None:
+async def test_partitions_of_unknown_topic(log: Log, unique_name: str) -> None:
     """It has none, and no topic is made by asking."""
     async with log.producer() as producer:
         assert await _asked(producer, unique_name) is None
@@ -62,7 +62,7 @@ async def _asked(producer: Producer, topic: str) -> int | None:
             return await producer.partitions_for(topic)
 
 
-async def test_partitions_of_a_topic_made_after_one_asked(log: Log, make_topic: MakeTopic) -> None:
+async def test_partitions_of_topic_made_after_one_asked(log: Log, make_topic: MakeTopic) -> None:
     """That a topic was unknown is not remembered for ever."""
     async with log.producer() as producer:
         (name, _), *_ = await make_topic(2)

@@ -101,7 +101,7 @@ async def test_records_alone_and_offsets_alone_are_sealed(
     assert await _after_a_successor(log, unique_name, source) == Committed(4)
 
 
-async def test_a_marker_takes_an_offset(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_marker_takes_offset(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
     """The end of a transaction leaves a gap of one in every partition that it wrote to."""
     (answers,) = await make_topic()
     async with (
@@ -131,7 +131,7 @@ async def test_offsets_of_two_topics_go_in_one_seal(
     }
 
 
-async def test_a_successor_fences(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_successor_fences(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
     """Once another producer of the id has entered, the former one seals nothing any more."""
     answers, source = await make_topic(2)
     async with (
@@ -146,7 +146,7 @@ async def test_a_successor_fences(log: Log, make_topic: MakeTopic, unique_name: 
     assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
 
-async def test_a_fenced_producer_seals_no_offsets_either(
+async def test_fenced_producer_seals_no_offsets_either(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A zombie that has only offsets to seal is refused as well."""
@@ -188,7 +188,7 @@ async def test_entering_shows_what_was_sealed_last(
     assert seen == [None, *map(Committed, range(1, 100))]
 
 
-async def test_records_that_are_too_large_are_refused_before_the_transaction_begins(
+async def test_records_that_are_too_large_are_refused_before_transaction_begins(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """All of them are named; nothing of the seal is seen, and its producer seals what is left."""
@@ -208,7 +208,7 @@ async def test_records_that_are_too_large_are_refused_before_the_transaction_beg
     assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
 
-async def test_many_small_records_keep_within_the_topics_limit(
+async def test_many_small_records_keep_within_topics_limit(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """The limit is one of batches: 50 answers that pass it together travel in several."""
@@ -222,7 +222,7 @@ async def test_many_small_records_keep_within_the_topics_limit(
         assert values(await read(reader, 50)) == contents
 
 
-async def test_a_partition_that_is_not_there_is_refused(
+async def test_partition_that_is_not_there_is_refused(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """It is named, and nothing else of the seal is seen."""
@@ -253,7 +253,7 @@ async def test_metadata_that_is_too_long_is_refused(
     assert await _after_a_successor(log, unique_name, source) == Committed(8, "x" * 4096)
 
 
-async def test_a_failed_producer_is_of_no_more_use(
+async def test_failed_producer_is_of_no_more_use(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """It says so itself, so that nobody seals after a failed seal by mistake."""
@@ -266,7 +266,7 @@ async def test_a_failed_producer_is_of_no_more_use(
             await producer.commit_transaction({answers: _news(b"small")}, {})
 
 
-async def test_an_unfinished_seal_is_ended_by_a_successor(
+async def test_unfinished_seal_is_ended_by_successor(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Whether a seal that was broken off counts, the offsets say, and the records agree."""
@@ -292,7 +292,7 @@ async def test_an_unfinished_seal_is_ended_by_a_successor(
     assert found == [*(str(number).encode() for number in range(count)), b"end"]
 
 
-async def test_a_seal_that_meets_a_successor_counts_whole_or_not_at_all(
+async def test_seal_that_meets_successor_counts_whole_or_not_at_all(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A zombie that seals while its successor enters is fenced, or was first; both ends agree."""
@@ -318,7 +318,7 @@ async def test_a_seal_that_meets_a_successor_counts_whole_or_not_at_all(
     assert len(found) == 11 - zombies
 
 
-async def test_a_producer_knows_the_partitions_of_topics(
+async def test_producer_knows_partitions_of_topics(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """As the other producer does; None for a topic that is not there."""
@@ -347,7 +347,7 @@ async def test_many_producers_enter_side_by_side(
     assert committed == dict.fromkeys(partitions, Committed(1))
 
 
-async def test_a_member_knows_that_it_is_one(
+async def test_member_knows_that_it_is_one(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """While it holds its partitions in the current generation the group counts it in."""
@@ -358,7 +358,7 @@ async def test_a_member_knows_that_it_is_one(
         assert await member.is_member()
 
 
-async def test_a_fence_leaves_membership_alone(
+async def test_fence_leaves_membership_alone(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A producer that lost its id to another says nothing about the group."""
@@ -375,14 +375,14 @@ async def test_a_fence_leaves_membership_alone(
             assert await member.is_member()
 
 
-async def test_a_reader_is_no_member(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_is_no_member(log: Log, make_topic: MakeTopic) -> None:
     """It is in no group that could count it in."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
         assert not await reader.is_member()
 
 
-async def test_sealed_offsets_are_where_a_group_goes_on(
+async def test_sealed_offsets_are_where_group_goes_on(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A member starts at the offset that was sealed for its group."""

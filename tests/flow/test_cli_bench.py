@@ -30,7 +30,7 @@ def repository(tmp_path: Path) -> Path:
     return version
 
 
-def test_a_rate_is_measured(call: Call, repository: Path) -> None:
+def test_rate_is_measured(call: Call, repository: Path) -> None:
     """Every request is answered; percentiles, histogram, batches and advice are told."""
     result = call("bench", "digits", "--rate", "100", *SHORT, "--json")
     assert result.exit_code == Exit.DONE, result.stderr
@@ -87,7 +87,7 @@ async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -
     assert re.fullmatch(rb"headrace: interrupted: \d+ of \d+ requests answered\n", rest)
 
 
-def test_requests_may_come_from_the_command_line(call: Call, repository: Path) -> None:
+def test_requests_may_come_from_command_line(call: Call, repository: Path) -> None:
     """In JSON if that is wanted; a request that is refused is an answer as well."""
     result = call(
         *("bench", "digits", "--rate", "50", *SHORT, "--json"),
@@ -119,7 +119,7 @@ def test_contradictions_are_wrong_usage(
     assert "give" in result.stderr or "goes with" in result.stderr
 
 
-def test_an_unknown_model_needs_requests(call: Call, repository: Path) -> None:
+def test_unknown_model_needs_requests(call: Call, repository: Path) -> None:
     """Without its signature none can be made up."""
     result = call("bench", "other", "--rate", "5", *SHORT)
 

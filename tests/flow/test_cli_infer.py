@@ -34,7 +34,7 @@ def test_one_request_is_answered(call: Call, repository: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["answer.npz", "answer.json"])
-def test_outputs_are_written_whole_to_a_file(
+def test_outputs_are_written_whole_to_file(
     call: Call, repository: Path, tmp_path: Path, name: str
 ) -> None:
     """As arrays by their names, or in the protocol's JSON; nothing is cut, nothing printed."""
@@ -59,7 +59,7 @@ def test_refusal_names_code_and_place(call: Call, repository: Path) -> None:
     assert line.startswith("headrace: INVALID_TENSOR: inputs[0].shape")
 
 
-def test_missing_repository_is_a_wrong_configuration(call: Call) -> None:
+def test_missing_repository_is_wrong_configuration(call: Call) -> None:
     """Without models there is nothing to run, which is told before anything is asked."""
     result = call("infer", "digits", "--input", "pixels=[[0.5]]")
     assert result.exit_code == Exit.USAGE

@@ -59,7 +59,7 @@ async def test_three_hundred_calls_at_once_get_their_own_answers(client: Client)
             tasks.create_task(ask(number), name=f"call {number}")
 
 
-async def test_answers_tell_where_the_time_went(client: Client) -> None:
+async def test_answers_tell_where_time_went(client: Client) -> None:
     """Timings and the size of the batch come with the answer."""
     response = await client.infer("digits", {"pixels": np.ones((2, 64), np.float32)})
     assert set(response.parameters) == {"queue_us", "batch_us", "compute_us", "batch_size"}

@@ -41,7 +41,7 @@ async def test_batches_told_by_answers_are_those_that_were_counted() -> None:
     assert {each.model: each.batches for each in outcome.result.batches} == counted
 
 
-async def test_without_magika_the_digits_are_shown_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_magika_digits_are_shown_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is said, and costs the files alone."""
     monkeypatch.setattr(demo, "find_magika", lambda: None)
     said: list[str] = []
@@ -51,7 +51,7 @@ async def test_without_magika_the_digits_are_shown_alone(monkeypatch: pytest.Mon
     assert FILES not in {group.group for group in result.groups}
 
 
-async def test_files_get_the_labels_that_the_package_magika_gives_them(tmp_path: Path) -> None:
+async def test_files_get_labels_that_package_magika_gives_them(tmp_path: Path) -> None:
     """Through topics, transform, batches and back, each label is the package's prediction."""
     reference = pytest.importorskip("magika").Magika()
     model = find_magika()

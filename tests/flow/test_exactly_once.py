@@ -79,7 +79,7 @@ async def test_each_request_has_one_visible_answer(settings: Settings, form: Gro
 
 @FORMS
 @pytest.mark.parametrize("fault", list(TransactionFault))
-async def test_an_unknown_outcome_is_found_out(
+async def test_unknown_outcome_is_found_out(
     settings: Settings, form: Grouping, fault: TransactionFault
 ) -> None:
     """Whether the transaction was sealed or not: its successor learns it, and doubles nothing."""
@@ -112,7 +112,7 @@ async def test_offsets_that_show_late_double_nothing(settings: Settings, form: G
 
 
 @FORMS
-async def test_a_zombie_shows_nothing(settings: Settings, form: Grouping) -> None:
+async def test_zombie_shows_nothing(settings: Settings, form: Grouping) -> None:
     """Evicted between computing and sealing, without knowing: its successor's answers count."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -136,7 +136,7 @@ def is_open(log: MemoryLog) -> bool:
 
 
 @FORMS
-async def test_a_fence_by_the_broker_alone_is_got_over(settings: Settings, form: Grouping) -> None:
+async def test_fence_by_broker_alone_is_got_over(settings: Settings, form: Grouping) -> None:
     """The group still counts us in, so that there is no other owner: we go on."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -152,7 +152,7 @@ async def test_a_fence_by_the_broker_alone_is_got_over(settings: Settings, form:
     assert await answered(log, settings) == each_once(80)
 
 
-async def test_a_process_that_is_killed_doubles_nothing(settings: Settings) -> None:
+async def test_process_that_is_killed_doubles_nothing(settings: Settings) -> None:
     """What it had sealed is not done again, and what it had not, is."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -210,7 +210,7 @@ async def test_another_form_takes_over(
     assert await answered(log, settings) == each_once(600)
 
 
-async def test_an_outage_is_waited_for(settings: Settings) -> None:
+async def test_outage_is_waited_for(settings: Settings) -> None:
     """No broker answers for a while, in the middle of the work."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -253,9 +253,7 @@ async def test_two_forms_or_guarantees_do_not_run_side_by_side(
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_a_range_that_was_never_read_does_not_stop_the_base(
-    tmp_path: Path, guarantee: str
-) -> None:
+async def test_range_that_was_never_read_does_not_stop_base(tmp_path: Path, guarantee: str) -> None:
     """Retention takes it while ingest is away, and the responder, which stayed, is told."""
     settings = once(settings_of(tmp_path), guarantee=guarantee)
     log = await log_for(settings)

@@ -69,7 +69,7 @@ async def test_binary_tensors_are_answered_in_binary(repository: Path) -> None:
     np.testing.assert_allclose(scores, np.tile(64.0 * np.arange(10), (2, 1)))
 
 
-async def test_bare_tensor_is_the_one_input_of_its_model(repository: Path) -> None:
+async def test_bare_tensor_is_one_input_of_its_model(repository: Path) -> None:
     """With a JSON of 0 bytes the body is the tensor, and shape and name are the model's."""
     async with gateway_of(repository) as served:
         response = await served.post(
@@ -167,7 +167,7 @@ async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> Non
     assert ended(served, "ok") == 1
 
 
-async def test_request_of_a_caller_that_hangs_up_is_cancelled(gated: Path) -> None:
+async def test_request_of_caller_that_hangs_up_is_cancelled(gated: Path) -> None:
     """The stages answer it with CANCELLED, and the door counts a caller that had gone."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
@@ -265,7 +265,7 @@ async def test_models_are_described_as_clients_expect(repository: Path) -> None:
     assert config["max_batch_size"] == 32
 
 
-async def test_gateway_alone_answers_about_models_and_waits_for_the_stages(
+async def test_gateway_alone_answers_about_models_and_waits_for_stages(
     repository: Path,
 ) -> None:
     """Without stages it is ready, and a request that nothing answers is a 504."""
@@ -322,7 +322,7 @@ async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
         assert (await served.infer("digits", {"inputs": [PIXELS]})).status == 200
 
 
-async def test_payload_goes_to_the_transform_of_its_model(tmp_path: Path) -> None:
+async def test_payload_goes_to_transform_of_its_model(tmp_path: Path) -> None:
     """A text with its own content type is the input that `model.toml` makes of it."""
     add_version(tmp_path, "texts", 1, identity("BYTES", ("batch", 1)), 'transform = "text"')
     async with gateway_of(tmp_path) as served:
@@ -333,7 +333,7 @@ async def test_payload_goes_to_the_transform_of_its_model(tmp_path: Path) -> Non
     assert response.json["outputs"][0]["data"] == ["né"]
 
 
-async def test_bodies_over_the_limit_of_all_are_refused(gated: Path) -> None:
+async def test_bodies_over_limit_of_all_are_refused(gated: Path) -> None:
     """A body that does not fit beside those that are held is refused, and is then let go."""
     async with gateway_of(gated, max_in_flight_bytes=2**20) as served, asyncio.TaskGroup() as tasks:
         padding = b" " * 600_000
@@ -371,7 +371,7 @@ async def test_body_that_does_not_come_ends_its_connection(repository: Path, sen
     assert served.door.snapshot()[:2] == (0, 0)
 
 
-async def test_trace_context_of_the_caller_is_the_requests(repository: Path) -> None:
+async def test_trace_context_of_caller_is_requests(repository: Path) -> None:
     """`traceparent` is written to the request record unchanged, and so is in the answer's."""
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
     async with gateway_of(repository) as served:

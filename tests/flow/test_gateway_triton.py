@@ -104,7 +104,7 @@ async def test_asyncio_client_gets_every_datatype_back(repository: Path) -> None
             )
 
 
-async def test_example_of_the_page_answers(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_example_of_page_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """The page's code prints the label of its image."""
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

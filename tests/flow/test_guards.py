@@ -138,7 +138,7 @@ def our_garbage() -> int:
         gc.garbage.clear()
 
 
-async def test_a_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
+async def test_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
     """What it was made of goes when it is answered: with more requests, the garbage collector
     finds no more. `headrace run` lets it look rarely, because of this.
     """
@@ -157,7 +157,7 @@ async def test_a_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
     assert (found[1] - found[0]) / (REQUESTS - FEW) <= GARBAGE_PER_REQUEST
 
 
-def test_memory_blocks_that_a_waiting_request_holds(tmp_path: Path) -> None:
+def test_memory_blocks_that_waiting_request_holds(tmp_path: Path) -> None:
     """Read and checked, it is so many pieces of memory."""
     rules = IngestRules(digits_models(tmp_path).catalog, LimitSettings(), lambda *_: None)
     assignment = make_assignment()

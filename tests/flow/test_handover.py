@@ -88,7 +88,7 @@ async def _all_answered(settings: Settings, log: MemoryLog) -> None:
 
 @pytest.mark.parametrize("guarantee", GUARANTEES)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_fast_request_after_an_incomplete_drain_is_answered_before_the_backlog(
+async def test_fast_request_after_incomplete_drain_is_answered_before_backlog(
     tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
     """The successor of a process that was stopped goes on as if it had been there all along."""
@@ -105,7 +105,7 @@ async def test_fast_request_after_an_incomplete_drain_is_answered_before_the_bac
 
 @pytest.mark.parametrize("guarantee", GUARANTEES)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_fast_request_after_a_join_is_answered_before_the_backlog(
+async def test_fast_request_after_join_is_answered_before_backlog(
     tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
     """A second process takes partitions over in the middle of a backlog."""
@@ -132,7 +132,7 @@ async def _die(settings: Settings, log: MemoryLog, grouping: Grouping) -> None:
 @pytest.mark.parametrize("ends", [1, 2])
 @pytest.mark.parametrize("guarantee", GUARANTEES)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_fast_request_after_unclean_ends_is_answered_before_the_backlog(
+async def test_fast_request_after_unclean_ends_is_answered_before_backlog(
     tmp_path: Path, grouping: Grouping, guarantee: str, ends: int
 ) -> None:
     """Nothing waits for what a process that was killed had merely read."""
@@ -148,7 +148,7 @@ async def test_fast_request_after_unclean_ends_is_answered_before_the_backlog(
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_fast_request_during_a_search_is_answered_before_the_accused(
+async def test_fast_request_during_search_is_answered_before_accused(
     tmp_path: Path, grouping: Grouping
 ) -> None:
     """Other models and partitions go on between the requests that run alone."""

@@ -79,7 +79,7 @@ async def test_every_request_is_counted_once() -> None:
     }
 
 
-async def test_a_stall_is_charged_to_every_request_that_was_due_in_it() -> None:
+async def test_stall_is_charged_to_every_request_that_was_due_in_it() -> None:
     """Latency counts from the due time, and requests go on being sent: no omission."""
     async with answering() as (log, answers):
         answers.open.clear()
@@ -91,7 +91,7 @@ async def test_a_stall_is_charged_to_every_request_that_was_due_in_it() -> None:
     assert measured.unanswered == 0
 
 
-async def test_a_missing_answer_is_waited_for_and_told() -> None:
+async def test_missing_answer_is_waited_for_and_told() -> None:
     """Up to the time that was given for that."""
     async with answering(drop=0) as (log, _):
         plan = PLAN._replace(wait_s=0.1)
@@ -100,7 +100,7 @@ async def test_a_missing_answer_is_waited_for_and_told() -> None:
     assert measured.unanswered == 1
 
 
-async def test_the_closed_form_keeps_so_many_under_way() -> None:
+async def test_closed_form_keeps_so_many_under_way() -> None:
     """Never more, and as many as that again and again."""
     async with answering() as (log, answers):
         answers.open.clear()

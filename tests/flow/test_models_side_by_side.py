@@ -24,7 +24,7 @@ ROUNDS = 20_000
 """Of the slow model's loop: a tenth of a second."""
 
 
-async def test_a_flood_of_one_model_does_not_hold_up_another(tmp_path: Path) -> None:
+async def test_flood_of_one_model_does_not_hold_up_another(tmp_path: Path) -> None:
     """Requests to a quick model are answered while most of those to a slow one still wait."""
     add_version(tmp_path, "slow", 1, slow(), "intra_op_threads = 1")
     settings = settings_of(tmp_path)
@@ -65,7 +65,7 @@ def one_core() -> Iterator[None]:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are Linux's to give")
 @pytest.mark.usefixtures("one_core")
-async def test_flooded_models_get_equal_shares_of_a_core(tmp_path: Path) -> None:
+async def test_flooded_models_get_equal_shares_of_core(tmp_path: Path) -> None:
     """By the work that is done, not by runs: long runs get no more than short ones."""
     for name in WORK:
         add_version(tmp_path, name, 1, slow(), "intra_op_threads = 1")

@@ -132,7 +132,7 @@ async def serving(settings: Settings, tuning: Tuning = TUNING) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("form", ["text", "openmetrics"])
-async def test_a_scrape_under_load_is_as_the_catalogue_says(settings: Settings, form: str) -> None:
+async def test_scrape_under_load_is_as_catalogue_says(settings: Settings, form: str) -> None:
     """The client library's own parser reads it; names, types and labels are those of the list."""
     headers, parse = ({}, parse_text) if form == "text" else (OPENMETRICS, parse_openmetrics)
     async with serving(settings) as served, asyncio.TaskGroup() as tasks:
@@ -163,7 +163,7 @@ async def test_what_was_asked_is_what_is_counted(settings: Settings) -> None:
             assert value(f"headrace_{name}_seconds_count", {"model": "digits"}) == 50, name
 
 
-async def test_exemplars_lead_from_a_bucket_to_a_trace(settings: Settings) -> None:
+async def test_exemplars_lead_from_bucket_to_trace(settings: Settings) -> None:
     """Sampled requests stand as examples where OpenMetrics is asked for."""
     async with serving(settings) as served:
         await served.load(5)
@@ -177,7 +177,7 @@ async def test_exemplars_lead_from_a_bucket_to_a_trace(settings: Settings) -> No
         assert all(len(each.labels["trace_id"]) == 32 for each in exemplars)
 
 
-async def test_status_shows_the_whole_process(settings: Settings) -> None:
+async def test_status_shows_whole_process(settings: Settings) -> None:
     """Stages, assignments with what is in flight, models, totals, errors."""
     async with serving(settings) as served:
         await served.load(20)
@@ -202,7 +202,7 @@ async def test_status_shows_the_whole_process(settings: Settings) -> None:
 
 
 @pytest.mark.usefixtures("_logging")
-async def test_a_failed_request_is_among_the_last_errors(settings: Settings) -> None:
+async def test_failed_request_is_among_last_errors(settings: Settings) -> None:
     """With its identity and its trace."""
     async with serving(settings) as served:
         with pytest.raises(InferenceError):
@@ -216,7 +216,7 @@ async def test_a_failed_request_is_among_the_last_errors(settings: Settings) -> 
         assert "63" not in entry["reason"]
 
 
-async def test_a_broker_that_is_away_makes_the_process_unready_but_not_unlive(
+async def test_broker_that_is_away_makes_process_unready_but_not_unlive(
     settings: Settings,
 ) -> None:
     """For as long as it is away, and from the stated silence on."""
@@ -233,7 +233,7 @@ async def test_a_broker_that_is_away_makes_the_process_unready_but_not_unlive(
         await eventually(lambda: served.pipeline.health.ready)
 
 
-async def test_a_model_that_hangs_makes_the_process_unlive(settings: Settings) -> None:
+async def test_model_that_hangs_makes_process_unlive(settings: Settings) -> None:
     """Once the run is older than it may be, with the grace for its cancelling; then it recovers."""
     executor = replace(TUNING.executor, watchdog_grace_s=0.3, cancel_grace_s=3600.0)
     tuning = replace(TUNING, executor=executor)

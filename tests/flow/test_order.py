@@ -67,7 +67,7 @@ async def test_nor_when_partitions_change_hands(settings: Settings, form: Groupi
     await caller.check()
 
 
-async def test_nor_when_a_process_dies(settings: Settings, form: Grouping) -> None:
+async def test_nor_when_process_dies(settings: Settings, form: Grouping) -> None:
     """Whoever follows goes on in order, from what is committed."""
     log = await log_for(settings)
     caller = Mixed(settings, log)

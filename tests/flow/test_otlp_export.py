@@ -117,7 +117,7 @@ async def _trace_one(endpoint: str) -> Metrics:
 
 
 @pytest.mark.parametrize("compression", ["", "gzip"])
-async def test_a_collector_reads_the_spans_over_http(
+async def test_collector_reads_spans_over_http(
     http: tuple[str, Received], monkeypatch: pytest.MonkeyPatch, compression: str
 ) -> None:
     """All of them, with the headers and the compression that the environment asks for."""
@@ -132,7 +132,7 @@ async def test_a_collector_reads_the_spans_over_http(
     assert metrics.registry.get_sample_value("headrace_trace_spans_total") == len(NAMES)
 
 
-async def test_a_collector_reads_the_spans_over_grpc(
+async def test_collector_reads_spans_over_grpc(
     rpc: tuple[str, Received], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them, with the headers that the environment asks for."""

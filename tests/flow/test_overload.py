@@ -76,7 +76,7 @@ async def outcome(client: Client, timeout_s: float, tenant: str = "") -> Inferen
     return None
 
 
-async def test_overload_is_answered_early_and_the_capacity_is_used(tmp_path: Path) -> None:
+async def test_overload_is_answered_early_and_capacity_is_used(tmp_path: Path) -> None:
     """Of twice as much as can be done in a second the rest is told when to come again. Batches
     stay full, and hardly a row is run in vain.
     """
@@ -101,7 +101,7 @@ async def test_overload_is_answered_early_and_the_capacity_is_used(tmp_path: Pat
         assert 0 < error.retry_after_ms <= 4000
 
 
-async def test_a_flood_does_not_take_anothers_deadline(tmp_path: Path) -> None:
+async def test_flood_does_not_take_anothers_deadline(tmp_path: Path) -> None:
     """One tenant sends the work of five seconds; another's requests, sent after that, are done
     within half of it.
     """

@@ -60,7 +60,7 @@ def _failed(found: dict[str, Any]) -> set[tuple[str, str]]:
     return {(each["subject"], each["measure"]) for each in found["findings"] if not each["passed"]}
 
 
-def test_an_identical_candidate_passes(call: Call, recording: Path, current: Path) -> None:
+def test_identical_candidate_passes(call: Call, recording: Path, current: Path) -> None:
     """Deadlines that passed long ago play no part; all three answered everything."""
     result, found = _run(call, recording, "--models", current, "--candidate", current)
 
@@ -73,7 +73,7 @@ def test_an_identical_candidate_passes(call: Call, recording: Path, current: Pat
     assert answered == {"current": REQUESTS, "current again": REQUESTS, "candidate": REQUESTS}
 
 
-def test_a_weight_changed_by_one_percent_is_found(
+def test_weight_changed_by_one_percent_is_found(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """Scores are further apart than noise and rounding allow, though 1 label of 120 changes."""
@@ -103,7 +103,7 @@ def test_swapped_labels_are_found(
     assert "became" in found["worst"][0]["differs"]
 
 
-def test_a_slower_candidate_is_found(
+def test_slower_candidate_is_found(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """By the ratio of medians, while its outputs are the same."""
@@ -120,7 +120,7 @@ def test_a_slower_candidate_is_found(
     assert found["latency_us"]["candidate"]["compute"]["p50_us"] >= 20_000
 
 
-def test_the_worst_requests_command_replays_it_alone(
+def test_worst_requests_command_replays_it_alone(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """As it stands in the report: one request, the same difference."""
@@ -136,7 +136,7 @@ def test_the_worst_requests_command_replays_it_alone(
     assert alone["worst"][0]["differs"].split(":")[0] == worst["differs"].split(":")[0]
 
 
-def test_candidate_without_the_model_ends_with_usage_error(
+def test_candidate_without_model_ends_with_usage_error(
     call: Call, tmp_path: Path, current: Path
 ) -> None:
     """At the first request, with the side and its answer, instead of a verdict on nothing."""
@@ -208,7 +208,7 @@ def test_nothing_recorded_is_no_pass(call: Call, tmp_path: Path, current: Path) 
     assert (result.exit_code, found["requests"]) == (1, 0)
 
 
-def test_a_version_is_compared_with_the_one_that_requests_name(
+def test_version_is_compared_with_one_that_requests_name(
     call: Call, tmp_path: Path, current: Path
 ) -> None:
     """Requests that name version 1 are answered by the candidate's version 2 all the same."""
@@ -224,7 +224,7 @@ def test_a_version_is_compared_with_the_one_that_requests_name(
     assert found["candidate"]["codes"] == [["ok", "ok", 10]]
 
 
-def test_the_version_that_is_served_is_no_candidate(call: Call, current: Path) -> None:
+def test_version_that_is_served_is_no_candidate(call: Call, current: Path) -> None:
     """It would be compared with itself; the fix is named."""
     recording = capture(current.parent / "few.capture", digit_requests(1))
     words = ("--file", str(recording), "--models", str(current), "--candidate-version", "1")
@@ -235,7 +235,7 @@ def test_the_version_that_is_served_is_no_candidate(call: Call, current: Path) -
     assert "--current-version" in result.stderr
 
 
-def test_thresholds_of_the_users_decide(
+def test_thresholds_of_users_decide(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """Over the noise floor."""
@@ -273,7 +273,7 @@ def _recorded_answers(tmp_path: Path, repository: Path) -> Path:
     return capture(tmp_path / "answers.capture", answers)
 
 
-def test_recorded_answers_stand_in_for_a_run(
+def test_recorded_answers_stand_in_for_run(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """What was answered then is the reference, the current model's distance from it the noise;
@@ -295,7 +295,7 @@ def test_recorded_answers_stand_in_for_a_run(
     assert "latency" not in {each["subject"] for each in by_itself["findings"]}
 
 
-def test_a_request_without_a_recorded_answer_is_told(
+def test_request_without_recorded_answer_is_told(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """It is compared with nothing; a pass needs every one, or a user who says how many."""
@@ -310,7 +310,7 @@ def test_a_request_without_a_recorded_answer_is_told(
     assert _failed(found) == {("requests", "share with a recorded answer")}
 
 
-def test_the_report_is_a_page_of_its_own(
+def test_report_is_page_of_its_own(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """Well-formed, with plots, and it names nothing outside of itself."""

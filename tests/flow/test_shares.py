@@ -91,7 +91,7 @@ async def test_saturated_model_lets_others_on_its_partitions_through(
         await asyncio.gather(*flood)
 
 
-async def test_late_request_above_the_share_is_refused_at_once(tmp_path: Path) -> None:
+async def test_late_request_above_share_is_refused_at_once(tmp_path: Path) -> None:
     """The flood takes seconds. What has less time is refused while most of the flood waits."""
     async with asking(settings_of(tmp_path), FUSED) as client, asyncio.TaskGroup() as tasks:
         flood = flood_of(client, tasks, "slow")
@@ -123,7 +123,7 @@ async def test_deferred_request_is_answered_when_its_deadline_passes(tmp_path: P
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_deferred_requests_survive_a_change_of_owner(tmp_path: Path, guarantee: str) -> None:
+async def test_deferred_requests_survive_change_of_owner(tmp_path: Path, guarantee: str) -> None:
     """What is left in the log when a process stops is answered by the next one, each once."""
     settings = settings_of(tmp_path, delivery={"guarantee": guarantee})
     async with (

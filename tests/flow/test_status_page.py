@@ -138,7 +138,7 @@ async def status_of(url: str) -> dict[str, Any]:
         return dict(await answer.json())
 
 
-async def test_page_reads_only_what_an_answer_has(settings: Settings) -> None:
+async def test_page_reads_only_what_answer_has(settings: Settings) -> None:
     """Every property that the script takes of `/status` is in the answer of a busy process."""
     log = await log_for(settings)
     async with shown(settings, log) as url, load(settings, log):
@@ -203,7 +203,7 @@ async def test_browser_says_which_stages_are_elsewhere(settings: Settings, tmp_p
 
 
 @pytest.mark.slow
-async def test_browser_says_when_the_process_is_gone(settings: Settings, tmp_path: Path) -> None:
+async def test_browser_says_when_process_is_gone(settings: Settings, tmp_path: Path) -> None:
     """Figures that are old are marked as such."""
     log = await log_for(settings)
     async with browsing(tmp_path / "profile") as page:

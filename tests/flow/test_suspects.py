@@ -53,7 +53,7 @@ GROUPINGS: list[Grouping] = [
     ids=["at-least-once", "exactly-once", "exactly-once-ordered", "ordered-by-key"],
 )
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_the_record_that_ends_its_process_is_a_dead_letter(
+async def test_record_that_ends_its_process_is_dead_letter(
     tmp_path: Path, grouping: Grouping, delivery: dict[str, str]
 ) -> None:
     """Among a thousand it is found within nine restarts, and all others are answered rightly."""
@@ -85,9 +85,7 @@ async def test_the_record_that_ends_its_process_is_a_dead_letter(
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_the_search_goes_on_through_evictions_and_rebalances(
-    tmp_path: Path, seed: int
-) -> None:
+async def test_search_goes_on_through_evictions_and_rebalances(tmp_path: Path, seed: int) -> None:
     """Two culprits are found while partitions change hands, in good order and in bad."""
     random = Random(seed)
     add_dying_model(tmp_path)
@@ -125,7 +123,7 @@ async def test_the_search_goes_on_through_evictions_and_rebalances(
     [{}, {"guarantee": "exactly_once"}, {"order": "partition"}],
     ids=["at-least-once", "exactly-once", "ordered"],
 )
-async def test_a_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
+async def test_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
     tmp_path: Path, delivery: dict[str, str]
 ) -> None:
     """After an unclean end its reply partition has no leader; what comes later is answered."""

@@ -26,14 +26,14 @@ def models(tmp_path: Path) -> Path:
     return repository
 
 
-async def test_served_model_answers_a_client(models: Path) -> None:
+async def test_served_model_answers_client(models: Path) -> None:
     """The context gives a client that all four services answer."""
     async with serving(models) as client:
         response = await client.infer("digits", {"pixels": PIXELS})
     np.testing.assert_allclose(response.outputs["scores"], SCORES)
 
 
-async def test_environment_with_a_broker_is_not_connected_to(
+async def test_environment_with_broker_is_not_connected_to(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests never reach the broker that a user's environment names."""
@@ -43,35 +43,35 @@ async def test_environment_with_a_broker_is_not_connected_to(
     assert response.model_name == "digits"
 
 
-async def test_error_in_the_context_is_raised_as_it_is(models: Path) -> None:
+async def test_error_in_context_is_raised_as_it_is(models: Path) -> None:
     """A failed assertion of a user's test is not wrapped in an exception group."""
     with pytest.raises(AssertionError, match="the user's own"):
         async with serving(models):
             raise AssertionError("the user's own")
 
 
-async def test_missing_repository_is_a_configuration_error(tmp_path: Path) -> None:
+async def test_missing_repository_is_configuration_error(tmp_path: Path) -> None:
     """A directory that does not exist is refused with its name."""
     with pytest.raises(ConfigurationError, match="nothing-here"):
         async with serving(tmp_path / "nothing-here"):
             pass
 
 
-def test_blocking_client_gets_the_same_answer(models: Path) -> None:
+def test_blocking_client_gets_same_answer(models: Path) -> None:
     """`serving_sync` needs no event loop of the caller's."""
     with serving_sync(models) as client:
         response = client.infer("digits", {"pixels": PIXELS})
     np.testing.assert_allclose(response.outputs["scores"], SCORES)
 
 
-def test_blocking_client_raises_the_codes_of_errors(models: Path) -> None:
+def test_blocking_client_raises_codes_of_errors(models: Path) -> None:
     """A refusal of the services is an `InferenceError` with its code."""
     with serving_sync(models) as client, pytest.raises(InferenceError) as caught:
         client.infer("letters", {"pixels": PIXELS})
     assert caught.value.code == "UNKNOWN_MODEL"
 
 
-def test_threads_share_a_blocking_client(models: Path) -> None:
+def test_threads_share_blocking_client(models: Path) -> None:
     """Calls of several threads each get their own answer."""
     answers: dict[int, float] = {}
     with serving_sync(models) as client:
@@ -97,7 +97,7 @@ def test_closed_blocking_client_refuses_calls(models: Path) -> None:
             closed.infer("digits", {"pixels": PIXELS})
 
 
-def test_blocking_client_without_a_broker_raises_a_configuration_error(
+def test_blocking_client_without_broker_raises_configuration_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What `Client` raises on entering reaches the caller's thread."""
@@ -106,9 +106,7 @@ def test_blocking_client_without_a_broker_raises_a_configuration_error(
         pass
 
 
-def test_fixture_serves_the_models_of_the_ini_option(
-    models: Path, pytester: pytest.Pytester
-) -> None:
+def test_fixture_serves_models_of_ini_option(models: Path, pytester: pytest.Pytester) -> None:
     """A user's test gets a client from the plugin's fixture."""
     pytester.makeini(f"[pytest]\nheadrace_models = {models}")
     pytester.makepyfile(

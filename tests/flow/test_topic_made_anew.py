@@ -20,7 +20,7 @@ GROUPINGS: list[Grouping] = [[STAGES], [STAGES[:3], (Stage.RESPONDER,)]]
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=["fused", "responder-apart"])
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_new_requests_at_the_offsets_of_former_ones_are_answered(
+async def test_new_requests_at_offsets_of_former_ones_are_answered(
     tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
     """None is taken for one that was answered already."""

@@ -43,7 +43,7 @@ def status(record: Record) -> str:
 
 
 @pytest.mark.parametrize("grouping", [TOGETHER, APART], ids=["together", "apart"])
-async def test_request_with_a_header_name_that_is_not_utf8_is_refused(
+async def test_request_with_header_name_that_is_not_utf8_is_refused(
     tmp_path: Path, grouping: Any
 ) -> None:
     """It is answered, kept as a dead letter with that very name, and the next one is served."""
@@ -125,7 +125,7 @@ async def test_topic_with_unreadable_offsets_is_replayed_around_them(tmp_path: P
         assert [record async for record in captured] == records
 
 
-async def test_dead_letters_around_an_unreadable_one_are_read(tmp_path: Path) -> None:
+async def test_dead_letters_around_unreadable_one_are_read(tmp_path: Path) -> None:
     """And what cannot be read is reported."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)

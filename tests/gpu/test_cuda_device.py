@@ -44,7 +44,7 @@ def test_bytes_come_back(cuda: CudaDevice) -> None:
     np.testing.assert_array_equal(back.array, host.array)
 
 
-def test_stream_waits_for_an_event(cuda: CudaDevice) -> None:
+def test_stream_waits_for_event(cuda: CudaDevice) -> None:
     """A large copy is still under way when the one that depends on it is enqueued."""
     host, back = (cuda.host_block(name, SIZE_BYTES) for name in ("host", "back"))
     there = cuda.device_block("there", SIZE_BYTES)
@@ -62,7 +62,7 @@ def test_stream_waits_for_an_event(cuda: CudaDevice) -> None:
         assert set(back.array[:: 2**12].tolist()) == {value}
 
 
-def test_copies_do_not_hold_up_the_thread(cuda: CudaDevice) -> None:
+def test_copies_do_not_hold_up_thread(cuda: CudaDevice) -> None:
     """Enqueueing takes a small part of what the copy takes; the host block is pinned."""
     host = cuda.host_block("host", SIZE_BYTES)
     there = cuda.device_block("there", SIZE_BYTES)
@@ -79,7 +79,7 @@ def test_copies_do_not_hold_up_the_thread(cuda: CudaDevice) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_gives_the_expected_bits(cuda: CudaDevice, name: str) -> None:
+def test_kernel_gives_expected_bits(cuda: CudaDevice, name: str) -> None:
     """The same cases that NumPy's form is held to."""
     case = CASES[name]
     source = given(case)

@@ -66,7 +66,7 @@ def scores(values: Sequence[int]) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
-async def test_answers_are_those_of_the_rows(instance: DeviceInstance, rows: int) -> None:
+async def test_answers_are_those_of_rows(instance: DeviceInstance, rows: int) -> None:
     """For every number of rows, those that are padded included, and again with other values."""
     async with instance:
         for first in (0, 10, 20):

@@ -65,9 +65,7 @@ def answered_offsets(progress: AckedOffsets, stop: int) -> set[int]:
 
 
 @given(partitions(), st.data())
-def test_the_base_never_passes_an_unanswered_offset(
-    partition: Partition, data: st.DataObject
-) -> None:
+def test_base_never_passes_unanswered_offset(partition: Partition, data: st.DataObject) -> None:
     """After any answers, in any order, with repeats: the base stops at the first one missing."""
     covers = data.draw(st.lists(st.sampled_from(partition.covers())))
     progress = AckedOffsets(partition.base)
@@ -83,7 +81,7 @@ def test_the_base_never_passes_an_unanswered_offset(
 
 
 @given(partitions(), st.data())
-def test_when_all_is_answered_the_base_is_behind_the_last(
+def test_when_all_is_answered_base_is_behind_last(
     partition: Partition, data: st.DataObject
 ) -> None:
     """Whatever the order, gaps close and nothing is left above the base."""
@@ -122,7 +120,7 @@ def test_answers_of_several_epochs_add_up(partition: Partition, data: st.DataObj
     st.integers(0, 100),
     st.lists(st.tuples(st.integers(-1, 150), st.integers(1, 20)), max_size=40),
 )
-def test_any_intervals_give_what_a_set_gives(base: int, intervals: list[tuple[int, int]]) -> None:
+def test_any_intervals_give_what_set_gives(base: int, intervals: list[tuple[int, int]]) -> None:
     """Overlapping, touching, nested: the ranges are those of the set of all offsets covered."""
     progress = AckedOffsets(base)
     expected = set(range(base))
@@ -183,7 +181,7 @@ def test_what_does_not_fit_is_left_out_from_above(
 
 @pytest.mark.parametrize("step", [2, 3, 1000, 10**9])
 @pytest.mark.parametrize("count", [1_000, 20_000, 200_000])
-def test_the_metadata_is_used_well(step: int, count: int) -> None:
+def test_metadata_is_used_well(step: int, count: int) -> None:
     """As many ranges are kept as the better of the two forms can hold."""
     ranges = [(start, start + 1) for start in range(step, step * count, step)]
 

@@ -89,7 +89,7 @@ def tensors_of(value: bytes, content_type: str) -> dict[str, NDArray[Any]]:
 
 
 @given(arrays())
-def test_an_array_comes_back_from_its_bytes(array: NDArray[Any]) -> None:
+def test_array_comes_back_from_its_bytes(array: NDArray[Any]) -> None:
     """Bit by bit, for every datatype and shape."""
     tensor = from_array("x", array)
 
@@ -101,7 +101,7 @@ def test_an_array_comes_back_from_its_bytes(array: NDArray[Any]) -> None:
 
 
 @given(arrays(), st.data())
-def test_a_view_of_an_array_has_the_bytes_of_its_copy(array: NDArray[Any], data: Any) -> None:
+def test_view_of_array_has_bytes_of_its_copy(array: NDArray[Any], data: Any) -> None:
     """Transposed, reversed and stepped arrays are not taken for contiguous ones."""
     view = (
         array.T[data.draw(st.sampled_from([slice(None), slice(None, None, -1)]))]
@@ -113,7 +113,7 @@ def test_a_view_of_an_array_has_the_bytes_of_its_copy(array: NDArray[Any], data:
 
 
 @given(arrays().filter(lambda array: array.ndim > 0), st.data())
-def test_split_rows_are_the_rows(array: NDArray[Any], data: Any) -> None:
+def test_split_rows_are_rows(array: NDArray[Any], data: Any) -> None:
     """However a batch is shared out, everyone gets the rows that are theirs."""
     counts: list[int] = []
     while (left := array.shape[0] - sum(counts)) and len(counts) < 4:
@@ -132,7 +132,7 @@ def test_split_rows_are_the_rows(array: NDArray[Any], data: Any) -> None:
 
 @relaxed
 @given(CONTENT_TYPES, st.lists(arrays(), min_size=1, max_size=3))
-def test_a_request_comes_back_from_its_value(
+def test_request_comes_back_from_its_value(
     content_type: str, given_arrays: list[NDArray[Any]]
 ) -> None:
     """In both forms, for all datatypes together."""
@@ -146,7 +146,7 @@ def test_a_request_comes_back_from_its_value(
 
 
 @given(arrays(tuple(set(DATATYPES) - {"BYTES"})))
-def test_nested_json_is_the_same_as_flat_json(array: NDArray[Any]) -> None:
+def test_nested_json_is_same_as_flat_json(array: NDArray[Any]) -> None:
     """Where the shape has more than one dimension, and elements."""
     flat = json.loads(encode_request(JSON, "m", {"x": array}))
     tensor = flat["inputs"][0]
@@ -160,7 +160,7 @@ def test_nested_json_is_the_same_as_flat_json(array: NDArray[Any]) -> None:
 
 @relaxed
 @given(CONTENT_TYPES, arrays())
-def test_a_response_comes_back_from_its_value(content_type: str, array: NDArray[Any]) -> None:
+def test_response_comes_back_from_its_value(content_type: str, array: NDArray[Any]) -> None:
     """The caller gets the array that the model gave."""
     request = Request(NULL_ACK, 0, 0, 0, 0, None, b"", (), Envelope(content_type=content_type))
     request.outputs = (from_array("y", array),)
@@ -172,7 +172,7 @@ def test_a_response_comes_back_from_its_value(content_type: str, array: NDArray[
 
 
 @given(arrays(), st.booleans())
-def test_tensors_survive_the_wire(array: NDArray[Any], inside: bool) -> None:
+def test_tensors_survive_wire(array: NDArray[Any], inside: bool) -> None:
     """As places in the value and as bytes of their own; in items, batches and results."""
     tensor = from_array("x", array)
     value = b"before" + bytes(tensor.data) + b"after"
@@ -284,7 +284,7 @@ def cost(value: bytes, content_type: str) -> tuple[int, int]:
 
 @relaxed
 @given(CONTENT_TYPES, values)
-def test_no_value_raises_anything_but_a_refusal_or_costs_much_memory(
+def test_no_value_raises_anything_but_refusal_or_costs_much_memory(
     content_type: str, value: bytes
 ) -> None:
     """Whatever comes is a sound request, or is refused."""
@@ -299,7 +299,7 @@ def test_no_value_raises_anything_but_a_refusal_or_costs_much_memory(
     st.sampled_from([decode_item, decode_batch, decode_result]),
     st.binary() | trees.map(msgpack.packb),
 )
-def test_no_internal_record_raises_anything_but_a_refusal(decode: Any, value: bytes) -> None:
+def test_no_internal_record_raises_anything_but_refusal(decode: Any, value: bytes) -> None:
     """A topic may hold records of others."""
     with suppress(Rejected):
         decode(value, NULL_ACK)
@@ -307,7 +307,7 @@ def test_no_internal_record_raises_anything_but_a_refusal(decode: Any, value: by
 
 @relaxed
 @given(CONTENT_TYPES, values)
-def test_no_answer_raises_anything_but_a_refusal(content_type: str, value: bytes) -> None:
+def test_no_answer_raises_anything_but_refusal(content_type: str, value: bytes) -> None:
     """A client reads what it is sent."""
     with suppress(Rejected):
         decode_response([("content-type", content_type.encode())], value)

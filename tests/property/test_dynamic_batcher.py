@@ -243,7 +243,7 @@ def test_batch_limits_rows_and_keeps_requests_whole(rows: list[int]) -> None:
         assert batch.rows + following.requests[0].rows > 4
 
 
-def test_request_over_the_limit_runs_alone() -> None:
+def test_request_over_limit_runs_alone() -> None:
     """More rows, or more bytes, than a batch may have: it is not split and has no company."""
     requests = [make_request(), make_request(rows=9), make_request(size_bytes=5000), make_request()]
 
@@ -323,7 +323,7 @@ def test_request_that_left_is_freed_before_its_deadline() -> None:
     assert requests_alive() - before < 100
 
 
-def test_expired_request_is_freed_behind_a_waiting_one() -> None:
+def test_expired_request_is_freed_behind_waiting_one() -> None:
     """While nobody pulls, requests that end behind a patient one leave all the same."""
     forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
     forming.add(make_request())
@@ -338,7 +338,7 @@ def test_expired_request_is_freed_behind_a_waiting_one() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_many_shapes_do_not_slow_a_batch() -> None:
+def test_many_shapes_do_not_slow_batch() -> None:
     """20,000 requests of 20,000 shapes are formed in seconds: a pull does not look at them all."""
     requests = [
         make_request(shape_class=(number,), ingested_us=NOW_US + number) for number in range(20_000)

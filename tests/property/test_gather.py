@@ -90,7 +90,7 @@ def test_batched_outputs_equal_single_outputs(datatype: str, data: st.DataObject
 @pytest.mark.parametrize("datatype", sorted(set(DATATYPES) - {"BYTES"}))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # arrays are slow to draw
 @given(data=st.data())
-def test_block_holds_the_same_rows_as_new_memory(datatype: str, data: st.DataObject) -> None:
+def test_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataObject) -> None:
     """To the bit, one batch after another, whatever was there before."""
     signature = signature_of(datatype)
     block = HostBlock(signature, rows=4, limit_bytes=65536)

@@ -198,7 +198,7 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
-def test_reading_resumes_well_below_the_limit() -> None:
+def test_reading_resumes_well_below_limit() -> None:
     """Between three quarters of the budget and all of it, what was goes on."""
     budget = Budget(1000)
     seen = []

@@ -167,9 +167,7 @@ def taken_of(content: bytes, offset: int, state: ReadState, most: int) -> list[A
 
 
 @given(st.sampled_from([1, 2, 3, 4]), st.binary(max_size=400), st.integers(0, 400))
-def test_damaged_frame_is_refused_or_stays_within_the_bound(
-    codec: int, noise: bytes, cut: int
-) -> None:
+def test_damaged_frame_is_refused_or_stays_within_bound(codec: int, noise: bytes, cut: int) -> None:
     """Whatever the bytes are, no more than the bound comes of them, and nothing else is raised."""
     whole = compressed(codec, noise * 50)
     for content in (noise, whole[:cut] + noise[cut:], whole[: len(whole) - 1]):
@@ -181,7 +179,7 @@ def test_damaged_frame_is_refused_or_stays_within_the_bound(
 
 
 @given(st.sampled_from([0, 1, 2, 3, 4]), st.data())
-def test_noise_in_a_batch_ends_no_reading(codec: int, data: st.DataObject) -> None:
+def test_noise_in_batch_ends_no_reading(codec: int, data: st.DataObject) -> None:
     """With a right checksum, as a producer of such bytes sends it: records, gaps, and the end."""
     good = encoded_record(RawRecord(b"value", b"key", [(b"n\xff", b"x")]), 0)
     content = bytearray(good + encoded_record(RawRecord(), 1))

@@ -36,7 +36,7 @@ def previous_of(offsets: list[int]) -> dict[int, int]:
 
 
 @given(work())
-def test_within_a_partition_each_leaves_when_all_before_it_have_ended(one: Work) -> None:
+def test_within_partition_each_leaves_when_all_before_it_have_ended(one: Work) -> None:
     """Neither earlier, which would overtake, nor later, which would hold up."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
@@ -52,7 +52,7 @@ def test_within_a_partition_each_leaves_when_all_before_it_have_ended(one: Work)
 
 
 @given(work())
-def test_within_a_key_each_leaves_when_all_of_its_key_before_it_have_ended(one: Work) -> None:
+def test_within_key_each_leaves_when_all_of_its_key_before_it_have_ended(one: Work) -> None:
     """What is stuck holds up its own key alone."""
     chains = KeyChains(lambda _: False)
     after = {offset: chains.follow(key, offset) for offset, key in sorted(one.keys.items())}

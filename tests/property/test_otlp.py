@@ -79,9 +79,7 @@ def _expected(span: FinishedSpan, link_limit: int) -> dict[str, Any]:
 
 @settings(deadline=None)
 @given(SPANS, st.integers(0, 5))
-def test_exported_span_has_every_field_of_the_finished_one(
-    span: FinishedSpan, link_limit: int
-) -> None:
+def test_exported_span_has_every_field_of_finished_one(span: FinishedSpan, link_limit: int) -> None:
     """Whatever its lengths, numbers and texts are."""
     read = _read(span, link_limit)
 
@@ -104,7 +102,7 @@ def test_exported_span_has_every_field_of_the_finished_one(
 
 
 @given(st.characters(categories=["Cs"]))
-def test_surrogate_in_a_text_becomes_a_question_mark(half: str) -> None:
+def test_surrogate_in_text_becomes_question_mark(half: str) -> None:
     """UTF-8 has none, and the span is sent all the same."""
     span = FinishedSpan(half, "INTERNAL", SpanId(1, 1), 0, False, SAMPLED, 1, 2, {"id": half})
 
@@ -113,14 +111,14 @@ def test_surrogate_in_a_text_becomes_a_question_mark(half: str) -> None:
 
 
 @given(st.binary(max_size=80))
-def test_span_with_an_unreadable_tracestate_is_sent(header: bytes) -> None:
+def test_span_with_unreadable_tracestate_is_sent(header: bytes) -> None:
     """What cannot be read is left out."""
     span = FinishedSpan("a", "INTERNAL", SpanId(1, 1), 0, False, SAMPLED, 1, 2, {})
 
     assert _read(span._replace(tracestate=header)).name == "a"
 
 
-def test_tracestate_of_the_caller_is_exported() -> None:
+def test_tracestate_of_caller_is_exported() -> None:
     """All members, in their order."""
     span = FinishedSpan("a", "INTERNAL", SpanId(1, 1), 0, False, SAMPLED, 1, 2, {})
 

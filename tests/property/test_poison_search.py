@@ -262,7 +262,7 @@ def test_first_unclean_end_accuses_nothing() -> None:
     assert (suspects.is_active, suspects.is_careful, suspects.count) == (True, False, 0)
 
 
-def test_unclean_ends_with_an_answered_backlog_between_accuse_nothing() -> None:
+def test_unclean_ends_with_answered_backlog_between_accuse_nothing() -> None:
     """Nothing that waits now was there at the one before."""
     suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 

@@ -85,7 +85,7 @@ def whole(request: Request, now_us: int) -> bytes:
 
 @slow_to_draw
 @given(st.lists(requests(), min_size=1, max_size=5))
-def test_pieces_make_the_whole(several: list[Request]) -> None:
+def test_pieces_make_whole(several: list[Request]) -> None:
     """For any answers, one after another, so that some find what others have left."""
     for request in [*several, *several]:
         assert encode_response(request, 2**39) == whole(request, 2**39)

@@ -7,7 +7,7 @@ import pytest
 from headrace.primitives.backoff import Backoff
 
 
-def test_pause_after_each_failure_doubles_up_to_the_limit() -> None:
+def test_pause_after_each_failure_doubles_up_to_limit() -> None:
     """However many failures there were."""
     backoff = Backoff(first_s=0.05, longest_s=1.0)
 
@@ -17,9 +17,7 @@ def test_pause_after_each_failure_doubles_up_to_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("random_share", "pause_s"), [(0.0, 0.8), (0.5, 1.0), (1.0, 1.2)])
-def test_pause_with_random_share_deviates_by_the_jitter(
-    random_share: float, pause_s: float
-) -> None:
+def test_pause_with_random_share_deviates_by_jitter(random_share: float, pause_s: float) -> None:
     """The limit applies before the jitter."""
     backoff = Backoff(first_s=0.1, longest_s=1.0, jitter=0.2)
 

@@ -39,7 +39,7 @@ def look_up(request: InferenceRequest) -> None:
 
 
 @pytest.mark.parametrize("record", BAD_RECORDS, ids=lambda record: record.name)
-def test_a_bad_record_is_refused_with_the_place_of_its_fault(record: BadRecord) -> None:
+def test_bad_record_is_refused_with_place_of_its_fault(record: BadRecord) -> None:
     """The code is the expected one, and the message names the place."""
     with pytest.raises(Rejected) as refused:
         serve(record)
@@ -50,7 +50,7 @@ def test_a_bad_record_is_refused_with_the_place_of_its_fault(record: BadRecord) 
 
 
 @pytest.mark.parametrize("record", BAD_RECORDS, ids=lambda record: record.name)
-def test_the_message_of_a_refusal_is_short(record: BadRecord) -> None:
+def test_message_of_refusal_is_short(record: BadRecord) -> None:
     """A message has a few lines at most, whatever came."""
     with pytest.raises(Rejected) as refused:
         serve(record)

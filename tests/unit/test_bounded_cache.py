@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.primitives.bounded_cache import BoundedCache
 
 
-def test_full_cache_is_cleared_before_the_next_entry() -> None:
+def test_full_cache_is_cleared_before_next_entry() -> None:
     """The new entry stays, and there are never more than the bound."""
     cache: BoundedCache[int, str] = BoundedCache(3)
     for number in range(4):

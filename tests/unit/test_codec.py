@@ -56,7 +56,7 @@ def answered(content_type: str, **outputs: Any) -> Request:
 # --- requests ---------------------------------------------------------------------------------
 
 
-def test_a_tensor_in_messagepack_is_a_view_of_the_value() -> None:
+def test_tensor_in_messagepack_is_view_of_value() -> None:
     """Its bytes are not copied."""
     value = msgpack.packb(digits())
 
@@ -88,7 +88,7 @@ def test_unknown_fields_are_ignored() -> None:
         ({"model_version": "2"}, Envelope(model="digits"), ("digits", "2")),
     ],
 )
-def test_the_model_is_from_the_body_or_the_header(
+def test_model_is_from_body_or_header(
     fields: dict[str, Any], envelope: Envelope, expected: tuple[str, str | None]
 ) -> None:
     """Either may say it, and both when they agree."""
@@ -98,7 +98,7 @@ def test_the_model_is_from_the_body_or_the_header(
 
 
 @pytest.mark.parametrize("form", [Envelope(), IN_JSON])
-def test_the_limit_itself_is_not_over_it(form: Envelope) -> None:
+def test_limit_itself_is_not_over_it(form: Envelope) -> None:
     """A value of exactly the limit is looked at; one byte more is not."""
     limits = LimitSettings(max_request_bytes=1024)
 
@@ -110,7 +110,7 @@ def test_the_limit_itself_is_not_over_it(form: Envelope) -> None:
     assert refused.value.message == "value: expected at most 1024 bytes, got 1025"
 
 
-def test_a_fault_of_the_headers_is_the_answer() -> None:
+def test_fault_of_headers_is_answer() -> None:
     """The value is not looked at."""
     with pytest.raises(Rejected) as refused:
         decode_request(msgpack.packb(digits()), Envelope(fault="header x: wrong"), LIMITS)
@@ -141,7 +141,7 @@ def test_json_spells_numbers_that_it_has_not() -> None:
         ("FP64", [1.7976931348623157e308, 5e-324]),
     ],
 )
-def test_json_carries_the_extremes_of_a_datatype(datatype: str, data: list[Any]) -> None:
+def test_json_carries_extremes_of_datatype(datatype: str, data: list[Any]) -> None:
     """None is refused or changed."""
     array = np.frombuffer(json_data(datatype, data, [2]), from_dtype(datatype))
 
@@ -183,7 +183,7 @@ def test_json_carries_bytes_as_text_or_base64(
         (None, Envelope(), None),
     ],
 )
-def test_the_callers_id_is_read_of_what_was_refused(
+def test_callers_id_is_read_of_what_was_refused(
     value: bytes | None, envelope: Envelope, found: str | None
 ) -> None:
     """The error can then say whose it is; what cannot be read has none."""
@@ -193,7 +193,7 @@ def test_the_callers_id_is_read_of_what_was_refused(
 # --- responses --------------------------------------------------------------------------------
 
 
-def test_a_response_in_messagepack_is_read_by_another_library() -> None:
+def test_response_in_messagepack_is_read_by_another_library() -> None:
     """All fields have the protocol's names."""
     request = answered(MSGPACK, label=np.array([7], "<i8"))
 
@@ -209,7 +209,7 @@ def test_a_response_in_messagepack_is_read_by_another_library() -> None:
 
 
 @pytest.mark.parametrize("content_type", [JSON, "image/jpeg"])
-def test_a_response_in_json_is_read_by_another_library(content_type: str) -> None:
+def test_response_in_json_is_read_by_another_library(content_type: str) -> None:
     """Raw payloads are answered in JSON as well; data is flat."""
     request = answered(
         content_type,
@@ -250,7 +250,7 @@ def test_clocks_that_disagree_make_no_negative_times() -> None:
     ("content_type", "read"),
     [(MSGPACK, msgpack.unpackb), (JSON, json.loads), ("", msgpack.unpackb)],
 )
-def test_an_error_has_a_message_for_people_and_details_for_programs(
+def test_error_has_message_for_people_and_details_for_programs(
     content_type: str, read: Any
 ) -> None:
     """`error` is a string, as the protocol says."""
@@ -272,7 +272,7 @@ def test_an_error_has_a_message_for_people_and_details_for_programs(
 
 
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
-def test_a_caller_gets_arrays_for_arrays(content_type: str) -> None:
+def test_caller_gets_arrays_for_arrays(content_type: str) -> None:
     """What `encode_request` writes is read as a request, and an answer as its arrays."""
     value = encode_request(
         content_type, "digits", {"x": np.eye(2, dtype=np.float16)}, id="r-1", outputs=["y"]
@@ -288,7 +288,7 @@ def test_a_caller_gets_arrays_for_arrays(content_type: str) -> None:
     np.testing.assert_array_equal(answer.outputs["y"], np.eye(2), strict=False)
 
 
-def test_a_caller_can_write_no_other_content_type() -> None:
+def test_caller_can_write_no_other_content_type() -> None:
     """A payload needs no encoding."""
     with pytest.raises(ValueError, match="image/jpeg"):
         encode_request("image/jpeg", "m", {})
@@ -310,7 +310,7 @@ def test_error_of_json_that_is_said_to_be_messagepack_is_in_json(content_type: s
 
 
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
-def test_a_caller_gets_the_error(content_type: str) -> None:
+def test_caller_gets_error(content_type: str) -> None:
     """With its code."""
     request = answered(content_type)
     value = encode_error(request, Failure(Code.UNKNOWN_MODEL, "no such model", "ingest"))

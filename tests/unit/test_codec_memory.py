@@ -62,7 +62,7 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_a_costly_value_is_refused_within_bounds(name: str) -> None:
+def test_costly_value_is_refused_within_bounds(name: str) -> None:
     """The peak is a multiple of the value's size that does not depend on what it announces."""
     content_type, value = COSTLY[name]
     envelope = Envelope(content_type=content_type)

@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_environment_goes_over_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_goes_over_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value by value; the rest of a section stays."""
     monkeypatch.setenv("headrace_telemetry__http_port", "9001")
     monkeypatch.setenv("HEADRACE_LIMITS__MAX_STALL_S", "7")
@@ -44,7 +44,7 @@ def test_environment_goes_over_the_file(file: Path, monkeypatch: pytest.MonkeyPa
     assert (settings.limits.drain_timeout_s, settings.limits.max_stall_s) == (5, 7)
 
 
-def test_wrong_variable_is_named_instead_of_the_file(
+def test_wrong_variable_is_named_instead_of_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody finds it in the file."""
@@ -107,7 +107,7 @@ def test_namespace_with_dots_is_taken(namespace: str) -> None:
     assert make_settings({"namespace": namespace}).namespace == namespace
 
 
-def test_misspelled_section_gets_a_suggestion(tmp_path: Path) -> None:
+def test_misspelled_section_gets_suggestion(tmp_path: Path) -> None:
     """So does a setting in a section; what is like nothing gets none."""
     path = tmp_path / "wrong.toml"
     path.write_text("[limit]\nmax_stall_s = 1\n[kafka]\nbootstrap_server = 'a:1'\nxyz = 1\n")

@@ -39,7 +39,7 @@ def test_codes_are_told_with_what_follows_from_them() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OWN_HEADERS | {"kafka_replyTopic", "kafka_replyPartition"}))
-def test_every_header_with_a_meaning_is_told(name: str) -> None:
+def test_every_header_with_meaning_is_told(name: str) -> None:
     """The page names each header that Headrace reads or writes."""
     assert f"`{name}`" in PAGE
 

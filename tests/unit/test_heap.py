@@ -45,7 +45,7 @@ def test_idle_process_that_has_grown_is_trimmed() -> None:
     assert rule.is_due(1.0, 200 * MIB, MIB)
 
 
-def test_busy_process_is_trimmed_once_a_minute() -> None:
+def test_busy_process_is_trimmed_once_minute() -> None:
     """One that is never idle would grow without a bound."""
     rule = rule_at(100 * MIB)
 

@@ -51,14 +51,14 @@ def test_page_lists_every_alert_with_its_severity() -> None:
     assert listed == [(rule["alert"], rule["labels"]["severity"]) for rule in rules()]
 
 
-def test_runbooks_send_nobody_to_an_alert_that_is_not_there() -> None:
+def test_runbooks_send_nobody_to_alert_that_is_not_there() -> None:
     """An alert that a runbook names is one of these."""
     named = {name for rule in rules() for name in re.findall(r"\bHeadrace[A-Z]\w+", str(rule))}
 
     assert named <= {rule["alert"] for rule in rules()}
 
 
-def test_compose_runs_the_prometheus_that_the_rules_are_tested_with() -> None:
+def test_compose_runs_prometheus_that_rules_are_tested_with() -> None:
     """The image of the Compose file and the module in `tools/promtool` are one version."""
     compose = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
     module = (ROOT / "tools" / "promtool" / "go.mod").read_text(encoding="utf-8")

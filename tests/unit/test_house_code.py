@@ -39,7 +39,7 @@ def test_every_test_says_what_behaviour_it_shows() -> None:
     assert not silent, "\n".join(silent)
 
 
-def test_names_say_what_a_thing_is() -> None:
+def test_names_say_what_thing_is() -> None:
     """No module, class or function is called a manager, a handler, a helper or a utility."""
     vague = [
         f"{where}: {name}"

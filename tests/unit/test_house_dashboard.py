@@ -40,7 +40,7 @@ def expressions(dashboard: dict[str, Any]) -> list[str]:
     return [target["expr"] for panel in panels(dashboard) for target in panel.get("targets", ())]
 
 
-def test_dashboard_is_what_the_code_makes() -> None:
+def test_dashboard_is_what_code_makes() -> None:
     """`python -m tools.dashboard` would change nothing."""
     assert main(["--check"]) == 0
 
@@ -77,7 +77,7 @@ def test_legends_use_only_labels_that_queries_keep(dashboard: dict[str, Any]) ->
     assert not wrong
 
 
-def test_a_metric_that_is_not_in_the_catalogue_makes_no_query() -> None:
+def test_metric_that_is_not_in_catalogue_makes_no_query() -> None:
     """A name that was changed stops the writing of the dashboard."""
     with pytest.raises(KeyError):
         selected("headrace_requests_per_second")

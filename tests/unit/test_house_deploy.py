@@ -60,7 +60,7 @@ def test_compose_runs_each_stage_once(stages: dict[str, dict[str, Any]]) -> None
     assert sorted(run) == sorted(STAGES)
 
 
-def test_compose_uses_the_one_image_of_this_version(compose: dict[str, Any]) -> None:
+def test_compose_uses_one_image_of_this_version(compose: dict[str, Any]) -> None:
     """Whatever Headrace runs is one image, and its tag is the project's version."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "version"
@@ -70,7 +70,7 @@ def test_compose_uses_the_one_image_of_this_version(compose: dict[str, Any]) -> 
     assert built == {f"headrace:{version}"}
 
 
-def test_compose_pins_the_images_of_others(compose: dict[str, Any]) -> None:
+def test_compose_pins_images_of_others(compose: dict[str, Any]) -> None:
     """An image that is pulled has a full version in its tag."""
     pulled = [
         service["image"] for service in compose["services"].values() if "build" not in service
@@ -92,7 +92,7 @@ def test_compose_sets_only_what_can_be_set(compose: dict[str, Any]) -> None:
     assert named - known == set()
 
 
-def test_compose_gives_a_stop_the_time_to_drain(stages: dict[str, dict[str, Any]]) -> None:
+def test_compose_gives_stop_time_to_drain(stages: dict[str, dict[str, Any]]) -> None:
     """The grace period of every stage is longer than the drain time-out it runs with."""
     for service in stages.values():
         drain_s = float(
@@ -104,7 +104,7 @@ def test_compose_gives_a_stop_the_time_to_drain(stages: dict[str, dict[str, Any]
         assert float(service["stop_grace_period"].removesuffix("s")) > drain_s
 
 
-def test_compose_starts_the_stages_when_the_topics_are_there(
+def test_compose_starts_stages_when_topics_are_there(
     stages: dict[str, dict[str, Any]],
 ) -> None:
     """No stage starts before Kafka is healthy and the topics have been created."""
@@ -115,7 +115,7 @@ def test_compose_starts_the_stages_when_the_topics_are_there(
         assert conditions["topics"] == "service_completed_successfully"
 
 
-def test_compose_asks_the_port_that_the_stages_listen_on(
+def test_compose_asks_port_that_stages_listen_on(
     stages: dict[str, dict[str, Any]],
 ) -> None:
     """The health check and the exposed port are those of the telemetry settings."""
@@ -161,7 +161,7 @@ def test_image_runs_as_nobody_in_particular(dockerfile: DockerfileParser) -> Non
     assert not {"RUN", "COPY", "USER"} & set(last_stage[user + 1 :])
 
 
-def test_image_is_stopped_by_the_signal_that_drains(dockerfile: DockerfileParser) -> None:
+def test_image_is_stopped_by_signal_that_drains(dockerfile: DockerfileParser) -> None:
     """The stop signal is SIGTERM, and goes to headrace itself, not to a shell around it."""
     assert value_of(dockerfile, "STOPSIGNAL") == "SIGTERM"
     assert value_of(dockerfile, "ENTRYPOINT") == '["headrace"]'
@@ -183,7 +183,7 @@ def test_image_listens_where_it_is_asked(dockerfile: DockerfileParser) -> None:
     assert "/health/live" in value_of(dockerfile, "HEALTHCHECK")
 
 
-def test_image_is_built_from_what_the_builder_gets(dockerfile: DockerfileParser) -> None:
+def test_image_is_built_from_what_builder_gets(dockerfile: DockerfileParser) -> None:
     """What is copied from the working tree exists, and .dockerignore lets it through."""
     let_through = [
         line.removeprefix("!")

@@ -19,7 +19,7 @@ PATH_IN_CODE = re.compile(
 )
 
 
-def test_decisions_are_numbered_without_a_gap() -> None:
+def test_decisions_are_numbered_without_gap() -> None:
     """The pages are 0001, 0002 and so on, and each title begins with its page's number."""
     titles = [
         (ROOT / path).read_text(encoding="utf-8").split(".", maxsplit=1)[0] for path in DECISIONS
@@ -65,7 +65,7 @@ def test_document_names_only_what_is_there(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=str)
-def test_link_to_a_section_leads_to_a_heading(path: Path) -> None:
+def test_link_to_section_leads_to_heading(path: Path) -> None:
     """Every `page.md#section` names a heading, in the form in which GitHub links to it."""
     text = (ROOT / path).read_text(encoding="utf-8")
     broken = [

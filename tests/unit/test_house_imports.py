@@ -19,7 +19,7 @@ def graph() -> grimp.ImportGraph:
     return grimp.build_graph("headrace", include_external_packages=True, cache_dir=None)
 
 
-def test_the_graph_sees_the_services(graph: grimp.ImportGraph) -> None:
+def test_graph_sees_services(graph: grimp.ImportGraph) -> None:
     """The link from the package to services/ is followed, or no rule about them would bite."""
     assert graph.find_children("headrace.services") >= {
         f"headrace.services.{stage}" for stage in ("ingest", "batcher", "executor", "responder")
@@ -30,7 +30,7 @@ def test_the_graph_sees_the_services(graph: grimp.ImportGraph) -> None:
 _OUTSIDE_THE_ADAPTER = frozenset({"headrace.tools.local_kafka.broker"})
 
 
-def test_only_the_kafka_adapter_imports_aiokafka(graph: grimp.ImportGraph) -> None:
+def test_only_kafka_adapter_imports_aiokafka(graph: grimp.ImportGraph) -> None:
     """Only modules of `headrace.log.kafka` know aiokafka."""
     importers = graph.find_modules_that_directly_import("aiokafka")
 

@@ -31,7 +31,7 @@ def name_of(call: ast.Call) -> str:
     return ast.unparse(call.args[place]) if len(call.args) > place else ""
 
 
-def test_events_have_names_from_the_list() -> None:
+def test_events_have_names_from_list() -> None:
     """No call passes a text of its own; `event` is what a table of the list gave."""
     calls = [
         (module, call) for module in modules("headrace", "services") for call in log_calls(module)

@@ -20,7 +20,7 @@ NOT_PINNED = {"gpu"}
 """Extras that exclude another one, and so cannot be installed beside it to be pinned."""
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_version_is_same_everywhere() -> None:
     """The package says the version that its metadata has."""
     assert headrace.__version__ == PYPROJECT["project"]["version"]
 
@@ -39,7 +39,7 @@ def test_everything_that_is_asked_for_is_pinned() -> None:
     assert not unpinned
 
 
-def test_the_lock_names_versions_and_nothing_of_a_machine() -> None:
+def test_lock_names_versions_and_nothing_of_machine() -> None:
     """Every line of the lock is a name and a version: no path, no address, no option."""
     lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
 
@@ -49,7 +49,7 @@ def test_the_lock_names_versions_and_nothing_of_a_machine() -> None:
 
 
 @pytest.mark.parametrize("script", [".ci/run", "tools/lock.sh"])
-def test_scripts_stop_at_the_first_fault(script: str) -> None:
+def test_scripts_stop_at_first_fault(script: str) -> None:
     """A shell script can be executed, and ends when one of its commands fails."""
     path = ROOT / script
 
@@ -57,7 +57,7 @@ def test_scripts_stop_at_the_first_fault(script: str) -> None:
     assert "\nset -euo pipefail\n" in path.read_text(encoding="utf-8")
 
 
-def test_ci_calls_targets_that_exist_and_ends_with_the_tests() -> None:
+def test_ci_calls_targets_that_exist_and_ends_with_tests() -> None:
     """What CI runs are make targets that people have as well; pytest's closing line is last."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     loop = re.search(r"for target in (.+); do", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))

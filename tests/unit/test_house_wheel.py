@@ -37,12 +37,12 @@ def wheel(distributions: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_wheel_has_every_file_of_the_package(wheel: set[str]) -> None:
+def test_wheel_has_every_file_of_package(wheel: set[str]) -> None:
     """Code and the files beside it (models, samples, locks, markers) are all inside."""
     assert {str(path) for path in files("headrace")} - wheel == set()
 
 
-def test_wheel_has_the_services_under_the_package(wheel: set[str]) -> None:
+def test_wheel_has_services_under_package(wheel: set[str]) -> None:
     """The files of services/ are installed as headrace/services/."""
     assert {f"headrace/{path}" for path in files("services")} - wheel == set()
 
@@ -61,7 +61,7 @@ def test_wheel_brings_its_licence_and_its_command(wheel: set[str]) -> None:
     assert {"licenses/LICENSE", "entry_points.txt"} <= metadata
 
 
-def test_source_distribution_has_the_contract(distributions: Path) -> None:
+def test_source_distribution_has_contract(distributions: Path) -> None:
     """The schemas travel with the source, and so does all that the wheel was built from."""
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:

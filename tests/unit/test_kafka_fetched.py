@@ -99,7 +99,7 @@ async def take(fetcher: Fetcher, most: int = 100) -> dict[TopicPartition, list[i
     return {partition: [one.offset for one in records] for partition, records in found.items()}
 
 
-async def test_an_error_behind_records_is_left_for_the_next_call() -> None:
+async def test_error_behind_records_is_left_for_next_call() -> None:
     """The records of the other partition are returned first; they would be lost with a raise."""
     fetcher = Fetcher(one=batch(0, 2), two=OffsetOutOfRangeError({TWO: 5}))
 
@@ -109,7 +109,7 @@ async def test_an_error_behind_records_is_left_for_the_next_call() -> None:
     assert await take(fetcher) == {}
 
 
-async def test_a_poll_has_a_bound_over_all_partitions() -> None:
+async def test_poll_has_bound_over_all_partitions() -> None:
     """What is left comes with the next one."""
     fetcher = Fetcher(one=batch(0, 3), two=batch(0, 3))
 
@@ -121,9 +121,7 @@ FEW = TUNING.kafka.few_records
 
 
 @pytest.mark.parametrize(("count", "sent"), [(FEW, 0), (FEW + 1, 1)], ids=["few", "many"])
-async def test_poll_sends_the_next_fetch_at_once_only_after_many_records(
-    count: int, sent: int
-) -> None:
+async def test_poll_sends_next_fetch_at_once_only_after_many_records(count: int, sent: int) -> None:
     """The caller answers few records sooner than a fetch is encoded and sent."""
     fetcher = Fetcher(one=batch(0, count))
     await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, ReadState())
@@ -132,7 +130,7 @@ async def test_poll_sends_the_next_fetch_at_once_only_after_many_records(
 
 
 @pytest.mark.parametrize("timeout_s", [0, 0.01])
-async def test_poll_after_few_records_sends_the_next_fetch(timeout_s: float) -> None:
+async def test_poll_after_few_records_sends_next_fetch(timeout_s: float) -> None:
     """Also if it does not wait for what is fetched."""
     fetcher, state = Fetcher(one=batch(0, 1)), ReadState()
     buffer = buffer_of(fetcher)
@@ -142,7 +140,7 @@ async def test_poll_after_few_records_sends_the_next_fetch(timeout_s: float) -> 
     assert fetcher.notified == 1
 
 
-async def test_outdated_result_is_fetched_again_in_the_same_poll() -> None:
+async def test_outdated_result_is_fetched_again_in_same_poll() -> None:
     """No record was returned, so that no other poll need follow."""
     fetcher = Fetcher(one=batch(0, 3))
     fetcher.states[ONE].position = 7
@@ -162,12 +160,12 @@ async def test_what_is_out_of_date_is_dropped(change: str) -> None:
     assert not fetcher._records
 
 
-async def test_a_poll_ends_with_its_timeout() -> None:
+async def test_poll_ends_with_its_timeout() -> None:
     """Nobody waits longer than that for something to be fetched."""
     assert await take_records(buffer_of(Fetcher()), 0.01, 1, MAX_POLL_BYTES, ReadState()) == {}
 
 
-async def test_a_response_is_let_go_of_when_it_is_read() -> None:
+async def test_response_is_let_go_of_when_it_is_read() -> None:
     """It does not wait for the garbage collector, which seldom looks where requests are served."""
     fetcher = Fetcher(one=batch(0, 2))
     response = weakref.ref(fetcher._records[ONE]._partition_records)
@@ -223,7 +221,7 @@ async def test_header_name_that_is_not_utf8_is_read_without_loss(codec: int) -> 
     assert not gaps
 
 
-async def test_such_a_name_behind_what_was_taken_repeats_nothing() -> None:
+async def test_such_name_behind_what_was_taken_repeats_nothing() -> None:
     """A batch is taken in parts; the careful parser goes on behind the last one."""
     records = [RawRecord(b"%d" % number) for number in range(6)]
     records.append(RawRecord(b"6", None, [(b"\xff", b"")]))
@@ -257,7 +255,7 @@ async def test_damaged_batch_is_fetched_again_before_it_is_passed_over() -> None
 
 
 @pytest.mark.parametrize("name", CODECS)
-async def test_batch_over_the_bound_is_passed_over_as_too_large(name: str) -> None:
+async def test_batch_over_bound_is_passed_over_as_too_large(name: str) -> None:
     """Those before and behind it are read."""
     bad = bytearray(bomb(CODECS[name], 3_000_000, 3))
     bad[:8] = (1).to_bytes(8, "big")
@@ -271,7 +269,7 @@ async def test_batch_over_the_bound_is_passed_over_as_too_large(name: str) -> No
 
 
 @pytest.mark.parametrize("name", CODECS)
-async def test_batch_within_the_bound_is_read_however_well_it_compresses(name: str) -> None:
+async def test_batch_within_bound_is_read_however_well_it_compresses(name: str) -> None:
     """The bound is for what comes of it, and not for the ratio."""
     found, gaps = await read_all(Fetcher(one=bomb(CODECS[name], 900_000, 3)), ReadState(1_000_000))
 
@@ -280,7 +278,7 @@ async def test_batch_within_the_bound_is_read_however_well_it_compresses(name: s
 
 
 @pytest.mark.parametrize("codec", [5, 6, 7])
-async def test_batch_of_an_unknown_compression_is_passed_over(codec: int) -> None:
+async def test_batch_of_unknown_compression_is_passed_over(codec: int) -> None:
     """It names what it got."""
     content = framed_batch(b"whatever", 3, codec) + batch(3, 1)
 
@@ -291,7 +289,7 @@ async def test_batch_of_an_unknown_compression_is_passed_over(codec: int) -> Non
     assert f"got {codec}" in gaps[0].reason
 
 
-async def test_batch_of_an_unknown_format_is_passed_over() -> None:
+async def test_batch_of_unknown_format_is_passed_over() -> None:
     """Up to the next batch."""
     unknown = bytearray(batch(0, 3))
     unknown[16] = 3
@@ -302,7 +300,7 @@ async def test_batch_of_an_unknown_format_is_passed_over() -> None:
     assert places(gaps) == [(0, 3, Code.INVALID_REQUEST)]
 
 
-async def test_records_before_a_damaged_one_are_read() -> None:
+async def test_records_before_damaged_one_are_read() -> None:
     """From there on nothing of the batch is, since nothing says where the next record begins."""
     good = raw_batch([RawRecord(b"1"), RawRecord(b"2"), RawRecord(b"3")])
     damaged = bytearray(good)
@@ -336,7 +334,7 @@ async def test_record_with_too_many_headers_is_passed_over_before_it_is_parsed()
     assert "got 300000" in gaps[0].reason
 
 
-async def test_poll_from_the_middle_of_a_batch_returns_the_records_from_there() -> None:
+async def test_poll_from_middle_of_batch_returns_records_from_there() -> None:
     """However many records stand before it, the first poll returns some: a reader that seeks before
     each of its polls would otherwise not get on.
     """
@@ -355,7 +353,7 @@ async def test_large_batch_is_read_from_its_middle() -> None:
     assert [each.offset for each in polled[ONE]] == [5]
 
 
-async def test_large_batch_is_read_as_a_small_one_is() -> None:
+async def test_large_batch_is_read_as_small_one_is() -> None:
     """Whatever its records hold, and in however many polls."""
     records = [
         RawRecord(bytes(300_000), b"k", [(b"a", b"1")] * 10),
@@ -371,7 +369,7 @@ async def test_large_batch_is_read_as_a_small_one_is() -> None:
     assert not gaps
 
 
-async def test_a_poll_is_limited_by_bytes() -> None:
+async def test_poll_is_limited_by_bytes() -> None:
     """The record that meets the limit is its last; the rest comes with the next ones."""
     content = raw_batch([RawRecord(bytes(400_000))] * 5)
     fetcher, state = Fetcher(one=content, two=content), ReadState()

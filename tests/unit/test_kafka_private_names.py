@@ -13,7 +13,7 @@ def test_pinned_release_has_every_private_name() -> None:
     check_names(PRIVATE_NAMES, WRITTEN_FOR)
 
 
-def test_release_without_a_private_name_is_refused_with_its_name() -> None:
+def test_release_without_private_name_is_refused_with_its_name() -> None:
     """The error names the attribute, the file and both releases."""
     with pytest.raises(
         ImportError,

@@ -34,7 +34,7 @@ def tries(backoff: ReconnectTimes, seconds: float) -> list[float]:
     return tried
 
 
-def test_pauses_double_up_to_a_second() -> None:
+def test_pauses_double_up_to_second() -> None:
     """They are those of Kafka's own clients."""
     pauses = [
         later - sooner for sooner, later in pairwise(tries(ReconnectTimes(BACKOFF, lambda: 0.5), 6))
@@ -85,7 +85,7 @@ class Away:
         raise ConnectionRefusedError(111, "refused")
 
 
-async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_do_not_storm_broker_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of twenty requests that two clients want to send to it at once, one leads to a try."""
     away = Away()
     patient = replace(TUNING.kafka, reconnect=Backoff(60.0, 60.0))  # whatever this machine does
@@ -101,7 +101,7 @@ async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.Mo
     assert away.tries == 1
 
 
-async def test_opening_waits_for_the_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_opening_waits_for_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has nobody else to ask waits, and is told in the end what is the matter."""
     away = Away()
     monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
@@ -115,9 +115,7 @@ async def test_opening_waits_for_the_pause_to_end(monkeypatch: pytest.MonkeyPatc
         await opening
 
 
-async def test_broker_that_accepts_and_never_answers_is_given_up_after_the_request_timeout() -> (
-    None
-):
+async def test_broker_that_accepts_and_never_answers_is_given_up_after_request_timeout() -> None:
     """A client whose own timeout is that of a JoinGroup does not wait for that long."""
     hung_up = asyncio.Event()
 

@@ -31,7 +31,7 @@ def test_more_members_than_partitions(assignor: Assignor) -> None:
 
 
 @pytest.mark.parametrize("assignor", [range_assignor, round_robin_assignor])
-def test_a_member_gets_only_what_it_subscribes_to(assignor: Assignor) -> None:
+def test_member_gets_only_what_it_subscribes_to(assignor: Assignor) -> None:
     """Different subscriptions in one group are respected."""
     shares = assignor({"a": ("x",), "b": ("x", "y")}, {"x": 2, "y": 1})
     assert {p.topic for p in shares["a"]} == {"x"}
@@ -39,12 +39,12 @@ def test_a_member_gets_only_what_it_subscribes_to(assignor: Assignor) -> None:
 
 
 @pytest.mark.parametrize("assignor", [range_assignor, round_robin_assignor])
-def test_a_topic_that_does_not_exist_gives_nothing(assignor: Assignor) -> None:
+def test_topic_that_does_not_exist_gives_nothing(assignor: Assignor) -> None:
     """A subscription may come before its topic."""
     assert assignor({"a": ("x",)}, {"x": 0}) == {"a": []}
 
 
-def test_range_shares_topics_of_the_same_size_alike() -> None:
+def test_range_shares_topics_of_same_size_alike() -> None:
     """Partition 3 of one topic goes where partition 3 of the other goes."""
     shares = range_assignor({"a": ("x", "y"), "b": ("x", "y")}, {"x": 4, "y": 4})
     assert shares["b"] == [TopicPartition(topic, number) for topic in "xy" for number in (2, 3)]

@@ -19,7 +19,7 @@ async def log() -> MemoryLog:
     return log
 
 
-async def test_reading_goes_over_a_gap(log: MemoryLog) -> None:
+async def test_reading_goes_over_gap(log: MemoryLog) -> None:
     """Offsets that markers took are not waited for."""
     async with log.reader([P0]) as reader:
         await write_to(log, P0, b"a")
@@ -28,7 +28,7 @@ async def test_reading_goes_over_a_gap(log: MemoryLog) -> None:
         assert [record.offset for record in await read(reader, 2)] == [0, 3]
 
 
-async def test_position_passes_a_gap_at_the_end(log: MemoryLog) -> None:
+async def test_position_passes_gap_at_end(log: MemoryLog) -> None:
     """Whoever reads up to an end offset gets there, though no record lies just below it."""
     await write_to(log, P0, b"a")
     log.faults.partitions.skip_offsets(P0, 2)

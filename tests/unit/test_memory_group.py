@@ -33,7 +33,7 @@ def _pair() -> tuple[Group, str, str]:
     return group, first, second
 
 
-def test_a_lone_member_has_it_all() -> None:
+def test_lone_member_has_it_all() -> None:
     """The first to join starts generation 1 at once."""
     group = _group()
     member = _join(group)
@@ -41,7 +41,7 @@ def test_a_lone_member_has_it_all() -> None:
     assert group.share(member) == {P0, P1}
 
 
-def test_a_second_member_waits_for_the_first() -> None:
+def test_second_member_waits_for_first() -> None:
     """Nobody gets a share until all have joined again."""
     group = _group()
     first, second = _join(group), _join(group)
@@ -50,7 +50,7 @@ def test_a_second_member_waits_for_the_first() -> None:
     assert group.generation == 1
 
 
-def test_all_joined_is_a_new_generation() -> None:
+def test_all_joined_is_new_generation() -> None:
     """Once all are there the shares are new, and nobody has to do anything."""
     group, first, second = _pair()
     assert (group.generation, group.deadline) == (2, None)
@@ -59,7 +59,7 @@ def test_all_joined_is_a_new_generation() -> None:
     assert not group.must_rejoin(first)
 
 
-def test_members_are_told_of_a_rebalance() -> None:
+def test_members_are_told_of_rebalance() -> None:
     """A join notifies those who were there, and its completion notifies all."""
     group = _group()
     calls: list[str] = []
@@ -82,7 +82,7 @@ def test_who_does_not_rejoin_in_time_is_evicted() -> None:
     assert group.share(second) == {P0, P1}
 
 
-def test_an_evicted_member_comes_back_under_a_new_id() -> None:
+def test_evicted_member_comes_back_under_new_id() -> None:
     """Its old membership is over for good."""
     group, first, _ = _pair()
     group.evict(first, 0.0)
@@ -90,7 +90,7 @@ def test_an_evicted_member_comes_back_under_a_new_id() -> None:
     assert _join(group, first) != first
 
 
-def test_leaving_makes_the_others_rebalance() -> None:
+def test_leaving_makes_others_rebalance() -> None:
     """And the one that is left gets all."""
     group, first, second = _pair()
     group.leave(first, 0.0)
@@ -99,7 +99,7 @@ def test_leaving_makes_the_others_rebalance() -> None:
     assert group.share(second) == {P0, P1}
 
 
-def test_leaving_in_a_rebalance_completes_it() -> None:
+def test_leaving_in_rebalance_completes_it() -> None:
     """Those who wait do not wait for one that has gone."""
     group = _group()
     first, second = _join(group), _join(group)
@@ -107,7 +107,7 @@ def test_leaving_in_a_rebalance_completes_it() -> None:
     assert group.share(second) == {P0, P1}
 
 
-def test_an_empty_group_keeps_its_commits() -> None:
+def test_empty_group_keeps_its_commits() -> None:
     """The last one to leave takes nothing away."""
     group = _group()
     member = _join(group)
@@ -116,7 +116,7 @@ def test_an_empty_group_keeps_its_commits() -> None:
     assert (group.members, group.committed) == ((), {P0: Committed(7)})
 
 
-def test_a_commit_during_revocation_counts() -> None:
+def test_commit_during_revocation_counts() -> None:
     """A rebalance has begun, and the member has not joined it yet."""
     group = _group()
     first = _join(group)
@@ -125,7 +125,7 @@ def test_a_commit_during_revocation_counts() -> None:
     assert group.committed == {P1: Committed(3)}
 
 
-def test_a_commit_after_joining_again_is_fenced() -> None:
+def test_commit_after_joining_again_is_fenced() -> None:
     """What a member gave up it cannot commit."""
     group, first, _ = _pair()
     group.rebalance(0.0)
@@ -134,7 +134,7 @@ def test_a_commit_after_joining_again_is_fenced() -> None:
         group.commit(first, 2, {P0: Committed(1)}, 0.0)
 
 
-def test_a_commit_of_an_old_generation_is_fenced() -> None:
+def test_commit_of_old_generation_is_fenced() -> None:
     """Even where the partition came back to the same member."""
     group = _group()
     member = _join(group)
@@ -144,7 +144,7 @@ def test_a_commit_of_an_old_generation_is_fenced() -> None:
         group.commit(member, 1, {P0: Committed(1)}, 0.0)
 
 
-def test_a_commit_of_an_evicted_member_is_fenced() -> None:
+def test_commit_of_evicted_member_is_fenced() -> None:
     """Its session is lost, and the error says so."""
     group, first, _ = _pair()
     group.evict(first, 0.0)
@@ -152,7 +152,7 @@ def test_a_commit_of_an_evicted_member_is_fenced() -> None:
         group.commit(first, 2, {P0: Committed(1)}, 0.0)
 
 
-def test_a_commit_after_the_rebalance_timeout_is_fenced() -> None:
+def test_commit_after_rebalance_timeout_is_fenced() -> None:
     """A drain that takes too long is too late, although nobody has noticed yet."""
     group = _group()
     first = _join(group)
@@ -161,7 +161,7 @@ def test_a_commit_after_the_rebalance_timeout_is_fenced() -> None:
         group.commit(first, 1, {P0: Committed(1)}, TIMEOUT_S)
 
 
-def test_a_commit_of_another_members_partition_is_fenced() -> None:
+def test_commit_of_another_members_partition_is_fenced() -> None:
     """And nothing of it is kept, the own partitions included."""
     group, first, _ = _pair()
     with pytest.raises(Fenced, match="t/1"):
@@ -169,7 +169,7 @@ def test_a_commit_of_another_members_partition_is_fenced() -> None:
     assert group.committed == {}
 
 
-def test_a_new_topic_rebalances_its_subscribers() -> None:
+def test_new_topic_rebalances_its_subscribers() -> None:
     """A subscription to a topic that did not exist comes true when it does."""
     counts: dict[str, int] = {}
     group = Group(lambda topic: counts.get(topic, 0), range_assignor, TIMEOUT_S)

@@ -33,12 +33,12 @@ def test_offsets_count_from_zero() -> None:
     assert (partition.begin, partition.end) == (0, 3)
 
 
-def test_a_read_begins_anywhere_and_is_bounded() -> None:
+def test_read_begins_anywhere_and_is_bounded() -> None:
     """Reading starts at the offset asked for and gives no more than asked for."""
     assert _offsets(_partition(10), 4, 3) == [4, 5, 6]
 
 
-def test_a_gap_is_read_over() -> None:
+def test_gap_is_read_over() -> None:
     """An offset that holds no record gives the next one that does."""
     partition = _partition(2)
     partition.skip(3)
@@ -47,7 +47,7 @@ def test_a_gap_is_read_over() -> None:
     assert _offsets(partition, 3) == [5, 6]
 
 
-def test_a_gap_at_the_end_is_empty() -> None:
+def test_gap_at_end_is_empty() -> None:
     """Offsets used up by markers count in the end, and hold nothing."""
     partition = _partition(2)
     partition.skip(1)
@@ -55,7 +55,7 @@ def test_a_gap_at_the_end_is_empty() -> None:
     assert _offsets(partition, 2) == []
 
 
-def test_a_trim_moves_the_beginning() -> None:
+def test_trim_moves_beginning() -> None:
     """What lies below is gone, the rest keeps its offsets."""
     partition = _partition(10)
     partition.trim(4)
@@ -63,7 +63,7 @@ def test_a_trim_moves_the_beginning() -> None:
     assert _offsets(partition, 4) == [4, 5, 6, 7, 8, 9]
 
 
-def test_a_small_trim_of_many() -> None:
+def test_small_trim_of_many() -> None:
     """Where only few are dropped, reading still begins at the right record."""
     partition = _partition(100)
     partition.trim(3)
@@ -71,7 +71,7 @@ def test_a_small_trim_of_many() -> None:
     assert _offsets(partition, 5, 2) == [5, 6]
 
 
-def test_a_trim_of_everything() -> None:
+def test_trim_of_everything() -> None:
     """An emptied partition goes on counting."""
     partition = _partition(5)
     partition.trim(5)
@@ -80,7 +80,7 @@ def test_a_trim_of_everything() -> None:
     assert _offsets(partition, 5) == [5]
 
 
-def test_a_trim_does_not_go_back() -> None:
+def test_trim_does_not_go_back() -> None:
     """An offset below the beginning changes nothing."""
     partition = _partition(5)
     partition.trim(3)
@@ -88,13 +88,13 @@ def test_a_trim_does_not_go_back() -> None:
     assert partition.begin == 3
 
 
-def test_a_trim_beyond_the_end_is_refused() -> None:
+def test_trim_beyond_end_is_refused() -> None:
     """As Kafka refuses it."""
     with pytest.raises(ValueError, match="up to 5, got 6"):
         _partition(5).trim(6)
 
 
-def test_retention_drops_the_oldest() -> None:
+def test_retention_drops_oldest() -> None:
     """What is held stays within the bound, whatever was written."""
     partition = Partition(NAME, retention_bytes=100_000)
     for _ in range(100):
@@ -104,7 +104,7 @@ def test_retention_drops_the_oldest() -> None:
     assert _offsets(partition, partition.begin)[0] == partition.begin
 
 
-def test_retention_keeps_the_newest_record() -> None:
+def test_retention_keeps_newest_record() -> None:
     """A record larger than the bound is still there to be read."""
     partition = Partition(NAME, retention_bytes=1000)
     _append(partition, 1)
@@ -128,7 +128,7 @@ def test_what_is_held_is_counted() -> None:
     assert partition.held_bytes == 0
 
 
-def test_a_time_is_found_behind_later_timestamps() -> None:
+def test_time_is_found_behind_later_timestamps() -> None:
     """Timestamps need not ascend: the first record at or after the time counts."""
     partition = _partition()
     records = [NewRecord(None, b"v", (), at) for at in (10, 50, 20, 60)]
@@ -136,7 +136,7 @@ def test_a_time_is_found_behind_later_timestamps() -> None:
     assert [partition.offset_at(at) for at in (0, 20, 55, 61)] == [0, 1, 3, None]
 
 
-def test_a_trimmed_record_is_not_found_by_time() -> None:
+def test_trimmed_record_is_not_found_by_time() -> None:
     """Only what can be read counts."""
     partition = _partition(10)
     partition.trim(2)

@@ -53,7 +53,7 @@ def test_lag_and_what_of_it_is_unanswered(
     ],
     ids=["nothing", "no-ranges", "runs", "bitmap", "unreadable"],
 )
-def test_the_form_of_the_metadata(committed: Committed | None, form: str) -> None:
+def test_form_of_metadata(committed: Committed | None, form: str) -> None:
     """It is told by name, and what cannot be read is no error of the reading."""
     found = PartitionOffsets(0, 0, 200, committed, readable_progress(committed))
     assert found.form == form
@@ -73,12 +73,12 @@ def test_the_form_of_the_metadata(committed: Committed | None, form: str) -> Non
         (40, AckedOffsets(40)),
     ],
 )
-def test_a_base_that_moves(base: int, after: AckedOffsets) -> None:
+def test_base_that_moves(base: int, after: AckedOffsets) -> None:
     """Forward the ranges above it stay, and close up with it; backward none do."""
     assert moved(AckedOffsets(10, RANGES), base) == after
 
 
-def test_a_base_where_nothing_was_committed() -> None:
+def test_base_where_nothing_was_committed() -> None:
     """There is nothing to keep."""
     assert moved(None, 7) == AckedOffsets(7)
 
@@ -87,7 +87,7 @@ def test_a_base_where_nothing_was_committed() -> None:
     ("base", "skips", "repeats"),
     [(0, 0, 23), (10, 0, 0), (11, 1, 0), (20, 7, 0), (40, 17, 0)],
 )
-def test_what_a_reset_passes_over_and_repeats(base: int, skips: int, repeats: int) -> None:
+def test_what_reset_passes_over_and_repeats(base: int, skips: int, repeats: int) -> None:
     """Offsets that nobody will answer, and those that will be answered once more."""
     before = state(10, RANGES)
     planned = Reset(before, moved(before.progress, base))

@@ -8,7 +8,7 @@ from headrace.runtime.log_factory import open_log
 from headrace.topics import Topic
 
 
-async def test_embedded_log_has_the_topics() -> None:
+async def test_embedded_log_has_topics() -> None:
     """Without a broker a log with all topics, as planned, is opened."""
     settings = make_settings({"topics": {"partitions": 2}})
     async with open_log(settings) as log:
@@ -17,14 +17,14 @@ async def test_embedded_log_has_the_topics() -> None:
     assert None not in found.values()
 
 
-async def test_each_embedded_log_is_a_new_one() -> None:
+async def test_each_embedded_log_is_new_one() -> None:
     """Two embedded logs share nothing."""
     settings = make_settings({})
     async with open_log(settings) as one, open_log(settings) as other:
         assert one is not other
 
 
-async def test_kafka_is_opened_without_asking_a_broker() -> None:
+async def test_kafka_is_opened_without_asking_broker() -> None:
     """With brokers configured nothing is sent before the log is used."""
     settings = make_settings({"kafka": {"bootstrap_servers": "127.0.0.1:1"}})
     async with open_log(settings) as log:

@@ -24,6 +24,6 @@ def test_hash_is_kafkas(key: bytes, signed: int) -> None:
 
 
 @pytest.mark.parametrize("key", [b"", b"x", b"patient-17", bytes(range(256))])
-def test_partition_is_within_the_topic(key: bytes) -> None:
+def test_partition_is_within_topic(key: bytes) -> None:
     """Every key, the empty one too, has one of the topic's partitions."""
     assert 0 <= partition_for_key(key, 7) < 7

@@ -43,13 +43,13 @@ def resolve(reference: str) -> Any:
     return found
 
 
-def test_the_files_are_what_the_code_says() -> None:
+def test_files_are_what_code_says() -> None:
     """A change of a type shows in the schemas; golden samples are written and read as ever."""
     assert list(faults(DIRECTORY)) == []
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_is_valid_json_schema(name: str) -> None:
+def test_schema_is_valid_json_schema(name: str) -> None:
     """By the dialect that it names."""
     schema = json.loads((DIRECTORY / f"{name}.schema.json").read_text(encoding="utf-8"))
 
@@ -57,7 +57,7 @@ def test_a_schema_is_valid_json_schema(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_golden_sample_fits_its_schema(name: str) -> None:
+def test_golden_sample_fits_its_schema(name: str) -> None:
     """Types in code and schemas in files say the same."""
     sample = SAMPLES[name]
     schema = json.loads((DIRECTORY / f"{sample.schema}.schema.json").read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def test_every_reference_leads_somewhere() -> None:
     assert all(resolve(reference) for reference in references)
 
 
-def test_asyncapi_has_the_parts_that_its_specification_wants() -> None:
+def test_asyncapi_has_parts_that_its_specification_wants() -> None:
     """Version, title, and for operations an action and a channel of the document."""
     assert re.fullmatch(r"3\.0\.\d+", ASYNCAPI["asyncapi"])
     assert {"title", "version"} <= ASYNCAPI["info"].keys()
@@ -93,7 +93,7 @@ def test_names_in_asyncapi_are_keys_that_its_specification_allows() -> None:
         assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in group)
 
 
-def test_every_topic_is_a_channel_with_parameters_for_its_address() -> None:
+def test_every_topic_is_channel_with_parameters_for_its_address() -> None:
     """The map of topics in the code is the map in the document."""
     addresses = {channel["address"] for channel in ASYNCAPI["channels"].values()}
 
@@ -103,7 +103,7 @@ def test_every_topic_is_a_channel_with_parameters_for_its_address() -> None:
         assert channel["messages"]
 
 
-def test_every_reader_and_writer_is_an_operation() -> None:
+def test_every_reader_and_writer_is_operation() -> None:
     """Stages receive what they read and send what they write."""
     operations = ASYNCAPI["operations"]
 
@@ -111,7 +111,7 @@ def test_every_reader_and_writer_is_an_operation() -> None:
 
 
 @pytest.mark.parametrize("damage", ["edited", "unreadable", "missing", "unknown", "misdescribed"])
-def test_a_golden_sample_that_is_not_as_it_was_is_found(tmp_path: Path, damage: str) -> None:
+def test_golden_sample_that_is_not_as_it_was_is_found(tmp_path: Path, damage: str) -> None:
     """Whatever happened to it."""
     write(tmp_path)
     path = tmp_path / "golden" / "request-msgpack-fp32.bin"
@@ -141,7 +141,7 @@ def test_writing_again_edits_no_golden_sample(tmp_path: Path) -> None:
     assert path.read_bytes() == b"older"
 
 
-def test_a_stale_schema_is_found_and_mended(tmp_path: Path) -> None:
+def test_stale_schema_is_found_and_mended(tmp_path: Path) -> None:
     """Schemas follow the code."""
     write(tmp_path)
     path = tmp_path / "item-record.schema.json"

@@ -34,7 +34,7 @@ async def test_context_lasts_until_its_tasks_have_ended() -> None:
     assert ended == ["later"]
 
 
-async def test_caller_sees_only_the_error_that_ended_the_stage() -> None:
+async def test_caller_sees_only_error_that_ended_stage() -> None:
     """Work that another task starts after a failure is dropped; the failure is raised once."""
     tasks = StageTasks()
     started: list[bool] = []
@@ -66,7 +66,7 @@ async def test_caller_sees_only_the_error_that_ended_the_stage() -> None:
     assert not raised.group_contains(RuntimeError)
 
 
-async def test_work_started_after_a_cancellation_is_dropped() -> None:
+async def test_work_started_after_cancellation_is_dropped() -> None:
     """The callers are cancelled too, some turns later."""
     tasks = StageTasks()
 

@@ -65,14 +65,14 @@ def refusal(datatype: str, shape: list[int], content: bytes) -> str:
         ("UINT8", [1] * 17, 1, "inputs[0].shape: expected at most 16 dimensions, got 17"),
     ],
 )
-def test_a_shape_that_does_not_fit_is_refused(
+def test_shape_that_does_not_fit_is_refused(
     datatype: str, shape: list[int], size: int, message: str
 ) -> None:
     """The message says what was expected, what came, and where."""
     assert refusal(datatype, shape, bytes(size)) == message
 
 
-def test_an_unknown_datatype_is_refused_with_those_there_are() -> None:
+def test_unknown_datatype_is_refused_with_those_there_are() -> None:
     """The message lists the protocol's datatypes."""
     message = refusal("FLOAT", [1], bytes(4))
 
@@ -113,7 +113,7 @@ def test_bytes_whose_lengths_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("shape", [[0], [0, 64], [3, 0], []])
-def test_an_empty_tensor_and_a_scalar_are_possible(shape: list[int]) -> None:
+def test_empty_tensor_and_scalar_are_possible(shape: list[int]) -> None:
     """Whether a batch may be empty is for the model's signature to say."""
     count = check_shape("FP32", shape, "inputs[0]")
     array = to_array(Tensor("x", "FP32", tuple(shape), bytes(4 * count)))
@@ -122,7 +122,7 @@ def test_an_empty_tensor_and_a_scalar_are_possible(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("datatype", FIXED)
-def test_an_array_is_a_view_of_the_bytes(datatype: str) -> None:
+def test_array_is_view_of_bytes(datatype: str) -> None:
     """No copy is made of a tensor of fixed size, in either direction."""
     content = bytes(6 * DATATYPES[datatype].itemsize)
 
@@ -158,7 +158,7 @@ def test_bfloat16_travels_as_bf16() -> None:
 @pytest.mark.parametrize(
     "dtype", [ml_dtypes.float8_e4m3fn, np.complex64, "datetime64[s]", "V2", [("a", "<f4")]]
 )
-def test_a_dtype_without_a_name_in_the_protocol_is_refused(dtype: Any) -> None:
+def test_dtype_without_name_in_protocol_is_refused(dtype: Any) -> None:
     """The message names the dtype."""
     array = np.zeros(1, dtype=dtype)
 
@@ -166,7 +166,7 @@ def test_a_dtype_without_a_name_in_the_protocol_is_refused(dtype: Any) -> None:
         from_array("x", array)
 
 
-def test_an_equal_dtype_of_another_c_type_is_known() -> None:
+def test_equal_dtype_of_another_c_type_is_known() -> None:
     """`long long` and `long` are two types in NumPy and one in the protocol."""
     assert datatype_of(np.dtype(np.longlong)).name == "INT64"
 
@@ -193,13 +193,13 @@ def test_elements_have_little_endian_lengths() -> None:
     assert join_elements(["é"]) == struct.pack("<I", 2) + "é".encode()
 
 
-def test_an_object_array_of_something_else_is_refused() -> None:
+def test_object_array_of_something_else_is_refused() -> None:
     """The message says which element, and what it is."""
     with pytest.raises(Rejected, match=r"x\[1\]: expected bytes or str .*, got int"):
         from_array("x", np.array(["a", 1], dtype=object))
 
 
-def test_rows_are_a_view_of_the_batch() -> None:
+def test_rows_are_view_of_batch() -> None:
     """Splitting an output copies nothing."""
     batch = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -219,7 +219,7 @@ def test_rows_are_a_view_of_the_batch() -> None:
         np.array(["a", "bc", "", "d"], dtype=object),
     ],
 )
-def test_a_batch_is_split_into_the_tensors_of_its_requests(batch: Any) -> None:
+def test_batch_is_split_into_tensors_of_its_requests(batch: Any) -> None:
     """Each gets the bytes of its slice; rows beyond are padding."""
     parts = split_rows("y", batch, [1, 2])
 
@@ -228,13 +228,13 @@ def test_a_batch_is_split_into_the_tensors_of_its_requests(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [np.zeros((2, 3), np.float32), np.zeros((), np.float32)])
-def test_a_batch_of_too_few_rows_is_no_batch(batch: Any) -> None:
+def test_batch_of_too_few_rows_is_no_batch(batch: Any) -> None:
     """The model has broken its promise; nobody gets another's rows."""
     with pytest.raises(ValueError, match="y: expected 3 rows"):
         split_rows("y", batch, [1, 2])
 
 
-def test_the_largest_rank_is_possible() -> None:
+def test_largest_rank_is_possible() -> None:
     """`MAX_RANK` itself is within the limit."""
     shape = [1] * MAX_RANK
 

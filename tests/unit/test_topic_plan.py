@@ -37,7 +37,7 @@ def test_topics_as_planned_have_no_faults() -> None:
     assert compare(plan_topics(settings), existing_as_planned(settings)) == []
 
 
-def test_plan_follows_the_settings() -> None:
+def test_plan_follows_settings() -> None:
     """Partitions, names, retention and sizes come from the settings."""
     settings = make_settings(
         {
@@ -92,7 +92,7 @@ def test_partitions_unlike_those_of_requests_block(topic: Topic) -> None:
     )
 
 
-def test_partitions_are_measured_against_the_requests_that_exist() -> None:
+def test_partitions_are_measured_against_requests_that_exist() -> None:
     """When requests has more partitions than the settings say, items and results must follow."""
     settings = make_settings({})
     existing = {
@@ -134,7 +134,7 @@ def test_compacted_requests_block() -> None:
         ("segment.ms", "1000", 0),
     ],
 )
-def test_settings_of_a_topic_may_be_more_generous(name: str, value: str, faults: int) -> None:
+def test_settings_of_topic_may_be_more_generous(name: str, value: str, faults: int) -> None:
     """More retention and larger records are no fault, less is one that does not block."""
     settings = make_settings({})
     found = compare(plan_topics(settings), changed(settings, Topic.ITEMS, config={name: value}))
@@ -170,7 +170,7 @@ def test_only_needed_topics_must_exist() -> None:
         ),
     ],
 )
-def test_topics_in_use_are_those_that_leave_the_process(
+def test_topics_in_use_are_those_that_leave_process(
     stages: tuple[Stage, ...], topics: set[Topic]
 ) -> None:
     """Between two stages of one process there is no topic."""

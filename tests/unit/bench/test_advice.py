@@ -56,14 +56,14 @@ def test_json_is_pointed_out() -> None:
 
 
 @pytest.mark.parametrize(("rows", "word"), [(8.0, "larger max_batch_size"), (3.0, "3.0")])
-def test_advice_on_computing_looks_at_the_batches(rows: float, word: str) -> None:
+def test_advice_on_computing_looks_at_batches(rows: float, word: str) -> None:
     """Full batches may grow; others are not held back by their limit."""
     (advice,) = advise(BOUND._replace(computing=0.95, rows_per_batch=rows))
 
     assert word in advice.sentence
 
 
-def test_the_largest_part_is_named_where_nothing_binds() -> None:
+def test_largest_part_is_named_where_nothing_binds() -> None:
     """Of the four that make up a request's time."""
     (advice,) = advise(BOUND._replace(offered_per_s=1000.0, outside_s=1.0))
 

@@ -36,7 +36,7 @@ def test_arrivals_end() -> None:
 
 
 @pytest.mark.parametrize("per_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_rate_is_a_positive_number(per_s: float) -> None:
+def test_rate_is_positive_number(per_s: float) -> None:
     """Anything else is refused with what came."""
     with pytest.raises(ValueError, match="expected a positive number"):
         PoissonArrivals(per_s, 1.0)

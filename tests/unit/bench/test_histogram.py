@@ -16,7 +16,7 @@ def histogram(*times_s: float) -> Histogram:
 
 
 @pytest.mark.parametrize("percent", [1, 50, 90, 99, 99.9, 100])
-def test_percentiles_are_right_within_half_a_percent(percent: float) -> None:
+def test_percentiles_are_right_within_half_percent(percent: float) -> None:
     """Over four decades of times, as NumPy has them."""
     times_s = 10.0 ** np.random.default_rng(0).uniform(-5, -1, 20_000)
     found = histogram(*times_s)
@@ -25,12 +25,12 @@ def test_percentiles_are_right_within_half_a_percent(percent: float) -> None:
     assert found.percentile_s(percent) == pytest.approx(wanted, rel=0.005)
 
 
-def test_no_percentile_is_above_the_highest_time() -> None:
+def test_no_percentile_is_above_highest_time() -> None:
     """Though its bucket reaches further."""
     assert histogram(0.0123).percentile_s(99.9) <= 0.0123
 
 
-def test_what_lies_outside_counts_at_the_ends() -> None:
+def test_what_lies_outside_counts_at_ends() -> None:
     """Times of nothing, and of ages."""
     found = histogram(0.0, -1.0, 2 * HIGHEST_S)
 
@@ -50,7 +50,7 @@ def test_bars_have_every_time_once() -> None:
     assert bars[-1][1] == 1
 
 
-def test_an_empty_histogram_has_nothing_to_say() -> None:
+def test_empty_histogram_has_nothing_to_say() -> None:
     """No bars, and zeros."""
     assert list(Histogram().bars()) == []
     assert (Histogram().percentile_s(99), Histogram().mean_s) == (0.0, 0.0)

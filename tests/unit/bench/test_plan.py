@@ -39,7 +39,7 @@ def test_work_of_brokers_takes_brokers() -> None:
     assert plan_resources(ONE._replace(broker_us=1_000.0), 100_000).brokers == 54
 
 
-def test_each_gpu_has_an_executor() -> None:
+def test_each_gpu_has_executor() -> None:
     """Five GPUs at 70 % for 20,000 requests a second, and a process for each."""
     found = plan_resources(ONE._replace(gpu=Gpu("a model", 6_000.0)), 20_000)
 

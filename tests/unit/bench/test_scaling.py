@@ -8,7 +8,7 @@ from benchmarks.scaling import simulate
 
 
 @pytest.mark.parametrize("utilisation", [0.3, 0.5, 0.7, 0.8])
-def test_the_mean_wait_is_that_of_the_closed_form(utilisation: float) -> None:
+def test_mean_wait_is_that_of_closed_form(utilisation: float) -> None:
     """One server, constant service time: half of utilisation / (1 - utilisation)."""
     found = simulate(1, utilisation, keyed=False)
 

@@ -30,7 +30,7 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     sys.setswitchinterval(before)
 
 
-def test_a_demo_that_went_well_exits_with_0(call: Call, tally: Tally) -> None:
+def test_demo_that_went_well_exits_with_0(call: Call, tally: Tally) -> None:
     """The summary is on stdout, words about the run on stderr."""
     count(tally, question(), answer())
     ended = call("demo", "--seconds", "3")
@@ -38,7 +38,7 @@ def test_a_demo_that_went_well_exits_with_0(call: Call, tally: Tally) -> None:
     assert "Every request was answered once" in ended.stdout
 
 
-def test_a_demo_with_a_missing_answer_exits_with_1(call: Call, tally: Tally) -> None:
+def test_demo_with_missing_answer_exits_with_1(call: Call, tally: Tally) -> None:
     """What is wrong is in the summary."""
     tally.send(question())
     ended = call("demo", "--kafka")
@@ -46,7 +46,7 @@ def test_a_demo_with_a_missing_answer_exits_with_1(call: Call, tally: Tally) -> 
     assert "requests without an answer: 1" in ended.stdout
 
 
-def test_a_demo_of_no_time_is_refused(call: Call) -> None:
+def test_demo_of_no_time_is_refused(call: Call) -> None:
     """Less than a second is a wrong call."""
     assert call("demo", "--seconds", "0").exit_code == 2
 

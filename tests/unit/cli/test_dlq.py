@@ -19,7 +19,7 @@ from tests.support.command_line import Call
     ("text", "place"),
     [("1/7", Position(None, 1, 7)), ("a.dead-letters/0/12", Position("a.dead-letters", 0, 12))],
 )
-def test_a_place_is_read_with_and_without_its_topic(text: str, place: Position) -> None:
+def test_place_is_read_with_and_without_its_topic(text: str, place: Position) -> None:
     """As lists print it."""
     assert PLACE.convert(text, None, None) == place
 
@@ -35,12 +35,12 @@ def test_what_is_no_place_is_refused(text: str) -> None:
     "text",
     ["1769860800000", "2026-01-31T12:00:00Z", "2026-01-31T13:00+01:00", "2026-01-31T12:00:00"],
 )
-def test_a_time_is_read_in_its_forms(text: str) -> None:
+def test_time_is_read_in_its_forms(text: str) -> None:
     """Without a zone it is UTC."""
     assert WHEN.convert(text, None, None) == 1_769_860_800_000
 
 
-def test_a_duration_is_a_time_ago() -> None:
+def test_duration_is_time_ago() -> None:
     """Of seconds, minutes, hours or days."""
     then = datetime.fromtimestamp(WHEN.convert("2h", None, None) / 1000, UTC)
 
@@ -53,7 +53,7 @@ def test_what_is_no_time_is_refused() -> None:
         WHEN.convert("yesterday", None, None)
 
 
-def test_a_list_has_columns_that_fit() -> None:
+def test_list_has_columns_that_fit() -> None:
     """Long messages are cut, line breaks taken out."""
     row = {
         "letter": "t/0/1",
@@ -72,7 +72,7 @@ def test_a_list_has_columns_that_fit() -> None:
     assert line.endswith("yes       first second " + "x" * 46 + "…")
 
 
-def test_control_characters_in_a_list_are_escaped() -> None:
+def test_control_characters_in_list_are_escaped() -> None:
     """A caller's model name or message must not move the cursor."""
     names = ("letter", "time", "code", "model", "stage", "attempt", "redriven", "message")
 
@@ -81,7 +81,7 @@ def test_control_characters_in_a_list_are_escaped() -> None:
     assert line.split("  ") == [r"a\x1b[2Jb"] * len(names)
 
 
-def test_newest_letters_are_kept_in_the_order_of_time() -> None:
+def test_newest_letters_are_kept_in_order_of_time() -> None:
     """Whatever the order in which their partitions are read."""
     newest = Newest(3)
     for time_ms in (50, 10, 40, 20, 50):
@@ -97,7 +97,7 @@ def test_letters_are_counted_by_code() -> None:
     assert line == "4 dead letters: TOO_LARGE 3, INVALID_TENSOR 1; 2 not shown"
 
 
-def test_a_redrive_says_all_that_became_of_the_letters() -> None:
+def test_redrive_says_all_that_became_of_letters() -> None:
     """Nothing that was left out goes unsaid."""
     tally = RedriveResult(Counter(TOO_LARGE=2), 1, 3, 2, [(RecordIdentity("t", 0, 4), "too large")])
 
@@ -110,7 +110,7 @@ def test_a_redrive_says_all_that_became_of_the_letters() -> None:
     ]
 
 
-def test_without_a_broker_there_are_no_dead_letters(call: Call) -> None:
+def test_without_broker_there_are_no_dead_letters(call: Call) -> None:
     """The embedded log's end with its process, which is told."""
     result = call("dlq", "list")
 
@@ -118,7 +118,7 @@ def test_without_a_broker_there_are_no_dead_letters(call: Call) -> None:
     assert "kafka.bootstrap_servers" in result.stderr
 
 
-def test_a_letter_of_another_topic_is_refused(call: Call) -> None:
+def test_letter_of_another_topic_is_refused(call: Call) -> None:
     """Its offset would mean another letter here."""
     result = call("dlq", "show", "other/0/1")
 

@@ -63,7 +63,7 @@ def test_unknown_command_is_wrong_usage(call: Call) -> None:
     assert "No such command 'serve'" in result.stderr
 
 
-def test_wrong_settings_are_told_a_line_each(call: Call, tmp_path: Path) -> None:
+def test_wrong_settings_are_told_line_each(call: Call, tmp_path: Path) -> None:
     """All faults of a settings file come at once, without a traceback, with exit code 2."""
     path = tmp_path / "wrong.toml"
     path.write_text("[topics]\npartitions = 0\nreplicas = 3\n")
@@ -82,7 +82,7 @@ def test_missing_settings_file_is_told(call: Call) -> None:
     assert result.stderr == "headrace: nowhere.toml: No such file or directory\n"
 
 
-def test_settings_file_may_come_from_the_environment(
+def test_settings_file_may_come_from_environment(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`HEADRACE_CONFIG` stands in for `--config`."""
@@ -100,7 +100,7 @@ def test_settings_file_may_come_from_the_environment(
         ("topics", "describe", "--json", "--config", "other.toml"),
     ],
 )
-def test_settings_file_may_be_named_before_or_after_a_command(
+def test_settings_file_may_be_named_before_or_after_command(
     call: Call, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     """Where a person happens to write it."""
@@ -112,14 +112,14 @@ def test_settings_file_may_be_named_before_or_after_a_command(
     assert '"topic": "other.requests"' in result.stdout
 
 
-def test_debug_may_come_after_a_command(call: Call, tmp_path: Path) -> None:
+def test_debug_may_come_after_command(call: Call, tmp_path: Path) -> None:
     """It shows the traceback there, too."""
     result = call("infer", "digits", "--input", "x=1", "--config", "none.toml", "--debug")
     assert result.exit_code == Exit.USAGE
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_interrupted_command_has_an_exit_code_of_its_own(
+def test_interrupted_command_has_exit_code_of_its_own(
     call: Call, failing: pytest.MonkeyPatch
 ) -> None:
     """That of a shell's SIGINT, and a line of words."""
@@ -128,7 +128,7 @@ def test_interrupted_command_has_an_exit_code_of_its_own(
     assert (result.exit_code, result.stderr) == (130, "headrace: interrupted\n")
 
 
-def test_package_is_a_command() -> None:
+def test_package_is_command() -> None:
     """`python -m headrace`, where the script is not on the path."""
     result = subprocess.run(
         [sys.executable, "-m", "headrace", "--version"], capture_output=True, text=True, check=True
@@ -136,7 +136,7 @@ def test_package_is_a_command() -> None:
     assert result.stdout == f"headrace {__version__}\n"
 
 
-def test_help_of_a_command_needs_no_settings(call: Call) -> None:
+def test_help_of_command_needs_no_settings(call: Call) -> None:
     """A broken settings file does not stand in the way of help."""
     assert call("--config", "nowhere.toml", "topics", "check", "--help").exit_code == 0
 
@@ -149,16 +149,14 @@ def test_error_raised_on_purpose_is_one_line(call: Call, failing: pytest.MonkeyP
     assert result.stderr == "headrace: TOO_LARGE: expected less\n"
 
 
-def test_control_characters_in_an_error_are_escaped(
-    call: Call, failing: pytest.MonkeyPatch
-) -> None:
+def test_control_characters_in_error_are_escaped(call: Call, failing: pytest.MonkeyPatch) -> None:
     """An error may quote a caller; a terminal must not obey it."""
     make_doctor_raise(failing, Rejected(Code.TOO_LARGE, "got \x1b]52;c;aGk=\x07 \u202e\udce9"))
     result = call("doctor")
     assert result.stderr == "headrace: TOO_LARGE: got \\x1b]52;c;aGk=\\x07 \\u202e\\udce9\n"
 
 
-def test_debug_shows_the_traceback(call: Call, failing: pytest.MonkeyPatch) -> None:
+def test_debug_shows_traceback(call: Call, failing: pytest.MonkeyPatch) -> None:
     """With `--debug` the traceback comes before the line, and the exit code stays."""
     make_doctor_raise(failing, ConfigurationError("wrong"))
     result = call("--debug", "doctor")
@@ -167,7 +165,7 @@ def test_debug_shows_the_traceback(call: Call, failing: pytest.MonkeyPatch) -> N
     assert result.stderr.endswith("headrace: wrong\n")
 
 
-def test_errors_in_a_group_are_told_once_each() -> None:
+def test_errors_in_group_are_told_once_each() -> None:
     """What several tasks raise together is told line by line, the same cause once."""
     group = ExceptionGroup(
         "tasks", [Retriable("no broker"), ExceptionGroup("more", [Retriable("no broker")])]
@@ -175,7 +173,7 @@ def test_errors_in_a_group_are_told_once_each() -> None:
     assert explain(group) == (Exit.FAILED, ["no broker"])
 
 
-def test_wrong_settings_among_others_decide_the_exit_code() -> None:
+def test_wrong_settings_among_others_decide_exit_code() -> None:
     """A configuration error in a group makes the exit code 2."""
     group = ExceptionGroup("tasks", [Retriable("late"), ConfigurationError("wrong")])
     assert explain(group) == (Exit.USAGE, ["late", "wrong"])

@@ -77,7 +77,7 @@ def test_outputs_are_shown_with_datatype_and_shape(call: Call, client: ScriptedC
     assert result.stdout.splitlines()[0] == "scores FP32 [1, 2] [[0.5, nan]]"
 
 
-def test_json_is_that_of_the_protocol(call: Call, client: ScriptedClient) -> None:
+def test_json_is_that_of_protocol(call: Call, client: ScriptedClient) -> None:
     """With `--json` the answer has the form of the Open Inference Protocol."""
     shown = json.loads(call("infer", "m", "--input", "x=[[1]]", "--json").stdout)
     assert shown == {
@@ -99,7 +99,7 @@ def test_long_outputs_are_shortened_for_people() -> None:
     assert len(as_protocol(large)["outputs"][0]["data"]) == 5000
 
 
-def test_options_reach_the_client(call: Call, client: ScriptedClient) -> None:
+def test_options_reach_client(call: Call, client: ScriptedClient) -> None:
     """Timeout and version are the client's."""
     call("infer", "m", "--input", "x=[[1]]", "--timeout", "2.5", "--version", "3")
     ((_, options),) = client.calls

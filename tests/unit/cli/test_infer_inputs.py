@@ -21,7 +21,7 @@ from headrace.cli.infer_inputs import parse_input
         ("x=7", np.int64, 7),
     ],
 )
-def test_json_becomes_an_array(text: str, dtype: type[np.generic], values: object) -> None:
+def test_json_becomes_array(text: str, dtype: type[np.generic], values: object) -> None:
     """JSON has the datatype that is named, or the likeliest one."""
     name, array = parse_input(text)
     assert (name, array.dtype) == ("x", np.dtype(dtype))

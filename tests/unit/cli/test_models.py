@@ -54,7 +54,7 @@ def test_list_is_written_as_json(repository: Path, call: Call) -> None:
     assert "colour" in entry["reason"]
 
 
-def test_missing_repository_is_a_wrong_configuration(call: Call) -> None:
+def test_missing_repository_is_wrong_configuration(call: Call) -> None:
     """The exit code is that of wrong settings."""
     result = call("models", "list")
     assert result.exit_code == Exit.USAGE
@@ -70,7 +70,7 @@ def test_describe_shows_inputs_with_their_dimensions(repository: Path, call: Cal
     assert "  max_batch_size = 4\n" in result.stdout
 
 
-def test_described_checksum_is_the_one_to_write_down(repository: Path, call: Call) -> None:
+def test_described_checksum_is_one_to_write_down(repository: Path, call: Call) -> None:
     """What `describe` shows is what `model.toml` may have."""
     add_version(repository, "digits", 1, digits())
     lines = call("models", "describe", "digits").stdout.splitlines()
@@ -86,7 +86,7 @@ def test_describe_is_written_as_json(repository: Path, call: Call) -> None:
     assert entry["outputs"][0]["shape"] == [-1, 10]
 
 
-def test_describe_of_a_broken_model_fails_with_its_fault(repository: Path, call: Call) -> None:
+def test_describe_of_broken_model_fails_with_its_fault(repository: Path, call: Call) -> None:
     """What cannot be described is explained."""
     add_version(repository, "bad", 1, digits(), "colour = 1")
     result = call("models", "describe", "bad")
@@ -95,7 +95,7 @@ def test_describe_of_a_broken_model_fails_with_its_fault(repository: Path, call:
 
 
 @pytest.mark.parametrize("command", ["describe", "check"])
-def test_unknown_model_is_a_wrong_usage(repository: Path, call: Call, command: str) -> None:
+def test_unknown_model_is_wrong_usage(repository: Path, call: Call, command: str) -> None:
     """The message has the names that there are."""
     add_version(repository, "digits", 1, digits())
     result = call("models", command, "nope")
@@ -103,7 +103,7 @@ def test_unknown_model_is_a_wrong_usage(repository: Path, call: Call, command: s
     assert "model: expected one of digits, got nope" in result.stderr
 
 
-def test_check_loads_and_runs_the_models(repository: Path, call: Call) -> None:
+def test_check_loads_and_runs_models(repository: Path, call: Call) -> None:
     """Sound ones are ready afterwards; a remark on batching is no fault."""
     add_version(repository, "digits", 1, digits())
     add_version(repository, "sum", 1, falsely_batched())
@@ -127,7 +127,7 @@ def test_check_fails_when_one_model_cannot_serve(repository: Path, call: Call) -
     assert states == {"bad": "failed", "digits": "ready"}
 
 
-def test_check_of_one_model_leaves_the_others_out(repository: Path, call: Call) -> None:
+def test_check_of_one_model_leaves_others_out(repository: Path, call: Call) -> None:
     """A broken one beside it does not count."""
     add_version(repository, "bad", 1, digits(), "colour = 1")
     add_version(repository, "digits", 1, digits())
@@ -144,7 +144,7 @@ def test_check_says_what_was_measured(repository: Path, call: Call) -> None:
     )
 
 
-def test_check_tells_of_a_contradiction(repository: Path, call: Call) -> None:
+def test_check_tells_of_contradiction(repository: Path, call: Call) -> None:
     """A declared batch size holds, and what speaks against it is said."""
     directory = repository / "leaky" / "1"
     directory.mkdir(parents=True)
@@ -166,7 +166,7 @@ def huge() -> onnx.ModelProto:
     )
 
 
-def test_check_goes_on_after_a_model_too_large_to_try_out(repository: Path, call: Call) -> None:
+def test_check_goes_on_after_model_too_large_to_try_out(repository: Path, call: Call) -> None:
     """It can be served, as far as is known; the remark says why it was not tried out."""
     add_version(repository, "a", 1, huge())
     add_version(repository, "b", 1, digits())
@@ -176,7 +176,7 @@ def test_check_goes_on_after_a_model_too_large_to_try_out(repository: Path, call
     assert "b/1: ready\n" in result.stdout
 
 
-def test_check_tells_how_to_give_rows_that_a_model_accepts(repository: Path, call: Call) -> None:
+def test_check_tells_how_to_give_rows_that_model_accepts(repository: Path, call: Call) -> None:
     """A model that fails with made-up rows is served, alone at first, and the remark says why."""
     add_version(repository, "model", 1, embedding(), "range.index = [90, 99]")
     result = call("models", "check")

@@ -107,7 +107,7 @@ def classifier_with_maps() -> onnx.ModelProto:
         *("levels", "pipe", "empty rows", "cut rows", "pickle", "mask", "labels"),
     ],
 )
-def test_odd_model_is_told_beside_a_sound_one(
+def test_odd_model_is_told_beside_sound_one(
     tmp_path: Path, call: Call, spoil: Spoil, message: str
 ) -> None:
     """With what was expected, and without a traceback."""

@@ -50,7 +50,7 @@ def test_other_offsets_are_refused(texts: tuple[str, ...]) -> None:
         parse_offsets(texts)
 
 
-def test_a_header_is_split_at_its_first_equals_sign() -> None:
+def test_header_is_split_at_its_first_equals_sign() -> None:
     """Values may have further ones."""
     assert parse_header("a=b=c") == ("a", b"b=c")
 
@@ -79,16 +79,14 @@ def test_count_of_nothing_says_so(call: Call, capture: str) -> None:
     assert (result.exit_code, result.stdout) == (Exit.DONE, "in all: 0 records, 0 bytes\n")
 
 
-def test_a_capture_of_a_capture_has_what_was_selected(
-    call: Call, capture: str, tmp_path: Path
-) -> None:
+def test_capture_of_capture_has_what_was_selected(call: Call, capture: str, tmp_path: Path) -> None:
     """Filters make a smaller file of a larger one."""
     saved = tmp_path / "smaller.capture"
     result = call("replay", "save", str(saved), "--file", capture, "--key-regex", "[13]$")
     assert (result.exit_code, read_contents(saved).records) == (Exit.DONE, 2)
 
 
-def test_a_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
+def test_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
     """What can be read is used; the loss is on stderr."""
     path = Path(capture)
     path.write_bytes(path.read_bytes()[:-5])
@@ -97,7 +95,7 @@ def test_a_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
     assert "its end is missing or damaged; 10 whole records" in result.stderr
 
 
-def test_a_pipeline_in_this_process_answers(call: Call, capture: str, tmp_path: Path) -> None:
+def test_pipeline_in_this_process_answers(call: Call, capture: str, tmp_path: Path) -> None:
     """No broker is needed; answers are counted by status."""
     add_version(tmp_path / "models", "digits", 1, digits())
     result = call("replay", "models", str(tmp_path / "models"), "--file", capture, "--rate", "1000")
@@ -132,14 +130,14 @@ def test_wrong_usage_is_refused(call: Call, capture: str, arguments: list[str], 
     assert said in " ".join(result.stderr.split())
 
 
-def test_a_topic_needs_a_broker(call: Call) -> None:
+def test_topic_needs_broker(call: Call) -> None:
     """The embedded log has no past to be replayed."""
     result = call("replay", "count")
     assert result.exit_code == Exit.USAGE
     assert "to read a topic, a broker is needed" in result.stderr
 
 
-def test_a_foreign_file_is_one_line(call: Call, tmp_path: Path) -> None:
+def test_foreign_file_is_one_line(call: Call, tmp_path: Path) -> None:
     """What is no capture file is refused by name."""
     path = tmp_path / "file"
     path.write_text("hello")
@@ -148,7 +146,7 @@ def test_a_foreign_file_is_one_line(call: Call, tmp_path: Path) -> None:
     assert result.stderr == f"headrace: {path}: expected a capture file, got something else\n"
 
 
-def test_a_damaged_file_fails(call: Call, capture: str) -> None:
+def test_damaged_file_fails(call: Call, capture: str) -> None:
     """Exit code 1, and the place of the damage."""
     path = Path(capture)
     content = bytearray(path.read_bytes())

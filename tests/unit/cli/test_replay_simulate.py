@@ -38,9 +38,7 @@ def outcomes(output: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_combination_is_a_scenario_and_the_present_comes_first(
-    call: Call, requests: None
-) -> None:
+def test_every_combination_is_scenario_and_present_comes_first(call: Call, requests: None) -> None:
     """Two rates and two limits; what is not asked for stays as it is."""
     given = ("--service-time", "700+100", "--rate-factor", "1,4", "--max-batch-size", "2,32")
     found = call(*SIMULATE, *given, "--json")
@@ -56,7 +54,7 @@ def test_every_combination_is_a_scenario_and_the_present_comes_first(
     assert wide["mean_batch"] > 4
 
 
-def test_the_table_has_a_line_for_each_scenario(call: Call, requests: None) -> None:
+def test_table_has_line_for_each_scenario(call: Call, requests: None) -> None:
     """With what was known of S(b) above it."""
     found = call(*SIMULATE, "--service-time", "digits=700+100", "--instances", "1,2")
 

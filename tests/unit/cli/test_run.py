@@ -80,7 +80,7 @@ def test_wrong_stages_are_wrong_usage(call: Call) -> None:
     assert "in the order of ingest, batcher, executor, responder" in " ".join(result.stderr.split())
 
 
-def test_gateway_runs_beside_the_stages(call: Call, started: Started) -> None:
+def test_gateway_runs_beside_stages(call: Call, started: Started) -> None:
     """`headrace run --gateway` opens one, at the port that is given."""
     assert call("run", "--gateway", "--gateway-port", "0").exit_code == Exit.DONE
     assert (started[0], started.with_gateway) == (STAGES, True)
@@ -93,7 +93,7 @@ def test_gateway_alone_runs_no_stage(call: Call, started: Started) -> None:
     assert (started[0], started.with_gateway) == ((), True)
 
 
-def test_gateway_alone_needs_a_broker(call: Call, started: Started) -> None:
+def test_gateway_alone_needs_broker(call: Call, started: Started) -> None:
     """Without one nothing could answer, so that it is wrong usage; the remedy is told."""
     result = call("gateway")
     assert result.exit_code == Exit.USAGE
@@ -107,14 +107,14 @@ def test_all_stages_run_when_none_is_named(call: Call, started: Started) -> None
     assert started == [STAGES]
 
 
-def test_threads_get_the_interpreter_soon(call: Call, started: Started) -> None:
+def test_threads_get_interpreter_soon(call: Call, started: Started) -> None:
     """The dispatcher's thread does not wait Python's 5 ms for a busy event loop."""
     call("run", "executor")
     assert started == [(Stage.EXECUTOR,)]
     assert sys.getswitchinterval() == pytest.approx(TUNING.runtime.thread_switch_interval_s)
 
 
-def test_exit_code_is_that_of_the_services(
+def test_exit_code_is_that_of_services(
     call: Call, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the services end with is what the process ends with."""
@@ -147,7 +147,7 @@ def test_wrong_option_is_named_as_such(call: Call, started: Started) -> None:
     assert result.stderr.startswith("headrace: --http-port: ")
 
 
-def test_run_without_a_broker_warns_once(call: Call, started: Started) -> None:
+def test_run_without_broker_warns_once(call: Call, started: Started) -> None:
     """Its log can be reached by nobody else; with a broker nothing is said."""
     alone = call("run")
     with_broker = call("run", "--bootstrap-servers", "127.0.0.1:9")
@@ -156,7 +156,7 @@ def test_run_without_a_broker_warns_once(call: Call, started: Started) -> None:
     assert "no broker" not in with_broker.stderr
 
 
-def test_start_on_a_terminal_says_what_is_served(
+def test_start_on_terminal_says_what_is_served(
     call: Call, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broker, namespace, models and the page's address; nothing of it elsewhere."""

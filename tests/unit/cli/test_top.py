@@ -84,7 +84,7 @@ def test_one_answer_makes_no_rates() -> None:
     assert cells(first, "topic")[0]["backlog"] == "1,200"
 
 
-def test_a_restart_makes_no_rates() -> None:
+def test_restart_makes_no_rates() -> None:
     """Counters that begin anew would make rates below zero."""
 
     def restart(answer: Answer) -> None:
@@ -121,7 +121,7 @@ def test_state_says_what_is_wrong(edit: Answer, state: str) -> None:
     assert cells(change(lambda answer: answer.update(edit)), "state")[0]["state"] == state
 
 
-def test_process_that_does_not_answer_is_shown_with_the_reason() -> None:
+def test_process_that_does_not_answer_is_shown_with_reason() -> None:
     """Beside the processes that do."""
     shown = "\n".join(
         tables({URL: change(), "http://gone": StatusInterval({}, {"error": "no answer"})})

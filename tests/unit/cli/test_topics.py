@@ -15,7 +15,7 @@ def test_embedded_log_needs_no_topics_made(call: Call) -> None:
     assert "the embedded log has its topics already" in result.stderr
 
 
-def test_embedded_log_passes_the_check(call: Call) -> None:
+def test_embedded_log_passes_check(call: Call) -> None:
     """The embedded log's topics are as they should be."""
     result = call("topics", "check")
     assert (result.exit_code, result.stderr) == (Exit.DONE, "")

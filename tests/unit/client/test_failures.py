@@ -60,21 +60,21 @@ async def test_unreadable_answers_are_errors(client: Client, responder: Responde
     await client.infer("m", INPUTS)
 
 
-async def test_arrays_without_a_datatype_are_refused(client: Client) -> None:
+async def test_arrays_without_datatype_are_refused(client: Client) -> None:
     """What the protocol has no name for is refused before it is sent, in the usual form."""
     with pytest.raises(InferenceError) as caught:
         await client.infer("m", {"x": np.zeros(1, np.complex64)})
     assert (caught.value.code, caught.value.retriable) == ("INVALID_TENSOR", False)
 
 
-async def test_requests_too_large_for_the_topic_are_refused(client: Client) -> None:
+async def test_requests_too_large_for_topic_are_refused(client: Client) -> None:
     """The log's refusal of a record has the same form."""
     with pytest.raises(InferenceError) as caught:
         await client.infer("m", {"x": np.zeros(9 * 1024 * 1024, np.uint8)})
     assert caught.value.code == "TOO_LARGE"
 
 
-async def test_no_answer_in_time_is_a_timeout(client: Client, silent: Responder) -> None:
+async def test_no_answer_in_time_is_timeout(client: Client, silent: Responder) -> None:
     """A call ends at its timeout, whatever the services do."""
     with pytest.raises(InferenceTimeout, match=r"no answer within 0\.05 s"):
         await client.infer("m", INPUTS, timeout_s=0.05)
@@ -107,7 +107,7 @@ async def test_answers_without_correlation_are_foreign(
     assert client.foreign_answers == 2
 
 
-async def test_cancelled_calls_leave_the_others_alone(client: Client, silent: Responder) -> None:
+async def test_cancelled_calls_leave_others_alone(client: Client, silent: Responder) -> None:
     """Cancelling one call does not disturb the one beside it."""
     async with asyncio.TaskGroup() as tasks:
         given_up = tasks.create_task(client.infer("m", INPUTS, id="given up"), name="given up")
@@ -120,7 +120,7 @@ async def test_cancelled_calls_leave_the_others_alone(client: Client, silent: Re
     assert given_up.cancelled()
 
 
-async def test_a_cancelled_call_cancels_its_request(client: Client, silent: Responder) -> None:
+async def test_cancelled_call_cancels_its_request(client: Client, silent: Responder) -> None:
     """The services are told, by the correlation id; a call that has timed out tells nobody."""
     with pytest.raises(InferenceTimeout):
         await client.infer("m", INPUTS, id="late", timeout_s=0.05)
@@ -150,7 +150,7 @@ async def test_calls_in_flight_are_bounded(
         assert (await first).id == "first"
 
 
-async def test_closing_fails_the_calls_that_wait(
+async def test_closing_fails_calls_that_wait(
     log: MemoryLog, settings: Settings, silent: Responder
 ) -> None:
     """Who waits when the client is closed learns of it at once."""
@@ -200,7 +200,7 @@ async def test_forbidden_requests_are_no_missing_topic(log: MemoryLog, settings:
             pass
 
 
-async def test_closing_keeps_the_log_of_others_open(log: MemoryLog, settings: Settings) -> None:
+async def test_closing_keeps_log_of_others_open(log: MemoryLog, settings: Settings) -> None:
     """A log that was handed in is its owner's to close, and can serve another client."""
     async with Client(log=log, settings=settings):
         pass
@@ -208,7 +208,7 @@ async def test_closing_keeps_the_log_of_others_open(log: MemoryLog, settings: Se
         pass
 
 
-async def test_error_in_the_block_is_not_wrapped(log: MemoryLog, settings: Settings) -> None:
+async def test_error_in_block_is_not_wrapped(log: MemoryLog, settings: Settings) -> None:
     """What the user's own block raises leaves it as it is."""
     with pytest.raises(KeyError):
         async with Client(log=log, settings=settings):
@@ -216,7 +216,7 @@ async def test_error_in_the_block_is_not_wrapped(log: MemoryLog, settings: Setti
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_client_that_is_not_open_says_so(
+async def test_client_that_is_not_open_says_so(
     log: MemoryLog, settings: Settings, when: str
 ) -> None:
     """Outside `async with` nothing is sent."""
@@ -235,7 +235,7 @@ async def test_requests_that_nobody_acknowledges_fail(client: Client, log: Memor
         await client.infer("m", INPUTS)
 
 
-async def test_answers_survive_an_outage(client: Client, silent: Responder, log: MemoryLog) -> None:
+async def test_answers_survive_outage(client: Client, silent: Responder, log: MemoryLog) -> None:
     """A broker that goes and comes back between request and answer is not noticed."""
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(client.infer("m", INPUTS, id="patient"), name="call")
@@ -255,7 +255,7 @@ async def test_reading_goes_on_after_retention_overtook_it(
     await client.infer("m", INPUTS)
 
 
-async def test_answers_before_the_start_are_not_read(
+async def test_answers_before_start_are_not_read(
     log: MemoryLog, settings: Settings, responder: Responder
 ) -> None:
     """A client reads from the end as it was before its first request."""
@@ -279,7 +279,7 @@ async def test_reply_partitions_must_exist(log: MemoryLog, settings: Settings) -
             pass
 
 
-async def test_a_client_needs_a_log(settings: Settings) -> None:
+async def test_client_needs_log(settings: Settings) -> None:
     """Without a broker and without a log there is nobody to ask."""
     with pytest.raises(ConfigurationError, match="the client needs a broker"):
         async with Client(settings=settings):

@@ -65,7 +65,7 @@ async def test_json_goes_in_and_comes_out(
     assert header(request.headers, "content-type") == b"application/json"
 
 
-async def test_options_travel_with_the_request(client: Client, responder: Responder) -> None:
+async def test_options_travel_with_request(client: Client, responder: Responder) -> None:
     """Version, id, parameters and wanted outputs are in the body; urgency is in headers."""
     response = await client.infer(
         "m",
@@ -98,7 +98,7 @@ async def test_reply_headers_are_springs(client: Client, responder: Responder) -
     assert header(request.headers, "kafka_correlationId")
 
 
-async def test_timeout_becomes_the_deadline(client: Client, responder: Responder) -> None:
+async def test_timeout_becomes_deadline(client: Client, responder: Responder) -> None:
     """`x-deadline-ms` is the time of the call plus its timeout."""
     before_ms = time.time() * 1000
     await client.infer("m", {"x": PIXELS}, timeout_s=5)
@@ -117,7 +117,7 @@ async def test_raw_payloads_travel_untouched(client: Client, responder: Responde
     assert header(request.headers, "x-model") == b"m/2"
 
 
-async def test_requests_go_round_the_partitions(client: Client, responder: Responder) -> None:
+async def test_requests_go_round_partitions(client: Client, responder: Responder) -> None:
     """Without a key each partition gets its turn."""
     for _ in range(6):
         await client.infer("m", {"x": PIXELS})
@@ -125,7 +125,7 @@ async def test_requests_go_round_the_partitions(client: Client, responder: Respo
     assert sorted(partitions[:3]) == sorted(partitions[3:]) == [0, 1, 2]
 
 
-async def test_a_key_has_its_partition(client: Client, responder: Responder) -> None:
+async def test_key_has_its_partition(client: Client, responder: Responder) -> None:
     """Requests of one key stay together, where Kafka's own clients would put them."""
     for _ in range(2):
         await client.infer("m", {"x": PIXELS}, key=b"patient-17")
@@ -175,7 +175,7 @@ async def test_timeouts_are_positive_and_finite(client: Client, timeout_s: float
         (np.float64(0.5), "FP64"),
     ],
 )
-async def test_value_without_a_dtype_is_sent_as_the_protocols_usual_one(
+async def test_value_without_dtype_is_sent_as_protocols_usual_one(
     client: Client, responder: Responder, value: object, datatype: str
 ) -> None:
     """Python floats become FP32; NumPy's own values keep their dtype."""
@@ -183,7 +183,7 @@ async def test_value_without_a_dtype_is_sent_as_the_protocols_usual_one(
     assert body(responder.seen[0])["inputs"][0]["datatype"] == datatype  # type: ignore[index]  # decoded without a type
 
 
-async def test_explicit_namespace_wins_over_the_environment(
+async def test_explicit_namespace_wins_over_environment(
     log: MemoryLog, responder: Responder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An argument of the client overrides the environment variable."""

@@ -43,7 +43,7 @@ def _letter(
     return parse_dead_letter(Record(*LETTERS, 5, NOW_MS, b"k", value, [*headers, *ours.items()]))
 
 
-def test_a_letter_says_what_failed_where_and_how_often() -> None:
+def test_letter_says_what_failed_where_and_how_often() -> None:
     """All from the headers that it was given, and the model from its body."""
     letter = _letter(attempt=b"2")
 
@@ -53,7 +53,7 @@ def test_a_letter_says_what_failed_where_and_how_often() -> None:
 
 
 @pytest.mark.parametrize("value", [None, b"", b"\xc1", b"\x93\x01"])
-def test_a_letter_that_says_nothing_is_a_letter_all_the_same(value: bytes | None) -> None:
+def test_letter_that_says_nothing_is_letter_all_same(value: bytes | None) -> None:
     """Whoever wrote it: what is absent is empty."""
     letter = parse_dead_letter(Record(*LETTERS, 5, -1, None, value, []))
 
@@ -75,12 +75,12 @@ def test_a_letter_that_says_nothing_is_a_letter_all_the_same(value: bytes | None
         (DeadLetterSelection(places=frozenset({(1, 6)})), False),
     ],
 )
-def test_a_selection_takes_what_fits_all_of_it(selection: DeadLetterSelection, taken: bool) -> None:
+def test_selection_takes_what_fits_all_of_it(selection: DeadLetterSelection, taken: bool) -> None:
     """What is empty leaves all in."""
     assert selection.takes(_letter()) is taken
 
 
-def test_a_copy_is_the_request_without_what_made_it_a_letter() -> None:
+def test_copy_is_request_without_what_made_it_letter() -> None:
     """Key, value and the caller's headers are untouched, repeated ones in their order."""
     theirs = [("kafka_correlationId", b"c"), ("a", b"1"), ("a", b"2")]
 
@@ -97,7 +97,7 @@ def test_a_copy_is_the_request_without_what_made_it_a_letter() -> None:
         (b"tomorrow", False),
     ],
 )
-def test_a_deadline_that_has_passed_is_dropped(deadline: bytes, dropped: bool) -> None:
+def test_deadline_that_has_passed_is_dropped(deadline: bytes, dropped: bool) -> None:
     """One that is to come, or that cannot be read, stays."""
     copy = copy_of(_letter(b"v", ("x-deadline-ms", deadline)), NOW_MS)
 
@@ -105,7 +105,7 @@ def test_a_deadline_that_has_passed_is_dropped(deadline: bytes, dropped: bool) -
     assert (copy.record.headers == []) is dropped
 
 
-def test_a_copy_names_the_first_request_through_all_redrives() -> None:
+def test_copy_names_first_request_through_all_redrives() -> None:
     """The letter before it may be that of an earlier copy."""
     first = marked(copy_of(_letter(b"v"), NOW_MS).record, _letter(b"v"), "run-1")
     headers = [(name, value) for name, value in first.headers if value is not None]
@@ -121,7 +121,7 @@ def test_a_copy_names_the_first_request_through_all_redrives() -> None:
     ]
 
 
-def test_what_is_remembered_survives_a_commit_and_retention() -> None:
+def test_what_is_remembered_survives_commit_and_retention() -> None:
     """Below the first offset that is still held, all is done."""
     progress = AckedOffsets(0)
     progress.mark_acked(3, 7)
@@ -133,12 +133,12 @@ def test_what_is_remembered_survives_a_commit_and_retention() -> None:
 
 
 @pytest.mark.parametrize("known", [None, Committed(30)])
-def test_a_topic_made_anew_has_nothing_done(known: Committed | None) -> None:
+def test_topic_made_anew_has_nothing_done(known: Committed | None) -> None:
     """What was committed beyond its end is an older topic's."""
     assert done_letters({LETTERS: known}, {LETTERS: OffsetRange(0, 20)})[LETTERS] == AckedOffsets(0)
 
 
-def test_a_foreign_commit_is_refused() -> None:
+def test_foreign_commit_is_refused() -> None:
     """To ignore it could send letters twice."""
     with pytest.raises(UnknownMetadata):
         done_letters({LETTERS: Committed(3, "whose?")}, {LETTERS: OffsetRange(0, 20)})
@@ -165,7 +165,7 @@ def test_no_more_is_sent_than_can_be_remembered() -> None:
         require_room(progress, LETTERS, [(2 * 10**6 - 1, 2 * 10**6)])
 
 
-def test_a_request_that_can_be_read_is_shown_by_its_tensors() -> None:
+def test_request_that_can_be_read_is_shown_by_its_tensors() -> None:
     """With the error, and with numbers where headers hold numbers."""
     shown = "\n".join(paragraphs(_letter(), redriven=False))
 
@@ -175,7 +175,7 @@ def test_a_request_that_can_be_read_is_shown_by_its_tensors() -> None:
     assert "[1., 1.]" in shown
 
 
-def test_a_request_that_cannot_be_read_is_shown_in_hexadecimal() -> None:
+def test_request_that_cannot_be_read_is_shown_in_hexadecimal() -> None:
     """Beside the reason."""
     shown = "\n".join(paragraphs(_letter(b"\xc1not msgpack"), redriven=True))
 
@@ -201,9 +201,7 @@ def test_hexadecimal_ends_where_it_is_told_to() -> None:
         ("return record._replace(headers=[('a', 'text')])", "expected a record"),
     ],
 )
-def test_a_transform_of_the_users_that_fails_is_named(
-    tmp_path: Path, body: str, fault: str
-) -> None:
+def test_transform_of_users_that_fails_is_named(tmp_path: Path, body: str, fault: str) -> None:
     """Before anything wrong is sent."""
     script = tmp_path / "fix.py"
     script.write_text(f"def transform(record):\n    {body}\n")

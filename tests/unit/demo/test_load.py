@@ -31,7 +31,7 @@ def _plan(questions: Questions, *, files_per_s: float = 400.0) -> list[Due]:
     return list(plan_load(questions, SECONDS, seed=3, file_capacity_per_s=files_per_s))
 
 
-def test_what_is_due_comes_in_the_order_of_time(questions: Questions) -> None:
+def test_what_is_due_comes_in_order_of_time(questions: Questions) -> None:
     """The plan never goes back, and ends in time."""
     times_s = [due.at_s for due in _plan(questions)]
     assert times_s == sorted(times_s)
@@ -63,7 +63,7 @@ def test_rates_are_those_that_are_stated(questions: Questions) -> None:
     assert groups[INVALID] == 12
 
 
-def test_without_the_file_model_no_file_is_sent(questions: Questions) -> None:
+def test_without_file_model_no_file_is_sent(questions: Questions) -> None:
     """The digits alone make a demo, too."""
     groups = {each.group for due in _plan(questions, files_per_s=0.0) for each in due.questions}
     assert groups == {DIGITS_MSGPACK, DIGITS_JSON, INVALID}

@@ -21,14 +21,14 @@ def _counted() -> Tally:
     return tally
 
 
-def test_the_report_ends_with_the_verdict() -> None:
+def test_report_ends_with_verdict() -> None:
     """When all is well, the last line says so."""
     assert report(_counted().result(), {})[-1] == (
         "Every request was answered once: 5 answers, 1 of them expected errors."
     )
 
 
-def test_the_report_ends_with_what_is_wrong() -> None:
+def test_report_ends_with_what_is_wrong() -> None:
     """Each fault has a line."""
     tally = _counted()
     tally.send(question())
@@ -38,7 +38,7 @@ def test_the_report_ends_with_what_is_wrong() -> None:
     ]
 
 
-def test_the_report_says_why_batches_closed() -> None:
+def test_report_says_why_batches_closed() -> None:
     """Reasons stand with the batches of their model."""
     lines = report(_counted().result(), {"digits": {"idle": 1}})
     (line,) = [line for line in lines if "rows on average" in line]
@@ -47,7 +47,7 @@ def test_the_report_says_why_batches_closed() -> None:
     )
 
 
-def test_the_parts_of_a_request_add_up_to_the_whole() -> None:
+def test_parts_of_request_add_up_to_whole() -> None:
     """The times of the shown request are its own, and what is left is told."""
     lines = report(_counted().result(), {})
     start = next(at for at, line in enumerate(lines) if line.startswith("One request"))
@@ -64,12 +64,12 @@ def test_expected_error_is_shown_with_its_message() -> None:
     assert lines[at + 1].strip() == "what was wrong"
 
 
-def test_an_empty_run_has_a_report() -> None:
+def test_empty_run_has_report() -> None:
     """Nothing sent, nothing answered, no division by zero."""
     assert report(Tally().result(), {})
 
 
-def test_reasons_are_read_from_the_metrics() -> None:
+def test_reasons_are_read_from_metrics() -> None:
     """The counter's samples by model and reason, without its creation times."""
     registry = CollectorRegistry()
     batches = Counter("headrace_batches", "Batches.", ["model", "reason"], registry=registry)
@@ -78,7 +78,7 @@ def test_reasons_are_read_from_the_metrics() -> None:
     assert closing_reasons(registry) == {"digits": {"full": 3}, "magika": {"idle": 1}}
 
 
-def test_live_line_has_the_current_figures() -> None:
+def test_live_line_has_current_figures() -> None:
     """Names and values in one line."""
     assert " ".join(live_line(STATS).split()) == (
         "time 3.0 s sent 1,234 answered 1,230 in flight 4 answers/s 410 batch mean 5.2 max 32 "

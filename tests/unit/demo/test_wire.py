@@ -58,20 +58,20 @@ def test_images_travel_as_little_endian_floats(questions: Questions) -> None:
     assert question.labels == ("0", "1")
 
 
-def test_an_image_travels_as_a_list_of_numbers(questions: Questions) -> None:
+def test_image_travels_as_list_of_numbers(questions: Questions) -> None:
     """JSON has the same fields, with nested data."""
     (tensor,) = _decoded(questions.digits_json())["inputs"]
     assert tensor["data"] == [PIXELS[0].tolist()]
 
 
-def test_a_file_travels_as_it_is(questions: Questions) -> None:
+def test_file_travels_as_it_is(questions: Questions) -> None:
     """The record's value is the file; a header names the model."""
     record = questions.file().record
     assert record.value == b"a,b\n1,2\n"
     assert dict(record.headers)["x-model"] == b"magika"
 
 
-def test_wrong_requests_name_the_error_that_they_must_get(questions: Questions) -> None:
+def test_wrong_requests_name_error_that_they_must_get(questions: Questions) -> None:
     """Four kinds, of which three leave a dead letter."""
     wrong = {question.code: question.dead_letter for question in questions.invalid()}
     assert wrong == {
@@ -96,7 +96,7 @@ def test_labels_in_messagepack_are_read() -> None:
     assert read_answer(reply, ()) == expected
 
 
-def test_the_best_score_in_json_names_the_file_type() -> None:
+def test_best_score_in_json_names_file_type() -> None:
     """Scores become the label of the largest, nested or flat."""
     scores = {"name": "target_label", "datatype": "FP32", "shape": [1, 3], "data": [0.1, 0.7, 0.2]}
     timings = {"queue_us": 5, "batch_us": 6, "compute_us": 7, "batch_size": 1}
@@ -105,7 +105,7 @@ def test_the_best_score_in_json_names_the_file_type() -> None:
     assert read_answer(reply, ("csv", "ini", "json")).labels == ("ini",)
 
 
-def test_an_error_is_read_with_its_message() -> None:
+def test_error_is_read_with_its_message() -> None:
     """The header has the code, the value the words."""
     body = {"error": "no such model", "error_details": {"code": "UNKNOWN_MODEL"}}
     reply = _reply(msgspec.msgpack.encode(body), b"application/msgpack", b"UNKNOWN_MODEL")
@@ -113,7 +113,7 @@ def test_an_error_is_read_with_its_message() -> None:
     assert (read.status, read.message) == ("UNKNOWN_MODEL", "no such model")
 
 
-def test_an_answer_without_its_headers_is_refused() -> None:
+def test_answer_without_its_headers_is_refused() -> None:
     """What breaks the contract is an error, not a guess."""
     bare = Record("headrace.responses", 0, 0, 0, None, msgspec.msgpack.encode({}), ())
     with pytest.raises(KeyError):

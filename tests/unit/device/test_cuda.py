@@ -50,7 +50,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
     return FakeCupy(monkeypatch, launch)
 
 
-def test_rows_go_round_the_ring(cupy: FakeCupy) -> None:
+def test_rows_go_round_ring(cupy: FakeCupy) -> None:
     """In, widened, through a model that passes them on, and out."""
     source = given(CASE)
     wanted = expected(CASE, source)
@@ -78,7 +78,7 @@ def test_rows_go_round_the_ring(cupy: FakeCupy) -> None:
         ring.release(slot)
 
 
-def test_device_is_made_the_threads_own(cupy: FakeCupy) -> None:
+def test_device_is_made_threads_own(cupy: FakeCupy) -> None:
     """CUDA keeps it for each thread."""
     cupy.devices = 3
     assert CudaDevice(2).name == "cuda:2"
@@ -102,12 +102,12 @@ def test_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         CudaDevice(0)
 
 
-def test_memory_is_that_of_the_device_and_of_the_pool(cupy: FakeCupy) -> None:
+def test_memory_is_that_of_device_and_of_pool(cupy: FakeCupy) -> None:
     """What CuPy keeps is a part of what is not free."""
     assert CudaDevice(0).memory() == Memory(3, 10, {"cupy": 7})
 
 
-def test_error_of_the_device_is_fatal(cupy: FakeCupy) -> None:
+def test_error_of_device_is_fatal(cupy: FakeCupy) -> None:
     """It stays with the context."""
     device = CudaDevice(0)
     cupy.fault = CUDARuntimeError("cudaErrorIllegalAddress")
@@ -116,7 +116,7 @@ def test_error_of_the_device_is_fatal(cupy: FakeCupy) -> None:
 
 
 @pytest.mark.parametrize("fault", [OutOfMemoryError("no room"), CompileException("no such thing")])
-def test_what_cannot_be_set_up_is_the_models_fault(cupy: FakeCupy, fault: Exception) -> None:
+def test_what_cannot_be_set_up_is_models_fault(cupy: FakeCupy, fault: Exception) -> None:
     """The context is none the worse for it."""
     device = CudaDevice(0)
     cupy.fault = fault

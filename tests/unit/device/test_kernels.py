@@ -39,7 +39,7 @@ def test_compiler_tells_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("name", FOR_THE_HOST)
-def test_kernel_gives_the_expected_bits(name: str, tmp_path: Path) -> None:
+def test_kernel_gives_expected_bits(name: str, tmp_path: Path) -> None:
     """Run on the host, thread by thread: the same cases that NumPy's form is held to."""
     case = CASES[name]
     widening = case.widening

@@ -11,7 +11,7 @@ from tests.support.widenings import CASES, expected, given
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numpy_gives_the_expected_bits(name: str) -> None:
+def test_numpy_gives_expected_bits(name: str) -> None:
     """Multiplied, rounded, added, rounded."""
     case = CASES[name]
     source = given(case)

@@ -14,7 +14,7 @@ def test_nothing_read_has_no_age() -> None:
     assert ages.oldest_ms(10) is None
 
 
-def test_the_chunk_with_the_lowest_unanswered_offset_counts() -> None:
+def test_chunk_with_lowest_unanswered_offset_counts() -> None:
     """It is as old as its first record until its last one is answered."""
     ages = RecordAges()
     ages.note(9, 1000)

@@ -64,7 +64,7 @@ class BackpressureHarness:
         return [assignment.admit(first + each, size_bytes) for each in range(count)]
 
 
-def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
+def test_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     """With a long span and many unanswered in it; with fewer unanswered it is read again."""
     bench = BackpressureHarness(bounds_metadata=True)
     ack_handles = bench.read(bench.one, TUNING.delivery.safe_span_offsets)
@@ -92,7 +92,7 @@ def test_topic_between_stages_is_read_on() -> None:
     assert bench.consumer.paused == set()
 
 
-def test_a_partition_gets_its_share_of_the_budget_where_order_is_kept() -> None:
+def test_partition_gets_its_share_of_budget_where_order_is_kept() -> None:
     """One that is stuck fills its own half, and the other is read."""
     bench = BackpressureHarness(shares=True)
     stuck = bench.read(bench.one, 10, 50)

@@ -81,7 +81,7 @@ async def test_what_is_read_and_unanswered_is_backlog_and_lag() -> None:
         assert snapshot.throughput_per_s is not None
 
 
-async def test_a_log_that_does_not_answer_leaves_the_last_ends() -> None:
+async def test_log_that_does_not_answer_leaves_last_ends() -> None:
     """What is known does not become unknown."""
     async with MemoryLog() as log, reading(log) as source:
         await write_to(log, FIRST, b"value")
@@ -92,7 +92,7 @@ async def test_a_log_that_does_not_answer_leaves_the_last_ends() -> None:
         log.faults.brokers.bring_back()
 
 
-async def test_a_commit_that_fails_grows_old() -> None:
+async def test_commit_that_fails_grows_old() -> None:
     """Its age, its failures and their reason are there to see; success clears the age."""
     async with MemoryLog() as log, reading(log) as source:
         await seen(source, committed=0)

@@ -12,7 +12,7 @@ from headrace.runtime.shutdown import Stop, stop_on_signals
 from tests.support.conditions import DEADLINE_S
 
 
-def test_the_first_ask_drains_and_the_second_ends() -> None:
+def test_first_ask_drains_and_second_ends() -> None:
     """One asks for an orderly end, another one for an end at once; more change nothing."""
     stop = Stop()
     seen = []
@@ -36,7 +36,7 @@ async def test_signals_ask(number: signal.Signals) -> None:
             await stop.forced.wait()
 
 
-async def test_the_old_signal_handling_comes_back() -> None:
+async def test_old_signal_handling_comes_back() -> None:
     """Outside of the context signals do what they did before."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 

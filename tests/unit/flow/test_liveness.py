@@ -33,7 +33,7 @@ def started() -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.mark.parametrize("how", ["exits", "is killed"])
-def test_a_process_is_gone_once_it_has_ended(how: str) -> None:
+def test_process_is_gone_once_it_has_ended(how: str) -> None:
     """However it ends, and not before; a remainder that nobody has waited for does not count."""
     process, name = started()
     with process:
@@ -65,7 +65,7 @@ def test_of_what_is_elsewhere_nothing_is_known(part: int) -> None:
     assert not is_gone("/".join(parts))
 
 
-def test_each_process_has_a_name_of_its_own() -> None:
+def test_each_process_has_name_of_its_own() -> None:
     """Whatever its host is called and whichever process id it has, as in containers."""
     (first, one), (second, two) = started(), started()
     for process in (first, second):
@@ -76,7 +76,7 @@ def test_each_process_has_a_name_of_its_own() -> None:
     assert one.split("/")[:3] == two.split("/")[:3] == process_name().split("/")[:3]
 
 
-async def test_a_member_whose_process_is_gone_is_removed() -> None:
+async def test_member_whose_process_is_gone_is_removed() -> None:
     """The group then lets its successor begin without waiting for a session."""
     log = MemoryLog()
     await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)

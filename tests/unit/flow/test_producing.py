@@ -101,7 +101,7 @@ class BatchLimit:
         return [Run(len(batch), future)]
 
 
-async def test_a_refused_batch_is_halved_until_it_is_taken() -> None:
+async def test_refused_batch_is_halved_until_it_is_taken() -> None:
     """The limit is on batches: one that is refused may hold no record that is too large."""
     producer = BatchLimit(4)
 
@@ -112,7 +112,7 @@ async def test_a_refused_batch_is_halved_until_it_is_taken() -> None:
     assert max(producer.batches[1:]) <= 8
 
 
-async def test_an_outage_is_waited_out(log: MemoryLog) -> None:
+async def test_outage_is_waited_out(log: MemoryLog) -> None:
     """While no broker answers it tries again; then everything is written once."""
     async with log.producer() as producer:
         log.faults.brokers.take_down()
@@ -134,7 +134,7 @@ async def test_what_may_not_be_there_is_written_again(log: MemoryLog) -> None:
     assert letters(await written(log)) in {"abcdab", "ababcd", "abcdabcd"}
 
 
-async def test_a_retry_does_not_repeat_what_is_acknowledged(log: MemoryLog) -> None:
+async def test_retry_does_not_repeat_what_is_acknowledged(log: MemoryLog) -> None:
     """Of several runs only those that failed are sent again."""
     async with log.producer() as producer:
         log.faults.acknowledgements.lose(1)
@@ -143,7 +143,7 @@ async def test_a_retry_does_not_repeat_what_is_acknowledged(log: MemoryLog) -> N
     assert sorted(letters(await written(log))) == ["a", "a", "b", "c"]
 
 
-async def test_a_topic_that_wants_keys_refuses_those_without(log: MemoryLog) -> None:
+async def test_topic_that_wants_keys_refuses_those_without(log: MemoryLog) -> None:
     """A compacted topic takes the records with a key, whatever company they are in."""
     batch = [NewRecord(b"k", b"a"), NewRecord(None, b"b"), NewRecord(b"k", b"c")]
     async with log.producer() as producer:
@@ -154,7 +154,7 @@ async def test_a_topic_that_wants_keys_refuses_those_without(log: MemoryLog) -> 
     assert letters(await written(log, COMPACTED)) == "ac"
 
 
-async def test_a_partition_that_is_not_there_refuses_all(log: MemoryLog) -> None:
+async def test_partition_that_is_not_there_refuses_all(log: MemoryLog) -> None:
     """A topic may be deleted while its name is remembered: nobody tries for ever."""
     async with log.producer() as producer:
         refused = await deliver(producer, TopicPartition("deleted", 0), records(1, 2, 3))
@@ -163,7 +163,7 @@ async def test_a_partition_that_is_not_there_refuses_all(log: MemoryLog) -> None
     assert isinstance(refused[0], UnknownPartition)
 
 
-async def test_a_forbidden_topic_refuses_all_at_once(log: MemoryLog) -> None:
+async def test_forbidden_topic_refuses_all_at_once(log: MemoryLog) -> None:
     """What access rules forbid is not taken apart to see which record is at fault."""
     log.faults.topics.forbid(ANSWERS.topic)
     async with log.producer() as producer:
@@ -173,7 +173,7 @@ async def test_a_forbidden_topic_refuses_all_at_once(log: MemoryLog) -> None:
     assert all(isinstance(error, TopicForbidden) for error in refused.values())
 
 
-async def test_a_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None:
+async def test_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None:
     """Any other refusal means that the topic is not what was checked at the start."""
     async with log.producer() as producer:
         large = await deliver(producer, ANSWERS, records(10, 2000))
@@ -184,7 +184,7 @@ async def test_a_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None
         too_large(TopicPartition("deleted", 0), gone)
 
 
-async def test_cancelling_ends_the_retries(log: MemoryLog) -> None:
+async def test_cancelling_ends_retries(log: MemoryLog) -> None:
     """A process that must end at once does not wait for its broker."""
     async with log.producer() as producer:
         log.faults.brokers.take_down()

@@ -123,7 +123,7 @@ async def mark(log: MemoryLog, of: CrashMarker) -> None:
     await CrashMarkers(log, "group").write({ONE: of}, NOBODY)
 
 
-async def test_a_partition_is_marked_as_open_before_anything_is_let_in(log: MemoryLog) -> None:
+async def test_partition_is_marked_as_open_before_anything_is_let_in(log: MemoryLog) -> None:
     """While the mark cannot be written, nothing comes."""
     log.faults.groups.hold_commits()
     async with reading_soon(log) as stage:
@@ -155,7 +155,7 @@ async def reading_soon(log: MemoryLog) -> AsyncIterator[Stage]:
         await running
 
 
-async def test_a_good_end_leaves_a_clean_mark(log: MemoryLog) -> None:
+async def test_good_end_leaves_clean_mark(log: MemoryLog) -> None:
     """The next owner suspects nothing."""
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
@@ -164,7 +164,7 @@ async def test_a_good_end_leaves_a_clean_mark(log: MemoryLog) -> None:
     assert await marked(log) == CLEAN
 
 
-async def test_good_end_with_work_left_leaves_a_clean_mark(log: MemoryLog) -> None:
+async def test_good_end_with_work_left_leaves_clean_mark(log: MemoryLog) -> None:
     """What was read and not answered in time is no suspect: nothing has ended a process."""
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
@@ -193,7 +193,7 @@ def _becomes(log: MemoryLog, mark: CrashMarker) -> Callable[[], Awaitable[bool]]
     return is_marked
 
 
-async def test_second_unclean_end_makes_the_process_careful(log: MemoryLog) -> None:
+async def test_second_unclean_end_makes_process_careful(log: MemoryLog) -> None:
     """What is read is marked as long as the stage is at it, and nothing is held up."""
     await mark(log, CrashMarker(True, 10, 1))
     async with reading(log) as stage:
@@ -208,7 +208,7 @@ async def test_second_unclean_end_makes_the_process_careful(log: MemoryLog) -> N
     assert during == CrashMarker(True, 10, 2, ((0, 10),))
 
 
-async def test_what_ran_at_an_end_of_a_careful_process_comes_alone(log: MemoryLog) -> None:
+async def test_what_ran_at_end_of_careful_process_comes_alone(log: MemoryLog) -> None:
     """Everything else comes as it would; each of these is marked, and survives by itself."""
     await mark(log, CrashMarker(True, 10, 2, ((3, 4), (6, 7))))
     await write_to(log, TWO, b"other")
@@ -244,7 +244,7 @@ async def test_end_while_one_ran_alone_condemns_at_max_attempts(log: MemoryLog) 
     assert suspects is not None
 
 
-async def test_accused_offsets_without_a_request_are_forgotten(log: MemoryLog) -> None:
+async def test_accused_offsets_without_request_are_forgotten(log: MemoryLog) -> None:
     """Records that nobody answers, and offsets without any, keep no search going."""
     await write_to(log, ONE, NO_REQUEST)
     log.faults.partitions.skip_offsets(ONE, 3)
@@ -257,7 +257,7 @@ async def test_accused_offsets_without_a_request_are_forgotten(log: MemoryLog) -
         )
 
 
-async def test_suspects_beyond_what_the_log_holds_are_forgotten(log: MemoryLog) -> None:
+async def test_suspects_beyond_what_log_holds_are_forgotten(log: MemoryLog) -> None:
     """The topic is another one than that which was marked."""
     await mark(log, CrashMarker(True, 500, 2, ((400, 500),)))
     async with reading(log) as stage:
@@ -270,7 +270,7 @@ async def test_suspects_beyond_what_the_log_holds_are_forgotten(log: MemoryLog) 
     assert await marked(log) == CLEAN
 
 
-async def test_search_goes_on_after_a_rebalance(log: MemoryLog) -> None:
+async def test_search_goes_on_after_rebalance(log: MemoryLog) -> None:
     """What survived is acquitted, the rest is accused still, and nothing counts as an attempt."""
     await mark(log, CrashMarker(False, 10, 3, accused=((3, 5),)))
     async with reading(log) as stage:

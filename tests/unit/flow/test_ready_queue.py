@@ -74,7 +74,7 @@ async def test_what_was_taken_does_not_grow() -> None:
     assert await reader.taken() == [(0, [2, 3])]
 
 
-async def test_a_delivery_has_no_more_than_a_poll() -> None:
+async def test_delivery_has_no_more_than_poll() -> None:
     """The first stage works on one without looking at others."""
     reader = Reader()
     for _ in range(3):
@@ -104,7 +104,7 @@ async def test_what_was_skipped_stays_in_its_place() -> None:
     assert await reader.taken() == [(0, [0]), (0, []), (0, [1])]
 
 
-async def test_another_assignment_of_a_partition_is_apart() -> None:
+async def test_another_assignment_of_partition_is_apart() -> None:
     """What was read for the one before is revoked, and is not to be mixed with what is ours."""
     reader = Reader()
     reader.read(ONE, 1)
@@ -145,7 +145,7 @@ async def turns_of(work: Coroutine[Any, Any, None]) -> int:
     return turns
 
 
-async def test_reading_lets_the_stages_finish_what_was_read() -> None:
+async def test_reading_lets_stages_finish_what_was_read() -> None:
     """While something is in flight the next poll is as many turns away as an answer is."""
     reader = Reader()
     ack_handle = reader.assignments[ONE].admit(0, 10)
@@ -156,7 +156,7 @@ async def test_reading_lets_the_stages_finish_what_was_read() -> None:
     ack_handle.ack()
 
 
-async def test_who_reads_much_at_a_time_goes_on_reading() -> None:
+async def test_who_reads_much_at_time_goes_on_reading() -> None:
     """Where large chunks come there is nothing to gather, and the next poll follows at once."""
     reader = Reader()
     reader.read(ONE, TUNING.consumer.large_chunk_bytes // 1024)

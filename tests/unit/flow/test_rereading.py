@@ -139,7 +139,7 @@ class RereadingHarness:
         return delivery
 
 
-async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> None:
+async def test_records_are_read_again_one_after_other_as_there_is_room() -> None:
     """In their order, each when the one before it is answered; all is covered in the end."""
     bench = RereadingHarness()
     (first,) = await bench.read(3)
@@ -202,7 +202,7 @@ async def test_unreadable_records_are_skipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("end", [0, 1])
-async def test_lost_end_of_the_log_is_reported(end: int) -> None:
+async def test_lost_end_of_log_is_reported(end: int) -> None:
     """The next deferred record lies beyond the new end, or exactly there."""
     bench = RereadingHarness()
     (first,) = await bench.read(4)

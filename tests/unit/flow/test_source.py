@@ -44,7 +44,7 @@ async def log() -> MemoryLog:
     return log
 
 
-async def test_it_starts_at_the_base_and_passes_over_what_is_answered(log: MemoryLog) -> None:
+async def test_it_starts_at_base_and_passes_over_what_is_answered(log: MemoryLog) -> None:
     """A successor reads from the committed base, and runs nothing that the metadata has."""
     await fill(log, 8)
     await commit(log, AckedOffsets(2, [(4, 6)]).committable())
@@ -60,7 +60,7 @@ async def _is(log: MemoryLog, expected: AckedOffsets) -> bool:
     return await progress(log) == expected
 
 
-async def test_without_a_commit_it_starts_at_the_beginning(log: MemoryLog) -> None:
+async def test_without_commit_it_starts_at_beginning(log: MemoryLog) -> None:
     """Nothing that the log holds is left out."""
     await fill(log, 3)
     log.faults.partitions.trim(ONE, 1)
@@ -69,7 +69,7 @@ async def test_without_a_commit_it_starts_at_the_beginning(log: MemoryLog) -> No
         await eventually(lambda: stage.offsets == [1, 2])
 
 
-async def test_what_is_settled_is_committed_in_the_background(log: MemoryLog) -> None:
+async def test_what_is_settled_is_committed_in_background(log: MemoryLog) -> None:
     """The base and what is answered above it, without anybody waiting for it."""
     await fill(log, 5)
     async with reading(log) as stage:
@@ -111,7 +111,7 @@ async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
     assert await progress(log) == AckedOffsets(5)
 
 
-async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
+async def test_failed_commit_is_made_up_for(log: MemoryLog) -> None:
     """When the broker is back, what is true then is committed."""
     await fill(log, 3)
     async with reading(log) as stage:
@@ -132,7 +132,7 @@ async def test_what_does_not_change_is_committed_again(log: MemoryLog) -> None:
         await eventually(lambda: committed(log))
 
 
-async def test_reading_pauses_over_the_budget_and_resumes(log: MemoryLog) -> None:
+async def test_reading_pauses_over_budget_and_resumes(log: MemoryLog) -> None:
     """Bytes in flight are bounded, and what is acknowledged makes room."""
     await fill(log, 500)
     async with reading(log, budget_bytes=1000) as stage:
@@ -187,7 +187,7 @@ async def test_large_keys_and_headers_that_wait_pause_reading(
         await running
 
 
-async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> None:
+async def test_revoked_partition_drains_and_is_committed(log: MemoryLog) -> None:
     """The rebalance waits for what is in flight, within the deadline; nothing new is let in."""
     await fill(log, 4)
     async with reading(log) as stage, AsyncExitStack() as stack:
@@ -204,7 +204,7 @@ async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> No
         assert (await progress(log) or AckedOffsets(0)).base == 4
 
 
-async def test_nothing_is_answered_behind_the_last_commit(log: MemoryLog) -> None:
+async def test_nothing_is_answered_behind_last_commit(log: MemoryLog) -> None:
     """What a stop finds unanswered when its time is over is revoked: the next owner answers it."""
     await fill(log, 3)
     async with reading(log) as stage:
@@ -236,7 +236,7 @@ async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
         assert await progress(log) == AckedOffsets(0, [(1, 2)])
 
 
-async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
+async def test_it_is_assigned_once_broker_answers(log: MemoryLog) -> None:
     """A broker that is away while partitions are assigned delays reading, and ends nothing."""
     await fill(log, 3)
     async with reading(log) as stage:
@@ -280,7 +280,7 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
         assert registry.get_sample_value("headrace_skipped_records_total") == 5
 
 
-async def test_retention_that_passed_the_base_is_skipped_at_the_start(log: MemoryLog) -> None:
+async def test_retention_that_passed_base_is_skipped_at_start(log: MemoryLog) -> None:
     """A base below what the log still holds moves up."""
     await fill(log, 10)
     await commit(log, AckedOffsets(2, [(3, 4)]).committable())
@@ -352,7 +352,7 @@ async def test_end_lost_while_no_process_ran_keeps_what_was_answered(log: Memory
         stage.ack_all()
 
 
-async def test_topic_made_anew_begins_like_an_assignment(log: MemoryLog) -> None:
+async def test_topic_made_anew_begins_like_assignment(log: MemoryLog) -> None:
     """Its keys keep their order, and those who hold something of the former one are told."""
     await fill(log, 3)
     told: list[bool] = []
@@ -371,7 +371,7 @@ async def test_topic_made_anew_begins_like_an_assignment(log: MemoryLog) -> None
         stage.ack_all()
 
 
-async def test_ingest_alone_starts_where_the_answers_end_and_commits_nothing(
+async def test_ingest_alone_starts_where_answers_end_and_commits_nothing(
     log: MemoryLog,
 ) -> None:
     """Its membership is in a group of its own; the progress is the responder's."""
@@ -386,7 +386,7 @@ async def test_ingest_alone_starts_where_the_answers_end_and_commits_nothing(
     assert await log.committed("group.ingest", [ONE]) == {ONE: None}
 
 
-async def test_a_stop_drops_what_was_only_read(log: MemoryLog) -> None:
+async def test_stop_drops_what_was_only_read(log: MemoryLog) -> None:
     """Records that no stage has admitted are the next owner's; what is in flight is awaited."""
     await fill(log, 1)
     async with reading(log) as stage:
@@ -403,7 +403,7 @@ async def test_a_stop_drops_what_was_only_read(log: MemoryLog) -> None:
     assert await progress(log) == AckedOffsets(1)
 
 
-async def test_the_consumer_is_not_closed_under_a_poll(log: MemoryLog) -> None:
+async def test_consumer_is_not_closed_under_poll(log: MemoryLog) -> None:
     """A source that is left before it has come to its end lets its poll return first."""
     source = make_source(log)
     async with asyncio.TaskGroup() as tasks:
@@ -415,7 +415,7 @@ async def test_the_consumer_is_not_closed_under_a_poll(log: MemoryLog) -> None:
     assert running.exception() is None
 
 
-async def test_draining_and_the_last_commit_share_one_deadline() -> None:
+async def test_draining_and_last_commit_share_one_deadline() -> None:
     """The group does not wait for a member whose commit nobody answers, or evicts it."""
     log = MemoryLog(request_timeout_s=3600.0, rebalance_timeout_s=3600.0)
     await log.create_topics([TopicInfo(TOPIC, 2, {})], replication_factor=1)
@@ -435,7 +435,7 @@ async def test_draining_and_the_last_commit_share_one_deadline() -> None:
         stage.ack_handles.clear()
 
 
-async def test_partition_paused_for_a_share_continues_when_its_end_was_lost(
+async def test_partition_paused_for_share_continues_when_its_end_was_lost(
     log: MemoryLog,
 ) -> None:
     """The deferred records are gone, so that it need not wait until the log has grown."""

@@ -49,7 +49,7 @@ def at(offset: int, previous: int | None = None) -> Request:
     return request
 
 
-async def test_an_origin_is_claimed_once(log: MemoryLog) -> None:
+async def test_origin_is_claimed_once(log: MemoryLog) -> None:
     """Of two results for one request only the first one is answered."""
     source_offsets = await assigned(log)
 
@@ -97,7 +97,7 @@ async def test_what_was_committed_is_not_claimed(log: MemoryLog) -> None:
     ]
 
 
-async def test_the_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> None:
+async def test_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> None:
     """What the log acknowledged is not committed again, unless it is to be renewed."""
     source_offsets = await assigned(log)
     first = source_offsets.committable()
@@ -114,7 +114,7 @@ async def test_the_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> Non
     assert source_offsets.committable() == {SOURCE: Committed(1)}
 
 
-async def test_a_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
+async def test_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
     """Another process answers for it now; a straggler's answer is no news here."""
     source_offsets = await assigned(log)
     source_offsets.is_first_delivery(0, 0)
@@ -135,7 +135,7 @@ async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
     assert source_offsets.committable() == {SOURCE: Committed(6)}
 
 
-async def test_a_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
+async def test_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
     """Other requests stand at its offsets, and none of them is answered."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
     before = await source_offsets.has_other_records()
@@ -164,7 +164,7 @@ async def test_lost_end_of_requests_is_found_out(log: MemoryLog) -> None:
     ]
 
 
-async def test_a_topic_that_is_gone_is_not_replaced(log: MemoryLog) -> None:
+async def test_topic_that_is_gone_is_not_replaced(log: MemoryLog) -> None:
     """What is on its way still is of the one that was."""
     source_offsets = await assigned(log, Committed(3))
     log.faults.topics.delete("requests")

@@ -40,7 +40,7 @@ def looked(tracker: InFlightTracker, *looks: tuple[int, float]) -> StalledOffset
     return bases
 
 
-def test_a_base_that_was_passed_on_and_stands_is_stuck_after_a_while(
+def test_base_that_was_passed_on_and_stands_is_stuck_after_while(
     tracker: InFlightTracker,
 ) -> None:
     """It is told of once, with the record that has no answer."""
@@ -59,7 +59,7 @@ def test_a_base_that_was_passed_on_and_stands_is_stuck_after_a_while(
     ]
 
 
-def test_a_base_that_moves_is_not(tracker: InFlightTracker) -> None:
+def test_base_that_moves_is_not(tracker: InFlightTracker) -> None:
     """However slowly; and whoever was told of before is forgotten."""
     pass_on(tracker, 10)
     bases = looked(tracker, (5, 0.0), (5, 120.0), (6, 150.0))
@@ -74,7 +74,7 @@ def test_what_is_still_to_be_read_is_not_stuck(tracker: InFlightTracker) -> None
     assert (bases.age_s(ONE, 1000.0), bases.is_stuck(ONE, 1000.0)) == (0.0, False)
 
 
-def test_a_new_assignment_passes_the_base_on_again(tracker: InFlightTracker) -> None:
+def test_new_assignment_passes_base_on_again(tracker: InFlightTracker) -> None:
     """So the time begins anew."""
     pass_on(tracker, 10)
     bases = looked(tracker, (5, 0.0), (5, 120.0))

@@ -16,36 +16,36 @@ def learned(*looks: tuple[int, int]) -> Throughput:
     return throughput
 
 
-def test_nothing_is_known_before_the_first_answers() -> None:
+def test_nothing_is_known_before_first_answers() -> None:
     """A process that has just started does not claim to drain never, or at once."""
     throughput = learned((0, 500))
     assert throughput.per_s is None
     assert throughput.time_to_drain_s(500) is None
 
 
-def test_the_first_rate_is_taken_as_it_is() -> None:
+def test_first_rate_is_taken_as_it_is() -> None:
     """Backlog over throughput is the time to drain."""
     throughput = learned((100, 500))
     assert throughput.per_s == 100
     assert throughput.time_to_drain_s(500) == 5.0
 
 
-def test_a_higher_rate_raises_it_halfway() -> None:
+def test_higher_rate_raises_it_halfway() -> None:
     """The process can do at least what it just did, backlog or not."""
     assert learned((100, 0), (200, 0)).per_s == 150
 
 
-def test_a_lower_rate_with_work_left_lowers_it_slowly() -> None:
+def test_lower_rate_with_work_left_lowers_it_slowly() -> None:
     """There was more to do than was done, so this is what it can do."""
     assert learned((100, 500), (50, 500)).per_s == 95
 
 
-def test_a_lower_rate_without_work_left_teaches_nothing() -> None:
+def test_lower_rate_without_work_left_teaches_nothing() -> None:
     """The demand was low, and not the throughput."""
     assert learned((100, 500), (3, 1), (0, 0)).per_s == 100
 
 
-def test_a_standstill_with_work_left_lowers_it() -> None:
+def test_standstill_with_work_left_lowers_it() -> None:
     """A process that is stuck does not go on to promise what it once did."""
     assert learned((100, 500), (0, 500)).per_s == 90
 

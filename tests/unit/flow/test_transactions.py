@@ -28,7 +28,7 @@ async def owner_of(log: MemoryLog, offsets: int = 10) -> Owner:
     return owner
 
 
-async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
+async def test_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
     """It is tried again as a whole."""
     owner = Owner(log)
     log.faults.brokers.take_down()
@@ -43,7 +43,7 @@ async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
     assert await answers(log) == {0: 1}
 
 
-async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: MemoryLog) -> None:
+async def test_partition_goes_on_after_seal_that_was_cancelled(log: MemoryLog) -> None:
     """The producer of the one that was under way is not used again."""
     owner = await owner_of(log)
     log.faults.transactions.hold()
@@ -59,7 +59,7 @@ async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: Memory
     assert await answers(log) == {0: 1, 1: 1}
 
 
-async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
+async def test_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
     """Whatever the producer says when it is closed: the answers are the next owner's."""
     owner = await owner_of(log)
     log.faults.transactions.hold()
@@ -75,7 +75,7 @@ async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
     assert await answers(log) == {0: 1}
 
 
-async def test_the_group_is_asked_until_it_answers(log: MemoryLog) -> None:
+async def test_group_is_asked_until_it_answers(log: MemoryLog) -> None:
     """A fenced producer has no successor before it is known whether the partition is ours."""
     owner = await owner_of(log)
     log.faults.transactions.hold()
@@ -117,7 +117,7 @@ async def test_what_turns_out_to_be_sealed_counts_as_sealed(log: MemoryLog) -> N
     assert await answers(log) == {0: 1, 1: 1}
 
 
-async def test_a_successor_knows_what_another_owner_has_answered(log: MemoryLog) -> None:
+async def test_successor_knows_what_another_owner_has_answered(log: MemoryLog) -> None:
     """An owner that comes back finds these answered, and gives the others."""
     owner = await owner_of(log)
     between = await owner_of(log)
@@ -150,7 +150,7 @@ async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
     assert (await log.committed("group", [owner.source]))[owner.source] == (1, "")
 
 
-async def test_a_step_of_the_last_assignment_waits_for_the_next_one_and_gives_nothing(
+async def test_step_of_last_assignment_waits_for_next_one_and_gives_nothing(
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may come back while the same partition is being assigned anew: that one has the seat."""
@@ -190,7 +190,7 @@ async def test_a_step_of_the_last_assignment_waits_for_the_next_one_and_gives_no
     assert await answers(log) == {}
 
 
-async def test_a_group_that_answers_too_late_voids_nothing_of_the_next_assignment(
+async def test_group_that_answers_too_late_voids_nothing_of_next_assignment(
     log: MemoryLog,
 ) -> None:
     """What it denies is the membership that has ended meanwhile."""

@@ -66,7 +66,7 @@ def test_tensor_in_json_is_written_as_it_can_be_read(datatype: str) -> None:
     np.testing.assert_array_equal(decode_call(encoded(output)).inputs["y"], array)
 
 
-def test_each_output_has_the_form_that_is_asked_for() -> None:
+def test_each_output_has_form_that_is_asked_for() -> None:
     """`binary_data` of an output goes before `binary_data_output` of the request."""
     outputs = [{"name": "y", "parameters": {"binary_data": False}}, {"name": "z"}]
     call = decode_call(encoded(ONE, outputs=outputs, parameters={"binary_data_output": True}))
@@ -79,7 +79,7 @@ def test_each_output_has_the_form_that_is_asked_for() -> None:
     assert z["parameters"] == {"binary_data_size": 4}
 
 
-def test_parameters_of_others_are_passed_on_and_the_timeout_is_not() -> None:
+def test_parameters_of_others_are_passed_on_and_timeout_is_not() -> None:
     """The stages get what the gateway has no use for."""
     call = decode_call(encoded(ONE, id="a", parameters={"timeout": 1500, "mine": True}))
 
@@ -126,9 +126,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize(("body", "json_bytes", "told"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
-def test_bad_body_is_refused_with_a_sentence(
-    body: bytes, json_bytes: int | None, told: str
-) -> None:
+def test_bad_body_is_refused_with_sentence(body: bytes, json_bytes: int | None, told: str) -> None:
     """The place, what was expected, and what was found; a size below 1 is counted from the end."""
     if json_bytes is not None and json_bytes <= 0:
         json_bytes += len(body)
@@ -145,7 +143,7 @@ def test_bad_body_is_refused_with_a_sentence(
         ("BYTES", (-1, 1), b"text", [1, 1]),
     ],
 )
-def test_bare_tensor_gets_its_shape_from_the_model(
+def test_bare_tensor_gets_its_shape_from_model(
     datatype: str, shape: tuple[int, ...], body: bytes, expected: list[int]
 ) -> None:
     """One row; one other dimension follows from the size; a text is one element."""

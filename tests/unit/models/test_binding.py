@@ -48,13 +48,13 @@ def test_fitting_request_is_bound() -> None:
     assert bound.tensors[0].data is given.data
 
 
-def test_inputs_are_put_in_the_signatures_order() -> None:
+def test_inputs_are_put_in_signatures_order() -> None:
     """The order of a request's inputs is free."""
     bound = Binder(TOKENS).bind([mask(1, 7), ids(1, 7)])
     assert [each.name for each in bound.tensors] == ["ids", "mask"]
 
 
-def test_shape_class_has_the_free_sizes_but_the_rows() -> None:
+def test_shape_class_has_free_sizes_but_rows() -> None:
     """Requests of equal length have equal classes, however many rows they have."""
     binder = Binder(TOKENS)
     assert binder.bind([ids(1, 7), mask(1, 7)]).shape_class == (7, 7)
@@ -73,7 +73,7 @@ def test_empty_free_dimension_is_allowed_where_it_is_no_batch() -> None:
     assert Binder(FIXED).bind([zeros("x", 4, 0)]).size_bytes == 0
 
 
-def test_wanted_outputs_are_kept_in_the_order_asked() -> None:
+def test_wanted_outputs_are_kept_in_order_asked() -> None:
     """The answer will have the outputs that were asked for."""
     wanted = [RequestedOutput(name="label"), RequestedOutput(name="scores")]
     assert Binder(DIGITS).bind([zeros("pixels", 1, 64)], wanted).wanted == ("label", "scores")
@@ -113,7 +113,7 @@ def test_wrong_wanted_outputs_are_refused(names: list[str], message: str) -> Non
     ],
     ids=["none", "missing", "twice", "unknown", "one more"],
 )
-def test_wrong_names_are_an_invalid_request(inputs: list[Any], message: str) -> None:
+def test_wrong_names_are_invalid_request(inputs: list[Any], message: str) -> None:
     """Each input of the signature has to be there, once, and no other."""
     assert refusal(Binder(TOKENS), *inputs) == (Code.INVALID_REQUEST, message)
 
@@ -152,7 +152,7 @@ def test_wrong_tensor_is_refused_with_what_was_expected(given: Any, message: str
     assert refusal(Binder(DIGITS), given) == (Code.INVALID_TENSOR, message)
 
 
-def test_message_has_the_place_in_the_request() -> None:
+def test_message_has_place_in_request() -> None:
     """The index is that of the request as sent, not of the signature."""
     code, message = refusal(Binder(TOKENS), mask(1, 7), ids(1, 7, 1))
     assert code == Code.INVALID_TENSOR
@@ -251,7 +251,7 @@ def test_value_out_of_range_is_refused(values: NDArray[Any], got: str) -> None:
     )
 
 
-def test_values_at_the_limits_are_in_range() -> None:
+def test_values_at_limits_are_in_range() -> None:
     """Both limits are inclusive."""
     given = tensor("ids", np.array([[0, 30521]]))
     assert Binder(TOKENS, {"ids": (0, 30521)}).bind([given, mask(1, 2)]).rows == 1
@@ -279,7 +279,7 @@ def test_range_that_fits_no_input_is_refused(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused_where_a_model_wants_that(
+def test_values_that_are_not_finite_are_refused_where_model_wants_that(
     datatype: str, value: float
 ) -> None:
     """The message says which value, and where."""

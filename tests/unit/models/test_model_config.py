@@ -25,13 +25,13 @@ def faults_of(values: dict[str, Any]) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_missing_file_leaves_all_to_the_settings(tmp_path: Path) -> None:
+def test_missing_file_leaves_all_to_settings(tmp_path: Path) -> None:
     """Without a `model.toml` the settings' defaults hold."""
     config = read_model_config(tmp_path / "model.toml", SETTINGS)
     assert (config.max_batch_size, config.instances, config.backend) == (16, 2, "onnx")
 
 
-def test_file_goes_over_the_settings(tmp_path: Path) -> None:
+def test_file_goes_over_settings(tmp_path: Path) -> None:
     """What the file says holds for its model; the rest stays with the settings."""
     path = tmp_path / "model.toml"
     path.write_text("max_batch_size = 4\nrange.input_ids = [0, 30521]\n", encoding="utf-8")
@@ -164,7 +164,7 @@ def is_bounded(number: dict[str, Any]) -> bool:
     return bool(number.keys() & {"minimum", "exclusiveMinimum"}) and "maximum" in number
 
 
-def test_signature_of_an_onnx_model_is_not_declared() -> None:
+def test_signature_of_onnx_model_is_not_declared() -> None:
     """The file has it; a second one could only differ."""
     half = [{"name": "x", "datatype": "FP32", "shape": [-1]}]
     [line] = faults_of({"inputs": half, "outputs": half})
@@ -194,7 +194,7 @@ def test_unknown_datatype_is_refused() -> None:
     ],
     ids=["cpu", "cuda", "tensorrt"],
 )
-def test_device_says_the_providers_unless_they_are_named(
+def test_device_says_providers_unless_they_are_named(
     values: dict[str, Any], providers: tuple[str, ...]
 ) -> None:
     """`device` is enough; `providers` says more."""

@@ -40,7 +40,7 @@ def test_every_key_is_told_with_its_default() -> None:
     }
 
 
-def test_the_model_in_python_can_be_served(tmp_path: Path) -> None:
+def test_model_in_python_can_be_served(tmp_path: Path) -> None:
     """`headrace models check` finds the page's example ready."""
     example = re.search(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert example is not None

@@ -111,14 +111,14 @@ def test_failing_run_raises(load: Make) -> None:
     assert backend.run({"index": np.array([[7]])})["vector"].shape == (1, 1, 4)
 
 
-def test_output_that_does_not_scale_with_the_rows_is_a_failure(load: Make) -> None:
+def test_output_that_does_not_scale_with_rows_is_failure(load: Make) -> None:
     """Splitting it would give each request another's numbers."""
     backend = load(models.falsely_batched())
     with pytest.raises(ModelFailed, match=r"output y: expected 3 rows in dimension 0, got.*\[1, 2"):
         backend.run({"x": np.ones((3, 2), np.float32)})
 
 
-def test_warm_up_of_a_sound_model_finds_nothing(load: Make) -> None:
+def test_warm_up_of_sound_model_finds_nothing(load: Make) -> None:
     """Batching stays on."""
     assert load(models.tokens()).warm_up() == WarmUp()
 
@@ -129,7 +129,7 @@ def test_warm_up_finds_that_larger_batches_fail(load: Make) -> None:
     assert fault.startswith("a run of 2 rows failed at warm-up with made-up")
 
 
-def test_warm_up_runs_powers_of_two_up_to_the_limit(
+def test_warm_up_runs_powers_of_two_up_to_limit(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit itself is run as well."""
@@ -140,7 +140,7 @@ def test_warm_up_runs_powers_of_two_up_to_the_limit(
     assert rows == [1, 2, 4, 8, 12]
 
 
-def test_warm_up_keeps_the_limit_of_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_keeps_limit_of_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch never has more bytes than `max_batch_bytes`, so a larger one is not tried."""
     backend = make(models.digits(), max_batch_bytes=5 * 256)
     rows: list[int] = []
@@ -149,7 +149,7 @@ def test_warm_up_keeps_the_limit_of_bytes(make: Make, monkeypatch: pytest.Monkey
     assert rows == [1, 2, 4, 5]
 
 
-def test_warm_up_keeps_to_the_range(load: Make) -> None:
+def test_warm_up_keeps_to_range(load: Make) -> None:
     """Made-up values are allowed ones."""
     backend = load(models.embedding(), range={"index": [3, 7]}, max_batch_size=1)
     assert backend.warm_up() == WarmUp()
@@ -165,7 +165,7 @@ def test_warm_up_that_fails_with_made_up_rows_is_omitted(load: Make) -> None:
     )
 
 
-def test_warm_up_runs_the_samples_that_are_there(load: Make, tmp_path: Path) -> None:
+def test_warm_up_runs_samples_that_are_there(load: Make, tmp_path: Path) -> None:
     """Samples in `warmup/*.npz` take the place of made-up inputs."""
     backend = load(models.embedding(rows=8))
     directory = tmp_path / "model" / "1" / "warmup"
@@ -196,7 +196,7 @@ def test_sample_that_does_not_fit_is_refused(
         backend.warm_up()
 
 
-def test_cancel_ends_a_run(load: Make) -> None:
+def test_cancel_ends_run(load: Make) -> None:
     """A run that would take minutes ends with an exception, and the next one is not affected."""
     backend = load(models.slow())
     pixels = np.ones((1, 64), np.float32)
@@ -208,7 +208,7 @@ def test_cancel_ends_a_run(load: Make) -> None:
     assert backend.run({"times": np.array(1), "x": pixels})["y"].shape == (1, 64)
 
 
-def test_cancel_that_comes_too_late_does_not_end_the_next_run(load: Make) -> None:
+def test_cancel_that_comes_too_late_does_not_end_next_run(load: Make) -> None:
     """A cancel is for the run under way."""
     backend = load(models.digits())
     backend.cancel()
@@ -232,7 +232,7 @@ def test_provider_that_is_not_installed_is_refused(make: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
-def test_session_that_is_silently_on_the_cpu_is_refused(
+def test_session_that_is_silently_on_cpu_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ONNX Runtime lists providers whose device is missing and then makes a session without."""
@@ -291,7 +291,7 @@ def test_gpu_is_told_what_holds_for_all_models(make: Make) -> None:
 
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_gpu_is_told_of_its_stream_where_there_is_a_ring(make: Make, graphs: bool) -> None:
+def test_gpu_is_told_of_its_stream_where_there_is_ring(make: Make, graphs: bool) -> None:
     """And captures graphs where that is asked for."""
     backend = make(models.digits(), **CUDA)
     backend.use_stream(1234, graphs=graphs)

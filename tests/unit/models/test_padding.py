@@ -59,7 +59,7 @@ def request_of(length: int, first: int = 1, rows: int = 1) -> Request:
 
 
 @pytest.mark.parametrize(("size", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 9)])
-def test_a_size_goes_up_to_the_next_length(size: int, bucket: int) -> None:
+def test_size_goes_up_to_next_length(size: int, bucket: int) -> None:
     """One beyond the largest stays as it is."""
     assert find_bucket(size, (4, 8)) == bucket
 
@@ -80,7 +80,7 @@ def test_requests_of_one_length_have_one_shape_class() -> None:
     assert shape_class(9) == (9, 9)
 
 
-def test_what_is_added_is_what_the_configuration_says() -> None:
+def test_what_is_added_is_what_configuration_says() -> None:
     """Behind each row, in every input with a free dimension, and nowhere else."""
     arrays = gather([request_of(2, first=1), request_of(3, first=5, rows=2)], padded())
 
@@ -89,7 +89,7 @@ def test_what_is_added_is_what_the_configuration_says() -> None:
     assert arrays["shift"].shape == (3, 1)
 
 
-def test_outputs_have_the_sizes_of_the_request() -> None:
+def test_outputs_have_sizes_of_request() -> None:
     """Free dimensions of the name of an input's are cut back; a fixed size that happens to be
     the same as a length is not.
     """
@@ -163,7 +163,7 @@ def test_unnamed_dimensions_count_together_only_if_they_are_equal() -> None:
         ({"mask": "shift"}, "mask: expected one of ids, mask, got 'shift'"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(values: dict[str, Any], told: str) -> None:
+def test_what_does_not_fit_model_is_refused(values: dict[str, Any], told: str) -> None:
     """At load, with the key and what was expected."""
     with pytest.raises(ConfigurationError, match=told.replace("[", r"\[")):
         padded(**values)

@@ -51,7 +51,7 @@ def ask_onnx(model: onnx.ModelProto, directory: Path, **config: Any) -> Verdict:
     return probe(backend.run, signature, chosen, directory)
 
 
-def test_a_transformer_in_fp32_is_batchable(tmp_path: Path) -> None:
+def test_transformer_in_fp32_is_batchable(tmp_path: Path) -> None:
     """Attention looks along a row, never across rows."""
     verdict = ask_onnx(transformer(), tmp_path)
     assert verdict.batching is Batching.BATCHABLE
@@ -59,7 +59,7 @@ def test_a_transformer_in_fp32_is_batchable(tmp_path: Path) -> None:
     assert verdict.rounding <= 1e-4
 
 
-def test_a_dynamically_quantised_transformer_leaks(tmp_path: Path) -> None:
+def test_dynamically_quantised_transformer_leaks(tmp_path: Path) -> None:
     """Its scale is taken over the whole batch, so that a row's answer depends on its mates."""
     verdict = ask_onnx(quantised(transformer(), tmp_path), tmp_path)
     assert verdict.batching is Batching.NOT_BATCHABLE
@@ -82,27 +82,27 @@ def test_every_datatype_can_be_asked_about(tmp_path: Path, datatype: str) -> Non
         (lambda x: np.isnan(x).any(), "not a number"),
     ],
 )
-def test_a_leak_is_seen_with_the_mates_that_show_it(tmp_path: Path, leak: Rule, mates: str) -> None:
+def test_leak_is_seen_with_mates_that_show_it(tmp_path: Path, leak: Rule, mates: str) -> None:
     """Some models leak only what is large, empty or no number."""
     verdict = ask(lambda x: x + np.float32(leak(x)), tmp_path)
     assert verdict.batching is Batching.NOT_BATCHABLE
     assert verdict.reason.endswith(f"when the other rows of its batch are {mates}")
 
 
-def test_a_leak_below_the_tolerance_is_a_leak(tmp_path: Path) -> None:
+def test_leak_below_tolerance_is_leak(tmp_path: Path) -> None:
     """One bit is enough: that it is small with these mates says nothing of others."""
     verdict = ask(lambda x: x + np.float32(1e-6) * x.sum(), tmp_path)
     assert verdict.reason.startswith("rows leak: y of a row changes by ")
 
 
-def test_rounding_within_the_tolerance_is_no_leak(tmp_path: Path) -> None:
+def test_rounding_within_tolerance_is_no_leak(tmp_path: Path) -> None:
     """Alone and batched differ a little, and no mate changes anything."""
     verdict = ask(lambda x: x * np.float32(1 + 1e-5 * (len(x) > 1)), tmp_path)
     assert verdict.batching is Batching.BATCHABLE
     assert verdict.rounding == pytest.approx(1e-5, rel=0.1)
 
 
-def test_rounding_beyond_the_tolerance_decides_against_batching(tmp_path: Path) -> None:
+def test_rounding_beyond_tolerance_decides_against_batching(tmp_path: Path) -> None:
     """The reason names the output, and what is tolerated."""
     verdict = ask(lambda x: x * np.float32(1 + 1e-3 * (len(x) > 1)), tmp_path)
     assert verdict.batching is Batching.NOT_BATCHABLE
@@ -110,34 +110,34 @@ def test_rounding_beyond_the_tolerance_decides_against_batching(tmp_path: Path) 
     assert verdict.reason.endswith("batch_tolerance is 1e-04")
 
 
-def test_a_declared_tolerance_is_the_one_that_counts(tmp_path: Path) -> None:
+def test_declared_tolerance_is_one_that_counts(tmp_path: Path) -> None:
     """Who has given one knows the model."""
     verdict = ask(lambda x: x * np.float32(1 + 1e-3 * (len(x) > 1)), tmp_path, batch_tolerance=0.01)
     assert verdict.batching is Batching.BATCHABLE
 
 
-def test_noise_of_the_model_itself_is_no_leak(tmp_path: Path) -> None:
+def test_noise_of_model_itself_is_no_leak(tmp_path: Path) -> None:
     """Where the identical batch gives other bits each time, so may one with other mates."""
     random = np.random.default_rng(1)
     verdict = ask(lambda x: x + np.float32(1e-6) * random.random(x.shape, np.float32), tmp_path)
     assert verdict.batching is Batching.BATCHABLE
 
 
-def test_noise_beyond_the_tolerance_decides_against_batching(tmp_path: Path) -> None:
+def test_noise_beyond_tolerance_decides_against_batching(tmp_path: Path) -> None:
     """A leak could hide in it."""
     random = np.random.default_rng(1)
     verdict = ask(lambda x: x + random.random(x.shape, np.float32), tmp_path)
     assert verdict.reason.startswith("two runs of the same batch differ by ")
 
 
-def test_the_same_answer_to_everything_proves_nothing(tmp_path: Path) -> None:
+def test_same_answer_to_everything_proves_nothing(tmp_path: Path) -> None:
     """Rows that differ have to give outputs that differ."""
     verdict = ask(np.zeros_like, tmp_path)
     assert verdict.batching is Batching.UNDECIDED
     assert verdict.reason == "rows that differ give the same outputs"
 
 
-def test_a_model_that_fails_with_what_is_made_up_is_undecided(tmp_path: Path) -> None:
+def test_model_that_fails_with_what_is_made_up_is_undecided(tmp_path: Path) -> None:
     """Its own requests will tell."""
 
     def choosy(x: Any) -> Any:
@@ -150,7 +150,7 @@ def test_a_model_that_fails_with_what_is_made_up_is_undecided(tmp_path: Path) ->
     )
 
 
-def test_mates_that_the_model_does_not_take_are_passed_over(tmp_path: Path) -> None:
+def test_mates_that_model_does_not_take_are_passed_over(tmp_path: Path) -> None:
     """A model may refuse NaN; that is no fault of its batches."""
 
     def strict(x: Any) -> Any:
@@ -161,7 +161,7 @@ def test_mates_that_the_model_does_not_take_are_passed_over(tmp_path: Path) -> N
     assert ask(strict, tmp_path).batching is Batching.BATCHABLE
 
 
-def test_a_model_that_takes_one_row_only_is_not_batchable(tmp_path: Path) -> None:
+def test_model_that_takes_one_row_only_is_not_batchable(tmp_path: Path) -> None:
     """The reason is what it raised."""
 
     def single(x: Any) -> Any:
@@ -181,13 +181,13 @@ def test_rows_that_do_not_come_back_are_no_batch(tmp_path: Path) -> None:
     assert verdict.reason.startswith("dimension 0 is not the batch: output y: expected 2 rows")
 
 
-def test_a_fixed_dimension_is_not_even_asked_about(tmp_path: Path) -> None:
+def test_fixed_dimension_is_not_even_asked_about(tmp_path: Path) -> None:
     """The signature says it all."""
     verdict = ask_onnx(models.unbatched(), tmp_path)
     assert verdict.reason == "dimension 0 of x is fixed at 4"
 
 
-def test_rows_of_other_shapes_in_company_are_a_leak(tmp_path: Path) -> None:
+def test_rows_of_other_shapes_in_company_are_leak(tmp_path: Path) -> None:
     """A batch that is padded to its longest row changes the shape of the others."""
 
     def longest(x: Any) -> Any:
@@ -221,7 +221,7 @@ def test_values_stay_within_their_range(tmp_path: Path) -> None:
     assert np.nanmax(seen) <= 3
 
 
-def test_slow_model_is_undecided_after_the_time_limit(tmp_path: Path) -> None:
+def test_slow_model_is_undecided_after_time_limit(tmp_path: Path) -> None:
     """No run starts after the probe's time limit."""
     now_s = iter(range(1000))
     config = make_model_config({}, settings_for(tmp_path))
@@ -237,7 +237,7 @@ def test_slow_model_is_undecided_after_the_time_limit(tmp_path: Path) -> None:
     assert f"{TUNING.models.probe_budget_s:.0f} s were not enough" in verdict.reason
 
 
-def test_with_batching_off_only_the_dimension_is_asked_about(tmp_path: Path) -> None:
+def test_with_batching_off_only_dimension_is_asked_about(tmp_path: Path) -> None:
     """A leak does no harm there."""
     verdict = ask(lambda x: x + x.sum(), tmp_path, max_batch_size=1)
     assert verdict.batching is Batching.BATCHABLE
@@ -258,7 +258,7 @@ def half_precision() -> onnx.ModelProto:
     )
 
 
-def test_the_tolerance_goes_by_the_precision_of_the_weights(tmp_path: Path) -> None:
+def test_tolerance_goes_by_precision_of_weights(tmp_path: Path) -> None:
     """Inputs and outputs in FP32 may have FP16 between them."""
     assert ask_onnx(half_precision(), tmp_path).tolerance == 1e-2
 
@@ -275,9 +275,7 @@ def test_the_tolerance_goes_by_the_precision_of_the_weights(tmp_path: Path) -> N
         ({"device": "cuda:0", "providers": ["TensorrtExecutionProvider"]}, 1e-2),
     ],
 )
-def test_the_tolerance_goes_by_the_device(
-    tmp_path: Path, config: dict[str, Any], tolerance: float
-) -> None:
+def test_tolerance_goes_by_device(tmp_path: Path, config: dict[str, Any], tolerance: float) -> None:
     """A GPU multiplies FP32 as TF32 unless it is told not to."""
     chosen = make_model_config({"experimental_cuda": True} | config, settings_for(tmp_path))
     assert choose_tolerance(chosen, make_signature([X], [Y])) == tolerance

@@ -78,7 +78,7 @@ def softmax(values: NDArray[Any]) -> NDArray[Any]:
     return shares
 
 
-def test_softmax_takes_the_place_of_the_output(tmp_path: Path) -> None:
+def test_softmax_takes_place_of_output(tmp_path: Path) -> None:
     """The signature says so too."""
     backend = load(tmp_path, scores(), postprocess="softmax")
     [spec] = backend.signature.outputs
@@ -87,7 +87,7 @@ def test_softmax_takes_the_place_of_the_output(tmp_path: Path) -> None:
         np.testing.assert_allclose(outputs["scores_softmax"], softmax(SCORES), rtol=1e-6)
 
 
-def test_argmax_is_one_index_a_row(tmp_path: Path) -> None:
+def test_argmax_is_one_index_row(tmp_path: Path) -> None:
     """Of the highest value."""
     backend = load(tmp_path, scores(), postprocess="argmax")
     assert [spec.shape for spec in backend.signature.outputs] == [(-1,)]
@@ -174,7 +174,7 @@ def test_request_may_carry_bytes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(outputs["y"], np.moveaxis(wanted, 3, 1))
 
 
-def test_run_reads_what_the_request_carries_now(tmp_path: Path) -> None:
+def test_run_reads_what_request_carries_now(tmp_path: Path) -> None:
     """The place of the inputs is bound, not their values."""
     backend = load(tmp_path, pictures(), preprocess={"x": {"datatype": "UINT8"}})
     inputs = ReusedInputs()
@@ -210,7 +210,7 @@ def test_run_reads_what_the_request_carries_now(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(
+def test_what_does_not_fit_model_is_refused(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     """With the key, what was expected and what came."""
@@ -261,7 +261,7 @@ def test_labels_of_another_directory_are_refused(tmp_path: Path) -> None:
         load(tmp_path, scores(), postprocess="argmax", labels="../secret.txt")
 
 
-def test_labels_behind_a_link_to_another_directory_are_refused(tmp_path: Path) -> None:
+def test_labels_behind_link_to_another_directory_are_refused(tmp_path: Path) -> None:
     """A symbolic link leads out as ".." does."""
     (tmp_path / "secret.txt").write_text(LABELS, encoding="utf-8")
     (tmp_path / "model").mkdir()

@@ -32,7 +32,7 @@ def opened(tmp_path: Path) -> Open:
 # --- look-up ----------------------------------------------------------------------------------
 
 
-def test_lookup_without_a_version_gives_the_highest(tmp_path: Path, opened: Open) -> None:
+def test_lookup_without_version_gives_highest(tmp_path: Path, opened: Open) -> None:
     """Nine is before ten."""
     for number in (9, 10):
         add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
@@ -71,7 +71,7 @@ def test_unknown_version_is_refused_with_what_there_is(tmp_path: Path, opened: O
     assert error.message == 'model_version: expected one of 2 of digits, got "1"'
 
 
-def test_request_without_a_model_is_refused(opened: Open) -> None:
+def test_request_without_model_is_refused(opened: Open) -> None:
     """The message says where the name belongs."""
     error = refusal(opened(), "")
     assert error.code == Code.INVALID_REQUEST
@@ -108,7 +108,7 @@ def test_missing_repository_is_refused(tmp_path: Path) -> None:
 # --- limits -----------------------------------------------------------------------------------
 
 
-def test_limits_come_from_the_configuration(tmp_path: Path, opened: Open) -> None:
+def test_limits_come_from_configuration(tmp_path: Path, opened: Open) -> None:
     """`model.toml` over the settings."""
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 4\nmax_queue_delay_ms = 2.5")
     version = opened().catalog.lookup("digits")
@@ -136,7 +136,7 @@ def test_fault_at_warm_up_switches_batching_off(tmp_path: Path) -> None:
 # --- the executor's word ----------------------------------------------------------------------
 
 
-def test_version_is_not_ready_before_the_executor_says_so(tmp_path: Path) -> None:
+def test_version_is_not_ready_before_executor_says_so(tmp_path: Path) -> None:
     """Until then requests are told to come again."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -147,7 +147,7 @@ def test_version_is_not_ready_before_the_executor_says_so(tmp_path: Path) -> Non
     assert executor.models.catalog.lookup("digits", "1").state is State.READY
 
 
-def test_version_that_fails_is_not_ready_with_the_reason(tmp_path: Path) -> None:
+def test_version_that_fails_is_not_ready_with_reason(tmp_path: Path) -> None:
     """There is no use in waiting for it."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -189,7 +189,7 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
     [("", True), ('device = "cuda:0"\nexperimental_cuda = true', False)],
     ids=["cpu", "cuda"],
 )
-def test_only_sessions_on_the_cpu_run_in_any_thread(
+def test_only_sessions_on_cpu_run_in_any_thread(
     tmp_path: Path, opened: Open, config: str, inline: bool
 ) -> None:
     """CUDA's state belongs to one thread."""
@@ -197,7 +197,7 @@ def test_only_sessions_on_the_cpu_run_in_any_thread(
     assert opened().catalog.lookup("digits").may_inline is inline
 
 
-def test_a_declared_batch_size_goes_over_the_verdict(tmp_path: Path) -> None:
+def test_declared_batch_size_goes_over_verdict(tmp_path: Path) -> None:
     """The model's file is believed, and what speaks against it is told."""
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
     executor = Executor(tmp_path)
@@ -217,7 +217,7 @@ def test_undecided_versions_are_put_is_undecided(tmp_path: Path) -> None:
     assert (version.max_batch_size, version.batching_off) == (4, "undecided: all alike")
 
 
-def test_a_model_without_a_batch_takes_its_tensors_as_they_are(tmp_path: Path) -> None:
+def test_model_without_batch_takes_its_tensors_as_they_are(tmp_path: Path) -> None:
     """Declared or not: where two rows are not two answers, dimension 0 is one more dimension."""
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
     executor = Executor(tmp_path)

@@ -23,7 +23,7 @@ def replace(directory: Path, weight: float) -> None:
     add_version(repository, name, number, digits(weight))
 
 
-async def test_reload_without_a_change_changes_nothing(tmp_path: Path) -> None:
+async def test_reload_without_change_changes_nothing(tmp_path: Path) -> None:
     """The versions are the same objects as before."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -52,7 +52,7 @@ async def test_removed_model_is_unloaded(tmp_path: Path) -> None:
     assert refusal(executor.models, "digits").code == Code.UNKNOWN_MODEL
 
 
-async def test_old_version_serves_until_the_new_one_is_ready(tmp_path: Path) -> None:
+async def test_old_version_serves_until_new_one_is_ready(tmp_path: Path) -> None:
     """Then the old one is unloaded: there is no moment without a ready one."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -67,7 +67,7 @@ async def test_old_version_serves_until_the_new_one_is_ready(tmp_path: Path) -> 
     assert executor.told() == [("unload", "1")]
 
 
-async def test_bad_new_version_does_not_take_the_old_ones_place(tmp_path: Path) -> None:
+async def test_bad_new_version_does_not_take_old_ones_place(tmp_path: Path) -> None:
     """A version that fails to load leaves the old one where it is."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -79,7 +79,7 @@ async def test_bad_new_version_does_not_take_the_old_ones_place(tmp_path: Path) 
     assert executor.told() == [("load", "2")]
 
 
-async def test_unreadable_new_version_does_not_take_the_old_ones_place(tmp_path: Path) -> None:
+async def test_unreadable_new_version_does_not_take_old_ones_place(tmp_path: Path) -> None:
     """Nor does one whose file cannot even be opened; the fault is told."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -114,7 +114,7 @@ async def test_failed_version_is_tried_again_at_reload(tmp_path: Path) -> None:
     assert executor.told() == [("load", "1")]
 
 
-async def test_version_changed_in_place_is_loaded_beside_the_old_one(tmp_path: Path) -> None:
+async def test_version_changed_in_place_is_loaded_beside_old_one(tmp_path: Path) -> None:
     """The old files' version serves until the new files' is ready."""
     directory = add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -155,7 +155,7 @@ async def test_version_no_longer_selected_waits_for_those_that_are(tmp_path: Pat
     assert refusal(executor.models, "digits", "1").code == Code.UNKNOWN_MODEL
 
 
-async def test_broken_configuration_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+async def test_broken_configuration_leaves_model_as_it_was(tmp_path: Path) -> None:
     """A slip of the pen in `model.toml` stops nothing; the fault is told."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -178,7 +178,7 @@ async def test_missing_repository_leaves_all_models_as_they_were(tmp_path: Path)
     assert executor.models.catalog.lookup("digits") is version
 
 
-async def test_version_retired_during_a_scan_is_opened_anew(tmp_path: Path) -> None:
+async def test_version_retired_during_scan_is_opened_anew(tmp_path: Path) -> None:
     """The disk is read in another thread while the executor goes on reporting."""
     add_version(tmp_path, "digits", 1, digits())
     scanner = InterruptedScanner(Repository(tmp_path, settings_for(tmp_path)))

@@ -60,7 +60,7 @@ async def test_replaced_version_is_unloaded_once_it_is_not_used_any_more(tmp_pat
     assert refusal(repository.models, "digits", "1").code == Code.UNKNOWN_MODEL
 
 
-async def test_replaced_version_is_kept_while_an_executor_announces_it(tmp_path: Path) -> None:
+async def test_replaced_version_is_kept_while_executor_announces_it(tmp_path: Path) -> None:
     """It can run elsewhere, so a batcher lets requests through that are bound to it."""
     repository = Repository(tmp_path)
     await repository.replace_first()
@@ -98,7 +98,7 @@ async def test_replaced_version_gives_way_to_another_one_of_its_number(tmp_path:
     assert repository.first in repository.unloaded
 
 
-async def test_model_that_was_removed_is_kept_like_a_replaced_version(tmp_path: Path) -> None:
+async def test_model_that_was_removed_is_kept_like_replaced_version(tmp_path: Path) -> None:
     """Ingest may learn of the removal later."""
     repository = Repository(tmp_path)
     shutil.rmtree(tmp_path / "digits")

@@ -70,7 +70,7 @@ def test_broken_model_hides_no_other(tmp_path: Path) -> None:
     ("name", "fault"),
     [("empty", "expected a version, a directory such as 1, got none"), ("a b", "got 'a b'")],
 )
-def test_directory_that_is_no_model_has_a_fault(tmp_path: Path, name: str, fault: str) -> None:
+def test_directory_that_is_no_model_has_fault(tmp_path: Path, name: str, fault: str) -> None:
     """A model needs a name that fits into a header, and a version."""
     (tmp_path / name).mkdir()
     [model] = scan(tmp_path)
@@ -99,7 +99,7 @@ def test_version_without_its_file_cannot_be_opened(tmp_path: Path) -> None:
         read_signature(model.versions[0], model.config)
 
 
-def test_stamp_changes_with_a_file(tmp_path: Path) -> None:
+def test_stamp_changes_with_file(tmp_path: Path) -> None:
     """A change of the version, or of a file beside it, is seen without reading the content."""
     directory = add_version(tmp_path, "digits", 1, digits())
     before = scan(tmp_path)[0].versions[0].stamp

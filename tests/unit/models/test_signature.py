@@ -37,7 +37,7 @@ def test_inputs_and_outputs_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_every_datatype_has_the_protocols_name(tmp_path: Path, datatype: str) -> None:
+def test_every_datatype_has_protocols_name(tmp_path: Path, datatype: str) -> None:
     """An element type of ONNX becomes the Open Inference Protocol's datatype."""
     assert read(tmp_path, models.identity(datatype)).inputs[0].datatype == datatype
 
@@ -130,7 +130,7 @@ def test_model_without_outputs_is_refused() -> None:
     ],
     ids=["nameless", "same name", "output nameless", "output named by an exporter"],
 )
-def test_free_dimension_0_is_the_batch(inputs: list, outputs: list) -> None:  # type: ignore[type-arg]  # specs
+def test_free_dimension_0_is_batch(inputs: list, outputs: list) -> None:  # type: ignore[type-arg]  # specs
     """A model is batched when dimension 0 is free everywhere and no name speaks against it."""
     assert make_signature(inputs, outputs).batched
 

@@ -60,14 +60,14 @@ def test_text_must_be_utf8() -> None:
     assert refusal(transform, b"a\xff") == "payload: expected UTF-8, got byte 0xff at 1"
 
 
-def test_octets_are_a_row_of_bytes() -> None:
+def test_octets_are_row_of_bytes() -> None:
     """A UINT8 input takes the payload as a row of its length."""
     signature = model_of(spec("image", "UINT8", [-1, -1]))
     [given] = transform_of("octets", signature)(b"\x01\x02\x03", "image/jpeg")
     assert (given.datatype, given.shape, bytes(given.data)) == ("UINT8", [1, 3], b"\x01\x02\x03")
 
 
-def test_octets_may_be_an_element() -> None:
+def test_octets_may_be_element() -> None:
     """A BYTES input takes the payload as an element, whatever is in it."""
     [given] = transform_of("octets", model_of(spec("file", "BYTES", [-1])))(b"\xff\0", "")
     array = to_array(Tensor(given.name, given.datatype, tuple(given.shape), given.data))
@@ -87,7 +87,7 @@ def test_octets_may_be_an_element() -> None:
     ],
     ids=["text", "octets", "two inputs"],
 )
-def test_transform_that_does_not_fit_is_a_fault(
+def test_transform_that_does_not_fit_is_fault(
     kind: str, signature: Signature, message: str
 ) -> None:
     """It is found when the model is opened, not by the first request."""
@@ -104,7 +104,7 @@ def test_payload_without_transform_is_refused() -> None:
     )
 
 
-def test_python_transform_makes_the_inputs(tmp_path: Path) -> None:
+def test_python_transform_makes_inputs(tmp_path: Path) -> None:
     """It gets the payload and the content type, and gives arrays by name."""
     transform = python_transform(
         tmp_path, "return {'x': np.array([[len(payload), len(content_type)]], '>i2')}"
@@ -123,14 +123,12 @@ def test_python_transform_makes_the_inputs(tmp_path: Path) -> None:
     ],
     ids=["raises", "no dict", "no arrays"],
 )
-def test_faulty_python_transform_refuses_the_request(
-    tmp_path: Path, body: str, message: str
-) -> None:
+def test_faulty_python_transform_refuses_request(tmp_path: Path, body: str, message: str) -> None:
     """Whatever a user's code does, the request is answered with what went wrong."""
     assert refusal(python_transform(tmp_path, body)) == message
 
 
-def test_refusal_of_a_python_transform_is_kept(tmp_path: Path) -> None:
+def test_refusal_of_python_transform_is_kept(tmp_path: Path) -> None:
     """A transform may refuse with a code of its own."""
     transform = python_transform(
         tmp_path,
@@ -150,7 +148,7 @@ def test_refusal_of_a_python_transform_is_kept(tmp_path: Path) -> None:
     ],
     ids=["no file", "no function", "raises", "syntax"],
 )
-def test_python_file_that_cannot_be_used_is_a_fault(
+def test_python_file_that_cannot_be_used_is_fault(
     tmp_path: Path, source: str | None, message: str
 ) -> None:
     """It is found when the model is opened."""

@@ -38,7 +38,7 @@ async def test_requests_of_one_millisecond_are_spread_over_it() -> None:
     assert after_us.tolist() == [0, 250, 500, 750, 2000, 2500, 3000]
 
 
-async def test_rows_bytes_and_shapes_are_those_of_the_inputs() -> None:
+async def test_rows_bytes_and_shapes_are_those_of_inputs() -> None:
     """In MessagePack and JSON, whatever the order of the inputs."""
     packed = msgpack.packb(body([3, 8], [3]))
     as_json = body([2, 8], [2], model_version="7")
@@ -60,7 +60,7 @@ async def test_rows_bytes_and_shapes_are_those_of_the_inputs() -> None:
     assert found.size_bytes.tolist() == [3 * 9 * 4, 2 * 9 * 4]
 
 
-async def test_a_payload_is_one_item_of_its_model() -> None:
+async def test_payload_is_one_item_of_its_model() -> None:
     """What its transform makes of it is not known."""
     headers = (("content-type", b"image/png"), ("x-model", b"magika/2"))
     record = recorded(0, value=b"x" * 70, headers=headers)
@@ -70,7 +70,7 @@ async def test_a_payload_is_one_item_of_its_model() -> None:
     assert (found.rows.tolist(), found.size_bytes.tolist()) == ([1], [70])
 
 
-async def test_deadlines_count_from_the_arrival() -> None:
+async def test_deadlines_count_from_arrival() -> None:
     """Of both kinds, and by default; a deadline before the arrival is none left."""
     headers: list[tuple[tuple[str, bytes], ...]] = [
         (("x-timeout-ms", b"250"),),

@@ -70,7 +70,7 @@ def test_what_was_written_is_read(capture: Path) -> None:
     assert read(capture) == RECORDS
 
 
-def test_the_index_counts_what_is_there(capture: Path) -> None:
+def test_index_counts_what_is_there(capture: Path) -> None:
     """Without reading a frame: partitions, offsets, bytes and times."""
     contents = read_contents(capture)
     assert contents.complete
@@ -82,7 +82,7 @@ def test_the_index_counts_what_is_there(capture: Path) -> None:
     assert (second.first_ms, second.last_ms) == (START_MS + 1, START_MS + len(RECORDS) - 1)
 
 
-def test_any_reader_of_messagepack_reads_the_file(capture: Path) -> None:
+def test_any_reader_of_messagepack_reads_file(capture: Path) -> None:
     """It is a stream of MessagePack objects: header, heads and frames in turn, index, footer."""
     objects = list(msgpack.Unpacker(io.BytesIO(capture.read_bytes())))
     assert objects[0]["version"] == 1
@@ -91,7 +91,7 @@ def test_any_reader_of_messagepack_reads_the_file(capture: Path) -> None:
     assert isinstance(objects[-1], msgpack.ExtType)
 
 
-def test_a_file_cut_off_anywhere_is_read_to_its_last_whole_record(tmp_path: Path) -> None:
+def test_file_cut_off_anywhere_is_read_to_its_last_whole_record(tmp_path: Path) -> None:
     """At every length the records are the first ones, never fewer than at the length before, and
     the loss is told.
     """
@@ -111,7 +111,7 @@ def test_a_file_cut_off_anywhere_is_read_to_its_last_whole_record(tmp_path: Path
     assert before == 12
 
 
-def test_records_of_a_frame_that_is_cut_are_not_lost(tmp_path: Path) -> None:
+def test_records_of_frame_that_is_cut_are_not_lost(tmp_path: Path) -> None:
     """Of one large frame that lacks its last bytes, nearly all records are read."""
     path = write(tmp_path / "capture", frame_bytes=10**6)
     frame = read_contents(path).frames[0]
@@ -119,7 +119,7 @@ def test_records_of_a_frame_that_is_cut_are_not_lost(tmp_path: Path) -> None:
     assert 0 < read_contents(path).records < len(RECORDS)
 
 
-def test_a_writer_that_fails_leaves_what_it_had_written(tmp_path: Path) -> None:
+def test_writer_that_fails_leaves_what_it_had_written(tmp_path: Path) -> None:
     """Without an index, the frames that were closed are read."""
     path = tmp_path / "capture"
     writer = CaptureWriter(path, "t").__enter__()
@@ -130,7 +130,7 @@ def test_a_writer_that_fails_leaves_what_it_had_written(tmp_path: Path) -> None:
     assert read(path) == RECORDS[:5]
 
 
-def test_a_damaged_frame_is_refused_by_its_place(capture: Path) -> None:
+def test_damaged_frame_is_refused_by_its_place(capture: Path) -> None:
     """A changed byte in a frame's content is met by its CRC-32."""
     frame = read_contents(capture).frames[1]
     content = bytearray(capture.read_bytes())
@@ -175,7 +175,7 @@ def test_foreign_files_are_refused(tmp_path: Path, header: object, said: str) ->
         read_contents(path)
 
 
-def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+def test_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     """Nothing is no capture file, and neither is a file that is not there."""
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigurationError, match="expected a capture file"):
@@ -184,7 +184,7 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
         read_contents(tmp_path / "missing")
 
 
-def test_a_file_that_is_there_is_not_overwritten(capture: Path) -> None:
+def test_file_that_is_there_is_not_overwritten(capture: Path) -> None:
     """A capture goes into a new file."""
     with pytest.raises(ConfigurationError, match="File exists"), CaptureWriter(capture, "t"):
         pass
@@ -203,14 +203,14 @@ def test_a_file_that_is_there_is_not_overwritten(capture: Path) -> None:
         (Selection(filters=Filters(key=b"key-7")), [7]),
     ],
 )
-async def test_a_selection_is_read_from_a_file(
+async def test_selection_is_read_from_file(
     capture: Path, selection: Selection, numbers: Sequence[int]
 ) -> None:
     """Bounds, filters and limit mean for a file what they mean for a topic."""
     assert await select(capture, selection) == list(numbers)
 
 
-async def test_a_recording_is_read_again_from_its_beginning(capture: Path) -> None:
+async def test_recording_is_read_again_from_its_beginning(capture: Path) -> None:
     """Each reading gives all of it."""
     async with open_capture(capture, Selection()) as recording:
         first = [record async for record in recording]
@@ -218,7 +218,7 @@ async def test_a_recording_is_read_again_from_its_beginning(capture: Path) -> No
     assert first == second == RECORDS
 
 
-async def test_a_cut_off_recording_says_so(capture: Path) -> None:
+async def test_cut_off_recording_says_so(capture: Path) -> None:
     """Its notice has the file's name and how much was read."""
     content = await asyncio.to_thread(capture.read_bytes)
     await asyncio.to_thread(capture.write_bytes, content[:-20])

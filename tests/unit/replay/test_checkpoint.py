@@ -37,7 +37,7 @@ def test_no_file_is_no_checkpoint(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "checkpoint", OPTIONS) is None
 
 
-def test_a_run_with_other_options_is_refused(tmp_path: Path) -> None:
+def test_run_with_other_options_is_refused(tmp_path: Path) -> None:
     """By the option, what it was and what it is."""
     path = tmp_path / "checkpoint"
     write_checkpoint(path, CHECKPOINT)
@@ -54,7 +54,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         read_checkpoint(path, OPTIONS)
 
 
-def test_a_write_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
+def test_write_that_fails_leaves_last_one(tmp_path: Path) -> None:
     """It is put in place whole, or not at all."""
     path = tmp_path / "checkpoint"
     write_checkpoint(path, CHECKPOINT)
@@ -64,7 +64,7 @@ def test_a_write_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
     assert read_checkpoint(path, OPTIONS) == replace(CHECKPOINT, spans=list(CHECKPOINT.spans))
 
 
-def test_the_rest_of_a_selection_is_what_is_not_done() -> None:
+def test_rest_of_selection_is_what_is_not_done() -> None:
     """Offsets that are done, and those that came after the run began, are left out."""
     advanced = CHECKPOINT.advanced({P0: 8})
     rest = advanced.rest_of(Selection(Window(from_offsets={None: 2}), limit=6))
@@ -74,7 +74,7 @@ def test_the_rest_of_a_selection_is_what_is_not_done() -> None:
     assert rest.window.span(TopicPartition("t", 2), 0, 99) == Span(TopicPartition("t", 2), 0, 0)
 
 
-async def test_the_floor_waits_for_all_that_was_handed_over(
+async def test_floor_waits_for_all_that_was_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """End offsets become the floor when nothing below them is unknown to the checkpoint."""

@@ -66,7 +66,7 @@ def test_equal_arrays_are_exact() -> None:
     assert (found.max_abs, found.mean_abs, found.cosine, found.top1) == (0.0, 0.0, 1.0, 1.0)
 
 
-def test_differences_are_those_of_the_elements() -> None:
+def test_differences_are_those_of_elements() -> None:
     """Largest and mean; the scale is the reference's."""
     found = compare_arrays(_scores([3.0, 4.0]), _scores([3.0, 5.0]), K)
 
@@ -75,7 +75,7 @@ def test_differences_are_those_of_the_elements() -> None:
 
 
 @pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])
-def test_a_number_that_becomes_none_is_infinitely_far(other: float) -> None:
+def test_number_that_becomes_none_is_infinitely_far(other: float) -> None:
     """So that no threshold lets it pass."""
     assert compare_arrays(_scores([1.0, 2.0]), _scores([1.0, other]), K).max_abs == math.inf
 
@@ -108,14 +108,14 @@ def test_what_is_no_float_of_one_shape_is_compared_exactly(
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-300, 1e300])
-def test_cosine_holds_at_the_ends_of_the_numbers(value: float) -> None:
+def test_cosine_holds_at_ends_of_numbers(value: float) -> None:
     """Squares neither overflow nor vanish; two zeros point the same way."""
     array = np.array([value, value])
 
     assert compare_arrays(array, array, K).cosine == pytest.approx(1.0)
 
 
-def test_an_output_that_one_side_lacks_differs() -> None:
+def test_output_that_one_side_lacks_differs() -> None:
     """Whichever side it is."""
     with_two, with_one = _answer(_scores([1.0, 2.0])), TimedAnswer("ok")
 
@@ -123,14 +123,14 @@ def test_an_output_that_one_side_lacks_differs() -> None:
     assert not compare_answers(with_one, with_two, K).exact
 
 
-def test_a_candidate_within_rounding_passes() -> None:
+def test_candidate_within_rounding_passes() -> None:
     """A batch of another size rounds otherwise; the noise floor need not have met it."""
     close = _scores([1.0, 2.0, 3.0 + 2e-5])
 
     assert _failed(_compared(_answer(close))) == []
 
 
-def test_a_float_beyond_noise_and_rounding_fails() -> None:
+def test_float_beyond_noise_and_rounding_fails() -> None:
     """One percent of one score."""
     assert _failed(_compared(_answer(_scores([1.0, 2.0, 3.03])))) == [
         "output scores: largest difference"
@@ -170,7 +170,7 @@ def test_another_code_fails() -> None:
     ]
 
 
-def test_a_slower_median_fails_and_a_few_answers_are_not_judged() -> None:
+def test_slower_median_fails_and_few_answers_are_not_judged() -> None:
     """Compute and end to end; a median of a handful says nothing."""
     slow = _answer(_scores([1.0, 2.0, 3.0]), compute_us=3000)
 
@@ -181,7 +181,7 @@ def test_a_slower_median_fails_and_a_few_answers_are_not_judged() -> None:
     assert _failed(_compared(slow, count=10)) == []
 
 
-def test_a_small_delay_is_not_slower_whatever_its_ratio() -> None:
+def test_small_delay_is_not_slower_whatever_its_ratio() -> None:
     """30 µs in place of 10 µs is what a timer shows, not a model."""
     reference = _answer(_scores([1.0]), compute_us=10)
     candidate = _answer(_scores([1.0]), compute_us=30)
@@ -225,7 +225,7 @@ def test_nothing_compared_is_no_pass() -> None:
     assert _failed(Comparison()) == ["requests: compared"]
 
 
-def test_the_worst_are_kept_and_told() -> None:
+def test_worst_are_kept_and_told() -> None:
     """Other codes before other labels before larger differences; equal ones not at all."""
     reference = _answer(_scores([1.0, 2.0, 3.0]))
     others = [
@@ -247,7 +247,7 @@ def test_the_worst_are_kept_and_told() -> None:
     ]
 
 
-def test_the_page_escapes_what_it_is_told() -> None:
+def test_page_escapes_what_it_is_told() -> None:
     """Names come from records, and records from anybody."""
     comparison = _compared(TimedAnswer("<b>", "<script>alert(1)</script>"))
     findings = judge(comparison.sides(), Thresholds())
@@ -259,7 +259,7 @@ def test_the_page_escapes_what_it_is_told() -> None:
     assert "&lt;t&gt;/0/0" in page
 
 
-def test_the_summary_is_json_of_all_that_was_found() -> None:
+def test_summary_is_json_of_all_that_was_found() -> None:
     """Infinity, which JSON lacks, is its name."""
     comparison = _compared(_answer(_scores([1.0, 2.0, math.nan])))
     findings = judge(comparison.sides(), Thresholds())

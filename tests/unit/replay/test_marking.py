@@ -25,7 +25,7 @@ def test_key_value_and_other_headers_are_kept() -> None:
     assert copy == (original.key, original.value, [*original.headers, *MARKS], None)
 
 
-def test_marks_of_an_earlier_replay_are_replaced() -> None:
+def test_marks_of_earlier_replay_are_replaced() -> None:
     """A copy of a copy names what it was read from, once."""
     assert copied([("x-replay-of", b"a/0/0"), ("x-replay-run", b"first"), ("b", b"")]) == [
         ("b", b""),
@@ -43,12 +43,12 @@ def test_marks_of_an_earlier_replay_are_replaced() -> None:
         (None, None),
     ],
 )
-def test_deadlines_move_by_the_time_since(deadline: bytes | None, moved: bytes | None) -> None:
+def test_deadlines_move_by_time_since(deadline: bytes | None, moved: bytes | None) -> None:
     """The copy has as long as its original had; what cannot be read stays."""
     assert copied([("x-deadline-ms", deadline)]) == [("x-deadline-ms", moved), *MARKS]
 
 
-def test_a_deadline_of_a_record_without_timestamp_stays() -> None:
+def test_deadline_of_record_without_timestamp_stays() -> None:
     """There is nothing to measure from."""
     original = recorded(1, timestamp=-1, headers=(("x-deadline-ms", b"5"),))
     assert Marking("run").copy_of(original, LATER_MS).headers[0] == ("x-deadline-ms", b"5")

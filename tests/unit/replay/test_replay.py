@@ -99,7 +99,7 @@ async def test_what_is_late_is_sent_together_and_moves_nothing_after_it() -> Non
     assert outcome.spacing_max_ms == pytest.approx(25)
 
 
-async def test_the_account_is_of_what_was_sent() -> None:
+async def test_account_is_of_what_was_sent() -> None:
     """Counts, bytes, and the rate that was reached."""
     sleeper = Sleeper()
     outcome = await replay(KeepingSink(sleeper), OriginalSpacing(), sleeper).run()
@@ -126,7 +126,7 @@ async def test_records_that_are_there_already_are_passed_over() -> None:
     assert (outcome.records, outcome.skipped) == (2, 2)
 
 
-async def test_what_is_not_acknowledged_ends_the_run() -> None:
+async def test_what_is_not_acknowledged_ends_run() -> None:
     """The producer's error comes out of it."""
     sleeper = Sleeper()
     sink = KeepingSink(sleeper)

@@ -47,7 +47,7 @@ def test_every_filter_that_is_given_must_fit(filters: Filters, fits: bool) -> No
     assert filters.fits(recorded(0, headers=headers)) is fits
 
 
-def test_a_record_without_a_key_fits_a_pattern_of_nothing() -> None:
+def test_record_without_key_fits_pattern_of_nothing() -> None:
     """Its key is empty to a regular expression, and equal to no key."""
     keyless = recorded(0, key=None)
     assert Filters(key_pattern=re.compile(b"^$")).fits(keyless)
@@ -72,7 +72,7 @@ def test_a_record_without_a_key_fits_a_pattern_of_nothing() -> None:
         (with_headers(value=None), ("", "")),
     ],
 )
-def test_the_model_is_found_in_body_and_header(record: Record, model: tuple[str, str]) -> None:
+def test_model_is_found_in_body_and_header(record: Record, model: tuple[str, str]) -> None:
     """The body counts first; what cannot be read names no model, and harms nobody."""
     assert model_of(record) == model
 
@@ -97,7 +97,7 @@ def test_offsets_bound_what_is_there(window: Window, span: tuple[int, int]) -> N
     assert window.span(P0, 10, 20) == Span(P0, *span)
 
 
-def test_records_before_the_time_are_left_out() -> None:
+def test_records_before_time_are_left_out() -> None:
     """A late timestamp behind the window's first record does not come in by its offset."""
     selection = Selection(Window(from_ms=START_MS + 5))
     assert [selection.fits(recorded(number)) for number in (4, 5, 6)] == [False, True, True]

@@ -39,7 +39,7 @@ def test_known_sizes_are_as_they_were_measured_and_others_lie_between() -> None:
     assert [service_time(rows) for rows in (1, 2, 4, 6, 8)] == [100, 200, 400, 450, 500]
 
 
-def test_beyond_the_largest_size_the_slope_of_the_line_goes_on() -> None:
+def test_beyond_largest_size_slope_of_line_goes_on() -> None:
     """By least squares, weighted by how often each size was seen."""
     service_time = ServiceTime([BatchTime(8, 500, 10), BatchTime(16, 900, 10)])
 
@@ -65,7 +65,7 @@ def test_no_row_costs_less_than_nothing(points: list[BatchTime], expected: float
     assert ServiceTime(points).a_us == expected
 
 
-def test_an_overhead_is_added_to_every_batch() -> None:
+def test_overhead_is_added_to_every_batch() -> None:
     """To points and line alike."""
     later = ServiceTime([BatchTime(1, 100), BatchTime(2, 200)]).later(50)
 
@@ -99,7 +99,7 @@ def test_runs_come_in_their_order_from_any_of_them_on() -> None:
     ("text", "model", "us"),
     [("1000+50", "", 1100), ("digits=60+1.5", "digits", 63), ("a=b=7", "a=b", 7)],
 )
-def test_a_line_can_be_given(text: str, model: str, us: int) -> None:
+def test_line_can_be_given(text: str, model: str, us: int) -> None:
     """For one model, or for all; without a part per row it is the same for all sizes."""
     name, service_time = parse_service_time(text)
 
@@ -125,7 +125,7 @@ async def test_medians_of_answers_are_learned_by_model() -> None:
     }
 
 
-async def test_what_is_around_the_runs_is_learned_besides() -> None:
+async def test_what_is_around_runs_is_learned_besides() -> None:
     """The quickest quarter waited for no run before their own. It is no part of S(b)."""
     learned = await learn(answers(*(answer(1, 100, around_us=each) for each in range(10, 19))))
 
@@ -133,7 +133,7 @@ async def test_what_is_around_the_runs_is_learned_besides() -> None:
     assert (changed.around_us, changed(1)) == (12, 105)
 
 
-async def test_a_run_that_many_answers_tell_of_is_one() -> None:
+async def test_run_that_many_answers_tell_of_is_one() -> None:
     """Ten runs of two rows have twenty answers; those of one of them follow each other."""
     learned = await learn(answers(*[answer(2, 100)] * 10, *[answer(2, 300)] * 10))
 

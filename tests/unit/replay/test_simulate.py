@@ -26,7 +26,7 @@ def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None
     return simulate(arriving, {KIND.key: served}, scenario or Scenario(), policy)
 
 
-def test_what_is_around_a_run_is_its_requests_and_not_its_instances() -> None:
+def test_what_is_around_run_is_its_requests_and_not_its_instances() -> None:
     """The second request waits for the first one's run alone."""
     times = ServiceTime((), (1000, 0))
     times.around_us = 300
@@ -37,9 +37,7 @@ def test_what_is_around_a_run_is_its_requests_and_not_its_instances() -> None:
 
 
 @pytest.mark.parametrize(("instances", "reason"), [(1, "just_in_time"), (2, "idle")])
-def test_an_only_instance_has_its_next_batch_closed_just_in_time(
-    instances: int, reason: str
-) -> None:
+def test_only_instance_has_its_next_batch_closed_just_in_time(instances: int, reason: str) -> None:
     """Of two, the other one takes what comes."""
     arriving = arrivals([0, 100, 200, 5000])
 
@@ -59,7 +57,7 @@ def test_batches_are_as_large_as_is_best() -> None:
     assert 3.5 < found.mean_batch < 4.5
 
 
-def test_slow_stretches_make_the_tail_that_they_made() -> None:
+def test_slow_stretches_make_tail_that_they_made() -> None:
     """A tenth of the runs is slow, in one piece: the queue that they leave is simulated as well."""
     runs = [(1, 1000.0)] * 900 + [(1, 3000.0)] * 100
     shuffled = [runs[place] for place in np.random.default_rng(1).permutation(len(runs))]

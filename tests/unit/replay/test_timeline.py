@@ -22,7 +22,7 @@ def taken(timeline: Timeline, most: int = 100) -> list[tuple[int, int]]:
     return [(record.partition, record.timestamp) for record in timeline.take(most)]
 
 
-def test_the_lowest_timestamp_comes_first() -> None:
+def test_lowest_timestamp_comes_first() -> None:
     """Two partitions become one order of time; equal times go by partition."""
     timeline = Timeline([P0, P1])
     timeline.add(P0, of(P0, 10, 30, 40))
@@ -43,7 +43,7 @@ def test_nothing_is_given_before_every_partition_is_heard_of() -> None:
     assert (timeline.is_waiting_for(P0), timeline.is_waiting_for(P1)) == (False, True)
 
 
-def test_a_finished_partition_holds_nobody_back() -> None:
+def test_finished_partition_holds_nobody_back() -> None:
     """Whether it had records or not."""
     timeline = Timeline([P0, P1])
     timeline.add(P0, of(P0, 10))

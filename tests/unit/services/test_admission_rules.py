@@ -33,7 +33,7 @@ def test_request_that_would_be_late_is_refused_on_arrival() -> None:
     assert "expected an answer within 50 ms" in late.failure.message
 
 
-def test_requests_beside_a_refused_one_wait() -> None:
+def test_requests_beside_refused_one_wait() -> None:
     """Nothing of their kind waits yet: the refused one opened no queue for the others."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     late = request_of(in_ms=1, shape_class=(7,))
@@ -45,7 +45,7 @@ def test_requests_beside_a_refused_one_wait() -> None:
     assert len(forming) == 82
 
 
-def test_request_without_a_deadline_waits_behind_one_with_a_deadline() -> None:
+def test_request_without_deadline_waits_behind_one_with_deadline() -> None:
     """With a backlog, deadlines are looked at; there may be none but the first."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
 
@@ -98,7 +98,7 @@ def test_unknown_service_rate_refuses_nothing() -> None:
     assert forming.ended == []
 
 
-def test_idle_time_does_not_slow_the_service_rate() -> None:
+def test_idle_time_does_not_slow_service_rate() -> None:
     """A request a second is no sign that a row takes a second."""
     forming = forming_of(Limits(max_batch_size=4))
     for second in range(10):
@@ -143,7 +143,7 @@ def test_margin_covers_recent_lateness() -> None:
     assert forming.ended == [late]
 
 
-def test_idle_instance_runs_a_request_that_may_be_in_time() -> None:
+def test_idle_instance_runs_request_that_may_be_in_time() -> None:
     """The margin is for a backlog: here nobody else wants the place."""
     latency = learned({1: 1000, 2: 1100})
     for _ in range(64):
@@ -156,7 +156,7 @@ def test_idle_instance_runs_a_request_that_may_be_in_time() -> None:
     assert batch.end_us == NOW_US + 1100
 
 
-def test_batch_under_a_backlog_is_not_cut() -> None:
+def test_batch_under_backlog_is_not_cut() -> None:
     """The last batch left some behind: what fits into one now is what admission let in."""
     forming = filled(
         Limits(32, 10_000, latency=learned(LINE_US)), *(request_of() for _ in range(44))
@@ -167,7 +167,7 @@ def test_batch_under_a_backlog_is_not_cut() -> None:
     assert (pulled(forming).rows, forming.ended[0].failure is not None) == (12, True)
 
 
-def test_stalled_batch_does_not_slow_the_service_rate() -> None:
+def test_stalled_batch_does_not_slow_service_rate() -> None:
     """One of twenty takes a second instead of 4 ms; after it as much is let in as before."""
     forming = filled(Limits(max_batch_size=4), *(make_request() for _ in range(160)))
     now_us = NOW_US - 2_000_000

@@ -37,7 +37,7 @@ def test_earliest_deadline_goes_first_across_shapes() -> None:
     assert pulled(forming).requests == [old]
 
 
-def test_request_without_a_deadline_does_not_starve() -> None:
+def test_request_without_deadline_does_not_starve() -> None:
     """It counts as one with a deadline some seconds after it came."""
     old = request_of(shape_class=(1,), arrived_us=NOW_US - TUNING.batcher.patience_us)
     urgent = request_of(shape_class=(2,), in_ms=20)
@@ -45,7 +45,7 @@ def test_request_without_a_deadline_does_not_starve() -> None:
     assert pulled(filled(Limits(), old, urgent)).requests == [old]
 
 
-def test_higher_priority_goes_first_within_a_tenant() -> None:
+def test_higher_priority_goes_first_within_tenant() -> None:
     """Among requests that may share a batch, when they do not all fit."""
     low, high = request_of(priority=-1), request_of(priority=3)
     plain = request_of()
@@ -63,7 +63,7 @@ def test_long_wait_outweighs_priority() -> None:
     assert pulled(filled(Limits(max_batch_size=1), urgent, patient)).requests == [patient]
 
 
-def test_tenants_share_a_batch_evenly() -> None:
+def test_tenants_share_batch_evenly() -> None:
     """Whoever sends much gets what the others leave."""
     much = [request_of(tenant="much") for _ in range(20)]
     little = [request_of(tenant="little") for _ in range(3)]
@@ -112,7 +112,7 @@ def test_returning_tenant_gets_no_credit() -> None:
     assert (tenants.count("steady"), tenants.count("back")) == (4, 4)
 
 
-def test_thousand_tenants_do_not_slow_a_batch() -> None:
+def test_thousand_tenants_do_not_slow_batch() -> None:
     """Every one of 20,000 tenants gets its row, and no batch looks at all of them."""
     requests = [request_of(tenant=str(number)) for number in range(20_000)]
     forming = filled(Limits(max_batch_size=32), *requests)
@@ -127,7 +127,7 @@ def test_thousand_tenants_do_not_slow_a_batch() -> None:
 # --- when a batch closes, and how large it is -------------------------------------------------
 
 
-def test_batch_for_a_busy_instance_closes_just_in_time() -> None:
+def test_batch_for_busy_instance_closes_just_in_time() -> None:
     """What comes until then joins; then it closes, full or not."""
     forming = filled(Limits(), request_of())
     demand = Demand(close_at_us=NOW_US + 500)
@@ -139,7 +139,7 @@ def test_batch_for_a_busy_instance_closes_just_in_time() -> None:
     assert (batch.reason, batch.rows) == ("just_in_time", 2)
 
 
-def test_full_batch_does_not_wait_for_a_busy_instance() -> None:
+def test_full_batch_does_not_wait_for_busy_instance() -> None:
     """More would not fit, so it can be gathered now; other shapes still wait."""
     single = request_of(shape_class=(1,), in_ms=100)
     full = [request_of() for _ in range(4)]
@@ -152,7 +152,7 @@ def test_full_batch_does_not_wait_for_a_busy_instance() -> None:
     assert forming.next(KEY, NOW_US, demand) is None
 
 
-def test_batch_size_has_the_best_throughput() -> None:
+def test_batch_size_has_best_throughput() -> None:
     """Where more rows cost more each, more wait than are taken."""
     latency = learned({1: 3000, 4: 10_000, 8: 19_000, 16: 60_000, 32: 200_000})
     requests = [request_of() for _ in range(30)]
@@ -208,7 +208,7 @@ def test_batch_is_cut_for_its_most_urgent_request() -> None:
     assert (batch.reason, batch.rows, batch.requests[0]) == ("deadline", 10, urgent)
 
 
-def test_batches_under_a_backlog_stay_large_and_refuse_late_requests() -> None:
+def test_batches_under_backlog_stay_large_and_refuse_late_requests() -> None:
     """Small batches would make everybody late."""
     hopeless = request_of(in_ms=1)
     others = [request_of() for _ in range(40)]

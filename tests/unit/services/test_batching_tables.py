@@ -85,7 +85,7 @@ def test_greedy_closing_takes_all_waiting_requests(load: float) -> None:
 
 
 @pytest.mark.slow
-def test_just_in_time_closing_near_capacity_has_the_known_latency() -> None:
+def test_just_in_time_closing_near_capacity_has_known_latency() -> None:
     """At 95 % a percentile settles after millions of arrivals only, so both see the same ones."""
     arriving = poisson(300_000, 0.95 * CAPACITY_PER_US, seed=6)
     told_ms = np.quantile(by_recursion(arriving.at_us.tolist()), 0.99)
@@ -97,7 +97,7 @@ def test_just_in_time_closing_near_capacity_has_the_known_latency() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", GREEDY)
-def test_greedy_closing_has_the_known_latency(load: float) -> None:
+def test_greedy_closing_has_known_latency(load: float) -> None:
     """The rules as they are without anything learned."""
     found = p99s_ms(load, 40_000, line, Setup())
 
@@ -123,7 +123,7 @@ def test_just_in_time_closing_costs_no_latency(load: float) -> None:
         *((5.0, load, told) for load, told in DELAYED_5.items()),
     ],
 )
-def test_fixed_delay_has_the_known_cost(delay_ms: float, load: float, told_ms: float) -> None:
+def test_fixed_delay_has_known_cost(delay_ms: float, load: float, told_ms: float) -> None:
     """`max_queue_delay_ms` is worse than taking what is there, by as much as the table says."""
     found = p99s_ms(load, 20_000, line, Setup(max_queue_delay_ms=delay_ms))
 
@@ -145,7 +145,7 @@ def powers_of_2(rows: int) -> int:
 @pytest.mark.parametrize(
     ("padded", "table"), [(steps_of_4, STEPS_OF_4), (powers_of_2, POWERS_OF_2)]
 )
-def test_padding_to_buckets_has_the_known_cost(
+def test_padding_to_buckets_has_known_cost(
     padded: Callable[[int], int], table: dict[float, tuple[float, float]], load: float
 ) -> None:
     """Where a device runs only some sizes, for a model with a large fixed cost and a small one."""

@@ -85,7 +85,7 @@ def throughput_of_learned(seed: int) -> float:
 
 
 @pytest.mark.timeout(120)
-def test_changing_machine_speed_does_not_hide_the_best_size() -> None:
+def test_changing_machine_speed_does_not_hide_best_size() -> None:
     """After 15 s nine runs in ten have 97 % of the best throughput, and most of them 98 %: sizes
     are compared with what ran beside them, and not with what ran in another second.
     """

@@ -27,7 +27,7 @@ def learn(layouts: DecodeCache, value: bytes) -> None:
     layouts.learn(value, decode_request(value, Envelope(), LimitSettings()))
 
 
-def test_a_request_that_differs_in_its_bytes_alone_is_known() -> None:
+def test_request_that_differs_in_its_bytes_alone_is_known() -> None:
     """Once one was learned, others of its layout are found, and no others."""
     layouts = DecodeCache()
     learn(layouts, request(1.0))
@@ -64,7 +64,7 @@ def test_what_has_no_layout_is_not_learned(value: bytes) -> None:
     assert layouts.find(value) is None
 
 
-def test_a_layout_gives_way_when_others_come_instead() -> None:
+def test_layout_gives_way_when_others_come_instead() -> None:
     """Of two layouts of one length the one that comes is the one that is known, in the end."""
     layouts = DecodeCache()
     first, second = request(model="first-"), request(model="second")
@@ -77,7 +77,7 @@ def test_a_layout_gives_way_when_others_come_instead() -> None:
     assert layouts.find(first) is None
 
 
-def test_the_layouts_are_bounded() -> None:
+def test_layouts_are_bounded() -> None:
     """However many lengths come, no more than a number of layouts is kept."""
     layouts = DecodeCache()
     sizes = range(1, TUNED.max_cached_layouts + 2)

@@ -24,7 +24,7 @@ def forming_with(*deadlines_ms: int) -> DynamicBatcher:
     return forming
 
 
-def test_queue_delay_ends_in_time_for_the_earliest_deadline() -> None:
+def test_queue_delay_ends_in_time_for_earliest_deadline() -> None:
     """The instance is free: a request that expires there would have been answered without it."""
     forming = forming_with(0, 80, 50)
 
@@ -38,7 +38,7 @@ def test_queue_delay_ends_in_time_for_the_earliest_deadline() -> None:
     assert (batch.rows, forming.ended) == (3, [])
 
 
-def test_queue_delay_of_the_next_batch_is_whole() -> None:
+def test_queue_delay_of_next_batch_is_whole() -> None:
     """What was urgent has gone."""
     forming = forming_with(20)
     assert forming.next(KEY, NOW_US + 10_000) is not None

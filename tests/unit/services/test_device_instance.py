@@ -112,7 +112,7 @@ async def test_outputs_belong_to_their_rows(tmp_path: Path, count: int) -> None:
             assert await answer(instance, digits(*values)) == [64 * value for value in values]
 
 
-async def test_padding_repeats_a_row_of_its_own_batch(tmp_path: Path) -> None:
+async def test_padding_repeats_row_of_its_own_batch(tmp_path: Path) -> None:
     """Not even what is thrown away is computed of another batch's rows."""
     device = Watched()
     async with make(tmp_path, models.digits(), device=device) as instance:
@@ -124,7 +124,7 @@ async def test_padding_repeats_a_row_of_its_own_batch(tmp_path: Path) -> None:
     assert rows[:, 0].tolist() == [1, 2, 3, 4, 5, 5]
 
 
-async def test_batch_starts_behind_the_one_that_computes(tmp_path: Path) -> None:
+async def test_batch_starts_behind_one_that_computes(tmp_path: Path) -> None:
     """Each gets its own answers, for more rounds than there are slots."""
     async with make(tmp_path, models.digits()) as instance:
         current = instance.gather(digits(0))
@@ -138,7 +138,7 @@ async def test_batch_starts_behind_the_one_that_computes(tmp_path: Path) -> None
         assert (await instance.run(current))["scores"][0, 1] == 64 * 11
 
 
-async def test_outputs_stay_valid_when_the_slot_is_refilled(tmp_path: Path) -> None:
+async def test_outputs_stay_valid_when_slot_is_refilled(tmp_path: Path) -> None:
     """They are written to the log after later batches have run."""
     async with make(tmp_path, models.digits()) as instance:
         earlier = await instance.run(instance.gather(digits(1)))
@@ -147,7 +147,7 @@ async def test_outputs_stay_valid_when_the_slot_is_refilled(tmp_path: Path) -> N
         assert earlier["scores"][0, 1] == 64
 
 
-async def test_request_beyond_the_largest_bucket_runs_without_the_ring(tmp_path: Path) -> None:
+async def test_request_beyond_largest_bucket_runs_without_ring(tmp_path: Path) -> None:
     """A request's rows are never parted."""
     rows = np.ones((MAX_ROWS + 1, 64), np.float32)
     async with make(tmp_path, models.digits()) as instance:
@@ -156,7 +156,7 @@ async def test_request_beyond_the_largest_bucket_runs_without_the_ring(tmp_path:
         assert len((await instance.run(inputs))["scores"]) == MAX_ROWS + 1
 
 
-async def test_half_of_a_failed_batch_runs_without_the_ring(tmp_path: Path) -> None:
+async def test_half_of_failed_batch_runs_without_ring(tmp_path: Path) -> None:
     """The slots are for what runs once."""
     async with make(tmp_path, models.digits()) as instance:
         assert not isinstance(instance.gather(digits(1), fresh=False), RingBatch)
@@ -171,7 +171,7 @@ async def test_model_of_free_shapes_has_no_ring(tmp_path: Path) -> None:
         assert outputs["masked"].tolist() == [[1, 1, 1]]
 
 
-async def test_model_without_a_ring_is_logged(tmp_path: Path) -> None:
+async def test_model_without_ring_is_logged(tmp_path: Path) -> None:
     """It was asked for, and runs are slower without."""
     with capture_logs() as lines:
         async with make(tmp_path, models.tokens()):
@@ -202,7 +202,7 @@ async def test_rows_are_widened_and_outputs_labelled(tmp_path: Path) -> None:
     assert outputs["scores_argmax"].tolist() == plain["scores_argmax"].tolist()
 
 
-async def test_failed_run_raises_and_the_next_one_works(tmp_path: Path) -> None:
+async def test_failed_run_raises_and_next_one_works(tmp_path: Path) -> None:
     """Its slot comes back: there are no more than three."""
     indices = [np.array([[value]], np.int64) for value in (99, 99, 99, 99, 2)]
     async with make(tmp_path, models.embedding()) as instance:
@@ -256,7 +256,7 @@ async def test_device_memory_is_reported(tmp_path: Path) -> None:
     assert seen == DeviceSnapshot("cuda:0", {"free": 2**40, "total": 2**34, "cupy": 2**20})
 
 
-async def test_device_memory_is_freed_on_the_dispatcher_thread(tmp_path: Path) -> None:
+async def test_device_memory_is_freed_on_dispatcher_thread(tmp_path: Path) -> None:
     """A device's memory belongs to the thread that asked for it."""
     given_back: list[str] = []
     gpu = Gpu()

@@ -35,7 +35,7 @@ async def test_hung_run_is_cancelled_and_its_request_fails(tmp_path: Path) -> No
     assert "max_execution_s = 0.05" in requests[0].failure.message
 
 
-async def test_run_that_ignores_cancelling_ends_the_process(tmp_path: Path) -> None:
+async def test_run_that_ignores_cancelling_ends_process(tmp_path: Path) -> None:
     """Its instance is lost; the work is uncommitted and runs elsewhere."""
     add_python_model(tmp_path, AT_THE_GATE, config="max_execution_s = 0.05")
 

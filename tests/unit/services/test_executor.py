@@ -38,7 +38,7 @@ async def test_each_request_gets_its_own_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 3, 7])
-async def test_only_the_culprit_fails(tmp_path: Path, place: int) -> None:
+async def test_only_culprit_fails(tmp_path: Path, place: int) -> None:
     """A batch that fails is halved until the culprit stands alone; the others get their answers."""
     add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('thirteen')")
     async with running(tmp_path) as bench:
@@ -57,7 +57,7 @@ async def test_only_the_culprit_fails(tmp_path: Path, place: int) -> None:
     assert counted(bench.instruments, "bisections_total") == 3
 
 
-async def test_fresh_batches_pass_while_a_failed_one_is_halved(tmp_path: Path) -> None:
+async def test_fresh_batches_pass_while_failed_one_is_halved(tmp_path: Path) -> None:
     """A culprit and its mates delay nobody by more than one run at a time."""
     add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('thirteen')")
     async with running(tmp_path) as bench:
@@ -88,7 +88,7 @@ async def test_fresh_batches_pass_while_a_failed_one_is_halved(tmp_path: Path) -
         ("return None", "ModelFailed"),
     ],
 )
-async def test_whatever_a_model_raises_is_an_answer(tmp_path: Path, run: str, told: str) -> None:
+async def test_whatever_model_raises_is_answer(tmp_path: Path, run: str, told: str) -> None:
     """Nothing that a model does to end its thread ends the task, or the process."""
     add_python_model(tmp_path, run)
     async with running(tmp_path) as bench:
@@ -100,7 +100,7 @@ async def test_whatever_a_model_raises_is_an_answer(tmp_path: Path, run: str, to
     assert told in request.failure.message
 
 
-async def test_a_long_error_is_cut(tmp_path: Path) -> None:
+async def test_long_error_is_cut(tmp_path: Path) -> None:
     """An answer has room for the beginning; the whole could be too large for any topic."""
     add_python_model(tmp_path, "raise ValueError('x' * 10_000_000)")
     async with running(tmp_path) as bench:
@@ -127,7 +127,7 @@ async def test_what_is_late_or_void_does_not_run(tmp_path: Path) -> None:
     assert counted(bench.instruments, "bisections_total") == 0
 
 
-async def test_a_model_that_does_not_load_holds_up_nobody(tmp_path: Path) -> None:
+async def test_model_that_does_not_load_holds_up_nobody(tmp_path: Path) -> None:
     """The others are served; the registry tells why that one is not."""
     add_python_model(tmp_path, "")
     add_python_model(tmp_path, "", name="broken")
@@ -142,7 +142,7 @@ async def test_a_model_that_does_not_load_holds_up_nobody(tmp_path: Path) -> Non
     assert states == {"model": State.READY, "broken": State.FAILED}
 
 
-async def test_a_new_version_takes_over_while_serving(tmp_path: Path) -> None:
+async def test_new_version_takes_over_while_serving(tmp_path: Path) -> None:
     """After a reload the new version runs; what waits for the old one is still run by it."""
     add_python_model(tmp_path, "")
     async with running(tmp_path) as bench:
@@ -159,7 +159,7 @@ async def test_a_new_version_takes_over_while_serving(tmp_path: Path) -> None:
     assert (outcome(old[0]), outcome(new[0])) == (2.0, 20.0)
 
 
-async def test_a_model_may_use_its_output_array_again(tmp_path: Path) -> None:
+async def test_model_may_use_its_output_array_again(tmp_path: Path) -> None:
     """An answer that is still to be written does not change when the next batch runs."""
     add_python_model(
         tmp_path,

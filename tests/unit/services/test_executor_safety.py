@@ -45,7 +45,7 @@ def outcomes(bench: ExecutorHarness) -> dict[str, float]:
     }
 
 
-async def test_agreeing_requests_make_a_model_batchable(tmp_path: Path) -> None:
+async def test_agreeing_requests_make_model_batchable(tmp_path: Path) -> None:
     """After enough batches that were run together and alone, they share runs."""
     bench, _ = await decided_by_requests(tmp_path, "")
     [version] = bench.models.catalog.versions(State.READY)
@@ -79,7 +79,7 @@ async def test_differing_requests_turn_batching_off(tmp_path: Path, rule: str, r
 
 
 @pytest.mark.parametrize("rule", ["x = x * 0", f"if {POISON} in x: raise ValueError('thirteen')"])
-async def test_inconclusive_requests_leave_the_model_undecided(tmp_path: Path, rule: str) -> None:
+async def test_inconclusive_requests_leave_model_undecided(tmp_path: Path, rule: str) -> None:
     """The same answer to all, or a request that fails alone as well, is no evidence."""
     add_python_model(tmp_path, rule)
     async with running(tmp_path) as bench:
@@ -91,7 +91,7 @@ async def test_inconclusive_requests_leave_the_model_undecided(tmp_path: Path, r
     assert outcomes(bench) == {"agreed": 0, "differed": 0, "inconclusive": 1}
 
 
-async def test_batch_for_an_unbatchable_model_is_split(tmp_path: Path) -> None:
+async def test_batch_for_unbatchable_model_is_split(tmp_path: Path) -> None:
     """A batcher of another process does not know what the executor has found out."""
     add_python_model(tmp_path, "x = x + x.sum() - x", config="probe = true")
     async with running(tmp_path) as bench:

@@ -58,7 +58,7 @@ def test_large_tensors_are_copied_one_by_one() -> None:
     np.testing.assert_array_equal(arrays["x"], np.concatenate(rows))
 
 
-def test_same_shapes_return_the_same_arrays(block: HostBlock) -> None:
+def test_same_shapes_return_same_arrays(block: HostBlock) -> None:
     """A backend can bind their addresses once."""
     first = block.gather([request(0), request(5)])
     second = block.gather([request(7), request(9)])
@@ -74,7 +74,7 @@ def test_other_shapes_return_other_arrays(block: HostBlock) -> None:
     assert wide["x"].ctypes.data == narrow["x"].ctypes.data
 
 
-def test_block_is_not_allocated_again_for_the_largest_batch() -> None:
+def test_block_is_not_allocated_again_for_largest_batch() -> None:
     """It has room from the beginning where the model says how large a row is."""
     fixed = make_signature([TensorSpec("x", "FP32", (-1, 4))], [TensorSpec("y", "FP32", (-1,))])
     block = HostBlock(fixed, rows=8, limit_bytes=1024)
@@ -90,7 +90,7 @@ def test_block_with_free_dimensions_grows(block: HostBlock) -> None:
     assert arrays["n"].shape == (1, 100)
 
 
-def test_batch_over_the_limit_is_not_gathered(block: HostBlock) -> None:
+def test_batch_over_limit_is_not_gathered(block: HostBlock) -> None:
     """A block takes no more memory than a batch may have."""
     assert block.gather([request(0, width=1000)]) is None
 
@@ -103,7 +103,7 @@ def test_inputs_are_aligned_to_cache_lines(block: HostBlock) -> None:
 
 
 @pytest.mark.parametrize(("datatype", "fits"), [("FP32", True), ("BYTES", False)])
-def test_only_fixed_size_elements_fit_a_block(datatype: str, fits: bool) -> None:
+def test_only_fixed_size_elements_fit_block(datatype: str, fits: bool) -> None:
     """Strings are objects, each of its own size."""
     signature: Signature = make_signature(
         [TensorSpec("x", datatype, (-1, 4))], [TensorSpec("y", "FP32", (-1,))]

@@ -61,7 +61,7 @@ async def ingest(
     return items.requests, answers.requests
 
 
-async def test_a_good_request_goes_on(models: Models) -> None:
+async def test_good_request_goes_on(models: Models) -> None:
     """With its origin, its inputs and its model's version."""
     able, ended = await ingest(models, delivery(digits_value(rows=3, id="mine"), first=7))
 
@@ -72,7 +72,7 @@ async def test_a_good_request_goes_on(models: Models) -> None:
     assert (request.rows, request.size_bytes, request.ingested_us) == (3, 3 * 256, NOW_US)
 
 
-async def test_a_bad_request_among_good_ones_goes_to_its_answer(models: Models) -> None:
+async def test_bad_request_among_good_ones_goes_to_its_answer(models: Models) -> None:
     """Refused with its code, value kept for the dead letter; its neighbours go on."""
     values = [digits_value(), b"junk", None, digits_value("unknown"), digits_value()]
     able, ended = await ingest(models, delivery(*values))
@@ -86,7 +86,7 @@ async def test_a_bad_request_among_good_ones_goes_to_its_answer(models: Models) 
     assert [request.value for request in ended] == values[1:4]
 
 
-async def test_a_late_request_is_not_charged_for_its_value(models: Models) -> None:
+async def test_late_request_is_not_charged_for_its_value(models: Models) -> None:
     """Judged by its headers: it is answered, and its value is let go unread."""
     assignment = make_assignment()
     late = delivery(
@@ -104,7 +104,7 @@ async def test_a_late_request_is_not_charged_for_its_value(models: Models) -> No
     assert assignment.budget.used_bytes == RECORD_OVERHEAD_BYTES + beside
 
 
-async def test_a_request_is_charged_for_all_that_it_keeps(models: Models) -> None:
+async def test_request_is_charged_for_all_that_it_keeps(models: Models) -> None:
     """Key and headers count: a small value may come with a large header."""
     assignment = make_assignment()
     value = digits_value()
@@ -115,7 +115,7 @@ async def test_a_request_is_charged_for_all_that_it_keeps(models: Models) -> Non
     assert assignment.budget.used_bytes == expected
 
 
-async def test_what_is_answered_above_the_base_is_passed_over(models: Models) -> None:
+async def test_what_is_answered_above_base_is_passed_over(models: Models) -> None:
     """A successor runs only what is left; the next record's origin knows of what was skipped."""
     assignment = make_assignment(AckedOffsets(0, [(1, 3)]))
     able, _ = await ingest(models, delivery(*[digits_value()] * 4, assignment=assignment))
@@ -134,7 +134,7 @@ async def test_versions_that_are_not_there_are_not_remembered(models: Models) ->
     assert ended[0].version == ""
 
 
-async def test_slow_records_do_not_hold_the_loop(models: Models) -> None:
+async def test_slow_records_do_not_hold_loop(models: Models) -> None:
     """Between records that take long, others run: a delivery may hold hundreds."""
     tuning = replace(TUNING.ingest, hold_loop_s=0.0)
     turns = 0
@@ -153,7 +153,7 @@ async def test_slow_records_do_not_hold_the_loop(models: Models) -> None:
     assert turns >= 50
 
 
-async def test_a_revoked_partition_is_not_read_on(models: Models) -> None:
+async def test_revoked_partition_is_not_read_on(models: Models) -> None:
     """Records of an assignment that is over are another process's."""
     assignment = make_assignment()
     assignment.revoked = True
@@ -161,7 +161,7 @@ async def test_a_revoked_partition_is_not_read_on(models: Models) -> None:
     assert await ingest(models, delivery(digits_value(), assignment=assignment)) == ([], [])
 
 
-async def test_a_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -> None:
+async def test_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -> None:
     """It is passed over as if it were not there: only the requests around it are in flight."""
     assignment = make_assignment()
     cancel = [("x-cancel", b"headrace.requests/0/0")]
@@ -181,7 +181,7 @@ async def test_a_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -
     assert assignment.progress == AckedOffsets(3)
 
 
-async def test_a_cancelling_record_is_of_no_model(models: Models) -> None:
+async def test_cancelling_record_is_of_no_model(models: Models) -> None:
     """Also where its headers name one, whose requests may wait: it must not join them."""
     headers = [("x-cancel", b"headrace.requests/0/0"), ("x-model", b"digits/1")]
 
@@ -190,7 +190,7 @@ async def test_a_cancelling_record_is_of_no_model(models: Models) -> None:
     assert (record.model, record.version) == ("", "")
 
 
-async def test_no_request_waits_for_a_cancelling_record_with_its_key(models: Models) -> None:
+async def test_no_request_waits_for_cancelling_record_with_its_key(models: Models) -> None:
     """It has no answer that could go before; who answers elsewhere knows nothing of it."""
     assignment = make_assignment()
     assignment.chains = KeyChains(lambda _: False)
@@ -216,7 +216,7 @@ async def test_no_request_waits_for_a_cancelling_record_with_its_key(models: Mod
         (b"", "or a kafka_correlationId beside it"),
     ],
 )
-async def test_a_cancelling_record_that_names_nothing_is_answered(
+async def test_cancelling_record_that_names_nothing_is_answered(
     models: Models, value: bytes, told: str
 ) -> None:
     """As a request that is wrong: nobody else would tell its sender."""

@@ -106,7 +106,7 @@ async def test_outputs_are_freed_with_their_last_reference() -> None:
         gc.enable()
 
 
-def test_short_runs_are_allowed_inline_after_a_full_window() -> None:
+def test_short_runs_are_allowed_inline_after_full_window() -> None:
     """A median under the limit over the whole window, and no more than two far above."""
     inline = InlinePolicy(limit_us=200, window=16)
     seen = []
@@ -122,7 +122,7 @@ def test_short_runs_are_allowed_inline_after_a_full_window() -> None:
     assert not inline.allowed
 
 
-def test_slow_runs_return_to_the_thread() -> None:
+def test_slow_runs_return_to_thread() -> None:
     """When half of the window is over the limit."""
     inline = InlinePolicy(limit_us=200, window=16)
     for compute_us in [100] * 16 + [500] * 9:
@@ -131,7 +131,7 @@ def test_slow_runs_return_to_the_thread() -> None:
     assert not inline.allowed
 
 
-async def test_short_runs_move_to_the_event_loop() -> None:
+async def test_short_runs_move_to_event_loop() -> None:
     """The first ones are made on the thread, later ones where they are asked for."""
     backend = Sleeper()
     async with make(backend, tuning=LENIENT) as instance:
@@ -169,7 +169,7 @@ async def test_failed_runs_count_for_inlining() -> None:
     assert backend.threads[16:] == ["MainThread"] * 3 + ["instance"]
 
 
-async def test_hung_inline_run_is_repeated_on_the_thread() -> None:
+async def test_hung_inline_run_is_repeated_on_thread() -> None:
     """One value may take for ever where all others are quick: the loop does not wait for it."""
 
     class HangsInline(Sleeper):
@@ -190,7 +190,7 @@ async def test_hung_inline_run_is_repeated_on_the_thread() -> None:
 
 
 @pytest.mark.parametrize("fault", [SystemExit(1), MemoryError("no room"), StopIteration()])
-async def test_any_error_while_loading_is_a_configuration_error(fault: BaseException) -> None:
+async def test_any_error_while_loading_is_configuration_error(fault: BaseException) -> None:
     """The process goes on with its other models."""
     backend = Sleeper()
     backend.load_fault = fault
@@ -203,7 +203,7 @@ async def test_any_error_while_loading_is_a_configuration_error(fault: BaseExcep
 OTHERS: Arrays = {"x": np.ones((1, 1), np.float32)}
 
 
-async def test_run_started_ahead_follows_without_the_loop() -> None:
+async def test_run_started_ahead_follows_without_loop() -> None:
     """It does not wait for the loop to take the answers of the one before."""
     backend = Sleeper()
     async with make(backend) as instance:
@@ -239,7 +239,7 @@ async def test_inline_runs_are_not_started_ahead() -> None:
         assert not instance.submit_next(OTHERS, lambda: True)
 
 
-async def test_cancelling_a_hung_run_spares_the_next_one() -> None:
+async def test_cancelling_hung_run_spares_next_one() -> None:
     """A cancel is for the run that took too long."""
 
     class Slow(Sleeper):

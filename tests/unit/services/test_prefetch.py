@@ -51,7 +51,7 @@ def batch(name: str) -> Batch:
     return Batch(name, [make_request()], "idle")
 
 
-async def test_batch_without_a_running_one_is_not_gathered_ahead() -> None:
+async def test_batch_without_running_one_is_not_gathered_ahead() -> None:
     """It is not gathered before."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -73,7 +73,7 @@ async def test_batch_is_gathered_while_another_one_runs() -> None:
     assert bench.asks[0] == Demand(close_at_us=NOW_US + LONG_US - TUNING.executor.prefetch_lead_us)
 
 
-async def test_slow_gathering_closes_the_next_batch_earlier() -> None:
+async def test_slow_gathering_closes_next_batch_earlier() -> None:
     """By twice what it took lately."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -87,7 +87,7 @@ async def test_slow_gathering_closes_the_next_batch_earlier() -> None:
     assert asked[-1] == NOW_US + LONG_US - TUNING.executor.prefetch_lead_us - 2 * 3000
 
 
-async def test_run_that_ends_early_takes_a_partial_batch() -> None:
+async def test_run_that_ends_early_takes_partial_batch() -> None:
     """The pull that waited for its end does not wait any longer."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -129,7 +129,7 @@ async def test_prefetched_batch_alternates_with_halves() -> None:
         assert [await bench.next_id() for _ in range(3)] == ["x", "a", "y"]
 
 
-async def test_halves_are_run_before_the_end() -> None:
+async def test_halves_are_run_before_end() -> None:
     """Also when the pull ahead has learned already that nothing more comes."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)

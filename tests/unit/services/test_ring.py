@@ -122,7 +122,7 @@ def test_ring_with_all_slots_in_use_returns_none() -> None:
     assert ring.take() is taken[1]
 
 
-def test_plan_counts_the_rings_device_memory() -> None:
+def test_plan_counts_rings_device_memory() -> None:
     """Three times what travels, and once what the model reads and writes, for every row."""
     plan = RingPlan((TensorPlan("x", 10, 40),), (TensorPlan("z", 8, 8),), max_rows=4)
 

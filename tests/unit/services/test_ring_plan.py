@@ -34,7 +34,7 @@ def processing(output: TensorSpec) -> Processing:
     return Processing(own, seen, {"x": Widening("UINT8", "FP32")}, None)
 
 
-def test_copied_rows_are_smaller_than_the_models_rows() -> None:
+def test_copied_rows_are_smaller_than_models_rows() -> None:
     """The slots hold the one, the model's input the other."""
     plan = plan_ring(processing(TensorSpec("y", "FP32", (-1, 5))), max_rows=8, slots=3)
     widened = TensorPlan("x", 6, 24, Widening("UINT8", "FP32"), (2, 3))

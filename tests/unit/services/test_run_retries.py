@@ -17,7 +17,7 @@ from tests.support.services import counted
 from tests.support.work import NOW_US
 
 
-async def test_transient_error_is_retried_before_the_batch_is_halved(tmp_path: Path) -> None:
+async def test_transient_error_is_retried_before_batch_is_halved(tmp_path: Path) -> None:
     """A `Retriable` error is tried again before anything is halved."""
     add_python_model(tmp_path, "if len(self.calls) < 3: raise Retriable('busy')")
     async with running(tmp_path) as bench:
@@ -29,7 +29,7 @@ async def test_transient_error_is_retried_before_the_batch_is_halved(tmp_path: P
     assert counted(bench.instruments, "bisections_total") == 0
 
 
-async def test_retried_run_is_logged_without_the_error_text(tmp_path: Path) -> None:
+async def test_retried_run_is_logged_without_error_text(tmp_path: Path) -> None:
     """They may quote a caller; the warning has the model and the code."""
     add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('got a secret')")
     async with running(tmp_path) as bench:
@@ -42,7 +42,7 @@ async def test_retried_run_is_logged_without_the_error_text(tmp_path: Path) -> N
     assert "secret" not in repr(warnings)
 
 
-async def test_other_batches_run_during_a_retry_pause(tmp_path: Path) -> None:
+async def test_other_batches_run_during_retry_pause(tmp_path: Path) -> None:
     """The instance is free meanwhile, and what waits for it passes."""
     add_python_model(tmp_path, f"if {POISON} in x and len(self.calls) < 3: raise Retriable('busy')")
     tuning = replace(TUNING.executor, run_backoff=Backoff(0.2, 1.0))
@@ -54,7 +54,7 @@ async def test_other_batches_run_during_a_retry_pause(tmp_path: Path) -> None:
     assert [outcome(one) for one in answers] == [2, 4, 6, 2 * POISON]
 
 
-async def test_request_due_before_the_retry_fails_at_once(tmp_path: Path) -> None:
+async def test_request_due_before_retry_fails_at_once(tmp_path: Path) -> None:
     """Who cannot wait that long is told at once, and the others are tried again without him."""
     add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('busy')")
     tuning = replace(TUNING.executor, run_backoff=Backoff(0.2, 1.0))
@@ -81,7 +81,7 @@ async def test_lasting_transient_error_fails_each_request(tmp_path: Path) -> Non
     assert [outcome(one) for one in answers] == [Code.INTERNAL, Code.INTERNAL]
 
 
-async def test_pending_retry_is_run_before_a_drain_ends(tmp_path: Path) -> None:
+async def test_pending_retry_is_run_before_drain_ends(tmp_path: Path) -> None:
     """A drain loses nothing: when no more batches come, the pause is still waited for."""
     add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('busy')")
     tuning = replace(TUNING.executor, run_backoff=Backoff(0.1, 1.0))

@@ -53,7 +53,7 @@ async def at_the_barrier(meeting: threading.Barrier) -> None:
         await asyncio.sleep(0)
 
 
-async def test_halves_wait_for_a_run_started_ahead(
+async def test_halves_wait_for_run_started_ahead(
     tmp_path: Path, meeting: threading.Barrier
 ) -> None:
     """Behind it on the thread nobody would see that their deadline passes."""
@@ -76,7 +76,7 @@ async def test_halves_wait_for_a_run_started_ahead(
     assert [outcome(one) for one in failing + ahead] == [Code.DEADLINE_EXCEEDED] * 2 + [10.0]
 
 
-async def test_partly_expired_batch_waits_for_a_run_started_ahead(
+async def test_partly_expired_batch_waits_for_run_started_ahead(
     tmp_path: Path, meeting: threading.Barrier
 ) -> None:
     """A batch that lost a request before its turn is gathered anew, behind the one after it."""

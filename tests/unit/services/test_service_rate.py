@@ -39,7 +39,7 @@ def close(forming: DynamicBatcher, now_us: int) -> None:
     assert forming.next(KEY, now_us) is not None
 
 
-def test_service_rate_without_a_recent_backlog_is_forgotten() -> None:
+def test_service_rate_without_recent_backlog_is_forgotten() -> None:
     """What was learned while runs took twenty times as long would else keep any backlog, and with
     it what could correct it, from coming about again.
     """

@@ -22,39 +22,39 @@ TUNED = TUNING.responder
         (100, 0.0, 10_000),  # the first transaction of a partition
     ],
 )
-def test_without_a_backlog_the_next_transaction_begins_at_once(
+def test_without_backlog_next_transaction_begins_at_once(
     answers: int, elapsed_s: float, in_flight: int
 ) -> None:
     """There is nothing to wait for, or its callers would wait."""
     assert linger_after(answers, elapsed_s, in_flight, TUNED) == 0.0
 
 
-def test_with_a_backlog_a_thousand_answers_gather() -> None:
+def test_with_backlog_thousand_answers_gather() -> None:
     """At 20,000 a second they take 51 ms."""
     assert linger_after(400, 0.020, 100_000, TUNED) == pytest.approx(TUNED.linger_answers / 20_000)
 
 
-def test_where_answers_are_slow_the_pause_is_bounded() -> None:
+def test_where_answers_are_slow_pause_is_bounded() -> None:
     """A transaction does not wait a second for the next answer."""
     assert linger_after(10, 1.0, 100_000, TUNED) == TUNED.max_linger_s
 
 
 @given(st.integers(1, 5000), st.floats(1e-4, 60.0), st.integers(0, 1_000_000))
-def test_nobody_waits_a_tenth_longer(answers: int, elapsed_s: float, in_flight: int) -> None:
+def test_nobody_waits_tenth_longer(answers: int, elapsed_s: float, in_flight: int) -> None:
     """The pause is a tenth of the time that the last of those under way takes, at most."""
     linger_s = linger_after(answers, elapsed_s, in_flight, TUNED)
     assert linger_s == 0.0 or TUNED.min_linger_s <= linger_s <= TUNED.max_linger_s
     assert linger_s <= TUNED.linger_share * in_flight * elapsed_s / answers * (1 + 1e-9)
 
 
-def test_step_after_a_silence_does_not_linger() -> None:
+def test_step_after_silence_does_not_linger() -> None:
     """Only a step that follows another measures how quickly requests are answered."""
     linger = TransactionLinger(TUNED)
     assert linger.ended(10.0, 10.02, answers=400, in_flight=100_000) == 0.0
     assert linger.ended(10.5, 10.52, answers=400, in_flight=100_000) == 0.0
 
 
-def test_step_that_follows_another_lingers_under_a_backlog() -> None:
+def test_step_that_follows_another_lingers_under_backlog() -> None:
     """The time since the last step's end counts, and the linger itself is no silence."""
     linger = TransactionLinger(TUNED)
     linger.ended(10.0, 10.02, answers=400, in_flight=100_000)

@@ -75,7 +75,7 @@ def test_step_that_timed_out_is_halved() -> None:
     assert size.limit_bytes == 5_000
 
 
-def test_single_answer_that_timed_out_leaves_the_size() -> None:
+def test_single_answer_that_timed_out_leaves_size() -> None:
     """It cannot be divided, and says nothing of steps of several."""
     size = after_timeout(20_000)
     size.timed_out(30_000, answers=1)
@@ -89,21 +89,21 @@ def test_size_that_worked_slowly_is_kept() -> None:
     assert size.limit_bytes == 10_000
 
 
-def test_step_that_was_small_by_itself_lets_the_size_be() -> None:
+def test_step_that_was_small_by_itself_lets_size_be() -> None:
     """That few answers were quickly written says nothing of more."""
     size = after_timeout(20_000)
     size.committed(400, QUICK_S)
     assert size.limit_bytes == 10_000
 
 
-def test_size_near_the_one_that_timed_out_grows_by_an_eighth() -> None:
+def test_size_near_one_that_timed_out_grows_by_eighth() -> None:
     """Each further time-out would cost `transaction_timeout_ms`."""
     size = after_timeout(20_000)
     size.committed(10_000, QUICK_S)
     assert size.limit_bytes == 11_251
 
 
-def test_size_far_below_the_one_that_timed_out_doubles() -> None:
+def test_size_far_below_one_that_timed_out_doubles() -> None:
     """What was halved in an outage is large again after a few transactions."""
     size = after_timeout(20_000)
     size.timed_out(800, answers=4)

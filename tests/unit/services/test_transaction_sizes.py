@@ -75,7 +75,7 @@ def encoded_answers() -> int:
 
 @pytest.mark.parametrize("size", [1, 2000])
 @pytest.mark.parametrize("knows_limits", [True, False])
-async def test_failed_step_frees_its_answers_without_the_collector(
+async def test_failed_step_frees_its_answers_without_collector(
     size: int, knows_limits: bool
 ) -> None:
     """Neither a time-out nor a refusal leaves a reference cycle that holds what was encoded."""
@@ -93,7 +93,7 @@ async def test_failed_step_frees_its_answers_without_the_collector(
 
 
 @pytest.mark.parametrize("exactly_once", [True, False])
-async def test_refused_answers_are_freed_without_the_collector(exactly_once: bool) -> None:
+async def test_refused_answers_are_freed_without_collector(exactly_once: bool) -> None:
     """Once they were answered in another form, nothing of what was encoded is left."""
     async with running(exactly_once=exactly_once) as bench:
         with no_collector():
@@ -114,7 +114,7 @@ async def test_step_that_does_not_end_in_time_is_halved() -> None:
         assert counted(bench.instruments, "transaction_timeouts_total") == 5
 
 
-async def test_size_that_worked_is_kept_for_the_next_step() -> None:
+async def test_size_that_worked_is_kept_for_next_step() -> None:
     """A second burst costs no time-out that the first one has paid for."""
     async with running(tuning=replace(QUICK.responder, quick_transaction_share=0.0)) as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)

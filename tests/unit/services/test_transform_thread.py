@@ -107,7 +107,7 @@ def ledgers(request: Request) -> InFlightAck:
     return request.ack_handle
 
 
-async def test_one_without_an_end_is_interrupted_and_others_go_on(repository: Path) -> None:
+async def test_one_without_end_is_interrupted_and_others_go_on(repository: Path) -> None:
     """Only its own request fails, with the limit that it has passed."""
     able, ended = await ingest(repository, b"a", b"endless", b"bb")
 
@@ -139,7 +139,7 @@ async def test_one_that_ends_its_thread_is_refused(repository: Path) -> None:
     assert [one.failure.code for one in ended if one.failure] == [Code.INVALID_REQUEST]
 
 
-async def test_one_that_cannot_be_interrupted_ends_the_process(repository: Path) -> None:
+async def test_one_that_cannot_be_interrupted_ends_process(repository: Path) -> None:
     """Native code hears of nothing; what it is at is found by the next owner."""
     tuning = replace(TUNING.ingest, interrupt_grace_s=0.1)
 
@@ -147,7 +147,7 @@ async def test_one_that_cannot_be_interrupted_ends_the_process(repository: Path)
         await ingest(repository, b"waits", tuning=tuning, max_execution_s=0.1)
 
 
-async def test_the_event_loop_turns_meanwhile(repository: Path) -> None:
+async def test_event_loop_turns_meanwhile(repository: Path) -> None:
     """A transform that waits for something that happens on the loop gets it, and ends."""
     with shut_gate():
         ingesting = asyncio.create_task(ingest(repository, b"waits", max_execution_s=3600.0))

@@ -43,7 +43,7 @@ async def quick(repository: Path) -> AsyncIterator[ExecutorHarness]:
         yield bench
 
 
-async def test_batch_for_an_idle_quick_instance_is_answered_in_the_same_turn(
+async def test_batch_for_idle_quick_instance_is_answered_in_same_turn(
     tmp_path: Path,
 ) -> None:
     """Between the supply and the answer no other task runs."""
@@ -54,7 +54,7 @@ async def test_batch_for_an_idle_quick_instance_is_answered_in_the_same_turn(
         assert {one.batch.rows for one in bench.answers.requests} == {2}
 
 
-async def test_only_the_first_of_several_batches_runs_in_the_same_turn(tmp_path: Path) -> None:
+async def test_only_first_of_several_batches_runs_in_same_turn(tmp_path: Path) -> None:
     """The others run in the worker's own task: the supplier's turn stays short."""
     async with quick(tmp_path) as bench:
         bench.give(requests_of(1), requests_of(2), requests_of(3))
@@ -63,7 +63,7 @@ async def test_only_the_first_of_several_batches_runs_in_the_same_turn(tmp_path:
         assert len(await bench.answered(3)) == 3
 
 
-async def test_failed_batch_is_halved_until_the_faulty_request_is_alone(tmp_path: Path) -> None:
+async def test_failed_batch_is_halved_until_faulty_request_is_alone(tmp_path: Path) -> None:
     """A run that fails in the supplier's turn raises nothing there."""
     async with quick(tmp_path) as bench:
         faulty = requests_of(OUT_OF_RANGE)
@@ -77,7 +77,7 @@ async def test_failed_batch_is_halved_until_the_faulty_request_is_alone(tmp_path
     assert len(bench.answers.requests) == 4
 
 
-async def test_responder_that_is_full_leaves_the_batch_to_the_worker(tmp_path: Path) -> None:
+async def test_responder_that_is_full_leaves_batch_to_worker(tmp_path: Path) -> None:
     """It is answered once the responder takes it."""
     async with quick(tmp_path) as bench:
         bench.answers.full = True

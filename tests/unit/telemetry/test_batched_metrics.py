@@ -27,7 +27,7 @@ def scraped(
     ]
 
 
-def test_a_value_counts_as_often_as_it_came() -> None:
+def test_value_counts_as_often_as_it_came() -> None:
     """Buckets are cumulative and inclusive; the sum counts each time."""
     histogram = BatchedHistogram(WAITS, (0.1, 1.0))
     histogram.observe(("m",), 0.1, 3)
@@ -43,7 +43,7 @@ def test_a_value_counts_as_often_as_it_came() -> None:
     ]
 
 
-def test_a_shown_value_is_its_buckets_exemplar() -> None:
+def test_shown_value_is_its_buckets_exemplar() -> None:
     """The last trace of a bucket stands there, with its value and time."""
     histogram = BatchedHistogram(WAITS, (0.1, 1.0))
     histogram.observe(("m",), 0.5, 2)
@@ -59,12 +59,12 @@ def test_a_shown_value_is_its_buckets_exemplar() -> None:
     assert (exemplar.labels, exemplar.value) == ({"trace_id": "b" * 32}, 0.5)
 
 
-def test_a_histogram_without_observations_has_no_samples() -> None:
+def test_histogram_without_observations_has_no_samples() -> None:
     """A model that nobody asked does not show up."""
     assert scraped(BatchedHistogram(WAITS, (1.0,))) == []
 
 
-def test_a_counter_adds_up_by_its_labels() -> None:
+def test_counter_adds_up_by_its_labels() -> None:
     """In a scrape and in `/status` alike."""
     counter = BatchedCounter(THINGS)
     counter.add(("m", "a"), 3)
@@ -80,7 +80,7 @@ def test_a_counter_adds_up_by_its_labels() -> None:
     ]
 
 
-def test_totals_name_the_unit() -> None:
+def test_totals_name_unit() -> None:
     """A mean is `seconds` over `count`."""
     histogram = BatchedHistogram(WAITS, (1.0,))
     histogram.observe(("m",), 0.25, 4)

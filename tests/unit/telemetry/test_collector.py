@@ -57,7 +57,7 @@ def _settings(endpoint: str) -> Settings:
         ("http://c:4318", {"OTEL_TRACES_EXPORTER": "none"}, None),
     ],
 )
-def test_the_collector_is_found(
+def test_collector_is_found(
     monkeypatch: pytest.MonkeyPatch,
     endpoint: str,
     variables: dict[str, str],
@@ -70,26 +70,26 @@ def test_the_collector_is_found(
     assert find_collector(_settings(endpoint)) == expected
 
 
-def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what was expected."""
     monkeypatch.setenv(PROTOCOL, "http/json")
     with pytest.raises(ConfigurationError, match=r"expected http/protobuf or grpc, got 'http/json"):
         find_collector(_settings("http://c:4318"))
 
 
-def test_an_endpoint_that_is_no_url_is_refused() -> None:
+def test_endpoint_that_is_no_url_is_refused() -> None:
     """Instead of spans that go nowhere."""
     with pytest.raises(ConfigurationError, match=r"telemetry\.otlp_endpoint: expected http://"):
         find_collector(_settings("jaeger:4318"))
 
 
-def test_a_process_is_called_after_its_stages() -> None:
+def test_process_is_called_after_its_stages() -> None:
     """Unless it has all of them."""
     assert service_name(STAGES) == "headrace"
     assert service_name([Stage.BATCHER, Stage.EXECUTOR]) == "headrace-batcher-executor"
 
 
-async def test_without_an_endpoint_there_is_no_tracing() -> None:
+async def test_without_endpoint_there_is_no_tracing() -> None:
     """None is what the stages get."""
     async with open_tracing(_settings(""), STAGES, Metrics(CollectorRegistry())) as tracing:
         assert tracing is None
@@ -107,7 +107,7 @@ def test_without_tracing_opentelemetry_is_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-async def test_a_collector_that_is_away_costs_a_count_and_two_seconds_at_most(
+async def test_collector_that_is_away_costs_count_and_two_seconds_at_most(
     monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
     """Nobody listens there: the spans are counted as lost, and the end is not held up."""

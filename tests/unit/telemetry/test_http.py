@@ -106,12 +106,12 @@ async def test_model_metadata(session: ClientSession, path: str) -> None:
         ("/v2/models/broken/ready", 503),
     ],
 )
-async def test_readiness_of_a_model(session: ClientSession, path: str, status: int) -> None:
+async def test_readiness_of_model(session: ClientSession, path: str, status: int) -> None:
     """Ready, not there, or there and not ready."""
     assert (await get(session, path))[0] == status
 
 
-async def test_error_has_the_protocols_form(session: ClientSession) -> None:
+async def test_error_has_protocols_form(session: ClientSession) -> None:
     """`error` is the message."""
     assert await get(session, "/v2/models/nope") == (
         404,
@@ -119,7 +119,7 @@ async def test_error_has_the_protocols_form(session: ClientSession) -> None:
     )
 
 
-async def test_unknown_path_has_the_same_form(session: ClientSession) -> None:
+async def test_unknown_path_has_same_form(session: ClientSession) -> None:
     """A client parses one kind of error."""
     assert await get(session, "/v3") == (404, {"error": "GET /v3: Not Found"})
 
@@ -142,7 +142,7 @@ async def test_index_shows_every_version_with_its_state(session: ClientSession) 
     ]
 
 
-async def test_index_of_the_ready_ones(session: ClientSession) -> None:
+async def test_index_of_ready_ones(session: ClientSession) -> None:
     """`{"ready": true}` leaves out the others."""
     async with session.post("/v2/repository/index", json={"ready": True}) as response:
         assert [each["name"] for each in await response.json()] == ["digits", "digits"]
@@ -179,7 +179,7 @@ async def test_index_refuses_what_it_does_not_understand(
     ],
     ids=["gzip", "deflate", "charset"],
 )
-async def test_body_in_an_encoding_that_it_is_not_in_is_not_a_fault_of_the_server(
+async def test_body_in_encoding_that_it_is_not_in_is_not_fault_of_server(
     session: ClientSession, headers: dict[str, str]
 ) -> None:
     """What cannot be read is the client's fault; a charset changes nothing, JSON is UTF-8."""
@@ -238,7 +238,7 @@ async def limited(tmp_path: Path, health: Health, tuning: RuntimeTuning) -> Asyn
         yield server.port
 
 
-async def test_connection_without_a_whole_head_is_closed(tmp_path: Path, health: Health) -> None:
+async def test_connection_without_whole_head_is_closed(tmp_path: Path, health: Health) -> None:
     """After the time that it has for it."""
     async with limited(tmp_path, health, LIMITS) as port:
         reader, writer = await asyncio.open_connection(HOST, port)

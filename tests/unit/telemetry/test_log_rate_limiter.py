@@ -15,7 +15,7 @@ TUNED = replace(
 )
 
 
-def test_a_burst_passes_and_no_more() -> None:
+def test_burst_passes_and_no_more() -> None:
     """What is held back is counted."""
     limiter = LogRateLimiter(TUNED)
     passed = [limiter.admit("event", 0.0) for _ in range(BURST + 30)]
@@ -23,7 +23,7 @@ def test_a_burst_passes_and_no_more() -> None:
     assert limiter.suppressed == {"event": 30}
 
 
-def test_the_next_one_says_how_many_were_held_back() -> None:
+def test_next_one_says_how_many_were_held_back() -> None:
     """And the one after that says none."""
     limiter = LogRateLimiter(TUNED)
     for _ in range(BURST + 5):

@@ -83,7 +83,7 @@ def test_level_is_kept() -> None:
     assert stream.getvalue() == ""
 
 
-def test_lines_of_libraries_take_the_same_form() -> None:
+def test_lines_of_libraries_take_same_form() -> None:
     """A warning of aiokafka is JSON too, and its chatter is left out."""
     stream = io.StringIO()
     configure_logging("info", stream)
@@ -115,7 +115,7 @@ def test_exceptions_do_not_show_local_variables() -> None:
     assert "hunter2" not in stream.getvalue()
 
 
-def test_a_flood_is_held_back() -> None:
+def test_flood_is_held_back() -> None:
     """Our own lines and those of libraries alike; the next one says how many were left out."""
     stream = io.StringIO()
     flood = configure_logging("info", stream)

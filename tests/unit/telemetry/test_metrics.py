@@ -78,7 +78,7 @@ def test_outcome_and_code(
         ("answer_duration", 0.005),
     ],
 )
-def test_times_of_a_request(
+def test_times_of_request(
     metrics: Metrics, registry: CollectorRegistry, name: str, seconds: float
 ) -> None:
     """Every request counts, those of one chunk together."""
@@ -89,9 +89,7 @@ def test_times_of_a_request(
     assert total == pytest.approx(3 * seconds)
 
 
-def test_a_name_that_no_model_has_is_no_label(
-    metrics: Metrics, registry: CollectorRegistry
-) -> None:
+def test_name_that_no_model_has_is_no_label(metrics: Metrics, registry: CollectorRegistry) -> None:
     """However many names callers make up, there is one series for them."""
     answer(
         metrics,
@@ -108,9 +106,7 @@ def test_a_name_that_no_model_has_is_no_label(
     assert names == {""}
 
 
-def test_expiries_and_refusals_name_the_stage(
-    metrics: Metrics, registry: CollectorRegistry
-) -> None:
+def test_expiries_and_refusals_name_stage(metrics: Metrics, registry: CollectorRegistry) -> None:
     """Where it was found tells where time is lost."""
     answer(metrics, request(code=Code.DEADLINE_EXCEEDED), request(code=Code.TOO_LARGE))
     value = registry.get_sample_value
@@ -119,9 +115,7 @@ def test_expiries_and_refusals_name_the_stage(
     assert value("headrace_refused_requests_total", labels) == 1
 
 
-def test_slack_is_what_was_left_of_the_deadline(
-    metrics: Metrics, registry: CollectorRegistry
-) -> None:
+def test_slack_is_what_was_left_of_deadline(metrics: Metrics, registry: CollectorRegistry) -> None:
     """Only requests with a deadline have some; a late one has none."""
     late, early = ANSWERED_US // 1000 - 50, ANSWERED_US // 1000 + 250
     answer(metrics, request(), request(deadline_ms=late), request(deadline_ms=early))
@@ -131,7 +125,7 @@ def test_slack_is_what_was_left_of_the_deadline(
     assert total == pytest.approx(0.25)
 
 
-def test_a_sampled_request_is_an_exemplar(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_sampled_request_is_exemplar(metrics: Metrics, registry: CollectorRegistry) -> None:
     """Its trace leads from the bucket to what happened."""
     sampled = request()
     sampled.trace = Trace(new_trace())
@@ -152,7 +146,7 @@ def test_a_sampled_request_is_an_exemplar(metrics: Metrics, registry: CollectorR
 @pytest.mark.parametrize(
     ("error", "reason"), [(Fenced("moved on"), "fenced"), (LogUnavailable("away"), "unavailable")]
 )
-def test_a_failed_commit_is_timed_and_counted(
+def test_failed_commit_is_timed_and_counted(
     metrics: Metrics, registry: CollectorRegistry, error: Exception, reason: str
 ) -> None:
     """It counts as a retry as well, since the next commit makes up for it."""

@@ -36,13 +36,13 @@ def test_page_lists_exactly_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("spec", METRIC_SPECS.values(), ids=lambda spec: spec.name)
-def test_row_says_what_the_catalogue_says(spec: MetricSpec) -> None:
+def test_row_says_what_catalogue_says(spec: MetricSpec) -> None:
     """Type, labels and meaning are the same."""
     assert ROWS[spec.exposed_name] == Row(spec.type, spec.labels, spec.meaning)
 
 
 @pytest.mark.parametrize("spec", METRIC_SPECS.values(), ids=lambda spec: spec.name)
-def test_names_follow_the_conventions(spec: MetricSpec) -> None:
+def test_names_follow_conventions(spec: MetricSpec) -> None:
     """Ours begin with `headrace_`; units are base units in full; only counters end in `_total`."""
     assert re.fullmatch(r"headrace(_[a-z]+)+", spec.name)
     assert not re.search(r"_(ms|us|milliseconds|kb|mb|total|count|sum|bucket)$", spec.name)
@@ -56,7 +56,7 @@ def test_queries_name_what_there_is(query: str) -> None:
     assert query.removesuffix("_bucket") in ROWS
 
 
-def test_everything_counted_has_a_spec() -> None:
+def test_everything_counted_has_spec() -> None:
     """What the registry of a process has was made from the specs."""
     registry = CollectorRegistry()
     Metrics(registry)

@@ -53,7 +53,7 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-async def test_page_is_served_at_the_root(session: ClientSession) -> None:
+async def test_page_is_served_at_root(session: ClientSession) -> None:
     """A browser gets HTML that it neither guesses at nor keeps."""
     async with session.get("/") as answer:
         assert (answer.status, answer.content_type) == (200, "text/html")
@@ -63,7 +63,7 @@ async def test_page_is_served_at_the_root(session: ClientSession) -> None:
 
 
 @pytest.mark.parametrize("element", ["script", "style"])
-async def test_only_the_page_s_own_script_and_style_may_run(
+async def test_only_page_s_own_script_and_style_may_run(
     session: ClientSession, text: str, element: str
 ) -> None:
     """The policy names their hashes, and allows nothing by default."""
@@ -98,7 +98,7 @@ def test_page_makes_no_markup_of_text(text: str) -> None:
     assert [name for name in MARKUP_FROM_TEXT if name in text] == []
 
 
-def test_script_finds_the_elements_that_it_fills(text: str) -> None:
+def test_script_finds_elements_that_it_fills(text: str) -> None:
     """Every id that the script asks for is an element's."""
     ids = {attributes.get("id") for _, attributes in Elements(text).found}
     asked = set(re.findall(r'(?:byId|table)\(\s*"(\w+)"', text))

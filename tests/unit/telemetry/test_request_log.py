@@ -81,9 +81,7 @@ def test_at_debug_each_request_has_one_line(caplog: pytest.LogCaptureFixture) ->
         (Code.MODEL_FAILED, "request.failed", "warning"),
     ],
 )
-def test_each_failure_is_told_with_the_requests_identity(
-    code: Code, event: str, level: str
-) -> None:
+def test_each_failure_is_told_with_requests_identity(code: Code, event: str, level: str) -> None:
     """And with the trace, where there is one."""
     failed = request(code)
     failed.trace = Trace(new_trace())
@@ -104,7 +102,7 @@ def test_each_failure_is_told_with_the_requests_identity(
     ]
 
 
-def test_message_of_a_failure_is_logged_at_debug_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_message_of_failure_is_logged_at_debug_alone(caplog: pytest.LogCaptureFixture) -> None:
     """It may quote what the caller sent."""
     with caplog.at_level(logging.DEBUG), capture_logs() as debug:
         log_answered([request(Code.INVALID_TENSOR)], NOW_US)
@@ -115,7 +113,7 @@ def test_message_of_a_failure_is_logged_at_debug_alone(caplog: pytest.LogCapture
     assert "got that" not in repr(info)
 
 
-def test_a_chunk_of_failures_is_told_in_few_lines() -> None:
+def test_chunk_of_failures_is_told_in_few_lines() -> None:
     """The last line says how many more there are."""
     failed = [request(Code.INTERNAL, offset=offset) for offset in range(MAX_LINES + 12)]
     with capture_logs() as lines:
@@ -124,7 +122,7 @@ def test_a_chunk_of_failures_is_told_in_few_lines() -> None:
     assert [line.get("more") for line in lines] == [None] * (MAX_LINES - 1) + [12]
 
 
-def test_nothing_that_a_caller_sent_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_that_caller_sent_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """No value, key or header, at any level."""
     with caplog.at_level(logging.DEBUG), capture_logs() as lines:
         log_answered([request(), request(Code.INTERNAL)], NOW_US)

@@ -29,7 +29,7 @@ class Stage:
         self.send_nowait(chunk)
 
 
-async def test_chunk_sent_is_received_in_the_same_turn() -> None:
+async def test_chunk_sent_is_received_in_same_turn() -> None:
     """A writer calls its stage."""
     stage = Stage()
     writer = Writers(stage).writer()
@@ -55,7 +55,7 @@ async def test_input_ends_when_all_writers_are_closed() -> None:
     await closed
 
 
-async def test_pump_sends_everything_and_closes_the_outlet() -> None:
+async def test_pump_sends_everything_and_closes_outlet() -> None:
     """In order, up to the end of the inlet."""
     chunks: list[int | None] = [1, 2, None]
 
@@ -89,7 +89,7 @@ class Shelf:
         return None
 
 
-async def test_a_piece_goes_to_who_has_waited_longest() -> None:
+async def test_piece_goes_to_who_has_waited_longest() -> None:
     """Consumers of one key are served in the order in which they began to wait."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -126,7 +126,7 @@ async def test_keys_do_not_wait_for_each_other() -> None:
     assert await a is None
 
 
-async def test_the_supply_is_asked_once_for_those_who_wait_for_the_same() -> None:
+async def test_supply_is_asked_once_for_those_who_wait_for_same() -> None:
     """A hundred idle instances of a model cost one question per `notify`."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -141,7 +141,7 @@ async def test_the_supply_is_asked_once_for_those_who_wait_for_the_same() -> Non
     assert await asyncio.gather(*waiting) == [None] * 100
 
 
-async def test_a_cancelled_consumer_takes_no_piece_with_it() -> None:
+async def test_cancelled_consumer_takes_no_piece_with_it() -> None:
     """Pieces pass over a consumer that has gone while it waited."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -158,7 +158,7 @@ async def test_a_cancelled_consumer_takes_no_piece_with_it() -> None:
     assert await there == "one"
 
 
-async def test_after_the_close_what_is_left_is_pulled_and_then_nothing() -> None:
+async def test_after_close_what_is_left_is_pulled_and_then_nothing() -> None:
     """Closing loses no piece."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -171,7 +171,7 @@ async def test_after_the_close_what_is_left_is_pulled_and_then_nothing() -> None
     assert [await consumer.pull() for _ in range(3)] == ["one", "two", None]
 
 
-async def test_a_released_consumer_takes_what_was_held_back() -> None:
+async def test_released_consumer_takes_what_was_held_back() -> None:
     """It is the last to ask for its key: what waits for company would wait for ever."""
     shelf = Shelf()
     shelf.later["a"] = ["one", "two"]
@@ -187,7 +187,7 @@ async def test_a_released_consumer_takes_what_was_held_back() -> None:
     assert [await consumer.pull(), await consumer.pull()] == ["two", None]
 
 
-async def test_an_instance_that_is_free_early_hurries() -> None:
+async def test_instance_that_is_free_early_hurries() -> None:
     """Whoever waits until a moment gets what is there as soon as it is idle."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(
@@ -208,7 +208,7 @@ async def test_an_instance_that_is_free_early_hurries() -> None:
     assert await waiting == "one"
 
 
-async def test_piece_run_at_once_leaves_the_consumer_waiting() -> None:
+async def test_piece_run_at_once_leaves_consumer_waiting() -> None:
     """The first piece is run by the supplier; the consumer gets the next one."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -234,7 +234,7 @@ async def test_piece_run_at_once_leaves_the_consumer_waiting() -> None:
     assert shelf.pieces["a"] == ["fourth"]
 
 
-async def test_piece_that_cannot_be_run_at_once_goes_to_the_consumer() -> None:
+async def test_piece_that_cannot_be_run_at_once_goes_to_consumer() -> None:
     """No other piece is offered before it."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)

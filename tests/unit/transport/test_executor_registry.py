@@ -53,26 +53,26 @@ def window_of(travel_us: int, busy_us: int, stay_us: int = 0) -> InFlightWindow:
     return window
 
 
-def test_two_batches_are_under_way_where_runs_take_longer_than_the_way() -> None:
+def test_two_batches_are_under_way_where_runs_take_longer_than_way() -> None:
     """One runs and one is there when it ends; more would only wait elsewhere."""
     assert InFlightWindow().room(1) == 2
     assert window_of(travel_us=4000, busy_us=20_000).room(1) == 2
 
 
-def test_short_runs_have_as_many_under_way_as_cover_the_way() -> None:
+def test_short_runs_have_as_many_under_way_as_cover_way() -> None:
     """And the time in which batches gather: an instance shall not wait for the log."""
     assert window_of(travel_us=4000, busy_us=2000).room(1) == 8
     assert window_of(travel_us=40_000, busy_us=50).room(1) == 64
 
 
-def test_the_room_of_many_instances_is_that_of_all_together() -> None:
+def test_room_of_many_instances_is_that_of_all_together() -> None:
     """What ends between two batches of an executor ends at all of its instances."""
     assert InFlightWindow().room(3) == 6
     assert window_of(travel_us=40_000, busy_us=1000).room(3) == 53
     assert window_of(travel_us=40_000, busy_us=50).room(3) == 192
 
 
-def test_a_queue_at_the_executor_makes_the_window_no_larger() -> None:
+def test_queue_at_executor_makes_window_no_larger() -> None:
     """Otherwise it would feed itself."""
     assert window_of(travel_us=4000, busy_us=2000, stay_us=500_000).room(1) == 8
 
@@ -84,7 +84,7 @@ def test_one_batch_that_was_held_up_changes_nothing() -> None:
     assert window.room(1) == 2
 
 
-def test_an_executor_without_partitions_gets_nothing() -> None:
+def test_executor_without_partitions_gets_nothing() -> None:
     """It would not read what is sent to it."""
     registry = registry_of(event("a"))
     assert registry.slots() == {}
@@ -97,7 +97,7 @@ def test_its_partitions_take_turns() -> None:
     assert {registry.partition_of("a"), registry.partition_of("a")} == {1, 4}
 
 
-def test_a_partition_is_its_last_announcers() -> None:
+def test_partition_is_its_last_announcers() -> None:
     """The group has moved it, and the former owner does not read it any more."""
     registry = registry_of(event("a", 0, 1), event("b", 1))
     assert [registry.partition_of("a") for _ in range(3)] == [0, 0, 0]
@@ -133,7 +133,7 @@ def test_who_leaves_is_gone_at_once() -> None:
     assert registry.slots() == {}
 
 
-def test_a_partition_that_was_given_up_can_be_announced_by_others() -> None:
+def test_partition_that_was_given_up_can_be_announced_by_others() -> None:
     """And the one that has it again later is its owner again."""
     registry = registry_of(event("a", 0, 1), event("a", 1), event("b", 0), event("a", 0, 1))
     assert {registry.partition_of("a") for _ in range(4)} == {0, 1}

@@ -58,7 +58,7 @@ def bound_to_first(
 
 
 @pytest.mark.parametrize("content_type", ["application/msgpack", "application/json", "image/png"])
-def test_request_that_names_no_version_is_bound_to_the_current_one(
+def test_request_that_names_no_version_is_bound_to_current_one(
     tmp_path: Path, content_type: str
 ) -> None:
     """With all that follows from the signature; the item that names the old one is dropped."""

@@ -140,7 +140,7 @@ async def test_keys_and_headers_of_items_are_charged(part: str) -> None:
     assert charged_bytes >= 2 * 50_000
 
 
-async def test_an_item_that_does_not_fit_is_answered() -> None:
+async def test_item_that_does_not_fit_is_answered() -> None:
     """It becomes `TOO_LARGE`, its value kept for the dead letter, its ack handle not yet
     acknowledged.
     """
@@ -169,7 +169,7 @@ async def test_an_item_that_does_not_fit_is_answered() -> None:
     ],
     ids=["outputs", "value", "key", "headers"],
 )
-async def test_a_result_that_does_not_fit_goes_without_what_is_large(
+async def test_result_that_does_not_fit_goes_without_what_is_large(
     change: Callable[[Request], None], kept: tuple[str, ...]
 ) -> None:
     """Whatever it is that is large, an error that can still be routed arrives, and all ends."""
@@ -193,7 +193,7 @@ async def test_a_result_that_does_not_fit_goes_without_what_is_large(
     assert receipt_of(request).acked == 1
 
 
-def test_a_topic_that_takes_nothing_ends_the_process() -> None:
+def test_topic_that_takes_nothing_ends_process() -> None:
     """When nothing is left that could go, trying again would never end."""
     request = make_request()
     request.headers = [("kafka_correlationId", b"7")]
@@ -224,7 +224,7 @@ class HeldProducer:
             each.set_result(None)
 
 
-async def test_what_comes_while_a_run_is_under_way_leaves_together() -> None:
+async def test_what_comes_while_run_is_under_way_leaves_together() -> None:
     """Once that one is acknowledged; other partitions do not wait for it."""
     producer = HeldProducer()
     outlet = result_sender(cast(Producer, producer), TOPIC)
@@ -260,7 +260,7 @@ async def test_void_requests_are_not_written() -> None:
         assert await reader.end_offsets([TopicPartition(TOPIC, 0)]) == {TopicPartition(TOPIC, 0): 0}
 
 
-async def test_a_record_of_somebody_elses_is_passed_over() -> None:
+async def test_record_of_somebody_elses_is_passed_over() -> None:
     """What no request can be made out in is acknowledged, and holds up nobody."""
     log = await make_log()
     await write_to(log, TopicPartition(TOPIC, 0), b"junk")
@@ -309,7 +309,7 @@ async def test_batches_come_out_for_those_who_pull_their_model() -> None:
     assert refused.requests == []
 
 
-async def test_a_batch_that_does_not_fit_travels_in_parts() -> None:
+async def test_batch_that_does_not_fit_travels_in_parts() -> None:
     """Each request alone; one that does not even fit alone is answered."""
     log = await make_log(max_message_bytes=2000)
     sent = [make_request(inputs=PIXELS) for _ in range(4)]
@@ -326,7 +326,7 @@ async def test_a_batch_that_does_not_fit_travels_in_parts() -> None:
     assert [receipt_of(one).acked for one in sent] == [1, 1, 0, 1]
 
 
-async def test_a_batch_of_a_model_that_is_not_here_is_answered() -> None:
+async def test_batch_of_model_that_is_not_here_is_answered() -> None:
     """Its requests fail with what the registry says, instead of waiting for an instance."""
     log = await make_log()
     await write_batches(log, Batch("b-1", [make_request(), make_request()], "full"))
