@@ -218,8 +218,8 @@ class GatewaySettings(_Section):
     """Inference over HTTP, for clients that do not speak Kafka (docs/http.md)."""
 
     http_host: str = "127.0.0.1"
-    http_port: Port = 8000
-    """Port to listen on; 0 picks a free one, and prints it."""
+    http_port: Port | Literal["off"] = 8000
+    """Port to listen on; 0 picks a free one, and prints it; `off` does not listen."""
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000
     """Timeout of requests that give none."""
     max_in_flight: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -121,7 +122,7 @@ def on_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def _announce(settings: Settings, http_port: int, gateway_port: int | None) -> None:
+def _announce(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:
     """Print on a terminal where requests come from, the models, and the HTTP addresses."""
     broker = settings.kafka.bootstrap_servers if settings.kafka else "none, a log in memory"
     repository = settings.models.repository
@@ -132,8 +133,8 @@ def _announce(settings: Settings, http_port: int, gateway_port: int | None) -> N
     say(f"headrace: namespace  {settings.namespace}", err=True)
     say(f"headrace: models     {models or 'none'} ({repository.absolute()})", err=True)
     say(f"headrace: page       {_url(settings.telemetry.http_host, http_port)}", err=True)
-    if gateway_port is not None:
-        say(f"headrace: gateway    {_url(settings.gateway.http_host, gateway_port)}v2", err=True)
+    if "http" in doors:
+        say(f"headrace: gateway    {_url(settings.gateway.http_host, doors['http'])}v2", err=True)
 
 
 def _url(host: str, port: int) -> str:

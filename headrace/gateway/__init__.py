@@ -2,10 +2,11 @@
 
 A gateway is a client of the log, `headrace.client.Client`, behind a server of the Open Inference
 Protocol. It keeps nothing between requests, so any number of gateways may run. `gateway.py` has
-what the doors share, `http.py` the door for HTTP with a request's whole way through it, and
-`codec.py` the protocol's bodies. docs/http.md is the page for callers.
+what the doors share, `doors.py` how they open and drain, `http.py` the door for HTTP with a
+request's whole way through it, and `codec.py` the protocol's bodies. docs/http.md is the page for
+callers.
 """
 
-from headrace.gateway.http import open_gateway
+from headrace.gateway.doors import open_gateway
 
 __all__ = ["open_gateway"]

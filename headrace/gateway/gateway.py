@@ -121,7 +121,7 @@ class Gateway:
     Attributes:
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
-        draining: each answer is the last one on its connection.
+        draining: set once each answer is to be the last one on its connection.
         under_way: the requests of all doors.
 
     Raises (on entering):
@@ -142,7 +142,7 @@ class Gateway:
         self.health = health
         self.metrics = metrics
         self.tuning = tuning
-        self.draining = False
+        self.draining = asyncio.Event()
         limits = self.settings
         self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes)
         self._client = Client(log=log_, settings=settings, max_in_flight=limits.max_in_flight)

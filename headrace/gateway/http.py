@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -24,7 +22,6 @@ from aiohttp.typedefs import Handler
 
 from headrace import __version__
 from headrace.client import Response
-from headrace.config import Settings
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
@@ -35,16 +32,11 @@ from headrace.gateway.gateway import (
     Urgency,
     answer_of_error,
 )
-from headrace.log.port import Log
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.headers import JSON, MAX_PRIORITY, HeaderName
-from headrace.telemetry.health import Health
-from headrace.telemetry.http import Connections, ServedModels, is_loopback, refuse_other_hosts
+from headrace.telemetry.http import Connections, is_loopback, refuse_other_hosts
 from headrace.telemetry.logs import Event
-from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.snapshots import GatewaySnapshot
-from headrace.tuning import TUNING, GatewayTuning
 
 log = structlog.get_logger(__name__)
 
@@ -89,36 +81,6 @@ class UnreadableBody(Rejected):
         self.status = status
 
 
-@asynccontextmanager
-async def open_gateway(
-    settings: Settings,
-    log: Log,
-    models: ServedModels,
-    health: Health,
-    metrics: Metrics,
-    tuning: GatewayTuning = TUNING.gateway,
-) -> AsyncIterator[HttpDoor]:
-    """Open a gateway and its door for HTTP while the context lasts.
-
-    Args:
-        settings: `gateway`, and the names of the topics.
-        log: an open log.
-        models: the models that the metadata describes.
-        health: of the process; the door is ready while it is.
-        metrics: count its requests.
-        tuning: tuning values of the gateway.
-
-    Raises:
-        Fatal: the address is taken, or is not this machine's.
-        ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `headrace.client.Client`.
-    """
-    async with (
-        Gateway(settings, log, models, health, metrics, tuning) as gateway,
-        HttpDoor(gateway, settings.limits.drain_timeout_s) as door,
-    ):
-        yield door
-
-
 class HttpDoor:
     """An HTTP server in front of a gateway; entering starts it, leaving stops it.
 
@@ -127,28 +89,23 @@ class HttpDoor:
 
     Args:
         gateway: an open one.
-        drain_timeout_s: time for what is under way when the door drains.
+        port: to listen on; 0 picks a free one.
     """
 
-    def __init__(self, gateway: Gateway, drain_timeout_s: float) -> None:
+    def __init__(self, gateway: Gateway, port: int) -> None:
         self._gateway = gateway
-        self._drain_timeout_s = drain_timeout_s
         self._tuning = gateway.tuning
         self._connections = Connections(
             self._tuning.max_connections, self._tuning.head_timeout_s, self._tuning.idle_timeout_s
         )
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
-        self._port = gateway.settings.http_port
+        self._port = port
 
     @property
     def port(self) -> int:
         """The port that it listens on, once started."""
         return self._port
-
-    def snapshot(self) -> GatewaySnapshot:
-        """Return the state that the metrics show."""
-        return self._gateway.snapshot()
 
     async def __aenter__(self) -> Self:
         host = self._gateway.settings.http_host
@@ -189,21 +146,10 @@ class HttpDoor:
             await self._runner.cleanup()
             self._runner = None
 
-    async def drain(self) -> None:
-        """Answer what is under way, each answer the last one of its connection, and stop listening.
-
-        Readiness has ended before: for `gateway.drain_notice_s` balancers can see that while
-        requests are still taken.
-        """
-        self._gateway.draining = True
-        await asyncio.sleep(self._gateway.settings.drain_notice_s)
+    def stop_listening(self) -> None:
+        """Take no further connections."""
         if self._listening is not None:
             self._listening.close()
-        try:
-            async with asyncio.timeout(self._drain_timeout_s):
-                await self._gateway.under_way.wait_for_silence(self._tuning.drain_silence_s)
-        except TimeoutError:
-            log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
 
     def _make_application(self, host: str) -> web.Application:
         application = web.Application(middlewares=[self._answer_on_connection, self._format_errors])
@@ -228,7 +174,7 @@ class HttpDoor:
         """Suspend the idle timer of the connection, and end it after the answer in a drain."""
         with self._connections.answering(request.transport):
             response = await handler(request)
-        if self._gateway.draining:
+        if self._gateway.draining.is_set():
             response.force_close()
         return response
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Protocol
@@ -231,10 +231,10 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
 
 
 class Doors(Protocol):
-    """An open gateway; implemented by `headrace.gateway.http.HttpDoor`."""
+    """An open gateway; implemented by `headrace.gateway.doors.Doors`."""
 
     @property
-    def port(self) -> int: ...
+    def ports(self) -> Mapping[str, int]: ...
     def snapshot(self) -> GatewaySnapshot: ...
     async def drain(self) -> None: ...
 
@@ -251,7 +251,7 @@ async def run(
     settings: Settings,
     stages: Sequence[Stage],
     log_rate_limiter: LogRateLimiter,
-    announce: Callable[[int, int | None], None] | None = None,
+    announce: Callable[[int, Mapping[str, int]], None] | None = None,
     tuning: Tuning = TUNING,
     open_doors: OpenDoors | None = None,
 ) -> int:
@@ -261,8 +261,8 @@ async def run(
         settings: settings of the process.
         stages: adjacent stages; none for a gateway alone.
         log_rate_limiter: from `configure_logging`.
-        announce: called with the ports of `telemetry` and, if there is one, of the gateway, once
-            they are bound.
+        announce: called with the port of `telemetry`, and those of the gateway's doors by protocol,
+            once they are bound.
         open_doors: opens the gateway; None for a process without one.
         tuning: tuning values of the process.
     """
@@ -300,7 +300,7 @@ async def run(
             pipeline.state.gateway = doors.snapshot
             pipeline.drain_first = doors.drain
         if announce is not None:
-            announce(server.port, None if doors is None else doors.port)
+            announce(server.port, {} if doors is None else doors.ports)
         await stack.enter_async_context(_reloading(pipeline))
         in_flight_bytes = partial(_in_flight_bytes, pipeline.state)
         await stack.enter_async_context(trimming(in_flight_bytes, metrics, tuning.runtime))

@@ -13,7 +13,7 @@ from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
-from tests.support.gateways import HOST, pipeline_with_door
+from tests.support.gateways import HOST, pipeline_with_doors
 from tests.support.models import add_version, digits
 
 
@@ -42,11 +42,11 @@ async def test_gateways_apart_from_stages_answer_their_own_callers(
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         async with (
             running(Pipeline(settings, log)),
-            pipeline_with_door(settings, log_of_gateways, (), TUNING.gateway) as (alone, one),
-            pipeline_with_door(settings, log_of_gateways, (), TUNING.gateway) as (_, other),
+            pipeline_with_doors(settings, log_of_gateways, (), TUNING.gateway) as (alone, one),
+            pipeline_with_doors(settings, log_of_gateways, (), TUNING.gateway) as (_, other),
             ClientSession() as http,
         ):
-            calls = [ask(http, (one, other)[n % 2].port, n) for n in range(60)]
+            calls = [ask(http, (one, other)[n % 2].ports["http"], n) for n in range(60)]
             answers = await asyncio.gather(*calls)
             status = alone.state.status()
 

@@ -133,7 +133,7 @@ async def test_callers_over_http_and_kafka_share_batches(gated: Path) -> None:
     """Requests of both kinds that wait for a model run together, and each gets its own answer."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
-        await eventually(lambda: served.door.snapshot().requests == 1 and not waiting(served))
+        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
         over_http = [tasks.create_task(served.infer("gated", number(n))) for n in range(4)]
         over_kafka = [
             tasks.create_task(served.kafka.infer("gated", {"x": np.full((1, 1), n, np.float32)}))
@@ -155,7 +155,7 @@ async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> Non
     """A request whose time passes while its model is busy is a 504, and never runs."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
-        await eventually(lambda: served.door.snapshot().requests == 1 and not waiting(served))
+        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
         by_header = await served.infer("gated", number(1), headers={"X-Timeout-Ms": "50"})
         by_parameter = await served.infer("gated", {**number(2), "parameters": {"timeout": 50_000}})
         GATE.set()
@@ -171,7 +171,7 @@ async def test_request_of_caller_that_hangs_up_is_cancelled(gated: Path) -> None
     """The stages answer it with CANCELLED, and the door counts a caller that had gone."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
-        await eventually(lambda: served.door.snapshot().requests == 1 and not waiting(served))
+        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
         second = tasks.create_task(served.infer("gated", number(1)))
         await eventually(lambda: waiting(served) == 1)
         second.cancel()
@@ -180,7 +180,7 @@ async def test_request_of_caller_that_hangs_up_is_cancelled(gated: Path) -> None
         assert (await first).status == 200
 
     assert served.counted(499) == 1
-    assert served.door.snapshot().late_answers == 1
+    assert served.doors.snapshot().late_answers == 1
 
 
 async def test_drain_under_load_answers_all_that_was_sent(repository: Path) -> None:
@@ -213,7 +213,7 @@ async def test_draining_gateway_is_not_ready_while_it_still_listens(gated: Path)
         async with gateway_of(gated, drain_notice_s=0.5) as served:
             url = f"http://{served.url}/v2"
             last = tasks.create_task(ask_once(http, f"{url}/models/gated/infer", number(1)))
-            await eventually(lambda: served.door.snapshot().requests == 1)
+            await eventually(lambda: served.doors.snapshot().requests == 1)
             async with http.get(f"{url}/health/ready") as before:
                 assert (before.status, await before.json()) == (200, {"ready": True})
             during = tasks.create_task(first_refusal(http, f"{url}/health/ready"))
@@ -240,7 +240,7 @@ async def test_full_gateway_refuses_and_says_when_to_return(gated: Path) -> None
     """Over its limit of requests a gateway answers 503 at once, with Retry-After."""
     async with gateway_of(gated, max_in_flight=1) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
-        await eventually(lambda: served.door.snapshot().requests == 1)
+        await eventually(lambda: served.doors.snapshot().requests == 1)
         refused = await served.infer("gated", number(1))
         GATE.set()
         assert (await first).status == 200
@@ -339,15 +339,15 @@ async def test_bodies_over_limit_of_all_are_refused(gated: Path) -> None:
         padding = b" " * 600_000
         body = msgspec.json.encode(number(0)) + padding
         first = tasks.create_task(served.post("/v2/models/gated/infer", body))
-        await eventually(lambda: served.door.snapshot().size_bytes == len(body))
+        await eventually(lambda: served.doors.snapshot().size_bytes == len(body))
         refused = await served.post("/v2/models/gated/infer", body)
-        held_bytes = served.door.snapshot().size_bytes
+        held_bytes = served.doors.snapshot().size_bytes
         GATE.set()
         assert (await first).status == 200
 
     assert (refused.status, refused.json["error_details"]["code"]) == (503, "UNAVAILABLE")
     assert held_bytes == len(body)
-    assert served.door.snapshot().size_bytes == 0
+    assert served.doors.snapshot().size_bytes == 0
 
 
 HEAD = b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: localhost\r\n"
@@ -368,7 +368,7 @@ async def test_body_that_does_not_come_ends_its_connection(repository: Path, sen
 
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"Connection: close" in answer
-    assert served.door.snapshot()[:2] == (0, 0)
+    assert served.doors.snapshot()[:2] == (0, 0)
 
 
 async def test_trace_context_of_caller_is_requests(repository: Path) -> None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from headrace.client import Client
 from headrace.config import Settings, make_settings
 from headrace.gateway import open_gateway
-from headrace.gateway.http import HttpDoor
+from headrace.gateway.doors import Doors
 from headrace.log.port import Log
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
@@ -52,14 +52,14 @@ class Served(NamedTuple):
     """A gateway, the stages behind it, and a client of each kind."""
 
     log: Log
-    door: HttpDoor
+    doors: Doors
     pipeline: Pipeline
     http: ClientSession
     kafka: Client
 
     @property
     def url(self) -> str:
-        return f"{HOST}:{self.door.port}"
+        return f"{HOST}:{self.doors.ports['http']}"
 
     async def infer(self, model: str, body: dict[str, Any], **options: Any) -> Reply:
         """Send a request in JSON, and read its answer."""
@@ -93,25 +93,25 @@ async def gateway_of(
     settings = make_settings(
         {"models": {"repository": str(repository)}, "gateway": {"http_port": 0, **gateway}}
     )
-    async with open_log(settings) as log, pipeline_with_door(settings, log, stages, tuning) as both:
-        pipeline, door = both
-        async with (
-            ClientSession(f"http://{HOST}:{door.port}") as http,
-            Client(log=log, settings=settings) as kafka,
-        ):
-            yield Served(log, door, pipeline, http, kafka)
+    async with (
+        open_log(settings) as log,
+        pipeline_with_doors(settings, log, stages, tuning) as (pipeline, doors),
+        ClientSession(f"http://{HOST}:{doors.ports['http']}") as http,
+        Client(log=log, settings=settings) as kafka,
+    ):
+        yield Served(log, doors, pipeline, http, kafka)
 
 
 @asynccontextmanager
-async def pipeline_with_door(
+async def pipeline_with_doors(
     settings: Settings, log: Log, stages: Sequence[Stage], tuning: GatewayTuning
-) -> AsyncIterator[tuple[Pipeline, HttpDoor]]:
+) -> AsyncIterator[tuple[Pipeline, Doors]]:
     """Run stages and a gateway in one process, as `headrace run --gateway` does."""
     metrics = Metrics(CollectorRegistry())
     pipeline = Pipeline(settings, log, stages, instruments=Instruments(metrics))
     models, health = pipeline.models.catalog, pipeline.health
-    async with open_gateway(settings, log, models, health, metrics, tuning) as door:
-        pipeline.state.gateway = door.snapshot
-        pipeline.drain_first = door.drain
+    async with open_gateway(settings, log, models, health, metrics, tuning) as doors:
+        pipeline.state.gateway = doors.snapshot
+        pipeline.drain_first = doors.drain
         async with running(pipeline):
-            yield pipeline, door
+            yield pipeline, doors

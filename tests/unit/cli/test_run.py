@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -34,14 +34,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         settings: Settings,
         stages: tuple[Stage, ...],
         log_rate_limiter: LogRateLimiter,
-        announce: Callable[[int, int | None], None] | None,
+        announce: Callable[[int, Mapping[str, int]], None] | None,
         open_doors: OpenDoors | None,
     ) -> int:
         calls.append(tuple(stages))
         calls.with_gateway = open_doors is not None
         calls.settings = settings
         if announce is not None:
-            announce(8123, None if open_doors is None else 8124)
+            announce(8123, {} if open_doors is None else {"http": 8124})
         return 0 if settings.namespace == "headrace" else 1
 
     monkeypatch.setattr("headrace.runtime.process.run", run)

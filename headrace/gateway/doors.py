@@ -1,0 +1,109 @@
+"""The doors of a gateway together: which are open, and how they drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol
+
+import structlog
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.http import HttpDoor
+from headrace.log.port import Log
+from headrace.telemetry.health import Health
+from headrace.telemetry.http import ServedModels
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import GatewaySnapshot
+from headrace.tuning import TUNING, GatewayTuning
+
+log = structlog.get_logger(__name__)
+
+
+class Door(Protocol):
+    """A server for one protocol; entering starts it, leaving stops it."""
+
+    @property
+    def port(self) -> int: ...
+    def stop_listening(self) -> None: ...
+
+
+class Doors:
+    """The open doors of a gateway, by the name of their protocol.
+
+    Args:
+        gateway: an open one.
+        doors: started.
+        drain_timeout_s: time for what is under way when the doors drain.
+    """
+
+    def __init__(self, gateway: Gateway, doors: Mapping[str, Door], drain_timeout_s: float) -> None:
+        self._gateway = gateway
+        self._doors = doors
+        self._drain_timeout_s = drain_timeout_s
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The port that each door listens on."""
+        return {name: door.port for name, door in self._doors.items()}
+
+    def snapshot(self) -> GatewaySnapshot:
+        """Return the state that the metrics show."""
+        return self._gateway.snapshot()
+
+    async def drain(self) -> None:
+        """Stop listening, and answer what is under way, each answer the last of its connection.
+
+        Readiness has ended before: for `gateway.drain_notice_s` balancers can see that while
+        requests are still taken.
+        """
+        gateway = self._gateway
+        gateway.draining.set()
+        await asyncio.sleep(gateway.settings.drain_notice_s)
+        for door in self._doors.values():
+            door.stop_listening()
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await gateway.under_way.wait_for_silence(gateway.tuning.drain_silence_s)
+        except TimeoutError:
+            log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
+
+
+@asynccontextmanager
+async def open_gateway(
+    settings: Settings,
+    log: Log,
+    models: ServedModels,
+    health: Health,
+    metrics: Metrics,
+    tuning: GatewayTuning = TUNING.gateway,
+) -> AsyncIterator[Doors]:
+    """Open a gateway and those of its doors that are not off, while the context lasts.
+
+    Args:
+        settings: `gateway`, and the names of the topics.
+        log: an open log.
+        models: the models that the metadata describes.
+        health: of the process; the doors are ready while it is.
+        metrics: count its requests.
+        tuning: tuning values of the gateway.
+
+    Raises:
+        Fatal: an address is taken, or is not this machine's.
+        ConfigurationError: all doors are off; or as `headrace.client.Client`.
+        LogUnavailable, LogAuthenticationFailed: see `headrace.client.Client`.
+    """
+    chosen = settings.gateway
+    async with AsyncExitStack() as stack:
+        gateway = Gateway(settings, log, models, health, metrics, tuning)
+        await stack.enter_async_context(gateway)
+        doors: dict[str, Door] = {}
+        if chosen.http_port != "off":
+            doors["http"] = await stack.enter_async_context(HttpDoor(gateway, chosen.http_port))
+        if not doors:
+            raise ConfigurationError("gateway: expected a door that is open, got all of them off")
+        yield Doors(gateway, doors, settings.limits.drain_timeout_s)
