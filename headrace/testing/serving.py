@@ -10,13 +10,17 @@ from pathlib import Path
 
 from headrace.client import Client, SyncClient
 from headrace.config import ModelSettings, Settings, make_settings
-from headrace.runtime.log_factory import open_log
+from headrace.log.memory import MemoryLog
 from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
 
 
 @asynccontextmanager
 async def serving(
-    repository: str | PathLike[str], *, settings: Settings | None = None
+    repository: str | PathLike[str],
+    *,
+    settings: Settings | None = None,
+    log: MemoryLog | None = None,
 ) -> AsyncIterator[Client]:
     """Serve the models of a directory while the context lasts, and give a client of them.
 
@@ -26,6 +30,7 @@ async def serving(
     Args:
         repository: the directory of the models, as in `models.repository`.
         settings: limits, batching, and so on; by default, the environment over the defaults.
+        log: the embedded log to use, whose `faults` the test injects; a new one by default.
 
     Raises:
         ConfigurationError: the repository cannot be served from.
@@ -33,10 +38,11 @@ async def serving(
     chosen = (settings or make_settings({})).model_copy(
         update={"kafka": None, "models": ModelSettings(repository=Path(repository))}
     )
+    log = MemoryLog() if log is None else log
+    await log.create_topics(list(plan_topics(chosen).values()), replication_factor=1)
     failure: BaseException | None = None
     try:
         async with (
-            open_log(chosen) as log,
             running(Pipeline(chosen, log)),
             Client(log=log, settings=chosen) as client,
         ):

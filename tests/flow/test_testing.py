@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,9 +14,12 @@ from headrace.client import ClientClosed, InferenceError, SyncClient
 from headrace.errors import ConfigurationError
 from headrace.testing import serving, serving_sync
 from tests.support.models import add_version, digits
+from tests.support.tree import ROOT
 
 pytest_plugins = ["pytester"]
 PIXELS = np.ones((2, 64), np.float32)
+PAGE = ROOT / "docs" / "testing.md"
+DEMO = ROOT / "headrace" / "tools" / "demo"
 SCORES = np.repeat(np.arange(10, dtype=np.float32)[None] * 64, 2, axis=0)
 
 
@@ -122,3 +127,15 @@ def test_fixture_serves_models_of_ini_option(models: Path, pytester: pytest.Pyte
     )
     result = pytester.runpytest_subprocess("-p", "no:randomly")
     result.assert_outcomes(passed=1)
+
+
+def test_page_tests_pass_as_written(pytester: pytest.Pytester) -> None:
+    """The examples of docs/testing.md, those with faults included, pass with the demo's model."""
+    shutil.copytree(DEMO / "models" / "digits", pytester.path / "models" / "digits")
+    images = np.load(DEMO / "digits_test.npz")["pixels"]
+    np.save(pytester.path / "image.npy", images[:1].astype(np.float32))
+    blocks = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    pytester.makepyfile(**dict(blocks))
+    pytester.makeini("[pytest]\nasyncio_mode = auto")
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
+    result.assert_outcomes(passed=4)
