@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -151,12 +150,7 @@ class Client:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def infer(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -22,7 +21,7 @@ from aiohttp.typedefs import Handler
 
 from headrace import __version__
 from headrace.client import Response
-from headrace.errors import Code, Fatal, Rejected
+from headrace.errors import Code, Rejected
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
     UNAVAILABLE,
@@ -35,7 +34,7 @@ from headrace.gateway.gateway import (
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.headers import JSON, MAX_PRIORITY, HeaderName
-from headrace.telemetry.http import Connections, is_loopback, refuse_other_hosts
+from headrace.telemetry.http_listener import Connections, HttpListener
 from headrace.telemetry.logs import Event
 
 log = structlog.get_logger(__name__)
@@ -84,9 +83,6 @@ class UnreadableBody(Rejected):
 class HttpDoor:
     """An HTTP server in front of a gateway; entering starts it, leaving stops it.
 
-    On a loopback address, requests are answered only if their `Host` is a loopback address as well,
-    as those of `headrace.telemetry.http`.
-
     Args:
         gateway: an open one.
         port: to listen on; 0 picks a free one.
@@ -98,63 +94,36 @@ class HttpDoor:
         self._connections = Connections(
             self._tuning.max_connections, self._tuning.head_timeout_s, self._tuning.idle_timeout_s
         )
-        self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
-        self._port = port
+        address = (gateway.settings.http_host, port)
+        self._listener = HttpListener("gateway.http_port", address, self._connections)
 
     @property
     def port(self) -> int:
         """The port that it listens on, once started."""
-        return self._port
+        return self._listener.port
 
     async def __aenter__(self) -> Self:
-        host = self._gateway.settings.http_host
         runner = web.AppRunner(
-            self._make_application(host),
+            self._make_application(),
             access_log=None,
             shutdown_timeout=self._tuning.stop_timeout_s,
             handler_cancellation=True,
             auto_decompress=False,
         )
-        await runner.setup()
-        make = runner.server
-        assert make is not None
-        try:
-            listening = await asyncio.get_running_loop().create_server(
-                self._connections.limit(make), host, self._port
-            )
-        except OSError as error:
-            await runner.cleanup()
-            raise Fatal(
-                f"gateway.http_port: cannot listen on {host}:{self._port}: {error.strerror}"
-            ) from error
-        self._port = listening.sockets[0].getsockname()[1]
-        self._runner, self._listening = runner, listening
-        log.info(Event.GATEWAY_LISTENING, host=host, http_port=self._port)
+        await self._listener.start(runner)
+        host = self._gateway.settings.http_host
+        log.info(Event.GATEWAY_LISTENING, host=host, http_port=self.port)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._listening is not None:
-            self._listening.close()
-            self._listening = None
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+    async def __aexit__(self, *_: object) -> None:
+        await self._listener.stop()
 
     def stop_listening(self) -> None:
         """Take no further connections."""
-        if self._listening is not None:
-            self._listening.close()
+        self._listener.stop_listening()
 
-    def _make_application(self, host: str) -> web.Application:
+    def _make_application(self) -> web.Application:
         application = web.Application(middlewares=[self._answer_on_connection, self._format_errors])
-        if is_loopback(host):
-            application.middlewares.append(refuse_other_hosts)
         router = application.router
         router.add_get("/v2", self._show_server)
         router.add_get("/v2/health/live", self._show_live)

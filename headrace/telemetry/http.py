@@ -12,15 +12,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import ipaddress
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, cast
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 from aiohttp import web
@@ -29,11 +25,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from headrace import __version__
-from headrace.errors import Code, Fatal, Rejected
+from headrace.errors import Code, Rejected
 from headrace.models.metadata import describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.telemetry.health import Health
+from headrace.telemetry.http_listener import Connections, HttpListener
 from headrace.tuning import TUNING, RuntimeTuning
 
 _HTTP_STATUS = {
@@ -67,9 +64,6 @@ class HttpServer:
         metrics: shown by `/metrics`, in OpenMetrics to clients that accept it.
         status: shown by `/status`.
         tuning: limits of connections and requests.
-
-    On a loopback address, requests are answered only if their `Host` is a loopback address as well:
-    another site's page, whose name was made to resolve to this machine, must not read local data.
     """
 
     def __init__(
@@ -81,7 +75,6 @@ class HttpServer:
         status: Callable[[], dict[str, Any]] = dict,
         tuning: RuntimeTuning = TUNING.runtime,
     ) -> None:
-        self._host, self._port = address
         self._health = health
         self._models = models
         self._metrics = metrics
@@ -90,13 +83,12 @@ class HttpServer:
         self._connections = Connections(
             tuning.http_max_connections, tuning.http_head_timeout_s, tuning.http_idle_timeout_s
         )
-        self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        self._listener = HttpListener("telemetry.http_port", address, self._connections)
 
     @property
     def port(self) -> int:
         """The port that it listens on, once started."""
-        return self._port
+        return self._listener.port
 
     async def __aenter__(self) -> Self:
         """Start listening.
@@ -109,42 +101,17 @@ class HttpServer:
             access_log=None,
             shutdown_timeout=self._tuning.http_stop_timeout_s,
         )
-        await runner.setup()
-        make = runner.server
-        assert make is not None
-        try:
-            listening = await asyncio.get_running_loop().create_server(
-                self._connections.limit(make), self._host, self._port
-            )
-        except OSError as error:
-            await runner.cleanup()
-            raise Fatal(
-                f"telemetry.http_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
-            ) from error
-        self._port = listening.sockets[0].getsockname()[1]
-        self._runner, self._listening = runner, listening
+        await self._listener.start(runner)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._listening is not None:
-            self._listening.close()
-            self._listening = None
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+    async def __aexit__(self, *_: object) -> None:
+        await self._listener.stop()
 
     def _make_application(self) -> web.Application:
         application = web.Application(
             client_max_size=self._tuning.http_body_bytes,
             middlewares=[self._limit_time, _format_errors],
         )
-        if is_loopback(self._host):
-            application.middlewares.append(refuse_other_hosts)
         router = application.router
         for prefix in ("/health", "/v2/health"):
             router.add_get(f"{prefix}/live", self._show_live)
@@ -245,30 +212,6 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return web.json_response(body, status=error.status, headers=headers)
 
 
-@web.middleware
-async def refuse_other_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
-    host = request.headers.get("Host")
-    if host is None or is_loopback(_host_name(host)):
-        return await handler(request)
-    error = f"header Host: expected a loopback name or address, got {host!r}"
-    return web.json_response({"error": error}, status=421)
-
-
-def _host_name(host: str) -> str:
-    """Return the name or address in a `Host` header, without the port; empty if it is malformed."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
 class _IndexQuery(msgspec.Struct):
     ready: bool = False
 
@@ -284,118 +227,6 @@ async def _wants_only_ready(request: web.Request) -> bool:
             Code.INVALID_REQUEST,
             f'body: expected {{"ready": true or false}} in UTF-8: {error}',
         ) from error
-
-
-# --- limits on connections -----------------------------------------------------------------------
-#
-# aiohttp waits for a request's head without limit, and accepts any number of connections, so that
-# clients which open connections and send nothing would block health checks.
-
-
-class Connections:
-    """The open connections of a server.
-
-    Args:
-        max_connections: a further one replaces the one that has waited for a request longest.
-        head_timeout_s: from a connection to the end of its first request's head.
-        idle_timeout_s: from an answer to the end of the next request's head.
-    """
-
-    def __init__(self, max_connections: int, head_timeout_s: float, idle_timeout_s: float) -> None:
-        self._max_connections = max_connections
-        self._head_timeout_s = head_timeout_s
-        self._idle_timeout_s = idle_timeout_s
-        self._open: dict[asyncio.BaseTransport, asyncio.Transport] = {}
-        self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        """Timers of the connections that wait for a request, longest-waiting first."""
-
-    def limit(self, make: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-        """Return a protocol factory that wraps another one and enforces the limits."""
-        return lambda: _LimitedConnection(self, make())
-
-    def opened(self, transport: asyncio.Transport) -> bool:
-        """Count a new connection; False if there were too many, and it was closed."""
-        if len(self._open) >= self._max_connections:
-            longest_waiting = next(iter(self._timers), None)
-            if longest_waiting is None:
-                transport.abort()
-                return False
-            self._close(longest_waiting)
-        self._open[transport] = transport
-        self._wait(transport, self._head_timeout_s)
-        return True
-
-    def closed(self, transport: asyncio.BaseTransport) -> None:
-        """Forget a connection."""
-        self._open.pop(transport, None)
-        timer = self._timers.pop(transport, None)
-        if timer is not None:
-            timer.cancel()
-
-    @contextmanager
-    def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-        """Suspend a connection's timer while the context lasts: a whole request head has
-        arrived.
-        """
-        if transport is None or transport not in self._open:
-            yield  # closed meanwhile
-            return
-        timer = self._timers.pop(transport, None)
-        if timer is not None:
-            timer.cancel()
-        try:
-            yield
-        finally:
-            if transport in self._open:
-                self._wait(transport, self._idle_timeout_s)
-
-    def _wait(self, transport: asyncio.BaseTransport, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._timers[transport] = loop.call_later(timeout_s, self._close, transport)
-
-    def _close(self, transport: asyncio.BaseTransport) -> None:
-        open_one = self._open.get(transport)
-        self.closed(transport)
-        if open_one is not None:
-            open_one.abort()
-
-
-class _LimitedConnection(asyncio.Protocol):
-    """Forwards the events of a connection, unless it exceeds the limit."""
-
-    def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
-        self._connections = connections
-        self._inner: asyncio.Protocol | None = inner
-        self._transport: asyncio.BaseTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        # uvloop's transports have the methods of asyncio.Transport without deriving from it.
-        if not self._connections.opened(cast("asyncio.Transport", transport)):
-            self._inner = None
-        if self._inner is not None:
-            self._inner.connection_made(transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._transport is not None:
-            self._connections.closed(self._transport)
-        if self._inner is not None:
-            self._inner.connection_lost(error)
-
-    def data_received(self, data: bytes) -> None:
-        if self._inner is not None:
-            self._inner.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return None if self._inner is None else self._inner.eof_received()
-
-    def pause_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.pause_writing()
-
-    def resume_writing(self) -> None:
-        if self._inner is not None:
-            self._inner.resume_writing()
 
 
 # --- the page at / -------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -92,12 +91,7 @@ class LoopWatchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._answered.set()
         if self._thread is not None:
@@ -165,12 +159,7 @@ class FaulthandlerWatchdog:
             self._rearm()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._next is not None:
             self._next.cancel()
             faulthandler.cancel_dump_traceback_later()
