@@ -84,8 +84,8 @@ class Cluster:
                 waiting += await producer.send(target, records)
                 if len(waiting) > IN_FLIGHT_CHUNKS:
                     await waiting.pop(0).acknowledged
-            for run in waiting:
-                await run.acknowledged
+            for sent in waiting:
+                await sent.acknowledged
 
     @asynccontextmanager
     async def counting(self, topic: str) -> AsyncIterator[Counter]:

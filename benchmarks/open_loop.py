@@ -22,7 +22,7 @@ import uvloop
 from benchmarks.stages import Scrape
 from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.port import NewRecord, Record, Run, TopicPartition
+from headrace.log.port import NewRecord, Record, SentBatch, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.tools.bench.load import PoissonArrivals
 from headrace.tools.histogram import Histogram
@@ -182,7 +182,7 @@ async def _receive(child: Connection, timeout_s: float) -> Any:
 async def _sender(plan: OpenLoopPlan, parent: Connection) -> None:
     linger_ms = LINGER_MS if plan.per_s >= LINGER_FROM_PER_S else 0
     log = KafkaLog(KafkaSettings(bootstrap_servers=plan.bootstrap_servers, linger_ms=linger_ms))
-    unacknowledged: asyncio.Queue[Run | None] = asyncio.Queue(UNACKNOWLEDGED)
+    unacknowledged: asyncio.Queue[SentBatch | None] = asyncio.Queue(UNACKNOWLEDGED)
     async with log, log.producer() as producer:
         for number in range(plan.requests.partition):
             # Asks the broker what it wants to know, so that no request waits for that.
@@ -213,8 +213,8 @@ async def _sender(plan: OpenLoopPlan, parent: Connection) -> None:
                     count += 1
                 for number, records in enumerate(shares):
                     target = TopicPartition(plan.requests.topic, number)
-                    for run in await producer.send(target, records) if records else ():
-                        await unacknowledged.put(run)
+                    for sent in await producer.send(target, records) if records else ():
+                        await unacknowledged.put(sent)
                 handed_over_s = time.monotonic() - began_s
                 late.add([handed_over_s - due_s for due_s in dues_s])
                 await asyncio.sleep(0)
@@ -222,9 +222,9 @@ async def _sender(plan: OpenLoopPlan, parent: Connection) -> None:
     parent.send(SenderReport(count, late, time.process_time() - cpu_s))
 
 
-async def _acknowledge(runs: asyncio.Queue[Run | None]) -> None:
-    while (run := await runs.get()) is not None:
-        await run.acknowledged
+async def _acknowledge(batches: asyncio.Queue[SentBatch | None]) -> None:
+    while (sent := await batches.get()) is not None:
+        await sent.acknowledged
 
 
 # --- the reader's --------------------------------------------------------------------------------

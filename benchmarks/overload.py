@@ -118,8 +118,8 @@ class OverloadRun:
             )
             self.sent += 1
         for number, records in parts.items():
-            for run in await self._producer.send(TopicPartition(self._requests, number), records):
-                await run.acknowledged
+            for sent in await self._producer.send(TopicPartition(self._requests, number), records):
+                await sent.acknowledged
 
     async def read(self, until: asyncio.Event) -> None:
         """Count answers until cancelled."""

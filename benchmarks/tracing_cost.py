@@ -107,8 +107,8 @@ async def _fill(log: Log, settings: Settings, requests: int, *, sampled: bool) -
     async with log.producer() as producer:
         for start in range(0, requests, CHUNK):
             target = TopicPartition(topic, start // CHUNK % partitions)
-            for run in await producer.send(target, [record] * CHUNK):
-                await run.acknowledged
+            for sent in await producer.send(target, [record] * CHUNK):
+                await sent.acknowledged
 
 
 async def _answered(log: Log, settings: Settings, requests: int) -> None:

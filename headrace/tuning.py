@@ -534,9 +534,9 @@ class ExecutorTuning:
     ring_step_rows: int = 4
     """Above `ring_exact_rows`, runs of a ring are prepared in steps of this many rows. Growing
     steps, such as powers of two, waste more of the device than they save of its memory."""
-    max_held_answers: int = 512
+    max_buffered_answers: int = 512
     """Most finished requests that an instance with quick runs holds back, to send them together."""
-    hold_answers_s: float = 0.002
+    buffer_answers_s: float = 0.002
     """Longest time that quick runs may follow each other without yielding the event loop."""
     device_memory_period_s: float = 1.0
     """Least time between two readings of a device's free memory."""

@@ -313,8 +313,8 @@ class RpcClient:
         try:
             count = await self._count_request_partitions(producer)
             partition = TopicPartition(self._requests, self._choose_partition(request.key, count))
-            for run in await producer.send(partition, [request._replace(headers=headers)]):
-                await run.acknowledged
+            for sent in await producer.send(partition, [request._replace(headers=headers)]):
+                await sent.acknowledged
             return await answer
         except asyncio.CancelledError:
             if partition is not None and asyncio.get_running_loop().time() < until_s:
@@ -404,8 +404,8 @@ class _Cancellations:
             )
             try:
                 async with asyncio.timeout(CANCEL_TIMEOUT_S):
-                    for run in await self._producer.send(partition, [record]):
-                        await run.acknowledged
+                    for sent in await self._producer.send(partition, [record]):
+                        await sent.acknowledged
             except (HeadraceError, TimeoutError):
                 pass  # best effort: the request runs, and its answer is dropped
             finally:

@@ -248,19 +248,19 @@ class Deferral:
     # --- admission ----------------------------------------------------------------------------
 
     def charge(
-        self, requests: Sequence[Request], *, is_reread: bool, on_trial: bool = False
+        self, requests: Sequence[Request], *, is_reread: bool, is_isolated: bool = False
     ) -> Charged:
         """Charge requests to their claims if there is room, and fail those that would be late.
 
         Args:
             requests: admitted requests, in offset order.
             is_reread: they were deferred before, and their room is reserved.
-            on_trial: they run alone for crash isolation, whether there is room or not.
+            is_isolated: they run alone for crash isolation, whether there is room or not.
         """
         ended: list[Request] = []
         if is_reread:
             requests, ended = self._fail_late(requests)
-        kept, over = self._charge_claims(requests, free=is_reread or on_trial)
+        kept, over = self._charge_claims(requests, free=is_reread or is_isolated)
         if over and self._refusal is not None:
             over, late = self._refuse(over, self._refusal)
             ended += late
@@ -294,7 +294,7 @@ class Deferral:
         self, requests: Sequence[Request], refusal: Refusal
     ) -> tuple[list[Request], list[Request]]:
         """Fail requests that would be late behind all that is deferred before them."""
-        able: list[Request] = []
+        runnable: list[Request] = []
         ended: list[Request] = []
         rows_ahead: dict[Claim, int] = {}
         for request in requests:
@@ -306,24 +306,24 @@ class Deferral:
                 failure = refusal(_refusal_envelope(request), rows_ahead[claim])
             if failure is None:
                 rows_ahead[claim] += request.rows
-                able.append(request)
+                runnable.append(request)
             else:
                 ended.append(_fail(request, failure))
-        return able, ended
+        return runnable, ended
 
     def _fail_late(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
         """Fail requests that were read again because they would be late."""
-        able: list[Request] = []
+        runnable: list[Request] = []
         ended: list[Request] = []
         for request in requests:
             ack_handle = request.ack_handle
             assert isinstance(ack_handle, InFlightAck)
             failure = self.records.pop_failure(ack_handle.assignment, ack_handle.offset)
             if failure is None:
-                able.append(request)
+                runnable.append(request)
             else:
                 ended.append(_fail(request, failure))
-        return able, ended
+        return runnable, ended
 
     async def wait_for_room(self, requests: Sequence[Request]) -> list[Request]:
         """Wait a short time for room, and defer the requests that got none; return the others."""

@@ -254,36 +254,36 @@ class QuarantineGate:
         offsets = self._isolated_runs.offsets(assignment)
         self._search.forget_answered(partition, progress, committed, passed, offsets)
 
-    def divide(self, delivery: PolledRecords) -> Iterator[PolledRecords]:
-        """Yield parts of a delivery that are small enough to be marked, while careful."""
+    def divide(self, polled: PolledRecords) -> Iterator[PolledRecords]:
+        """Yield parts of polled records that are small enough to be marked, while careful."""
         if not self.gate.is_marking:
-            yield delivery
+            yield polled
             return
-        isolation = self._isolation(delivery.assignment.partition)
+        isolation = self._isolation(polled.assignment.partition)
         marked = self._tuning.marked_records
-        for start in range(0, len(delivery.records), marked):
-            records = delivery.records[start : start + marked]
-            yield PolledRecords(delivery.assignment, records, isolation)
+        for start in range(0, len(polled.records), marked):
+            records = polled.records[start : start + marked]
+            yield PolledRecords(polled.assignment, records, isolation)
 
-    async def admit(self, delivery: PolledRecords) -> PolledRecords:
+    async def admit(self, polled: PolledRecords) -> PolledRecords:
         """Return what the stage receives now, once it is marked as being read."""
-        partition = delivery.assignment.partition
-        isolation = delivery.isolation or self._isolation(partition)
+        partition = polled.assignment.partition
+        isolation = polled.isolation or self._isolation(partition)
         isolated = isolation.isolated
         if isolated is not None:
             await self.gate.enter_alone(Alone(partition, isolated.record.offset, 0))
             self._reading_alone = isolated
             # It may have been revoked while it waited for the others to leave.
             isolated.is_delivered = not isolated.ack_handle.revoked
-            return delivery if isolated.is_delivered else delivery._replace(records=())
-        self._report_poisoned(delivery, isolation)
+            return polled if isolated.is_delivered else polled._replace(records=())
+        self._report_poisoned(polled, isolation)
         # Accused records are parked and not read now, so that they are not marked either.
-        offsets = [one.offset for one in delivery.records if one.offset not in isolation.accused]
+        offsets = [one.offset for one in polled.records if one.offset not in isolation.accused]
         self._reading = await self.gate.enter([(partition, offset) for offset in offsets])
-        return delivery._replace(isolation=isolation)
+        return polled._replace(isolation=isolation)
 
     def leave(self) -> None:
-        """Leave the gate: the stage has read its last delivery and passed it on."""
+        """Leave the gate: the stage has read what it received last and passed it on."""
         if self._reading is not None:
             self.gate.leave(self._reading)
             self._reading = None
@@ -302,12 +302,12 @@ class QuarantineGate:
             runs=self._settings.runs,
         )
 
-    def _report_poisoned(self, delivery: PolledRecords, isolation: Isolation) -> None:
-        offsets = {record.offset for record in delivery.records} if isolation.poisoned else ()
+    def _report_poisoned(self, polled: PolledRecords, isolation: Isolation) -> None:
+        offsets = {record.offset for record in polled.records} if isolation.poisoned else ()
         for offset, place in sorted(isolation.poisoned):
             if offset in offsets:
                 self._metrics.poisoned.inc()
-                record = f"{delivery.assignment.partition}/{offset}"
+                record = f"{polled.assignment.partition}/{offset}"
                 log.error(Event.REQUEST_POISONED, record=record, place=place)
 
     # --- running alone -----------------------------------------------------------------------

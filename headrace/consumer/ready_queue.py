@@ -17,9 +17,11 @@ from headrace.tuning import TUNING, ConsumerTuning
 class PolledRecords(NamedTuple):
     """Records of one partition, in offset order, not yet admitted.
 
-    `skipped`: there are no records; all up to this offset were deleted unread. `is_reread`: the
-    records were deferred and are read a second time (`headrace.consumer.deferring`). `isolation`:
-    set if crash isolation is active, after unclean ends.
+    Attributes:
+        isolation: crash isolation of the partition; None unless it is active, after unclean ends.
+        skipped: last offset of a range that was deleted unread; there are no records then.
+        is_reread: True if the records were deferred and are read a second time
+            (`headrace.consumer.deferring`).
     """
 
     assignment: AssignedPartition
@@ -28,26 +30,31 @@ class PolledRecords(NamedTuple):
     skipped: int | None = None
     is_reread: bool = False
 
+    @property
+    def is_isolated(self) -> bool:
+        """True if this is one admitted record, which is delivered again to run alone."""
+        return self.isolation is not None and self.isolation.isolated is not None
+
 
 class _WaitingRecords:
-    """A delivery that may grow until it is taken."""
+    """Polled records that may grow until the first stage receives them."""
 
-    __slots__ = ("delivery", "records", "size_bytes")
+    __slots__ = ("polled", "records", "size_bytes")
 
-    def __init__(self, delivery: PolledRecords, size_bytes: int) -> None:
-        self.records = list(delivery.records)
-        self.delivery = delivery._replace(records=self.records)
+    def __init__(self, polled: PolledRecords, size_bytes: int) -> None:
+        self.records = list(polled.records)
+        self.polled = polled._replace(records=self.records)
         self.size_bytes = size_bytes
 
-    def joins(self, delivery: PolledRecords, max_records: int) -> bool:
-        """Return True if `delivery` may be appended, as if both had been read together."""
-        mine = self.delivery
+    def accepts(self, polled: PolledRecords, max_records: int) -> bool:
+        """Return True if `polled` may be appended, as if both had been read together."""
+        waiting = self.polled
         return (
-            mine.assignment is delivery.assignment
-            and mine.isolation is delivery.isolation is None
-            and mine.skipped is delivery.skipped is None
-            and not (mine.is_reread or delivery.is_reread)
-            and len(self.records) + len(delivery.records) <= max_records
+            waiting.assignment is polled.assignment
+            and waiting.isolation is polled.isolation is None
+            and waiting.skipped is polled.skipped is None
+            and not (waiting.is_reread or polled.is_reread)
+            and len(self.records) + len(polled.records) <= max_records
         )
 
 
@@ -78,26 +85,26 @@ class ReadyQueue:
         return bool(self._waiting)
 
     def __iter__(self) -> Iterator[PolledRecords]:
-        return (each.delivery for each in self._waiting)
+        return (each.polled for each in self._waiting)
 
-    def put(self, delivery: PolledRecords) -> None:
+    def put(self, polled: PolledRecords) -> None:
         """Add polled records without waking the first stage; see `notify`."""
-        size_bytes = waiting_bytes(delivery.records)
+        size_bytes = waiting_bytes(polled.records)
         self.waiting_bytes += size_bytes
-        partition = delivery.assignment.partition
+        partition = polled.assignment.partition
         last = self._last.get(partition)
-        if last is not None and last.joins(delivery, self._max_records):
-            last.records += delivery.records
+        if last is not None and last.accepts(polled, self._max_records):
+            last.records += polled.records
             last.size_bytes += size_bytes
             return
-        self._last[partition] = waiting = _WaitingRecords(delivery, size_bytes)
+        self._last[partition] = waiting = _WaitingRecords(polled, size_bytes)
         self._waiting.append(waiting)
 
-    def put_isolated(self, delivery: PolledRecords) -> None:
+    def put_isolated(self, polled: PolledRecords) -> None:
         """Add a parked record. It is already admitted, so it is never dropped: a drain waits for
         it, and later answers may be held until it is answered.
         """
-        self._isolated.append(delivery)
+        self._isolated.append(polled)
         self._arrived.set()
 
     def notify(self) -> None:
@@ -105,7 +112,9 @@ class ReadyQueue:
         self._arrived.set()
 
     async def next(self) -> PolledRecords | None:
-        """Wait for and return the oldest delivery; None once the queue has ended and is empty."""
+        """Wait for and return the oldest polled records; None once the queue has ended and is
+        empty.
+        """
         while not (self._waiting or self._isolated):
             if self._ended and not self.awaits_isolated:
                 return None
@@ -113,12 +122,12 @@ class ReadyQueue:
             await self._arrived.wait()
         if self._isolated:  # one at a time, so that the others come between
             return self._isolated.popleft()
-        taken = self._waiting.popleft()
-        partition = taken.delivery.assignment.partition
-        if self._last[partition] is taken:
+        oldest = self._waiting.popleft()
+        partition = oldest.polled.assignment.partition
+        if self._last[partition] is oldest:
             del self._last[partition]
-        self.waiting_bytes -= taken.size_bytes
-        return taken.delivery
+        self.waiting_bytes -= oldest.size_bytes
+        return oldest.polled
 
     async def yield_to_stages(self, budget: Budget) -> None:
         """Yield to the stages before the next poll.
@@ -151,10 +160,10 @@ class ReadyQueue:
         left = [
             each
             for each in self._waiting
-            if partitions is not None and each.delivery.assignment.partition not in partitions
+            if partitions is not None and each.polled.assignment.partition not in partitions
         ]
         self._waiting = deque(left)
-        self._last = {each.delivery.assignment.partition: each for each in left}
+        self._last = {each.polled.assignment.partition: each for each in left}
         self.waiting_bytes = sum(each.size_bytes for each in left)
 
 

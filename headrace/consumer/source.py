@@ -214,18 +214,18 @@ class Source:
     async def receive(self) -> PolledRecords | None:
         """Return the next records of any partition; None once reading stopped and none are left."""
         self.quarantine.leave()
-        while (delivery := await self._ready.next()) is not None:
-            is_isolated = delivery.isolation is not None and delivery.isolation.isolated is not None
-            if delivery.assignment.revoked and not is_isolated:
+        while (polled := await self._ready.next()) is not None:
+            is_isolated = polled.is_isolated
+            if polled.assignment.revoked and not is_isolated:
                 continue
-            if delivery.skipped is None and (is_isolated or self.quarantine.gate.is_marking):
-                delivery = await self.quarantine.admit(delivery)
-                if delivery.assignment.revoked or not delivery.records:
+            if polled.skipped is None and (is_isolated or self.quarantine.gate.is_marking):
+                polled = await self.quarantine.admit(polled)
+                if polled.assignment.revoked or not polled.records:
                     self.quarantine.leave()
                     continue
-            if delivery.skipped is None or self._reads_requests:
-                return delivery
-            delivery.assignment.admit(delivery.skipped, 0).ack()
+            if polled.skipped is None or self._reads_requests:
+                return polled
+            polled.assignment.admit(polled.skipped, 0).ack()
         return None
 
     def stop_reading(self) -> None:

@@ -149,17 +149,17 @@ class BudgetShares:
         return {model: usage.used_bytes for model, usage in self._models.items()}
 
     def _forget_idle(self) -> None:
-        held = {
+        used = {
             name: claim
             for name, claim in self._claims.items()
             if claim.used_bytes or claim.deferred
         }
-        self._claims = held
-        self._models = {model: claim.model for (model, _), claim in held.items()}
+        self._claims = used
+        self._models = {model: claim.model for (model, _), claim in used.items()}
         self._tenants = {
-            tenant: claim.tenant for (_, tenant), claim in held.items() if claim.tenant is not None
+            tenant: claim.tenant for (_, tenant), claim in used.items() if claim.tenant is not None
         }
-        self._forget_at = 2 * len(held) + self._max_idle_claims
+        self._forget_at = 2 * len(used) + self._max_idle_claims
 
 
 def _weight(share: float) -> float:

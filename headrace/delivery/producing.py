@@ -46,8 +46,8 @@ async def deliver(
         for all records `UnknownPartition` or `TopicForbidden`. All others are written, or no
         longer wanted.
     """
-    delivery = _Delivery(producer, partition, records)
-    first = await delivery.attempt(range(len(records)))
+    writing = _Writing(producer, partition, records)
+    first = await writing.attempt(range(len(records)))
     if first:
         async for attempt in _until_acknowledged(tuning):
             with attempt:
@@ -55,10 +55,10 @@ async def deliver(
                     metrics.retried("send", len(first))
                 if wanted is not None:
                     first = list(filter(wanted, first))
-                first = await delivery.attempt(first)
+                first = await writing.attempt(first)
                 if first:
                     raise _Unsent(f"{partition}: {len(first)} records are not acknowledged")
-    return dict(sorted(delivery.refused.items()))
+    return dict(sorted(writing.refused.items()))
 
 
 async def deliver_in_order(
@@ -156,9 +156,9 @@ class _InOrder:
         """Send once; return the number written, and the error of the next. Raises `Retriable`."""
         written = 0
         try:
-            for run in await self._producer.send(self._partition, records):
-                await run.acknowledged
-                written += run.size
+            for sent in await self._producer.send(self._partition, records):
+                await sent.acknowledged
+                written += sent.size
         except Rejected as error:
             drop_tracebacks(error)
             return written, error
@@ -195,7 +195,7 @@ def _say_so(state: RetryCallState) -> None:
     log.warning(Event.SEND_RETRIED, attempt=state.attempt_number, reason=reason)
 
 
-class _Delivery:
+class _Writing:
     """The records of one `deliver` call, and which of them were refused.
 
     Errors are kept without tracebacks, which refer back to this object and to the errors: the
@@ -216,7 +216,7 @@ class _Delivery:
         if len(indexes) < len(records):
             records = [records[index] for index in indexes]
         try:
-            runs = await self._producer.send(self._partition, records)
+            batches = await self._producer.send(self._partition, records)
         except (UnknownPartition, TopicForbidden) as error:
             drop_tracebacks(error)
             self.refused |= dict.fromkeys(indexes, error)
@@ -228,11 +228,11 @@ class _Delivery:
             return indexes
         again: list[int] = []
         start = 0
-        for run in runs:
-            part = indexes[start : start + run.size]
-            start += run.size
+        for sent in batches:
+            part = indexes[start : start + sent.size]
+            start += sent.size
             try:
-                await run.acknowledged
+                await sent.acknowledged
             except TopicForbidden as error:
                 drop_tracebacks(error)
                 self.refused |= dict.fromkeys(part, error)

@@ -77,32 +77,34 @@ class UnderWay:
         self.taken = 0
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._none = asyncio.Event()
-        self._none.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     @contextmanager
     def taking(self) -> Iterator[Held]:
         """Count a request while the context lasts. Raises `Unavailable` if there are too many."""
         if self.requests >= self._max_requests:
-            raise Unavailable(f"gateway: {self.requests} requests are under way, as many as may be")
+            raise Unavailable(
+                f"gateway: {self.requests} requests are under way, which is the limit"
+            )
         held = Held(self)
         self.requests += 1
         self.taken += 1
-        self._none.clear()
+        self._is_idle.clear()
         try:
             yield held
         finally:
             self.requests -= 1
             self.size_bytes -= held.size_bytes
             if not self.requests:
-                self._none.set()
+                self._is_idle.set()
 
     def take(self, size_bytes: int) -> None:
         """Count bytes of a request; see `Held.add`."""
         if self.size_bytes + size_bytes > self._max_bytes:
             raise Unavailable(
-                f"gateway: the bodies of {self.requests} requests have {self._max_bytes} bytes, as "
-                "many as may be held"
+                f"gateway: expected at most {self._max_bytes} bytes in the bodies of all requests "
+                "under way, got more"
             )
         self.size_bytes += size_bytes
 
@@ -111,7 +113,7 @@ class UnderWay:
         taken = -1
         while taken != self.taken or self.requests:
             taken = self.taken
-            await self._none.wait()
+            await self._is_idle.wait()
             await asyncio.sleep(silence_s)
 
 

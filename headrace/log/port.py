@@ -93,7 +93,7 @@ class NewRecord(NamedTuple):
     timestamp_ms: int | None = None
 
 
-class Run(NamedTuple):
+class SentBatch(NamedTuple):
     """Records that are sent together: `size` of them, which are acknowledged or fail as one.
 
     Cancelling one caller's wait for the acknowledgement does not affect the others that share it.
@@ -266,13 +266,15 @@ class Consumer(Entered, Protocol):
 class Producer(Entered, Protocol):
     """An idempotent producer of records, which all in-sync replicas acknowledge."""
 
-    async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
+    async def send(
+        self, partition: TopicPartition, records: Sequence[NewRecord]
+    ) -> Sequence[SentBatch]:
         """Queue records of one partition, in order.
 
-        Returns as soon as the records are queued, which may wait for room. The runs are the batches
-        in which the records are sent: together they contain all the records, in order.
+        Returns as soon as the records are queued, which may wait for room. The returned
+        batches together contain all the records, in order.
 
-        Raises (from a run's `acknowledged`, or from this call for records that were never sent):
+        Raises (from a batch's `acknowledged`, or from this call for records that were never sent):
             RecordTooLarge: one of the records, or the batch that they made, is too large.
             LogUnavailable: no acknowledgement in time; the records may or may not be written.
             Fenced: see there.

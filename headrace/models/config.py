@@ -84,7 +84,7 @@ _Factors = Annotated[
     Field(min_length=1),
     BeforeValidator(_as_tuple),
 ]
-_Layout = Literal["NCHW", "NHWC"]
+_ImageLayout = Literal["NCHW", "NHWC"]
 _Step = Annotated[str, Field(pattern=r"^(softmax|argmax|top_k:[1-9]\d{0,5})$")]
 
 
@@ -92,9 +92,9 @@ class Preprocess(_Group):
     """Request-side form of one input, and its conversion to the model's: x scale + offset."""
 
     datatype: Literal["UINT8", "FP16", "BF16", "FP32"]
-    layout: _Layout | None = None
+    layout: _ImageLayout | None = None
     """Layout in requests; None if the model's input has no channels."""
-    model_layout: _Layout | None = None
+    model_layout: _ImageLayout | None = None
     """Layout of the model's input; by default that of the requests."""
     scale: _Factors = (1.0,)
     """One value, or one per channel."""

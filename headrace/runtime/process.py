@@ -22,7 +22,7 @@ from headrace.models.user_code import run_on_daemon_thread
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.shutdown import Stop, stop_on_signals
-from headrace.runtime.stage_group import StageGroup, segments
+from headrace.runtime.stage_group import StageGroup, group_stages
 from headrace.runtime.topic_plan import check_topics
 from headrace.telemetry.collector import open_tracing
 from headrace.telemetry.health import Health, Phase
@@ -79,7 +79,7 @@ class Pipeline:
         self.drain_first: Callable[[], Awaitable[None]] | None = None
         self._groups = [
             StageGroup(settings, log_, part, self.models, instruments, tuning)
-            for part in segments(stages)
+            for part in group_stages(stages)
             if part
         ]
         limit_s = settings.limits.max_unanswered_s

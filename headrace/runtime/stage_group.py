@@ -68,7 +68,8 @@ _INPUT = {
 }
 
 Chunk = list[Request]
-Run = Callable[[], Coroutine[Any, Any, None]]
+TaskFunction = Callable[[], Coroutine[Any, Any, None]]
+"""Coroutine function of a task, such as the `run` of a stage."""
 
 
 class _Stage(Protocol):
@@ -77,8 +78,8 @@ class _Stage(Protocol):
     def writer(self) -> Outlet[Chunk]: ...
 
 
-def segments(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
-    """Split the stages of a process into groups that are connected by memory channels."""
+def group_stages(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+    """Divide the stages of a process into groups whose stages call each other."""
     if Stage.RESPONDER in stages and Stage.INGEST not in stages and len(stages) > 1:
         return [tuple(stages[:-1]), (Stage.RESPONDER,)]
     return [tuple(stages)]
@@ -138,7 +139,7 @@ class StageGroup:
         self._instruments = instruments
         self._metrics = instruments.metrics
         self._rebinder = Rebinder(models.catalog, instruments.metrics.rebound.inc)
-        self._runs: dict[str, Run] = {}
+        self._task_functions: dict[str, TaskFunction] = {}
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
         self._responder: ResponderService | None = None
@@ -174,7 +175,10 @@ class StageGroup:
             producer = await stack.enter_async_context(self._log.producer())
             await self._wire(producer)
             async with asyncio.TaskGroup() as tasks:
-                work = [tasks.create_task(run(), name=name) for name, run in self._runs.items()]
+                work = [
+                    tasks.create_task(function(), name=name)
+                    for name, function in self._task_functions.items()
+                ]
                 if self._executor is not None:
                     await self._executor.loaded.wait()
                 async with self.source:
@@ -209,26 +213,26 @@ class StageGroup:
         batch_queue: BatchQueue[ModelKey, Batch] | None = None
         if Stage.BATCHER in self._stages:
             self._batcher = self._make_batcher(answers)
-            self._runs["batcher"] = self._batcher.run
+            self._task_functions["batcher"] = self._batcher.run
             batch_queue = self._batcher.batch_queue
         if Stage.INGEST in self._stages:
             self._wire_ingest(producer, answers)
         elif self._batcher is not None:
             items = item_receiver(self.source, answers.writer())
-            self._runs["read-items"] = partial(pump, items, self._batcher)
+            self._task_functions["read-items"] = partial(pump, items, self._batcher)
         if Stage.EXECUTOR in self._stages:
-            events = None if batch_queue is not None else await self._sized(Topic.EVENTS)
+            events = None if batch_queue is not None else await self._describe_topic(Topic.EVENTS)
             self._wire_executor(batch_queue, answers, producer, events)
         elif batch_queue is not None:
-            topic = await self._sized(Topic.BATCHES)
+            topic = await self._describe_topic(Topic.BATCHES)
             writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
             tuning = self._tuning.transport
-            events = await self._sized(Topic.EVENTS)
+            events = await self._describe_topic(Topic.EVENTS)
             reader = ExecutorEventReader(self._log, events, tuning)
             dispatcher = BatchDispatcher(
                 batch_queue, writer, self._models, reader, self._metrics, tuning
             )
-            self._runs["write-batches"] = dispatcher.run
+            self._task_functions["write-batches"] = dispatcher.run
 
     def _wire_ingest(self, producer: Producer, answers: _Stage) -> None:
         items: Outlet[Chunk]
@@ -239,7 +243,7 @@ class StageGroup:
             sender = item_sender(
                 producer, topic, answers.writer(), self._metrics, self._tuning.transport
             )
-            self._runs["write-items"] = sender.run
+            self._task_functions["write-items"] = sender.run
             items = sender.writer()
         ingest = IngestService(
             self.source,
@@ -249,16 +253,16 @@ class StageGroup:
             self._instruments,
             self._tuning.ingest,
         )
-        self._runs["ingest"] = ingest.run
+        self._task_functions["ingest"] = ingest.run
 
     def _ingest_rules(self) -> IngestRules:
         """Return the rules of ingest; a batcher in this process refuses what would be too late."""
-        beside = Stage.BATCHER in self._stages
+        has_batcher = Stage.BATCHER in self._stages
         tuning = self._tuning.ingest
         return IngestRules(
             self._models.catalog,
             self._settings.limits,
-            self._refusal if beside else None,
+            self._refusal if has_batcher else None,
             cache=DecodeCache(tuning),
             copied_tensor_bytes=tuning.copied_tensor_bytes,
         )
@@ -305,8 +309,8 @@ class StageGroup:
                 heartbeat,
                 self._rebinder.rebind,
             )
-            self._runs["read-batches"] = feed.run
-            self._runs["heartbeat"] = heartbeat.run
+            self._task_functions["read-batches"] = feed.run
+            self._task_functions["heartbeat"] = heartbeat.run
             batch_queue = feed.batch_queue
         executor = ExecutorService(
             batch_queue,
@@ -317,7 +321,7 @@ class StageGroup:
             self.source.quarantine,
             self._tuning.executor,
         )
-        self._runs["executor"] = executor.run
+        self._task_functions["executor"] = executor.run
         self._executor = executor
 
     def _make_heartbeat(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
@@ -346,12 +350,12 @@ class StageGroup:
             outlet = result_sender(
                 producer, self._settings.topic(Topic.RESULTS), self._metrics, self._tuning.transport
             )
-            self._runs["write-results"] = outlet.run
+            self._task_functions["write-results"] = outlet.run
             return outlet
-        responses = await self._sized(Topic.RESPONSES)
+        responses = await self._describe_topic(Topic.RESPONSES)
         responder = ResponderService(
             producer,
-            Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
+            Routes(self._settings, responses, await self._describe_topic(Topic.DEAD_LETTERS)),
             Delivery(
                 self.source.offset_store,
                 self._source_offsets,
@@ -363,13 +367,13 @@ class StageGroup:
             self._tuning.responder,
         )
         self._responder = responder
-        self._runs["responder"] = responder.run
+        self._task_functions["responder"] = responder.run
         if self._source_offsets is not None:
             results = result_receiver(self.source)
-            self._runs["read-results"] = partial(pump, results, responder.writer())
+            self._task_functions["read-results"] = partial(pump, results, responder.writer())
         return responder
 
-    async def _sized(self, topic: Topic) -> TopicPartition:
+    async def _describe_topic(self, topic: Topic) -> TopicPartition:
         """Return a topic's name and number of partitions."""
         name = self._settings.topic(topic)
         found = (await self._log.describe_topics([name]))[name]

@@ -106,12 +106,12 @@ class Demand(NamedTuple):
     """State of a consumer when it requests a batch.
 
     Attributes:
-        at_once: the consumer will not request again, so nothing may be held back.
+        is_last: the consumer will not request again, so a batch may not be delayed to grow.
         close_at_us: the consumer is busy until this time (on the supplier's clock); until then a
-            batch that can still grow is held back. 0: the consumer is idle.
+            batch that can still grow is delayed. 0: the consumer is idle.
     """
 
-    at_once: bool = False
+    is_last: bool = False
     close_at_us: int = 0
 
 
@@ -121,10 +121,10 @@ Supply: TypeAlias = Callable[[K | None, Demand], T | None]
 
 
 class BatchQueue(Generic[K, T]):
-    """Hand out the pieces of `supply`, one to each consumer, as soon as there is one.
+    """Hand out the batches of `supply`, one to each consumer, as soon as there is one.
 
     Args:
-        supply: called synchronously; returns the next piece for a key (None: for any key), or
+        supply: called synchronously; returns the next batch for a key (None: for any key), or
             None while there is none. The owner calls `notify` whenever that may have changed, and
             when the time `due_us` has come.
     """
@@ -139,27 +139,27 @@ class BatchQueue(Generic[K, T]):
         """Return a new consumer for this key; None: for any key."""
         return BatchConsumer(self, key)
 
-    def take(self, consumer: BatchConsumer[K, T]) -> T | None:
-        """Return the next piece without waiting; None if there is none."""
+    def pull_nowait(self, consumer: BatchConsumer[K, T]) -> T | None:
+        """Return the next batch without waiting; None if there is none."""
         return self._next(consumer.key, consumer.demand)
 
-    def put_first(self, key: K, piece: T) -> None:
-        """Hand out a piece for this key ahead of everything in the supply."""
-        self._first.setdefault(key, deque()).append(piece)
+    def put_first(self, key: K, batch: T) -> None:
+        """Hand out a batch for this key ahead of everything in the supply."""
+        self._first.setdefault(key, deque()).append(batch)
         self.notify()
 
     def _next(self, key: K | None, demand: Demand) -> T | None:
-        if self._first and key is not None and (pieces := self._first.get(key)):
-            piece = pieces.popleft()
-            if not pieces:
+        if self._first and key is not None and (batches := self._first.get(key)):
+            batch = batches.popleft()
+            if not batches:
                 del self._first[key]
-            return piece
+            return batch
         return self._supply(key, demand)
 
     async def wait(
         self, consumer: BatchConsumer[K, T], run_now: Callable[[T], bool] | None = None
     ) -> T | None:
-        """Wait for the next piece; called by consumers."""
+        """Wait for the next batch; called by consumers."""
         if self._closed.is_set():
             return None
         waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
@@ -176,7 +176,7 @@ class BatchQueue(Generic[K, T]):
         return min(moments, default=None)
 
     def notify(self) -> None:
-        """Serve the waiting consumers, longest waiting first, while the supply has pieces."""
+        """Serve the waiting consumers, longest waiting first, while the supply has batches."""
         left: deque[_WaitingConsumer[K, T]] = deque()
         empty: set[tuple[K | None, Demand]] = set()
         for waiting in self._waiting:
@@ -184,16 +184,16 @@ class BatchQueue(Generic[K, T]):
             if waiter.done():  # its consumer was cancelled
                 continue
             asked = (consumer.key, consumer.demand)
-            piece = None if asked in empty else self._next(*asked)
-            # One piece at most is run in this turn, so that it does not become a long one.
-            if piece is not None and run_now is not None and run_now(piece):
-                piece = self._next(*asked)
-            if piece is None:
+            batch = None if asked in empty else self._next(*asked)
+            # One batch at most is run in this turn, so that it does not become a long one.
+            if batch is not None and run_now is not None and run_now(batch):
+                batch = self._next(*asked)
+            if batch is None:
                 empty.add(asked)
-            if piece is None and not self._closed.is_set() and not consumer.demand.at_once:
+            if batch is None and not self._closed.is_set() and not consumer.demand.is_last:
                 left.append(waiting)
             else:
-                waiter.set_result(piece)
+                waiter.set_result(batch)
         self._waiting = left
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class BatchQueue(Generic[K, T]):
 
 
 class _WaitingConsumer(NamedTuple, Generic[K, T]):
-    """A consumer that waits for a piece."""
+    """A consumer that waits for a batch."""
 
     consumer: BatchConsumer[K, T]
     waiter: asyncio.Future[T | None]
@@ -215,49 +215,49 @@ class _WaitingConsumer(NamedTuple, Generic[K, T]):
 
 
 class BatchConsumer(Generic[K, T]):
-    """Consumer of the pieces of one key, one at a time."""
+    """Consumer of the batches of one key, one at a time."""
 
-    def __init__(self, channel: BatchQueue[K, T], key: K | None) -> None:
-        self._channel = channel
+    def __init__(self, queue: BatchQueue[K, T], key: K | None) -> None:
+        self._queue = queue
         self.key = key
         self.demand = IDLE
 
-    def take(self) -> T | None:
-        """Return the next piece without waiting; None if there is none."""
-        self.demand = Demand(self.demand.at_once)
-        return self._channel.take(self)
+    def pull_nowait(self) -> T | None:
+        """Return the next batch without waiting; None if there is none."""
+        self.demand = Demand(self.demand.is_last)
+        return self._queue.pull_nowait(self)
 
     async def pull(self, close_at_us: int = 0) -> T | None:
-        """Return the next piece; None when the queue is closed and empty, or after `release`.
+        """Return the next batch; None when the queue is closed and empty, or after `release`.
 
         Args:
             close_at_us: see `Demand`.
         """
-        self.demand = Demand(self.demand.at_once, close_at_us)
-        piece = self._channel.take(self)
-        if piece is not None or self.demand.at_once:
-            return piece
-        return await self._channel.wait(self)
+        self.demand = Demand(self.demand.is_last, close_at_us)
+        batch = self._queue.pull_nowait(self)
+        if batch is not None or self.demand.is_last:
+            return batch
+        return await self._queue.wait(self)
 
     async def wait(self, run_now: Callable[[T], bool] | None = None) -> T | None:
-        """Wait for the next piece, directly after `take` has found none; see `pull`.
+        """Wait for the next batch, directly after `pull_nowait` has found none; see `pull`.
 
         Args:
-            run_now: called with a piece by the task that supplies it, while this waits. If it
-                returns True, it has worked on the piece, and this goes on waiting; if False, the
-                piece is returned here.
+            run_now: called with a batch by the task that supplies it, while this waits. If it
+                returns True, it has worked on the batch, and this goes on waiting; if False, the
+                batch is returned here.
         """
-        return None if self.demand.at_once else await self._channel.wait(self, run_now)
+        return None if self.demand.is_last else await self._queue.wait(self, run_now)
 
     def now_idle(self) -> None:
         """Withdraw `close_at_us`: the consumer is idle now, so a pending `pull` returns at once if
         anything is queued.
         """
         if self.demand.close_at_us:
-            self.demand = Demand(self.demand.at_once)
-            self._channel.notify()
+            self.demand = Demand(self.demand.is_last)
+            self._queue.notify()
 
     def release(self) -> None:
         """Stop waiting: from now on return only what is already there."""
-        self.demand = Demand(at_once=True)
-        self._channel.notify()
+        self.demand = Demand(is_last=True)
+        self._queue.notify()

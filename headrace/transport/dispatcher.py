@@ -211,8 +211,8 @@ class BatchDispatcher:
             if batch is None:
                 return
             batches = [batch]
-            while len(batches) < room and not consumer.demand.at_once:
-                batch = consumer.take()
+            while len(batches) < room and not consumer.demand.is_last:
+                batch = consumer.pull_nowait()
                 if batch is None:
                     break
                 batches.append(batch)
@@ -224,7 +224,7 @@ class BatchDispatcher:
         """Wait for room and return how many batches this slot may write; 0 once the slot has been
         released and another slot serves its model.
         """
-        while not (self._closing or target.consumer.demand.at_once):
+        while not (self._closing or target.consumer.demand.is_last):
             if target.room > target.in_flight:
                 delay_s = self._limiter.delay_s(time.monotonic())
                 if not delay_s:

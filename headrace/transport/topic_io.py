@@ -71,21 +71,21 @@ class TopicReceiver:
                 deferred, self._deferred = self._deferred, []
                 requests = await deferral.wait_for_room(deferred)
             else:
-                delivery = await self._source.receive()
-                if delivery is None:
+                polled = await self._source.receive()
+                if polled is None:
                     if self._ended is not None:
                         self._ended.close()
                     return None
-                requests = await self._read(delivery)
+                requests = await self._read(polled)
             if requests:
                 return requests
 
-    async def _read(self, delivery: PolledRecords) -> list[Request]:
-        isolation = delivery.isolation
+    async def _read(self, polled: PolledRecords) -> list[Request]:
+        isolation = polled.isolation
         requests: list[Request] = []
         ended: list[Request] = []
-        for record in delivery.records:
-            request = self._admit(delivery.assignment, record, isolation)
+        for record in polled.records:
+            request = self._admit(polled.assignment, record, isolation)
             if request is None:
                 continue
             if isolation is not None and (record.offset, 0) in isolation.poisoned:
@@ -97,9 +97,8 @@ class TopicReceiver:
             isolation.isolate(requests)
         deferral = self._source.deferral
         if deferral is not None and requests:
-            on_trial = isolation is not None and isolation.isolated is not None
             requests, self._deferred, late = deferral.charge(
-                requests, is_reread=delivery.is_reread, on_trial=on_trial
+                requests, is_reread=polled.is_reread, is_isolated=polled.is_isolated
             )
             ended += late
         if ended and self._ended is not None:

@@ -297,7 +297,7 @@ class DynamicBatcher:
         # cut the batch to a size that is in time for it.
         self.expire(now_us)
         if self.draining:
-            demand = demand._replace(at_once=True)
+            demand = demand._replace(is_last=True)
         while (each := self._next_ready(key, now_us, demand)) is not None:
             batch = self._close(*each, now_us, demand)
             if batch is not None:
@@ -424,7 +424,7 @@ class DynamicBatcher:
             group = queue.next_ready(now_us, demand)
             if group is not None:
                 ready.append((queue, group))
-            elif demand.at_once:
+            elif demand.is_last:
                 del self._queues[each]  # the last pull for this version
         if len(ready) > 1:
             return min(ready, key=lambda one: one[0].urgency_us())

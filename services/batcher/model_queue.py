@@ -233,7 +233,7 @@ class ModelQueue:
             return None
         group = self._next_group()
         is_busy = demand.close_at_us > now_us
-        if demand.at_once or not (is_busy or self._delay.is_set) or group.is_full:
+        if demand.is_last or not (is_busy or self._delay.is_set) or group.is_full:
             return group
         # A busy instance gains nothing from a batch that could still grow until it is idle; its
         # delay is therefore not looked at.

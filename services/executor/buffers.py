@@ -27,7 +27,7 @@ _ALIGNMENT_BYTES = 64
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class _Layout(NamedTuple):
+class _BlockLayout(NamedTuple):
     arrays: ReusedInputs
     targets: tuple[memoryview, ...]
 
@@ -55,7 +55,7 @@ class HostBlock:
         self._in_place_min_bytes = tuning.in_place_min_bytes
         self._copy_each_min_bytes = tuning.copy_each_min_bytes
         self._max_layouts = tuning.max_host_layouts
-        self._layouts: dict[Shapes, _Layout] = {}
+        self._layouts: dict[Shapes, _BlockLayout] = {}
         self._memory = [
             _aligned(min(limit_bytes, _known_bytes(spec.shape, datatype.itemsize, rows)))
             for spec, datatype in zip(signature.inputs, self._datatypes, strict=True)
@@ -92,7 +92,7 @@ class HostBlock:
         rows = sum([request.rows for request in requests])
         return tuple([(rows, *tensor.shape[1:]) for tensor in first])
 
-    def _make_layout(self, shapes: Shapes) -> _Layout | None:
+    def _make_layout(self, shapes: Shapes) -> _BlockLayout | None:
         """Create the arrays for new shapes; return None if an input is too large."""
         arrays = ReusedInputs()
         targets: list[memoryview] = []
@@ -108,7 +108,7 @@ class HostBlock:
             targets.append(memory.data)
         if len(self._layouts) >= self._max_layouts:
             self._layouts.clear()
-        layout = self._layouts[shapes] = _Layout(arrays, tuple(targets))
+        layout = self._layouts[shapes] = _BlockLayout(arrays, tuple(targets))
         return layout
 
     def _grow(self, position: int, size_bytes: int) -> None:

@@ -199,12 +199,13 @@ class Instance:
         block = next(self._blocks) if fresh else None
         return gather(requests, self._backend.signature, block)
 
-    def submit_next(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
+    def submit_next(self, inputs: Arrays, is_in_time: Callable[[], bool]) -> bool:
         """Queue a run behind the current one; `run` then waits for it. False if not possible.
 
         Args:
             inputs: the result of `gather`.
-            wanted: called on the thread before the run; if False, `run` raises `DeadlinePassed`.
+            is_in_time: called on the thread before the run; if False, `run` raises
+                `DeadlinePassed`.
         """
         if self.runs_inline:
             return False
@@ -212,7 +213,7 @@ class Instance:
         def work() -> Arrays:
             # Checked on the thread when its turn has come: the loop cannot know how long the run
             # before it takes.
-            if not wanted():
+            if not is_in_time():
                 raise DeadlinePassed
             return self._backend.run(inputs)
 
@@ -224,7 +225,8 @@ class Instance:
 
         Raises:
             TimeoutError: the run took longer than `max_execution_s` and was cancelled.
-            DeadlinePassed: the run was started ahead and is no longer wanted.
+            DeadlinePassed: the deadline passed before the run, which was submitted ahead, could
+                begin.
             Fatal: the run did not end after it was cancelled.
             Exception: any exception of the backend.
         """
@@ -335,7 +337,7 @@ class Instance:
 
 
 class DeadlinePassed(Exception):
-    """Raised for a run that was started ahead, but is no longer wanted when it would begin."""
+    """Raised for a run that was submitted ahead, if its deadline has passed when it would begin."""
 
 
 class CutOffError(Exception):

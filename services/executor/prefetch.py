@@ -30,7 +30,7 @@ class PreparedBatch(NamedTuple):
         requests: the other requests.
         arrays: their gathered rows; None while they are not gathered.
         began_us, gathered_us: when gathering began and ended, in epoch microseconds.
-        clock: clock of these times and of the run's; None if gathering has not begun.
+        clock: clock of these times and of the run's; None if gathering has not started.
         fresh: True if the batch has not run before.
         attempts: how often these requests have run together.
         entry: gate entry of its run, if that was started behind the previous run.
@@ -69,7 +69,7 @@ class Prefetch:
         consumer: consumer of fresh batches.
         gather: gathers a batch ahead of its run.
         tasks: the instance's task group, in which batches are pulled ahead.
-        run_now: runs a fresh batch while `wait` waits for one; see `BatchConsumer.wait`.
+        run_now: runs a fresh batch while `wait_next` waits for one; see `BatchConsumer.wait`.
     """
 
     def __init__(
@@ -102,41 +102,41 @@ class Prefetch:
         at_s = asyncio.get_running_loop().time() + pause_s
         heappush(self._retries, _Retry(at_s, next(self._numbers), batch, attempts))
 
-    def take(self) -> PreparedBatch | None:
+    def next_nowait(self) -> PreparedBatch | None:
         """Return the next batch; None if there is none now."""
         # Order: a started run (it holds the thread), a due retry, then parts and fresh batches.
-        begun = self._take_started()
-        if begun is not None:
-            return begun
+        started = self._pop_started()
+        if started is not None:
+            return started
         if self._retries and self._retry_wait_s() <= 0:
-            return self._take_due_retry()
+            return self._pop_due_retry()
         if not self._halves:
-            return self._take_fresh()
-        taken = self._take_fresh() if self._fresh_turn else None
+            return self._pop_fresh()
+        prepared = self._pop_fresh() if self._fresh_turn else None
         self._fresh_turn = not self._fresh_turn
-        return taken or _unprepared(self._halves.popleft(), fresh=False)
+        return prepared or _unprepared(self._halves.popleft(), fresh=False)
 
-    async def wait(self) -> PreparedBatch | None:
-        """Wait for the next batch, directly after `take` has found none; None when there will be
-        no more.
+    async def wait_next(self) -> PreparedBatch | None:
+        """Wait for the next batch, directly after `next_nowait` has found none; None when there
+        will be no more.
         """
         return await (self._wait_fresh_or_due() if self._retries else self._wait_fresh())
 
-    def _take_started(self) -> PreparedBatch | None:
+    def _pop_started(self) -> PreparedBatch | None:
         """Return the batch whose run was started ahead, or None. Another run started now would
         queue behind it on the thread, where deadlines and run time are not checked.
         """
         pulling = self._pulling
-        taken = pulling.result() if pulling is not None and pulling.done() else None
-        if taken is None or not taken.started:
+        prepared = pulling.result() if pulling is not None and pulling.done() else None
+        if prepared is None or not prepared.started:
             return None
         self._pulling, self._fresh_turn = None, False
-        return taken
+        return prepared
 
     def _retry_wait_s(self) -> float:
         return self._retries[0].at_s - asyncio.get_running_loop().time()
 
-    def _take_due_retry(self) -> PreparedBatch:
+    def _pop_due_retry(self) -> PreparedBatch:
         _, _, batch, attempts = heappop(self._retries)
         return _unprepared(batch, fresh=False)._replace(attempts=attempts)
 
@@ -149,11 +149,11 @@ class Prefetch:
         self._consumer.now_idle()
         await asyncio.wait([self._pulling], timeout=self._retry_wait_s())
         if self._pulling.done():
-            taken = await self._wait_fresh()
-            if taken is not None:
-                return taken
+            prepared = await self._wait_fresh()
+            if prepared is not None:
+                return prepared
             await asyncio.sleep(self._retry_wait_s())
-        return self._take_due_retry()
+        return self._pop_due_retry()
 
     def start_prefetch(self, now_us: int, run_us: int | None) -> None:
         """Prefetch the next batch so that it is ready at the predicted end of the starting run."""
@@ -172,12 +172,12 @@ class Prefetch:
         batch = await self._consumer.pull(close_at_us)
         if batch is None:
             return None
-        taken = self._gather(batch)
+        prepared = self._gather(batch)
         # Decay slowly: a batch that is late costs more than one that is early.
         self._gathering_us = max(
-            taken.gathered_us - taken.began_us, self._gathering_us - self._gathering_us // 8
+            prepared.gathered_us - prepared.began_us, self._gathering_us - self._gathering_us // 8
         )
-        return taken
+        return prepared
 
     async def _wait_fresh(self) -> PreparedBatch | None:
         pulling, self._pulling = self._pulling, None
@@ -192,10 +192,10 @@ class Prefetch:
         batch = await self._consumer.pull()
         return None if batch is None else _unprepared(batch)
 
-    def _take_fresh(self) -> PreparedBatch | None:
+    def _pop_fresh(self) -> PreparedBatch | None:
         """Return a fresh batch if one is available now, or None."""
         if self._pulling is None:
-            batch = self._consumer.take()
+            batch = self._consumer.pull_nowait()
             return None if batch is None else _unprepared(batch)
         if not self._pulling.done():
             return None

@@ -32,7 +32,7 @@ from headrace.protocol.tensors import to_array
 from headrace.topics import Stage
 from headrace.tuning import TUNING, ExecutorTuning
 
-Run = Callable[[Arrays], Awaitable[Arrays]]
+RunModel = Callable[[Arrays], Awaitable[Arrays]]
 Gather = Callable[[Sequence[Request]], Arrays]
 
 
@@ -70,7 +70,7 @@ class BatchSafetySampler:
             or self._offered % tuning.comparison_every_batches == 0
         )
 
-    async def compare(self, requests: Sequence[Request], gather: Gather, run: Run) -> Outcome:
+    async def compare(self, requests: Sequence[Request], gather: Gather, run: RunModel) -> Outcome:
         """Run requests alone and together, and return what the comparison shows.
 
         Raises:
@@ -93,7 +93,7 @@ class BatchSafetySampler:
         return self._record(reason)
 
     async def _find_difference(
-        self, requests: Sequence[Request], alone: Sequence[Arrays], batch: Arrays, run: Run
+        self, requests: Sequence[Request], alone: Sequence[Arrays], batch: Arrays, run: RunModel
     ) -> str:
         """Return why batching is unsafe, or an empty string."""
         together = await run(batch)

@@ -22,7 +22,7 @@ from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
 from headrace.services.executor.loading import log_ready, make_instance
 from headrace.services.executor.safety import BatchSafetySampler
-from headrace.services.executor.worker import Isolating, ModelKey, NotIsolating, Worker
+from headrace.services.executor.worker import ModelKey, NoQuarantine, Quarantine, Worker
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
@@ -41,7 +41,7 @@ class ExecutorService:
         batch_queue: supplies batches.
         answers: receives requests with their outputs or failures.
         announcer: notified of ended requests if the batcher is in another process.
-        isolating: decides how runs begin, and is notified of requests that ran alone.
+        quarantine: decides how runs begin, and is notified of requests that ran alone.
 
     Attributes:
         loaded: set when every version known at the start has loaded or failed.
@@ -54,11 +54,11 @@ class ExecutorService:
         models: Models,
         instruments: Instruments,
         announcer: ExecutorHeartbeat | None = None,
-        isolating: Isolating | None = None,
+        quarantine: Quarantine | None = None,
         tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
         self._tuning = tuning
-        self._isolating = isolating or NotIsolating()
+        self._quarantine = quarantine or NoQuarantine()
         self._batch_queue = batch_queue
         self._answers = answers
         self._models = models
@@ -161,7 +161,7 @@ class ExecutorService:
             self._answers,
             self._models,
             self._instruments,
-            self._isolating,
+            self._quarantine,
             comparison,
             self._announcer,
             self._tuning,

@@ -55,7 +55,7 @@ Outcome: TypeAlias = tuple[list[Request], list[Batch]]
 """Finished requests, and batches still to run."""
 
 
-class Isolating(Protocol):
+class Quarantine(Protocol):
     """The part of `headrace.consumer.quarantine.QuarantineGate` that is needed here."""
 
     @property
@@ -68,8 +68,8 @@ class Isolating(Protocol):
         ...
 
 
-class NotIsolating:
-    """Isolates nothing: for an executor whose requests are never accused."""
+class NoQuarantine:
+    """Quarantine of an executor whose requests are never accused of a crash."""
 
     def __init__(self) -> None:
         self.gate = RunGate()
@@ -78,44 +78,44 @@ class NotIsolating:
         """Do nothing."""
 
 
-class HeldAnswers:
-    """Finished requests that are held back, so that those of several quick runs are sent together.
+class AnswerBuffer:
+    """Finished requests that wait a moment, so that those of several quick runs are sent together.
 
     A chunk costs the responder about as much as dozens of small requests.
 
     Attributes:
-        requests: those held back, in the order in which they finished.
+        requests: those that wait, in the order in which they finished.
     """
 
     def __init__(self, answers: Outlet[list[Request]], tuning: ExecutorTuning) -> None:
         self._answers = answers
-        self._max_requests = tuning.max_held_answers
-        self._max_hold_s = tuning.hold_answers_s
+        self._max_requests = tuning.max_buffered_answers
+        self._max_wait_s = tuning.buffer_answers_s
         self._since_s = 0.0
         self.requests: list[Request] = []
 
     def add(self, finished: list[Request]) -> None:
-        """Hold finished requests back."""
+        """Add finished requests."""
         if not self.requests:
             self._since_s = time.perf_counter()
         self.requests += finished
 
     def is_due(self) -> bool:
-        """Return True if so many are held, or for so long, that they must be sent."""
-        held_s = time.perf_counter() - self._since_s
-        return len(self.requests) >= self._max_requests or held_s >= self._max_hold_s
+        """Return True if so many wait, or for so long, that they must be sent."""
+        waited_s = time.perf_counter() - self._since_s
+        return len(self.requests) >= self._max_requests or waited_s >= self._max_wait_s
 
     async def send(self) -> None:
         """Send all; wait while the responder is behind."""
-        await self._answers.send(self._take())
+        await self._answers.send(self._clear())
 
     def send_nowait(self) -> None:
         """Send all without waiting; call it only while the responder is not full."""
-        self._answers.send_nowait(self._take())
+        self._answers.send_nowait(self._clear())
 
-    def _take(self) -> list[Request]:
-        held, self.requests = self.requests, []
-        return held
+    def _clear(self) -> list[Request]:
+        requests, self.requests = self.requests, []
+        return requests
 
 
 class Worker:
@@ -124,7 +124,7 @@ class Worker:
     Args:
         consumer: supplies batches.
         answers: receives requests with their outputs or failures.
-        isolating: decides how runs begin, and is notified of requests that ran alone.
+        quarantine: decides how runs begin, and is notified of requests that ran alone.
         comparison: returns what decides whether the version can be batched, if that is open.
         announcer: notified of ended requests if the batcher is in another process.
 
@@ -140,7 +140,7 @@ class Worker:
         answers: Outlet[list[Request]],
         models: Models,
         instruments: Instruments,
-        isolating: Isolating,
+        quarantine: Quarantine,
         comparison: Callable[[], BatchSafetySampler],
         announcer: ExecutorHeartbeat | None = None,
         tuning: ExecutorTuning = TUNING.executor,
@@ -150,15 +150,15 @@ class Worker:
         self._consumer = consumer
         self._answers = answers
         self._models = models
-        self._isolating = isolating
-        self._gate = isolating.gate
+        self._quarantine = quarantine
+        self._gate = quarantine.gate
         self._announcer = announcer
         self._comparison = comparison
         self._metrics, self._tracing = instruments.metrics, instruments.tracing
         self._clock, self._steady = instruments.clock, instruments.steady
         self._anchored = instruments.anchored
         self._tuning = tuning
-        self._held = HeldAnswers(answers, tuning)
+        self._buffer = AnswerBuffer(answers, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
 
@@ -172,43 +172,43 @@ class Worker:
             prefetch = Prefetch(
                 self._consumer, self._gather_ahead, tasks, self.run_now, self._tuning
             )
-            while (taken := await self._next(prefetch)) is not None:
-                run = partial(self._run, prefetch, taken)
-                finished, halves = await enter_and_run(self._isolating, taken, run)
+            while (prepared := await self._next(prefetch)) is not None:
+                run = partial(self._run, prefetch, prepared)
+                finished, halves = await enter_and_run(self._quarantine, prepared, run)
                 prefetch.requeue_halves(halves)
                 if finished:
-                    await self._send(taken.batch, finished)
+                    await self._send(prepared.batch, finished)
 
     # --- the ends of a batch -----------------------------------------------------------------
 
     async def _next(self, prefetch: Prefetch) -> PreparedBatch | None:
         """Return the next batch; None when there will be no more.
 
-        Answers that are held back leave before this waits. They also leave, and other tasks get a
-        turn, before quick runs that follow each other hold the event loop for too long.
+        Buffered answers are sent before this waits. They are also sent, and other tasks get a
+        turn, before quick runs that follow each other block the event loop for too long.
         """
-        taken, held = prefetch.take(), self._held
-        if not held.requests:
-            return taken or await prefetch.wait()
-        if taken is None:
+        prepared, buffer = prefetch.next_nowait(), self._buffer
+        if not buffer.requests:
+            return prepared or await prefetch.wait_next()
+        if prepared is None:
             if self._answers.is_full():
-                # A batch may come while this waits, so it is taken again afterwards.
-                await held.send()
-                return prefetch.take() or await prefetch.wait()
-            # No batch can have come since `take`: there is no await between the two.
-            held.send_nowait()
-            return await prefetch.wait()
-        if held.is_due():
-            await held.send()
+                # A batch may come while this waits, so look again afterwards.
+                await buffer.send()
+                return prefetch.next_nowait() or await prefetch.wait_next()
+            # No batch can have come since `next_nowait`: there is no await between the two.
+            buffer.send_nowait()
+            return await prefetch.wait_next()
+        if buffer.is_due():
+            await buffer.send()
             await asyncio.sleep(0)
-        return taken
+        return prepared
 
     async def _send(self, batch: Batch, finished: list[Request]) -> None:
         """Send finished requests to the responder, those of quick runs a few batches at a time."""
         self._note_finished(batch, finished)
-        self._held.add(finished)
+        self._buffer.add(finished)
         if not self._instance.runs_inline:
-            await self._held.send()
+            await self._buffer.send()
 
     def _note_finished(self, batch: Batch, finished: list[Request]) -> None:
         if self._tracing is not None:
@@ -236,13 +236,13 @@ class Worker:
         ):
             return False
         entry = self._gate.begin()
-        finished, wanted = self._drop_expired(batch.requests)
-        if wanted:
+        finished, remaining = self._drop_expired(batch.requests)
+        if remaining:
             clock = self._anchored()
-            run = ModelRun(batch, wanted, clock(), clock=clock, attempts=1)
+            run = ModelRun(batch, remaining, clock(), clock=clock, attempts=1)
             self.activity.begin()
             try:
-                arrays = instance.gather(wanted)
+                arrays = instance.gather(remaining)
                 run.gathered_us = clock()
                 self._scatter(run, instance.run_now(arrays))
             except Fatal:
@@ -260,33 +260,35 @@ class Worker:
         return True
 
     async def _run(
-        self, prefetch: Prefetch, taken: PreparedBatch
+        self, prefetch: Prefetch, prepared: PreparedBatch
     ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; return the finished ones and the batches still to run."""
-        version, batch = self._version, taken.batch
-        # Deadlines are checked here and not when the batch was taken: entering the gate may have
+        version, batch = self._version, prepared.batch
+        # Deadlines are checked here and not when the batch was pulled: entering the gate may have
         # waited since then. A run that has been started checks them itself.
-        ended, wanted = (
-            ([], taken.requests) if taken.started else self._drop_expired(taken.requests)
+        ended, remaining = (
+            ([], prepared.requests) if prepared.started else self._drop_expired(prepared.requests)
         )
-        if taken.ended:
-            ended = taken.ended + ended
-        if not wanted:
+        if prepared.ended:
+            ended = prepared.ended + ended
+        if not remaining:
             return ended, []
-        if version.batching_off and len(wanted) > 1 and not taken.started:
+        if version.batching_off and len(remaining) > 1 and not prepared.started:
             if version.is_undecided:
-                await self._try_together(wanted)
-            return ended, split_into_singles(batch, wanted)
-        if len(wanted) != len(taken.requests):
-            taken = taken._replace(requests=wanted, arrays=None)
-        clock = taken.clock or self._anchored()
-        run = ModelRun(batch, wanted, taken.began_us or clock(), taken.gathered_us, clock=clock)
-        run.attempts = taken.attempts + 1
+                await self._try_together(remaining)
+            return ended, split_into_singles(batch, remaining)
+        if len(remaining) != len(prepared.requests):
+            prepared = prepared._replace(requests=remaining, arrays=None)
+        clock = prepared.clock or self._anchored()
+        run = ModelRun(
+            batch, remaining, prepared.began_us or clock(), prepared.gathered_us, clock=clock
+        )
+        run.attempts = prepared.attempts + 1
         try:
-            run.failure = await self._compute(prefetch, run, taken)
+            run.failure = await self._compute(prefetch, run, prepared)
         except DeadlinePassed:
             # Another run may have been started meanwhile; it goes first.
-            return ended, [Batch(batch.batch_id, wanted, batch.reason)]
+            return ended, [Batch(batch.batch_id, remaining, batch.reason)]
         except Retriable as error:
             run.failure = Failure(Code.INTERNAL, describe_error(error), Stage.EXECUTOR)
             late = self._retry_later(prefetch, run, run.failure)
@@ -297,14 +299,14 @@ class Worker:
         return ended + done, parts
 
     async def _compute(
-        self, prefetch: Prefetch, run: ModelRun, taken: PreparedBatch
+        self, prefetch: Prefetch, run: ModelRun, prepared: PreparedBatch
     ) -> Failure | None:
         """Gather, run and scatter; return the failure of the whole run, or None."""
         version, instance = self._version, self._instance
         try:
-            arrays = taken.arrays
+            arrays = prepared.arrays
             if arrays is None:
-                arrays = instance.gather(run.requests, fresh=taken.fresh)
+                arrays = instance.gather(run.requests, fresh=prepared.fresh)
                 run.gathered_us = run.clock()
             # With several instances there is no look-ahead: a batch would wait behind this run
             # while another instance could take it.
@@ -338,19 +340,19 @@ class Worker:
 
     def _finish_run(self, run: ModelRun) -> tuple[list[Request], list[Batch]]:
         """Finish a run; return its finished requests, or the halves of a failed batch to run."""
-        batch, wanted, failure = run.batch, run.requests, run.failure
+        batch, requests, failure = run.batch, run.requests, run.failure
         run.ended_us, run.ended_steady_us = run.clock(), self._steady()
         if self._tracing is not None:
             self._tracing.ran(run)
         if failure is None:
             self._note(run)
-            return wanted, []
-        if len(wanted) == 1:
-            wanted[0].fail(failure)
-            return wanted, []
+            return requests, []
+        if len(requests) == 1:
+            requests[0].fail(failure)
+            return requests, []
         self._metrics.bisections.inc()
-        middle = len(wanted) // 2
-        halves = (wanted[:middle], wanted[middle:])
+        middle = len(requests) // 2
+        halves = (requests[:middle], requests[middle:])
         return [], [
             Batch(f"{batch.batch_id}.{place}", half, "bisected")
             for place, half in enumerate(halves)
@@ -383,24 +385,24 @@ class Worker:
             self.activity.end()
 
     def _drop_expired(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Split into (ended, wanted): expired requests and those of revoked partitions end."""
+        """Split into (ended, remaining): expired requests and those of revoked partitions end."""
         now_us = self._clock()
         deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
         in_time = not deadlines or now_us < min(deadlines) * 1000
         if in_time and not any_revoked(requests):
             return [], requests
         ended: list[Request] = []
-        wanted: list[Request] = []
+        remaining: list[Request] = []
         for request in requests:
             failure = REVOKED if request.ack_handle.revoked else None
             if request.envelope.deadline_ms:
                 failure = failure or deadline_passed(request, now_us, Stage.EXECUTOR)
             if failure is None:
-                wanted.append(request)
+                remaining.append(request)
             else:
                 request.fail(failure)
                 ended.append(request)
-        return ended, wanted
+        return ended, remaining
 
     # --- before, after and beside a run ------------------------------------------------------
 
@@ -409,22 +411,22 @@ class Worker:
         version, instance = self._version, self._instance
         clock = self._anchored()
         began_us = clock()
-        ended, wanted = self._drop_expired(batch.requests)
-        together = len(wanted) == 1 or (bool(wanted) and not version.batching_off)
+        ended, remaining = self._drop_expired(batch.requests)
+        together = len(remaining) == 1 or (bool(remaining) and not version.batching_off)
         arrays: Arrays | None = None
         try:
-            arrays = instance.gather(wanted) if together else None
+            arrays = instance.gather(remaining) if together else None
         except Exception:  # noqa: BLE001 - it is raised and reported again in the batch's own run
             arrays = None
         # A run that needs a crash marker, or that must be alone, is not queued behind another.
         started = (
             arrays is not None
             and not self._gate.is_marking
-            and instance.submit_next(arrays, self._while_in_time(wanted))
+            and instance.submit_next(arrays, self._while_in_time(remaining))
         )
         entry = self._gate.begin() if started else None
         return PreparedBatch(
-            batch, ended, wanted, arrays, began_us, clock(), clock=clock, entry=entry
+            batch, ended, remaining, arrays, began_us, clock(), clock=clock, entry=entry
         )
 
     def _while_in_time(self, requests: list[Request]) -> Callable[[], bool]:
@@ -451,11 +453,11 @@ class Worker:
         log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))
         # A model's error text may quote a caller's input, so it is logged at debug level only.
         log.debug(Event.RUN_RETRIED, model=model, version=version, reason=failure.message)
-        wanted, late = split_expired(run.requests, self._clock() + int(pause_s * 1e6))
+        in_time, late = split_expired(run.requests, self._clock() + int(pause_s * 1e6))
         for request in late:
             request.fail(failure)
-        if wanted:
-            retry = Batch(run.batch.batch_id, wanted, run.batch.reason)
+        if in_time:
+            retry = Batch(run.batch.batch_id, in_time, run.batch.reason)
             prefetch.retry_later(retry, pause_s, run.attempts)
         return late
 
@@ -481,18 +483,18 @@ class Worker:
 
 
 async def enter_and_run(
-    isolating: Isolating, taken: PreparedBatch, run: Callable[[], Awaitable[Outcome]]
+    quarantine: Quarantine, prepared: PreparedBatch, run: Callable[[], Awaitable[Outcome]]
 ) -> Outcome:
     """Enter the gate, run, and leave it; a run that is cancelled or raises does not leave it."""
-    gate, requests = isolating.gate, taken.batch.requests
+    gate, requests = quarantine.gate, prepared.batch.requests
     if is_isolated(requests[0]):
         await gate.enter_alone(alone_of(requests[0]))
         done = await run()
         gate.leave_alone()
         # Clear it before any other run enters: there is no await since it left the gate.
-        isolating.has_run(done[0])
+        quarantine.has_run(done[0])
         return done
-    entry = taken.entry
+    entry = prepared.entry
     if entry is None:
         entry = await gate.enter(places_of(requests)) if gate.is_marking else gate.begin()
     done = await run()

@@ -68,8 +68,8 @@ class IngestRules:
 
     Attributes:
         admission: None if the batcher is in another process.
-        defer: receives payloads whose transform is user code, to be run elsewhere; without it
-            they are transformed immediately.
+        transform_later: receives payloads whose transform is user code, to be run on a thread;
+            without it they are transformed immediately.
         cache: layouts of the values that were decoded.
         copied_tensor_bytes: see `headrace.tuning.IngestTuning`.
     """
@@ -77,7 +77,7 @@ class IngestRules:
     models: ModelLookup
     limits: LimitSettings
     admission: Admission | None = None
-    defer: Callable[[PendingTransform], None] | None = None
+    transform_later: Callable[[PendingTransform], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
     copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
 
@@ -343,8 +343,8 @@ def _bind_payload(
 ) -> None:
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
-    if rules.defer is not None and version.config.transform == "python":
-        rules.defer(PendingTransform(request, version, payload, envelope.content_type))
+    if rules.transform_later is not None and version.config.transform == "python":
+        rules.transform_later(PendingTransform(request, version, payload, envelope.content_type))
         return
     _set_inputs(request, version, version.transform(payload, envelope.content_type))
 
@@ -356,7 +356,7 @@ def _set_inputs(request: IngestedRequest, version: ModelVersion, inputs: list[In
 
 
 def bind_transformed(payload: PendingTransform) -> Request:
-    """Return the request of a deferred payload after its transform."""
+    """Return the request of a pending transform that has ended."""
     request = payload.request
     try:
         if payload.error is not None:

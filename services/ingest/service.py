@@ -1,7 +1,8 @@
 """The ingest stage: records of a partition → checked requests → the batcher, or an answer.
 
-The path of a record: `run` receives a delivery; `_read` decodes and checks its records;
-`_transform` runs deferred Python transforms; `_pass_on` sends the requests on.
+The path of a record: `run` receives the polled records of a partition; `_read` decodes and checks
+them; `_transform` runs Python transforms on their thread; `_pass_on` sends the requests on.
+Requests are *runnable*, or they have *ended*: with a failure, which the responder answers.
 """
 
 from __future__ import annotations
@@ -55,111 +56,118 @@ class IngestService:
         self._source = source
         self._items = items
         self._answers = answers
-        self._deferred: list[PendingTransform] = []
-        self._rules = replace(rules, defer=self._deferred.append)
+        self._pending: list[PendingTransform] = []
+        self._rules = replace(rules, transform_later=self._pending.append)
         self._transforms = TransformThread(tuning)
         self._tracing = instruments.tracing
         self._clock = instruments.clock
 
     async def run(self) -> None:
         """Run until the source stops reading."""
-        while (delivery := await self._source.receive()) is not None:
-            assignment, records = delivery.assignment, iter(delivery.records)
-            if delivery.skipped is not None:
-                await self._answers.send([skipped_range(assignment, delivery.skipped)])
-            isolation = delivery.isolation
+        while (polled := await self._source.receive()) is not None:
+            assignment, records = polled.assignment, iter(polled.records)
+            if polled.skipped is not None:
+                await self._answers.send([skipped_range(assignment, polled.skipped)])
+            isolation = polled.isolation
             while not assignment.revoked:
-                able, ended = self._read(delivery, records)
-                if self._deferred:
-                    able, ended = await self._transform(able, ended)
+                runnable, ended = self._read(polled, records)
+                if self._pending:
+                    runnable, ended = await self._transform(runnable, ended)
                 if isolation is not None:
-                    isolation.isolate(able)
-                if not (able or ended):
+                    isolation.isolate(runnable)
+                if not (runnable or ended):
                     break
-                await self._pass_on(delivery, able, ended)
-                far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
-                pause_s = self._tuning.far_ahead_pause_s if far_ahead else 0.0
-                await asyncio.sleep((len(able) + len(ended)) * pause_s)
+                await self._pass_on(polled, runnable, ended)
+                # Yield even without a pause: the other stages work in between.
+                is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
+                pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
+                await asyncio.sleep((len(runnable) + len(ended)) * pause_s)
         self._transforms.close()
         self._items.close()
         self._answers.close()
 
     async def _pass_on(
-        self, delivery: PolledRecords, able: list[Request], ended: list[Request]
+        self, polled: PolledRecords, runnable: list[Request], ended: list[Request]
     ) -> None:
         """Send requests on; those of models over their share of the budget wait for room."""
-        deferral, over = self._source.deferral, list[Request]()
-        if deferral is not None and able:
-            isolation = delivery.isolation
-            on_trial = isolation is not None and isolation.isolated is not None
-            able, over, late = deferral.charge(
-                able, is_reread=delivery.is_reread, on_trial=on_trial
+        deferral = self._source.deferral
+        over_share: list[Request] = []
+        if deferral is not None and runnable:
+            runnable, over_share, late = deferral.charge(
+                runnable, is_reread=polled.is_reread, is_isolated=polled.is_isolated
             )
             ended += late
         if ended:
             await self._answers.send(ended)
-        if able:
-            await self._items.send(able)
+        if runnable:
+            await self._items.send(runnable)
         # Wait last, so that other models' requests do not wait for this model's room.
-        if deferral is not None and over and (able := await deferral.wait_for_room(over)):
-            await self._items.send(able)
+        if deferral is not None and over_share:
+            runnable = await deferral.wait_for_room(over_share)
+            if runnable:
+                await self._items.send(runnable)
 
     async def _transform(
-        self, able: list[Request], ended: list[Request]
+        self, runnable: list[Request], ended: list[Request]
     ) -> tuple[list[Request], list[Request]]:
-        """Transform deferred payloads and return (able, ended), with these requests last."""
-        payloads = self._deferred[:]
-        self._deferred.clear()
+        """Run the pending transforms; return (runnable, ended), with their requests last."""
+        payloads = self._pending[:]
+        self._pending.clear()
         await self._transforms.run(payloads)
         requests = [bind_transformed(payload) for payload in payloads]
         if self._tracing is not None:
             self._tracing.ingested(requests, self._clock())
-        late = {id(request) for request in requests}
-        able = [one for one in able if id(one) not in late]
+        transformed = {id(request) for request in requests}
+        runnable = [request for request in runnable if id(request) not in transformed]
         return (
-            able + [one for one in requests if one.failure is None],
-            ended + [one for one in requests if one.failure is not None],
+            runnable + [request for request in requests if request.failure is None],
+            ended + [request for request in requests if request.failure is not None],
         )
 
     def _read(
-        self, delivery: PolledRecords, records: Iterator[Record]
+        self, polled: PolledRecords, records: Iterator[Record]
     ) -> tuple[list[Request], list[Request]]:
-        """Admit and check records for about `hold_loop_s`; return (able, ended).
+        """Admit and check records for about `hold_loop_s`; return (runnable, ended).
 
         Both lists are empty when no records are left. Records answered before this assignment
         are skipped.
         """
-        assignment, isolation = delivery.assignment, delivery.isolation
+        assignment, isolation = polled.assignment, polled.isolation
         tuning = self._tuning
         now_us = self._clock()
         began_s = time.perf_counter()
-        read: list[Request] = []
-        at_once = 1
-        while some := list(islice(records, at_once)):
+        requests: list[Request] = []
+        count = 1  # records read between two looks at the clock
+        while some := list(islice(records, count)):
             if (
                 isolation is not None
-                or delivery.is_reread
+                or polled.is_reread
                 or some[0].offset < assignment.progress.highest
             ):
-                read += self._read_singly(some, assignment, isolation, now_us)
+                requests += self._read_singly(some, assignment, isolation, now_us)
             else:
-                read += decode_records(some, assignment, self._rules, now_us)
+                requests += decode_records(some, assignment, self._rules, now_us)
             elapsed_s = time.perf_counter() - began_s
-            if read and elapsed_s >= tuning.hold_loop_s:
+            if requests and elapsed_s >= tuning.hold_loop_s:
                 break
             if elapsed_s < tuning.double_records_for_s:
-                at_once = min(2 * at_once, tuning.max_records_at_once)
-        if assignment.chains is not None and (isolation is None or isolation.isolated is None):
-            _chain(read, assignment.chains)
-        able = [one for one in read if one.failure is None]
-        ended = [] if len(able) == len(read) else [one for one in read if one.failure is not None]
+                count = min(2 * count, tuning.max_records_at_once)
+        # An isolated record got its place in the order when it was parked.
+        if assignment.chains is not None and not polled.is_isolated:
+            _chain(requests, assignment.chains)
+        runnable = [request for request in requests if request.failure is None]
+        ended: list[Request] = []
+        if len(runnable) != len(requests):
+            ended = [request for request in requests if request.failure is not None]
         if self._tracing is not None:
             checked_us = self._clock()
-            deferred = {id(payload.request) for payload in self._deferred}
-            ready = [one for one in able if id(one) not in deferred] if deferred else able
-            self._tracing.ingested(ready, checked_us)
+            pending = {id(payload.request) for payload in self._pending}
+            checked = runnable
+            if pending:  # these are checked after their transforms
+                checked = [request for request in runnable if id(request) not in pending]
+            self._tracing.ingested(checked, checked_us)
             self._tracing.ingested(ended, checked_us)
-        return able, ended
+        return runnable, ended
 
     def _read_singly(
         self,

@@ -2,7 +2,7 @@
 
 While one chunk waits for its acknowledgements, the next ones are encoded and sent, up to a limit.
 A target that does not acknowledge for a while, such as a partition without a leader, is *stalled*:
-its answers are held separately and do not delay other targets.
+its answers wait separately and do not delay other targets.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class _Unacknowledged:
 class _ChunkPermit:
     """A chunk's part of the limits, released once: when it is answered or when it stalls."""
 
-    def __init__(self, held: _Unacknowledged, size_bytes: int) -> None:
-        self._all = held
+    def __init__(self, unacknowledged: _Unacknowledged, size_bytes: int) -> None:
+        self._unacknowledged = unacknowledged
         self._size_bytes = size_bytes
-        self._held = True
-        held.chunks += 1
-        held.size_bytes += size_bytes
+        self._is_released = False
+        unacknowledged.chunks += 1
+        unacknowledged.size_bytes += size_bytes
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
-            self._all.chunks -= 1
-            self._all.size_bytes -= self._size_bytes
-            self._all.released.set()
+        if not self._is_released:
+            self._is_released = True
+            self._unacknowledged.chunks -= 1
+            self._unacknowledged.size_bytes -= self._size_bytes
+            self._unacknowledged.released.set()
 
 
 class AtLeastOnce:
@@ -95,8 +95,8 @@ class AtLeastOnce:
 
     def has_room(self) -> bool:
         """Return True if another chunk may be submitted."""
-        held = self._unacknowledged
-        return held.chunks < self._max_chunks and held.size_bytes < self._max_bytes
+        pending = self._unacknowledged
+        return pending.chunks < self._max_chunks and pending.size_bytes < self._max_bytes
 
     async def wait_for_room(self) -> None:
         """Wait until `has_room`."""
@@ -120,10 +120,10 @@ class AtLeastOnce:
 
     async def _answer(self, addressed: RequestsByTarget, permit: _ChunkPermit) -> None:
         """Write a chunk's answers, wait for the brokers, and acknowledge the requests."""
-        left = set(addressed)
+        unwritten = set(addressed)
 
         def stall() -> None:
-            for target in left:
+            for target in unwritten:
                 log.warning(Event.ANSWERS_STALLED, topic=str(target))
                 self._stalled.setdefault(target, [])
             permit.release()
@@ -132,21 +132,22 @@ class AtLeastOnce:
         try:
             # All partitions are written concurrently. The first needs no task of its own, and
             # often there is only one.
-            (here, these), *others = addressed.items()
+            (first_target, first_requests), *others = addressed.items()
             async with asyncio.TaskGroup() as tasks:
                 for target, requests in others:
-                    answering = self._answer_target(target, requests, left)
+                    answering = self._answer_target(target, requests, unwritten)
                     tasks.create_task(answering, name=f"to-{target}")
-                await self._answer_target(here, these, left)
+                await self._answer_target(first_target, first_requests, unwritten)
         finally:
             timer.cancel()
             permit.release()
 
     async def _answer_target(
-        self, target: TopicPartition, requests: list[Request], left: set[TopicPartition]
+        self, target: TopicPartition, requests: list[Request], unwritten: set[TopicPartition]
     ) -> None:
         await self._answer_partition(target, requests)
-        left.discard(target)
+        unwritten.discard(target)
+        # Answers that came while the target was stalled; its entry goes when there are no more.
         while waiting := self._stalled.pop(target, None):
             await self._answer_partition(target, waiting)
 

@@ -100,9 +100,15 @@ class ResponderService:
             step = OrderedStep(producer, self._encoder, offset_store, metrics)
         else:
             return AtLeastOnce(producer, self._encoder, offset_store, metrics, self._tuning)
-        fused = delivery.source_offsets is None
         self._sequencer = PartitionSequencer(
-            step, offset_store, delivery.order_by, metrics, charges_held=fused, tuning=self._tuning
+            step,
+            offset_store,
+            delivery.order_by,
+            metrics,
+            # A responder apart from the other stages reads `results`, where the answer that the
+            # held ones wait for may still have to be read.
+            charges_held=delivery.source_offsets is None,
+            tuning=self._tuning,
         )
         return self._sequencer
 
@@ -124,15 +130,16 @@ class ResponderService:
         """See `headrace.transport.channels.Outlet`."""
         if self.is_full():
             await self._answers.wait_for_room()
-        wanted, repeated = self._select(chunk)
+        unanswered, repeated = self._select(chunk)
         if (
             repeated
             and self._source_offsets is not None
+            # The source topic may have been recreated: its offsets then stand for other records.
             and await self._source_offsets.has_other_records()
         ):
             others, repeated = self._select(repeated)
-            wanted += others
-        self._answer(wanted, repeated)
+            unanswered += others
+        self._answer(unanswered, repeated)
 
     async def run(self) -> None:
         """Run until all writers are closed and every request is acknowledged."""
@@ -147,7 +154,7 @@ class ResponderService:
 
     def _select(self, chunk: list[Request]) -> tuple[list[Request], list[Request]]:
         """Split into (to be answered, apparently answered already); drop revoked requests."""
-        wanted: list[Request] = []
+        unanswered: list[Request] = []
         repeated: list[Request] = []
         metadata: tuple[TensorMetadata, ...] | None = None
         size_bytes = 0
@@ -160,22 +167,22 @@ class ResponderService:
             elif request.output_data is None and request.skipped and self._sequencer is None:
                 self._offset_store.ack([request])
             elif self._source_offsets is None:
-                wanted.append(request)
+                unanswered.append(request)
                 if request.output_metadata is not metadata:
                     metadata, size_bytes = request.output_metadata, output_bytes([request])
                 if size_bytes > charged_from_bytes and isinstance(ack_handle, InFlightAck):
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
             elif self._source_offsets.is_first_delivery(request.partition, request.offset):
-                wanted.append(request)
+                unanswered.append(request)
             elif request.skipped:  # the range's end is answered; offsets before it may not be
                 self._offset_store.ack([request])
             else:
                 repeated.append(request)
-        return wanted, repeated
+        return unanswered, repeated
 
-    def _answer(self, wanted: list[Request], repeated: list[Request]) -> None:
+    def _answer(self, unanswered: list[Request], repeated: list[Request]) -> None:
         """Start to write the answers, and ack the requests that were answered already."""
-        if addressed := self._address(wanted):
+        if addressed := self._address(unanswered):
             self._answers.submit(addressed)
         for request in repeated:
             self._metrics.duplicates.inc()

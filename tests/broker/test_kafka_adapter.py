@@ -116,13 +116,13 @@ async def test_work_resumes_when_broker_comes_back(fragile: LocalKafka, unique_n
             await eventually(lambda: len(seen) == 50)
             await fragile.stop_node()
             during = [
-                run
+                sent
                 for number in range(50, 100)
-                for run in await producer.send(partition, [NewRecord(None, b"%d" % number)])
+                for sent in await producer.send(partition, [NewRecord(None, b"%d" % number)])
             ]
             await fragile.start_node()
-            for run in during:
-                await run.acknowledged
+            for sent in during:
+                await sent.acknowledged
             await write(producer, partition, *(b"%d" % number for number in range(100, 150)))
             await eventually(lambda: len(seen) >= 150, deadline_s=30)
             assert values(seen) == [b"%d" % number for number in range(150)]
@@ -140,9 +140,9 @@ async def test_broker_that_hangs_fails_record_by_its_deadline(
             await write(producer, partition, b"before")
             await hold(fragile)
             start = time.monotonic()
-            (run,) = await producer.send(partition, [NewRecord(None, b"unknown")])
+            (sent,) = await producer.send(partition, [NewRecord(None, b"unknown")])
             with pytest.raises(LogUnavailable, match="not acknowledged within 2 s"):
-                await run.acknowledged
+                await sent.acknowledged
             assert 1.5 < time.monotonic() - start < 10.0
             with pytest.raises(LogUnavailable, match="no answer within 1 s"):
                 await producer.partitions_for(f"{unique_name}-other")
@@ -202,17 +202,17 @@ async def test_batches_stay_within_small_limit(kafka: LocalKafka, unique_name: s
 
 
 async def test_one_record_too_large_fails_alone(kafka: LocalKafka, unique_name: str) -> None:
-    """In the middle of a chunk it is a run of its own; those around it are written."""
+    """In the middle of a chunk it is a batch of its own; those around it are written."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name, max_message_bytes="2000")
         async with log.producer() as producer, log.reader([partition]) as reader:
             records = [NewRecord(None, value) for value in (b"a", b"b", bytes(3000), b"c")]
             runs = await producer.send(partition, records)
             outcomes = await asyncio.gather(
-                *(run.acknowledged for run in runs), return_exceptions=True
+                *(sent.acknowledged for sent in runs), return_exceptions=True
             )
             kinds = [type(each) for each in outcomes]
-            assert [run.size for run in runs] == [2, 1, 1]
+            assert [sent.size for sent in runs] == [2, 1, 1]
             assert kinds == [type(None), RecordTooLarge, type(None)]
             assert values(await read(reader, 3)) == [b"a", b"b", b"c"]
 
@@ -263,11 +263,11 @@ async def test_concurrent_small_sends_share_batches(kafka: LocalKafka, unique_na
         partition = await make_topic(log, unique_name)
         async with log.producer() as producer:
             sends = [producer.send(partition, [NewRecord(None, b"v")]) for _ in range(300)]
-            runs = [run for each in await asyncio.gather(*sends) for run in each]
-            for run in runs:
-                await run.acknowledged
-        assert sum(run.size for run in runs) == 300
-        batches = {run.acknowledged._ended for run in runs}  # type: ignore[attr-defined]  # Kafka's
+            runs = [sent for each in await asyncio.gather(*sends) for sent in each]
+            for sent in runs:
+                await sent.acknowledged
+        assert sum(sent.size for sent in runs) == 300
+        batches = {sent.acknowledged._ended for sent in runs}  # type: ignore[attr-defined]  # Kafka's
         assert len(batches) < 30
 
 

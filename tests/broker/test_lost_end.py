@@ -56,8 +56,8 @@ class Deployment:
         async with self._log.producer() as producer:
             for number in range(self._sent, self._sent + count):
                 record = NewRecord(None, digits_request(str(number)))
-                for run in await producer.send(REQUESTS, [record]):
-                    await run.acknowledged
+                for sent in await producer.send(REQUESTS, [record]):
+                    await sent.acknowledged
         self._sent += count
 
     async def committed(self, offset: int) -> None:

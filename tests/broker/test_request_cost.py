@@ -88,8 +88,8 @@ async def fill(log: KafkaLog, topic: str, requests: int) -> None:
     async with log.producer() as producer:
         for partition in range(PARTITIONS):
             records = [NewRecord(None, value)] * (requests // PARTITIONS)
-            for run in await producer.send(TopicPartition(topic, partition), records):
-                await run.acknowledged
+            for sent in await producer.send(TopicPartition(topic, partition), records):
+                await sent.acknowledged
 
 
 async def answer_all(

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace.log.errors import RecordRefused, RecordTooLarge, UnknownPartition
-from headrace.log.port import Log, NewRecord, Run, TopicPartition
+from headrace.log.port import Log, NewRecord, SentBatch, TopicPartition
 from tests.contract.conftest import MakeTopic
 from tests.support.logs import read, values, write, write_to
 
@@ -94,12 +94,12 @@ async def test_order_is_kept_over_many_chunks(log: Log, make_topic: MakeTopic) -
     (partition,) = await make_topic()
     sent = [str(number).encode() for number in range(5000)]
     async with log.reader([partition]) as reader, log.producer() as producer:
-        runs: list[Run] = []
+        batches: list[SentBatch] = []
         for start in range(0, len(sent), 97):
             chunk = [NewRecord(None, value) for value in sent[start : start + 97]]
-            runs += await producer.send(partition, chunk)
-        for run in runs:
-            await run.acknowledged
+            batches += await producer.send(partition, chunk)
+        for batch in batches:
+            await batch.acknowledged
         found = await read(reader, len(sent))
     assert values(found) == sent
 
@@ -184,23 +184,23 @@ async def test_what_is_acknowledged_can_be_read(log: Log, make_topic: MakeTopic)
     """Once `acknowledged` has ended, the end offset counts the record."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader, log.producer() as producer:
-        (run,) = await producer.send(partition, [NewRecord(None, b"v")])
-        await run.acknowledged
+        (sent,) = await producer.send(partition, [NewRecord(None, b"v")])
+        await sent.acknowledged
         assert await reader.end_offsets([partition]) == {partition: 1}
 
 
-async def test_runs_are_all_records(log: Log, make_topic: MakeTopic) -> None:
+async def test_sent_batches_contain_all_records(log: Log, make_topic: MakeTopic) -> None:
     """However a chunk is cut into batches, their sizes add up to it."""
     (partition,) = await make_topic()
     async with log.producer() as producer:
         chunk = [NewRecord(None, bytes(1000))] * 1500
-        runs = await producer.send(partition, chunk)
-        for run in runs:
-            await run.acknowledged
-    assert sum(run.size for run in runs) == 1500
+        batches = await producer.send(partition, chunk)
+        for sent in batches:
+            await sent.acknowledged
+    assert sum(sent.size for sent in batches) == 1500
 
 
-async def test_empty_chunk_is_no_run(log: Log, make_topic: MakeTopic) -> None:
+async def test_empty_chunk_makes_no_batch(log: Log, make_topic: MakeTopic) -> None:
     """Sending nothing needs no acknowledgement."""
     (partition,) = await make_topic()
     async with log.producer() as producer:

@@ -50,8 +50,8 @@ async def send(log: MemoryLog, count: int) -> None:
     gated = NewRecord(None, encode_request("application/msgpack", "gated", {"x": x}))
     records = [quick if number % EVERY else gated for number in range(count)]
     async with log.producer() as producer:
-        for run in await producer.send(REQUESTS, records):
-            await run.acknowledged
+        for sent in await producer.send(REQUESTS, records):
+            await sent.acknowledged
 
 
 async def answers_overtake(log: MemoryLog, reading: Pipeline) -> None:

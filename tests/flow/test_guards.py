@@ -85,8 +85,8 @@ async def serve(repository: Path, count: int = REQUESTS, tuning: Tuning = TUNING
         for partition in range(settings.topics.partitions):
             records = [NewRecord(None, value)] * (count // settings.topics.partitions)
             target = TopicPartition("headrace.requests", partition)
-            for run in await producer.send(target, records):
-                await run.acknowledged
+            for sent in await producer.send(target, records):
+                await sent.acknowledged
     caller = Caller(settings, log)
     caller.sent = count
     async with serving(settings, log, [STAGES], tuning):
@@ -97,7 +97,7 @@ async def serve(repository: Path, count: int = REQUESTS, tuning: Tuning = TUNING
 UNTIMED = replace(
     TUNING,
     ingest=replace(TUNING.ingest, hold_loop_s=inf, double_records_for_s=inf),
-    executor=replace(TUNING.executor, hold_answers_s=inf, inline_max_run_us=10**9),
+    executor=replace(TUNING.executor, buffer_answers_s=inf, inline_max_run_us=10**9),
 )
 """Nothing is cut off because it took long, so that a busy machine makes no other chunks."""
 

@@ -287,7 +287,7 @@ def test_released_model_hands_out_waiting_requests() -> None:
     forming.add(make_request())
 
     assert forming.next(("digits", "1"), NOW_US) is None
-    assert forming.next(("digits", "1"), NOW_US, Demand(at_once=True)) is not None
+    assert forming.next(("digits", "1"), NOW_US, Demand(is_last=True)) is not None
 
 
 def test_oldest_request_goes_first_across_shapes() -> None:
@@ -354,7 +354,7 @@ def told(forming: DynamicBatcher, places: dict[int, int]) -> list[object]:
     pulled = []
     for number in range(200):
         key = sorted(MODELS)[number % len(MODELS)]
-        batch = forming.next(key, NOW_US + 100 * number, Demand(at_once=number > 100))
+        batch = forming.next(key, NOW_US + 100 * number, Demand(is_last=number > 100))
         if batch is not None:
             pulled.append([places[one.offset] for one in batch.requests])
     ended = [(places[one.offset], one.failure and one.failure.code) for one in forming.ended]

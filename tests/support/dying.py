@@ -68,8 +68,8 @@ async def send_values(settings: Settings, log: MemoryLog, values: Sequence[bytes
     async with log.producer() as producer:
         for place, value in enumerate(values):
             record = NewRecord(None, value, ())
-            for run in await producer.send(TopicPartition(topic, place % PARTITIONS), [record]):
-                await run.acknowledged
+            for sent in await producer.send(TopicPartition(topic, place % PARTITIONS), [record]):
+                await sent.acknowledged
 
 
 async def records_of(settings: Settings, log: MemoryLog, topic: Topic) -> list[Record]:

@@ -54,8 +54,8 @@ class RecordingListener:
 async def write(producer: Producer, partition: TopicPartition, *records: NewRecord | bytes) -> None:
     """Send records, or values, and await their acknowledgements."""
     news = [r if isinstance(r, NewRecord) else NewRecord(None, r) for r in records]
-    for run in await producer.send(partition, news):
-        await run.acknowledged
+    for sent in await producer.send(partition, news):
+        await sent.acknowledged
 
 
 async def write_to(log: Log, partition: TopicPartition, *records: NewRecord | bytes) -> None:

@@ -38,8 +38,8 @@ class Mixed:
                 record, self.expected[place] = self._record()
                 self.keys[place] = record.key
                 target = TopicPartition("headrace.requests", place[0])
-                for run in await producer.send(target, [record]):
-                    await run.acknowledged
+                for sent in await producer.send(target, [record]):
+                    await sent.acknowledged
 
     async def send_one(self, model: str, key: bytes) -> None:
         """A request of this model, to the first partition."""
@@ -59,8 +59,8 @@ class Mixed:
             self.keys[place], self.expected[place] = key, "ok"
             records.append(NewRecord(key, value))
         async with self._log.producer() as producer:
-            for run in await producer.send(TopicPartition("headrace.requests", 0), records):
-                await run.acknowledged
+            for sent in await producer.send(TopicPartition("headrace.requests", 0), records):
+                await sent.acknowledged
 
     def _record(self) -> tuple[NewRecord, str]:
         kind = self._random.choices(["ok", "late", "refused", "failed"], [80, 5, 5, 10])[0]

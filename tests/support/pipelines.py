@@ -111,8 +111,8 @@ class Caller:
                 value = digits_request(str(number), number, self._version)
                 record = NewRecord(b"key", value, [("kafka_correlationId", str(number).encode())])
                 target = TopicPartition(topic, number % PARTITIONS)
-                for run in await producer.send(target, [record]):
-                    await run.acknowledged
+                for sent in await producer.send(target, [record]):
+                    await sent.acknowledged
         self.sent += count
 
     async def answers(self) -> list[Record]:

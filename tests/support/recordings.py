@@ -70,8 +70,8 @@ async def write_recorded(log: Log, topic: str, records: Sequence[Record]) -> Non
         shares.setdefault(partition, []).append(new)
     async with log.producer() as producer:
         for partition, share in shares.items():
-            for run in await producer.send(partition, share):
-                await run.acknowledged
+            for sent in await producer.send(partition, share):
+                await sent.acknowledged
 
 
 class Ended(NamedTuple):

@@ -48,8 +48,8 @@ async def test_send_that_hangs_is_written_when_broker_is_back(log: MemoryLog) ->
         runs = [*await producer.send(P0, [NewRecord(None, b"a")])]
         runs += await producer.send(P0, [NewRecord(None, b"b")])
         log.faults.brokers.bring_back()
-        for run in runs:
-            await run.acknowledged
+        for sent in runs:
+            await sent.acknowledged
         assert values(await read(reader, 2)) == [b"a", b"b"]
 
 
@@ -135,17 +135,17 @@ async def test_producer_closes_without_broker(log: MemoryLog) -> None:
     """What it could not send fails, and is not left pending."""
     async with log.producer() as producer:
         log.faults.brokers.take_down(hang=True)
-        (run,) = await producer.send(P0, [NewRecord(None, b"v")])
+        (sent,) = await producer.send(P0, [NewRecord(None, b"v")])
     with pytest.raises(LogUnavailable):
-        await run.acknowledged
+        await sent.acknowledged
 
 
 async def test_acknowledgements_are_held_until_released(log: MemoryLog) -> None:
     """The record is there to be read while its sender still waits."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.acknowledgements.hold()
-        (run,) = await producer.send(P0, [NewRecord(None, b"v")])
-        acknowledged = asyncio.ensure_future(run.acknowledged)
+        (sent,) = await producer.send(P0, [NewRecord(None, b"v")])
+        acknowledged = asyncio.ensure_future(sent.acknowledged)
         assert values(await read(reader, 1)) == [b"v"]
         assert not acknowledged.done()
         log.faults.acknowledgements.release()

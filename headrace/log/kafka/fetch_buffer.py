@@ -39,7 +39,7 @@ from headrace.log.kafka.record_batches import (
     careful_records,
     guarded_records,
     plain_batch,
-    read_head,
+    read_header,
 )
 from headrace.log.port import Gap, Record, TopicPartition
 from headrace.tuning import TUNING, KafkaTuning
@@ -247,11 +247,11 @@ class UnreadPart:
 
 def _announced_end(content: memoryview) -> int:
     """Return the end offset that a batch's header announces; -1 if it cannot be trusted."""
-    head = read_head(content)
-    if head is None:
+    header = read_header(content)
+    if header is None:
         return -1
-    is_dense = head.last_offset_delta == head.records - 1
-    return head.base_offset + head.records if is_dense else -1
+    is_dense = header.last_offset_delta == header.records - 1
+    return header.base_offset + header.records if is_dense else -1
 
 
 def _size_bytes(record: Any, header_overhead_bytes: int) -> int:

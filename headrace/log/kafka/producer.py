@@ -36,7 +36,7 @@ from headrace.log.kafka._aiokafka import (
 from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.errors import answered, in_port_words
 from headrace.log.kafka.topic_cache import TopicCache, TopicLimits
-from headrace.log.port import NewRecord, Run, TopicPartition
+from headrace.log.port import NewRecord, SentBatch, TopicPartition
 
 
 class _PartitionQueue:
@@ -92,13 +92,15 @@ class KafkaProducer:
 
     # Sending
 
-    async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
+    async def send(
+        self, partition: TopicPartition, records: Sequence[NewRecord]
+    ) -> Sequence[SentBatch]:
         """See the port. Concurrent calls for a partition share batches while one is in flight."""
         limits = self._cached_limits(partition) or await self._fetch_limits(partition)
         queue = self._queues.get(partition)
         if queue is None:
             queue = self._queues[partition] = _PartitionQueue(partition)
-        runs: list[Run] = []
+        batches: list[SentBatch] = []
         start = 0
         while start < len(records):
             if queue.open_batch is not None and queue.open_batch.is_full:
@@ -106,12 +108,12 @@ class KafkaProducer:
             batch = self._open_batch(queue, limits)
             end, refusal = batch.add(records, start)
             if end > start:
-                runs.append(Run(end - start, batch.acknowledged))
+                batches.append(SentBatch(end - start, batch.acknowledged))
             if refusal is not None:
-                runs.append(_refused_run(refusal))
+                batches.append(_refused_record(refusal))
                 end += 1
             start = end
-        return runs
+        return batches
 
     async def batch_limit_bytes(self, partition: TopicPartition) -> int:
         """See the port."""
@@ -192,12 +194,12 @@ class KafkaProducer:
             return await self._topics.partitions(producer.client, topic)
 
 
-def _refused_run(error: HeadraceError) -> Run:
-    """Return a run of one record that is not sent."""
+def _refused_record(error: HeadraceError) -> SentBatch:
+    """Return a batch of one record that is not sent."""
     acknowledged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     acknowledged.set_exception(error)
     acknowledged.exception()  # mark it as retrieved: a caller may choose not to await it
-    return Run(1, acknowledged)
+    return SentBatch(1, acknowledged)
 
 
 # --- sending -----------------------------------------------------------------------------------
@@ -409,7 +411,7 @@ class Acknowledgement:
 
 
 class RecordBatch:
-    """Records for one produce request to a partition, as many as its topic accepts.
+    """Records for one produce request to a partition, up to the size that its topic accepts.
 
     Args:
         partition: the target.
@@ -542,7 +544,7 @@ class PendingBatch(RecordBatch):
 
     @property
     def acknowledged(self) -> Acknowledgement:
-        """Return an acknowledgement for one run of the batch."""
+        """Return an acknowledgement for one part of the batch."""
         return Acknowledgement(self.ended)
 
     def succeed(self) -> None:

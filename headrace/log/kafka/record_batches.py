@@ -34,7 +34,7 @@ _LARGE_RECORD_BYTES: Final = 2 * MAX_HEADERS
 """A smaller record cannot have more than `MAX_HEADERS`."""
 
 _FRAME = struct.Struct(">qi")  # base offset, and the number of bytes that follow
-_HEAD = struct.Struct(">qiibIhiqqqhii")
+_HEADER = struct.Struct(">qiibIhiqqqhii")
 _LENGTH_AT, _MAGIC_AT, _ATTRIBUTES_AT = 8, 16, 21
 _CODEC, _LOG_APPEND_TIME = 0x07, 0x08
 _NONE, _GZIP, _SNAPPY, _LZ4, _ZSTD = range(5)
@@ -63,7 +63,7 @@ class UnreadableBatch(CorruptRecordException):  # type: ignore[misc]  # aiokafka
         self.reason = reason
 
 
-class Head(NamedTuple):
+class BatchHeader(NamedTuple):
     """The header of a batch of format 2."""
 
     base_offset: int
@@ -136,7 +136,7 @@ class RecordSet:
         self.content = content = self._all[self._at : end]
         self._at = end
         magic = content[_MAGIC_AT] if len(content) > _MAGIC_AT else -1
-        if magic == 2 and len(content) >= _HEAD.size:
+        if magic == 2 and len(content) >= _HEADER.size:
             return DefaultRecordBatch(content)
         if magic in (0, 1) and len(content) >= _LEGACY_MIN_BYTES:
             return LegacyRecordBatch(content, magic)
@@ -168,8 +168,8 @@ def plain_batch(batch: Any, content: memoryview, most_bytes: int) -> tuple[Any, 
         # Only check the size here: aiokafka decompresses such a batch itself afterwards.
         decompressed(codec, _legacy_value(content), most_bytes)
         return batch, content
-    records = decompressed(codec, content[_HEAD.size :], most_bytes, _HEAD.size)
-    records[: _HEAD.size] = content[: _HEAD.size]
+    records = decompressed(codec, content[_HEADER.size :], most_bytes, _HEADER.size)
+    records[: _HEADER.size] = content[: _HEADER.size]
     struct.pack_into(">i", records, _LENGTH_AT, len(records) - _FRAME.size)
     struct.pack_into(">h", records, _ATTRIBUTES_AT, batch.attributes & ~_CODEC)
     plain = memoryview(records)
@@ -330,9 +330,9 @@ _DECOMPRESS: Final = {_GZIP: _gzip, _SNAPPY: _snappy, _LZ4: _lz4, _ZSTD: _zstd}
 # --- parsing with care ------------------------------------------------------------------------
 
 
-def read_head(content: memoryview) -> Head | None:
+def read_header(content: memoryview) -> BatchHeader | None:
     """Return the header of a batch of format 2; None if it is cut off."""
-    return Head(*_HEAD.unpack_from(content)) if len(content) >= _HEAD.size else None
+    return BatchHeader(*_HEADER.unpack_from(content)) if len(content) >= _HEADER.size else None
 
 
 def careful_records(content: memoryview) -> Iterator[CarefulRecord]:
@@ -347,19 +347,19 @@ def careful_records(content: memoryview) -> Iterator[CarefulRecord]:
     """
     if content[_MAGIC_AT] < 2:
         raise UnreadableBatch("damaged messages of format 0 or 1")
-    head = Head(*_HEAD.unpack_from(content))
-    stamp = head.max_timestamp if head.attributes & _LOG_APPEND_TIME else None
-    cursor = _Cursor(content, _HEAD.size)
-    for _ in range(head.records):
-        yield _careful_record(cursor, head, stamp)
+    header = BatchHeader(*_HEADER.unpack_from(content))
+    stamp = header.max_timestamp if header.attributes & _LOG_APPEND_TIME else None
+    cursor = _Cursor(content, _HEADER.size)
+    for _ in range(header.records):
+        yield _careful_record(cursor, header, stamp)
 
 
-def _careful_record(cursor: _Cursor, head: Head, stamp: int | None) -> CarefulRecord:
+def _careful_record(cursor: _Cursor, header: BatchHeader, stamp: int | None) -> CarefulRecord:
     length = cursor.varint()
     end = cursor.at + length
     cursor.skip(1)  # attributes, which have no meaning yet
-    timestamp = head.first_timestamp + cursor.varint()
-    offset = head.base_offset + cursor.varint()
+    timestamp = header.first_timestamp + cursor.varint()
+    offset = header.base_offset + cursor.varint()
     key, value = cursor.nullable(), cursor.nullable()
     headers: list[tuple[str, bytes | None]] = []
     for _ in range(cursor.count()):
@@ -381,7 +381,7 @@ def guarded_records(records: Iterator[Any], content: memoryview) -> Iterator[Any
     Raises:
         UnreadableBatch: at a record with more than `MAX_HEADERS`, before it is parsed.
     """
-    cursor = _Cursor(content, _HEAD.size)
+    cursor = _Cursor(content, _HEADER.size)
     while True:
         if cursor.at < len(content):
             length = cursor.varint()

@@ -19,7 +19,7 @@ from headrace.log.errors import (
 from headrace.log.memory.broker import FRAMING_BYTES, StoredTopic, Topics, payload_bytes
 from headrace.log.memory.faults import Faults, TransactionFault
 from headrace.log.memory.transactions import Transaction, Transactions
-from headrace.log.port import Committed, NewRecord, Run, TopicPartition
+from headrace.log.port import Committed, NewRecord, SentBatch, TopicPartition
 from headrace.tuning import TUNING, MemoryTuning
 
 
@@ -48,9 +48,11 @@ class MemoryProducer:
         self._hanging: set[asyncio.Future[None]] = set()
         self._is_closed = False
 
-    async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
-        """See the port. A record that is too large fails alone, in a run of its own;
-        one without a key, on a compacted topic, fails the run that it is in.
+    async def send(
+        self, partition: TopicPartition, records: Sequence[NewRecord]
+    ) -> Sequence[SentBatch]:
+        """See the port. A record that is too large fails alone, in a batch of its own;
+        one without a key, on a compacted topic, fails its batch.
         """
         if self._is_closed:
             raise RuntimeError("the producer is closed")
@@ -60,7 +62,7 @@ class MemoryProducer:
         topic = self._topics.topic_of(partition)
         self._faults.topics.require_leader(partition)
         where = topic.partitions[partition.partition]
-        runs = []
+        batches = []
         for start, stop in batch_bounds(
             sizes, topic.max_message_bytes, self._tuning.max_batch_bytes
         ):
@@ -70,8 +72,8 @@ class MemoryProducer:
                 acknowledged = self._write(partial(where.append, batch, batch_sizes))
             else:
                 acknowledged = _failed(refused)
-            runs.append(Run(stop - start, acknowledged))
-        return runs
+            batches.append(SentBatch(stop - start, acknowledged))
+        return batches
 
     async def batch_limit_bytes(self, partition: TopicPartition) -> int:
         """See the port."""

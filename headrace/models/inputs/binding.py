@@ -45,7 +45,7 @@ class Bound(NamedTuple):
     wanted: tuple[str, ...] | None
 
 
-class _Layout(NamedTuple):
+class _CheckedShapes(NamedTuple):
     """Result of a successful shape check. A size is -1 if it depends on the content."""
 
     rows: int
@@ -85,7 +85,7 @@ class Binder:
             *make_range_checks(signature, ranges or {}),
             *(make_finite_checks(signature) if finite else ()),
         )
-        self._layouts: dict[Shapes, _Layout] = {}
+        self._checked: dict[Shapes, _CheckedShapes] = {}
 
     def bind(
         self, inputs: Sequence[InputTensor], wanted: Sequence[RequestedOutput] | None = None
@@ -116,11 +116,11 @@ class Binder:
             shapes.append(shape)
             tensors.append(_new_tuple(Tensor, (name, datatype, shape, given.data)))
         key = tuple(shapes)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._check_shapes(key, order)
+        checked = self._checked.get(key)
+        if checked is None:
+            checked = self._check_shapes(key, order)
         size_bytes = 0
-        for position, size in enumerate(layout.sizes):
+        for position, size in enumerate(checked.sizes):
             nbytes = len(tensors[position].data)
             if nbytes != size:
                 self._check_content(tensors[position], order[position])
@@ -130,7 +130,7 @@ class Binder:
             check.check(tensor, _describe_location(order[check.position], "data", tensor.name))
         names = None if wanted is None else self._check_wanted(wanted)
         return _new_tuple(
-            Bound, (tuple(tensors), layout.rows, layout.shape_class, size_bytes, names)
+            Bound, (tuple(tensors), checked.rows, checked.shape_class, size_bytes, names)
         )
 
     def _match_names(self, inputs: Sequence[InputTensor]) -> list[int]:
@@ -159,7 +159,7 @@ class Binder:
             )
         return [places[name] for name in expected]
 
-    def _check_shapes(self, shapes: Shapes, order: Sequence[int]) -> _Layout:
+    def _check_shapes(self, shapes: Shapes, order: Sequence[int]) -> _CheckedShapes:
         """Check shapes that are not in the cache, and cache the result."""
         seen: dict[str, _Seen] = {}
         shape_class: list[int] = []
@@ -180,11 +180,11 @@ class Binder:
             by_content = spec.datatype in ("BYTES", "BOOL")
             sizes.append(_BY_CONTENT if by_content else count * DATATYPES[spec.datatype].itemsize)
         rows = shapes[0][0] if batched else 1
-        layout = _Layout(rows, tuple(shape_class), tuple(sizes))
-        if len(self._layouts) >= self._tuning.cached_layouts:
-            self._layouts.clear()
-        self._layouts[shapes] = layout
-        return layout
+        checked = _CheckedShapes(rows, tuple(shape_class), tuple(sizes))
+        if len(self._checked) >= self._tuning.cached_layouts:
+            self._checked.clear()
+        self._checked[shapes] = checked
+        return checked
 
     def _check_content(self, tensor: Tensor, place: int) -> None:
         check_tensor(tensor.datatype, tensor.shape, tensor.data, f"inputs[{place}]")

@@ -42,8 +42,6 @@ from headrace.models.signature import Signature
 from headrace.models.user_code import first_line, is_of_user_code
 from headrace.tuning import TUNING, ModelTuning
 
-Run = Callable[[Arrays], Arrays]
-
 
 class _VerdictReachedError(HeadraceError):
     """Ends the probe early with a verdict."""
@@ -58,7 +56,7 @@ class _RunFailedError(HeadraceError):
 
 
 def probe(
-    run: Run,
+    run: Callable[[Arrays], Arrays],
     signature: Signature,
     config: ModelConfig,
     directory: Path,
@@ -105,7 +103,7 @@ class _Probe:
 
     def __init__(
         self,
-        run: Run,
+        run: Callable[[Arrays], Arrays],
         signature: Signature,
         config: ModelConfig,
         tuning: ModelTuning,

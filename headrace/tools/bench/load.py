@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.client.rpc import ReplyReader, last_header
-from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
+from headrace.log.port import Log, NewRecord, Producer, Record, SentBatch, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.tools.bench.measured import LoadResult
 
@@ -85,7 +85,7 @@ class PoissonArrivals:
 SEND_CHUNK = 256
 DECODED_PER_ROUND = 8
 """Number of answers per round of reading that are decoded for their timings."""
-MAX_UNACKNOWLEDGED_RUNS = 4096
+MAX_UNACKNOWLEDGED_BATCHES = 4096
 LONGEST_SLEEP_S = 0.05
 
 
@@ -138,7 +138,7 @@ class Load:
         self._began_s = 0.0
         self._closed = False
         self._progress = asyncio.Event()
-        self._runs: asyncio.Queue[Run | None] = asyncio.Queue(MAX_UNACKNOWLEDGED_RUNS)
+        self._sent: asyncio.Queue[SentBatch | None] = asyncio.Queue(MAX_UNACKNOWLEDGED_BATCHES)
 
     async def open_loop(self, per_s: float, seed: int = 0) -> LoadResult:
         """Send requests as a Poisson process of this rate. Raises the log's errors."""
@@ -162,7 +162,7 @@ class Load:
                     await self._send_open(producer, arrivals)
                 else:
                     await self._send_closed(producer, in_flight)
-                await self._runs.put(None)
+                await self._sent.put(None)
                 await self._wait_for_last_answers()
                 counting.cancel()
         self._add_up()
@@ -213,12 +213,12 @@ class Load:
         self.measured.sent = number
         for partition, records in enumerate(by_partition):
             if records:
-                for run in await producer.send(TopicPartition(topic, partition), records):
-                    await self._runs.put(run)
+                for sent in await producer.send(TopicPartition(topic, partition), records):
+                    await self._sent.put(sent)
 
     async def _acknowledge(self) -> None:
-        while (run := await self._runs.get()) is not None:
-            await run.acknowledged
+        while (sent := await self._sent.get()) is not None:
+            await sent.acknowledged
 
     # --- answers -----------------------------------------------------------------------------
 

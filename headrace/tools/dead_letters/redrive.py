@@ -73,19 +73,19 @@ async def send_once(
         LogUnavailable: it is unknown which records were written.
     """
     try:
-        runs = await producer.send(partition, records)
+        batches = await producer.send(partition, records)
     except Rejected as error:
         return await _one_by_one(producer, partition, records, error)
     refused: dict[int, str] = {}
     start = 0
-    for run in runs:
-        part = records[start : start + run.size]
+    for sent in batches:
+        part = records[start : start + sent.size]
         try:
-            await run.acknowledged
+            await sent.acknowledged
         except Rejected as error:
             of_part = await _one_by_one(producer, partition, part, error)
             refused |= {start + index: reason for index, reason in of_part.items()}
-        start += run.size
+        start += sent.size
     return refused
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from headrace.client.rpc import ReplyReader, topic_partitions
 from headrace.config import Settings
-from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
+from headrace.log.port import Log, NewRecord, Producer, Record, SentBatch, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.tools.demo.questions import MakeQuestion, Question, Questions, read_answer
 from headrace.tools.demo.tally import Tally
@@ -40,7 +40,7 @@ INVALID_AT = (0.2, 0.5, 0.8)
 ANSWER_TIMEOUT_S = 15.0
 """How long after the last question an answer may take."""
 
-_MAX_UNACKNOWLEDGED_RUNS = 1000
+_MAX_UNACKNOWLEDGED_BATCHES = 1000
 _DEAD_LETTER_CODE = HeaderName.DLT_CODE
 
 
@@ -164,9 +164,9 @@ class Traffic:
         answers: ReplyReader,
         letters: ReplyReader,
     ) -> None:
-        runs: asyncio.Queue[Run | None] = asyncio.Queue(_MAX_UNACKNOWLEDGED_RUNS)
+        batches: asyncio.Queue[SentBatch | None] = asyncio.Queue(_MAX_UNACKNOWLEDGED_BATCHES)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_await_acknowledgements(runs), name="acknowledgements")
+            tasks.create_task(_await_acknowledgements(batches), name="acknowledgements")
             started_s = time.monotonic()
             for due in load:
                 due_s = started_s + due.at_s
@@ -185,9 +185,9 @@ class Traffic:
                     record = question.record._replace(headers=headers)
                     by_partition.setdefault(next(partitions), []).append(record)
                 for partition, records in by_partition.items():
-                    for run in await producer.send(partition, records):
-                        await runs.put(run)
-            await runs.put(None)
+                    for sent in await producer.send(partition, records):
+                        await batches.put(sent)
+            await batches.put(None)
 
     def _answer(self, question: Question, due_s: float, record: Record) -> None:
         answer = read_answer(record, self._file_labels)
@@ -198,7 +198,7 @@ class Traffic:
         self._tally.dead_letter(question, code.decode())
 
 
-async def _await_acknowledgements(runs: asyncio.Queue[Run | None]) -> None:
+async def _await_acknowledgements(batches: asyncio.Queue[SentBatch | None]) -> None:
     """Wait for acknowledgements in their order, so that a failed one ends the demo."""
-    while (run := await runs.get()) is not None:
-        await run.acknowledged
+    while (sent := await batches.get()) is not None:
+        await sent.acknowledged

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
-from headrace.log.port import Record, Run, TopicPartition
+from headrace.log.port import Record, SentBatch, TopicPartition
 from headrace.tools.histogram import Histogram
 from headrace.tools.replay.recording import Recording, identity, record_bytes
 from headrace.tools.replay.sinks import Sink
@@ -153,7 +153,7 @@ class _Turn(NamedTuple):
     records: int
     bytes: int
     positions: Mapping[TopicPartition, int]
-    runs: Sequence[Run]
+    batches: Sequence[SentBatch]
 
 
 class Replay:
@@ -256,18 +256,18 @@ class Replay:
         if self._skip:
             sent = [record for record in records if identity(record) not in self._skip]
             self._skipped += len(records) - len(sent)
-        runs = await self._sink.send(sent) if sent else ()
+        batches = await self._sink.send(sent) if sent else ()
         now_s = self._clock()
         self._spacing_errors.add([abs(now_s - due_s) for due_s in dues])
         size = sum(map(record_bytes, sent))
         self._records += len(sent)
         self._bytes += size
-        await self._turns.put(_Turn(number, len(records), size, positions, runs))
+        await self._turns.put(_Turn(number, len(records), size, positions, batches))
 
     async def _await_acknowledgements(self) -> None:
         while (turn := await self._turns.get()) is not None:
-            for run in turn.runs:
-                await run.acknowledged
+            for sent in turn.batches:
+                await sent.acknowledged
             self._advanced(turn.records, turn.bytes, turn.positions)
             if self._watcher is not None:
                 await self._watcher.acknowledged(turn.number, turn.records, turn.positions)

@@ -18,7 +18,7 @@ from headrace.client.rpc import ReplyReader, last_header, topic_partitions
 from headrace.config import Settings
 from headrace.errors import Retriable
 from headrace.log.partitioner import partition_for_key
-from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
+from headrace.log.port import Log, NewRecord, Producer, Record, SentBatch, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.tools.replay.recording import identity, record_bytes
@@ -92,8 +92,8 @@ class Unanswered(Retriable):
 class Sink(Protocol):
     """Accepts records in order of time."""
 
-    async def send(self, records: Sequence[Record]) -> Sequence[Run]:
-        """Hand over records; return the runs to await until they are safe."""
+    async def send(self, records: Sequence[Record]) -> Sequence[SentBatch]:
+        """Hand over records; return the batches to await until they are safe."""
         ...
 
     async def finish(self) -> None:
@@ -139,17 +139,17 @@ class TopicSink:
             return TopicPartition(self.topic, partition_for_key(record.key, self._partitions))
         return TopicPartition(self.topic, record.partition % self._partitions)
 
-    async def send(self, records: Sequence[Record]) -> Sequence[Run]:
+    async def send(self, records: Sequence[Record]) -> Sequence[SentBatch]:
         """See `Sink`."""
         now_ms = self._now_ms()
         by_partition: dict[TopicPartition, list[NewRecord]] = {}
         for record in records:
             copies = by_partition.setdefault(self._partition_of(record), [])
             copies.append(self._copy_of(record, now_ms))
-        runs: list[Run] = []
+        batches: list[SentBatch] = []
         for partition, copies in by_partition.items():
-            runs += await self._producer.send(partition, copies)
-        return runs
+            batches += await self._producer.send(partition, copies)
+        return batches
 
     def _copy_of(self, record: Record, now_ms: int) -> NewRecord:
         return self._marking.copy_of(record, now_ms)
@@ -164,7 +164,7 @@ class CaptureSink:
     def __init__(self, writer: CaptureWriter) -> None:
         self._writer = writer
 
-    async def send(self, records: Sequence[Record]) -> Sequence[Run]:
+    async def send(self, records: Sequence[Record]) -> Sequence[SentBatch]:
         """See `Sink`. Records are in the file once a frame is full, or at the end."""
         await asyncio.to_thread(self._writer.add, records)
         return ()
@@ -195,7 +195,7 @@ class PipelineSink(TopicSink):
         self._replies = replies
         self._pending_bytes = 0
 
-    async def send(self, records: Sequence[Record]) -> Sequence[Run]:
+    async def send(self, records: Sequence[Record]) -> Sequence[SentBatch]:
         """See `Sink`. Waits while too much is unanswered, whatever the pace."""
         while self._replies.pending and (
             self._replies.pending > MAX_PENDING_RECORDS or self._pending_bytes > MAX_PENDING_BYTES

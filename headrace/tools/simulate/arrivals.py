@@ -27,14 +27,14 @@ _ELEMENT_BYTES = 16
 """Assumed size of a `BYTES` element, since element lengths are in the skipped part."""
 
 
-class _Input(msgspec.Struct):
+class _RecordedInput(msgspec.Struct):
     name: str
     datatype: str
     shape: list[int]
 
 
 class _Body(msgspec.Struct):
-    inputs: list[_Input]
+    inputs: list[_RecordedInput]
     model_name: str = ""
     model_version: str | None = None
 
@@ -134,7 +134,7 @@ def _work_of(body: _Body, envelope: Envelope) -> _Work | None:
     return _Work(kind, rows.pop(), sum(sizes))
 
 
-def _size_bytes(tensor: _Input) -> int:
+def _size_bytes(tensor: _RecordedInput) -> int:
     """Return the tensor's size; -1 if it is invalid."""
     datatype = DATATYPES.get(tensor.datatype)
     if datatype is None or min(tensor.shape, default=0) < 0:

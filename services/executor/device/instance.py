@@ -330,10 +330,10 @@ class DeviceInstance(Instance):
             return super().gather(requests, fresh=False)
         return ring.gather(requests, rows)
 
-    def submit_next(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
+    def submit_next(self, inputs: Arrays, is_in_time: Callable[[], bool]) -> bool:
         """Enqueue a batch behind the running one; see `Instance.submit_next`."""
         if not isinstance(inputs, RingBatch):
-            return super().submit_next(inputs, wanted)
+            return super().submit_next(inputs, is_in_time)
         self.submit(inputs)
         return True
 

@@ -18,7 +18,7 @@ from headrace.log.errors import (
     UnknownPartition,
 )
 from headrace.log.memory import MemoryLog
-from headrace.log.port import NewRecord, Record, Run, TopicInfo, TopicPartition
+from headrace.log.port import NewRecord, Record, SentBatch, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import read
 from tests.support.tuning import QUICK
@@ -90,7 +90,7 @@ class BatchLimit:
         self.batches: list[int] = []
         self.taken: list[bytes | None] = []
 
-    async def send(self, partition: TopicPartition, batch: list[NewRecord]) -> list[Run]:
+    async def send(self, partition: TopicPartition, batch: list[NewRecord]) -> list[SentBatch]:
         self.batches.append(len(batch))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if len(batch) > self._most or any(len(one.value or b"") > 10 for one in batch):
@@ -98,7 +98,7 @@ class BatchLimit:
         else:
             self.taken += [one.value for one in batch]
             future.set_result(None)
-        return [Run(len(batch), future)]
+        return [SentBatch(len(batch), future)]
 
 
 async def test_refused_batch_is_halved_until_it_is_taken() -> None:

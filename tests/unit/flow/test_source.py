@@ -178,8 +178,8 @@ async def test_large_keys_and_headers_that_wait_pause_reading(
         running = tasks.create_task(source.run())
         await source.assigned.wait()
         async with log.producer() as producer:
-            for run in await producer.send(ONE, [large] * 500):
-                await run.acknowledged
+            for sent in await producer.send(ONE, [large] * 500):
+                await sent.acknowledged
         await eventually(lambda: source.snapshot().paused == "budget")
 
         assert source.snapshot().in_flight_bytes > 1_000_000

@@ -192,7 +192,7 @@ def test_remembered_shapes_are_bounded() -> None:
     binder = Binder(FIXED, tuning=replace(TUNING.models, cached_layouts=4))
     for length in range(20):
         binder.bind([zeros("x", 4, length)])
-    assert len(binder._layouts) <= 4
+    assert len(binder._checked) <= 4
 
 
 def test_strings_that_are_utf8_are_bound() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.log.errors import LogUnavailable
-from headrace.log.port import Record, Run
+from headrace.log.port import Record, SentBatch
 from headrace.tools.replay.recording import identity
 from headrace.tools.replay.replay import FixedRate, OriginalSpacing, Pace, Replay, Unpaced
 from tests.support.clock import ManualClock
@@ -41,7 +41,7 @@ class KeepingSink:
         self._sleeper = sleeper
         self._takes_ms = list(takes_ms)
 
-    async def send(self, records: Sequence[Record]) -> Sequence[Run]:
+    async def send(self, records: Sequence[Record]) -> Sequence[SentBatch]:
         self.turns.append((self._sleeper.passed_ms, len(records)))
         self.records += records
         if self._takes_ms:
@@ -51,7 +51,7 @@ class KeepingSink:
             acknowledged.set_exception(self.failure)
         else:
             acknowledged.set_result(None)
-        return [Run(len(records), acknowledged)]
+        return [SentBatch(len(records), acknowledged)]
 
     async def finish(self) -> None:
         """Nothing more comes."""

@@ -42,7 +42,7 @@ class PrefetchHarness:
     async def next_id(self) -> str:
         """The batch that comes next."""
         async with asyncio.timeout(DEADLINE_S):
-            taken = self.prefetch.take() or await self.prefetch.wait()
+            taken = self.prefetch.next_nowait() or await self.prefetch.wait_next()
         return taken.batch.batch_id if taken else "none"
 
 

@@ -81,7 +81,7 @@ class Shelf:
 
     def supply(self, key: str | None, demand: Demand) -> str | None:
         self.asked += 1
-        stores = (self.pieces, self.later) if demand.at_once else (self.pieces,)
+        stores = (self.pieces, self.later) if demand.is_last else (self.pieces,)
         for store in stores:
             for name in [key] if key is not None else list(store):
                 if store.get(name):

@@ -16,7 +16,7 @@ from headrace.consumer.source_settings import SourceSettings
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
-from headrace.log.port import NewRecord, Producer, Run, TopicInfo, TopicPartition
+from headrace.log.port import NewRecord, Producer, SentBatch, TopicInfo, TopicPartition
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
@@ -211,11 +211,13 @@ class HeldProducer:
         self.runs: list[tuple[int, int]] = []
         self._held: list[asyncio.Future[None]] = []
 
-    async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
+    async def send(
+        self, partition: TopicPartition, records: Sequence[NewRecord]
+    ) -> Sequence[SentBatch]:
         self.runs.append((partition.partition, len(records)))
         acknowledged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held.append(acknowledged)
-        return [Run(len(records), acknowledged)]
+        return [SentBatch(len(records), acknowledged)]
 
     def acknowledge(self) -> None:
         """All that was taken."""
