@@ -204,7 +204,6 @@ class _Cores:
 # --- output --------------------------------------------------------------------------------------
 
 
-BAR = 40
 PERCENTILES = (50, 90, 99, 99.9)
 
 
@@ -220,10 +219,6 @@ def as_fields(facts: Facts, measured: LoadResult) -> dict[str, Any]:
         "statuses": dict(measured.statuses),
         "latency_ms": _percentiles(measured.latency),
         "sent_late_ms": _percentiles(measured.lateness) if len(measured.lateness) else None,
-        "histogram": [
-            {"up_to_ms": 1e3 * bound_s, "answers": count}
-            for bound_s, count in measured.latency.bars()
-        ],
         "mean_ms": {
             "queue": 1e3 * facts.queue_s,
             "batch": 1e3 * facts.batch_s,
@@ -245,7 +240,7 @@ def _percentiles(histogram: Histogram) -> dict[str, float]:
 
 def as_text(fields: dict[str, Any]) -> str:
     """Format the fields as text."""
-    return "\n".join([*_outcome(fields), "", *_histogram(fields), "", *_times(fields)])
+    return "\n".join([*_outcome(fields), "", *_times(fields)])
 
 
 def _outcome(fields: dict[str, Any]) -> Iterator[str]:
@@ -265,14 +260,6 @@ def _outcome(fields: dict[str, Any]) -> Iterator[str]:
 
 def _shown(percentiles: dict[str, float]) -> str:
     return ", ".join(f"{name} {_ms(value)}" for name, value in percentiles.items())
-
-
-def _histogram(fields: dict[str, Any]) -> Iterator[str]:
-    bars = fields["histogram"]
-    most = max((bar["answers"] for bar in bars), default=1)
-    for bar in bars:
-        marks = "#" * round(BAR * bar["answers"] / most)
-        yield f"  up to {_ms(bar['up_to_ms']):>9}  {bar['answers']:>9}  {marks}"
 
 
 def _times(fields: dict[str, Any]) -> Iterator[str]:

@@ -44,8 +44,8 @@ def command(kafka: bool, seconds: float) -> None:
     # failures show as missing answers.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     sys.setswitchinterval(TUNING.runtime.thread_switch_interval_s)
-    outcome = run(run_demo(seconds, say, kafka=kafka))
-    for line in report(outcome.result, outcome.reasons):
+    result = run(run_demo(seconds, say, kafka=kafka))
+    for line in report(result):
         click.echo(line)
-    if outcome.result.faults:
+    if result.faults:
         raise Unsuccessful

@@ -51,15 +51,12 @@ class SimulationJob(NamedTuple):
             are not known otherwise; None for the settings'.
         service_times: by model, or under "" for all others.
         answers: a topic, or a capture file.
-        steady: all batches of one size take the same time.
     """
 
     source: RecordingSource
     models: Path | None
     service_times: Mapping[str, ServiceTime]
     answers: str | Path | None
-    overhead_us: float
-    steady: bool
     scenarios: Sequence[Scenario]
 
 
@@ -113,8 +110,6 @@ class SimulateOptions(NamedTuple):
     answers: str | None
     answers_file: Path | None
     models: Path | None
-    overhead_us: float
-    steady: bool
     rate_factors: tuple[float, ...]
     instances: tuple[int, ...]
     max_batch_sizes: tuple[int, ...]
@@ -140,14 +135,6 @@ _OPTIONS = (
         metavar="DIR",
         help="Use the limits of these models, and measure unknown durations of batches.",
     ),
-    click.option(
-        "--overhead-us",
-        type=click.FloatRange(min=0),
-        default=0.0,
-        metavar="US",
-        help="Extra time of each batch, in addition to the model's run.",
-    ),
-    click.option("--steady", is_flag=True, help="All batches of one size take their median time."),
     click.option(
         "--rate-factor",
         "rate_factors",
@@ -215,8 +202,6 @@ def _job(settings: Settings, given: SimulateOptions, chosen: dict[str, Any]) -> 
         given.models,
         given.service_times,
         recorded,
-        given.overhead_us,
-        given.steady,
         scenarios(
             given.rate_factors,
             given.instances,
@@ -301,6 +286,4 @@ async def _times(
     if job.models is not None:
         for model in sorted((wanted & models.keys()) - times.keys()):
             times[model] = measure(models[model])
-    if job.steady:
-        times = {model: each.steady() for model, each in times.items()}
-    return {model: each.later(job.overhead_us) for model, each in times.items()}
+    return times

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -54,19 +53,6 @@ class Histogram:
     def mean_s(self) -> float:
         """Return the mean; 0 if there are no times."""
         return self._total_s / max(1, len(self))
-
-    def bars(self, per_decade: int = 4) -> Iterator[tuple[float, int]]:
-        """Yield upper bounds in seconds with their counts, from the first to the last non-empty
-        one.
-        """
-        step = PER_DECADE // per_decade
-        edges = range(0, _BUCKETS, step)
-        sums = np.add.reduceat(self._counts, list(edges))
-        filled = np.flatnonzero(sums)
-        if not filled.size:
-            return
-        for number in range(int(filled[0]), int(filled[-1]) + 1):
-            yield _middle_s(edges[number] + step), int(sums[number])
 
 
 def _middle_s(place: int) -> float:

@@ -31,7 +31,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_rate_is_measured(call: Call, repository: Path) -> None:
-    """Every request is answered; percentiles, histogram, batches and advice are told."""
+    """Every request is answered; percentiles, batches and advice are told."""
     result = call("bench", "digits", "--rate", "100", *SHORT, "--json")
     assert result.exit_code == Exit.DONE, result.stderr
     fields = json.loads(result.stdout)
@@ -39,7 +39,6 @@ def test_rate_is_measured(call: Call, repository: Path) -> None:
     assert fields["answered"] == fields["sent"] > 0
     assert fields["statuses"] == {"ok": fields["sent"]}
     assert 0 < fields["latency_ms"]["p50"] <= fields["latency_ms"]["p99"]
-    assert sum(bar["answers"] for bar in fields["histogram"]) > 0
     assert sum(size["answers_looked_into"] for size in fields["batch_sizes"]) > 0
     assert len(fields["advice"]) == 1
 
@@ -51,7 +50,6 @@ def test_saturation_is_measured(call: Call, repository: Path) -> None:
 
     assert "requests answered" in result.stdout
     assert "rows in a run" in result.stdout
-    assert "#" in result.stdout
 
 
 def take_interrupts() -> None:

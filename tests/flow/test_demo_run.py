@@ -16,10 +16,9 @@ from headrace.tools.demo.traffic import Due
 async def test_every_request_is_answered_and_nothing_is_amiss(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A short run has answers for all groups, dead letters, batches with reasons, no faults."""
+    """A short run has answers for all groups, dead letters, batches, no faults."""
     said: list[str] = []
-    outcome = await run_demo(1.5, said.append)
-    result = outcome.result
+    result = await run_demo(1.5, said.append)
     assert result.faults == ()
     assert all(group.answered == group.sent > 0 for group in result.groups)
     assert {each.code: each.answers == each.dead_letters for each in result.errors} == {
@@ -30,22 +29,14 @@ async def test_every_request_is_answered_and_nothing_is_amiss(
     }
     sizes = {each.model: each.sizes for each in result.batches}
     assert max(sizes["digits"]) > 1
-    assert outcome.reasons["digits"]
     assert "in flight" in capsys.readouterr().out
-
-
-async def test_batches_told_by_answers_are_those_that_were_counted() -> None:
-    """The responses' `batch_size` and the metrics agree on how many batches there were."""
-    outcome = await run_demo(1.0, print)
-    counted = {model: sum(reasons.values()) for model, reasons in outcome.reasons.items()}
-    assert {each.model: each.batches for each in outcome.result.batches} == counted
 
 
 async def test_without_magika_digits_are_shown_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is said, and costs the files alone."""
     monkeypatch.setattr(demo, "find_magika", lambda: None)
     said: list[str] = []
-    result = (await run_demo(1.0, said.append)).result
+    result = await run_demo(1.0, said.append)
     assert "magika is not installed" in said[0]
     assert result.faults == ()
     assert FILES not in {group.group for group in result.groups}
@@ -63,6 +54,6 @@ async def test_files_get_labels_that_package_magika_gives_them(tmp_path: Path) -
     ]
     questions = Questions(load_digits(), samples)
     at_once = Due(0.0, tuple(questions.file() for _ in samples))
-    result = (await send_all(demo_settings(tmp_path), [at_once], model.labels)).result
+    result = await send_all(demo_settings(tmp_path), [at_once], model.labels)
     (group,) = result.groups
     assert (group.right, group.rows, result.faults) == (len(samples), len(samples), ())

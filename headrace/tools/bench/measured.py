@@ -10,6 +10,7 @@ import msgspec
 from headrace.client.rpc import last_header
 from headrace.log.port import Record
 from headrace.protocol.headers import HeaderName
+from headrace.tools.bodies import BodyReader
 from headrace.tools.histogram import Histogram
 
 
@@ -26,8 +27,7 @@ class _Timed(msgspec.Struct):
     parameters: _Timings = msgspec.field(default_factory=_Timings)
 
 
-_decode_msgpack = msgspec.msgpack.Decoder(_Timed).decode
-_decode_json = msgspec.json.Decoder(_Timed).decode
+_answers = BodyReader(_Timed)
 
 
 class LoadResult:
@@ -80,14 +80,11 @@ class LoadResult:
         """Decode the timings of a few answers, each with its latency in seconds."""
         found: list[tuple[_Timings, float]] = []
         for record, latency_s in answers:
-            if last_header(record.headers, HeaderName.STATUS) != b"ok" or record.value is None:
+            if last_header(record.headers, HeaderName.STATUS) != b"ok":
                 continue
-            said = last_header(record.headers, HeaderName.CONTENT_TYPE) or b""
-            decode = _decode_json if b"json" in said else _decode_msgpack
-            try:
-                found.append((decode(record.value).parameters, latency_s))
-            except msgspec.DecodeError:
-                continue  # it is counted; a consumer that reads it gets the error
+            # An answer that cannot be read is counted; a consumer that reads it gets the error.
+            if (answer := _answers.read(record)) is not None:
+                found.append((answer.parameters, latency_s))
         for timings, _ in found:
             self.batch_sizes[timings.batch_size] += 1
         self.queue.add([each.queue_us / 1e6 for each, _ in found])

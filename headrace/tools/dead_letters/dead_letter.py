@@ -12,24 +12,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from headrace.config import LimitSettings
 from headrace.errors import Rejected
 from headrace.log.port import Record, TopicPartition
 from headrace.protocol.codec import decode_request
-from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.headers import (
     DECODED_TYPES,
-    JSON,
-    MSGPACK_TYPES,
     HeaderName,
     parse_envelope,
     shown_name,
 )
 from headrace.protocol.messages import Envelope, InputTensor, Tensor
 from headrace.protocol.tensors import to_array
+from headrace.tools.replay.recording import model_of
 
 _INT32 = struct.Struct(">i")
 _INT64 = struct.Struct(">q")
@@ -78,19 +75,10 @@ class DeadLetter(NamedTuple):
         return TopicPartition(self.record.topic, self.record.partition)
 
 
-class _Named(msgspec.Struct):
-    model_name: str = ""
-    model_version: str | None = None
-
-
-_decode_msgpack = msgspec.msgpack.Decoder(_Named).decode
-_decode_json = msgspec.json.Decoder(_Named).decode
-
-
 def parse_dead_letter(record: Record) -> DeadLetter:
     """Parse a record of the dead-letter topic."""
     headers = {name: value for name, value in record.headers if value is not None}
-    model, version = _model(record)
+    model, version = model_of(record)
     return DeadLetter(
         record,
         _origin(headers),
@@ -121,22 +109,6 @@ def _origin(headers: Mapping[str, bytes]) -> RecordIdentity | None:
     if not topic or len(partition) != _INT32.size or len(offset) != _INT64.size:
         return None
     return RecordIdentity(topic, _INT32.unpack(partition)[0], _INT64.unpack(offset)[0])
-
-
-def _model(record: Record) -> tuple[str, str]:
-    """Read the model from `x-model`, otherwise from the body, even one too large to be served."""
-    envelope = parse_envelope(record.headers, record.timestamp, 0)
-    if envelope.model or record.value is None:
-        return envelope.model, envelope.version
-    content_type = envelope.content_type
-    if content_type != JSON and content_type not in MSGPACK_TYPES:
-        return "", ""
-    decode = _decode_json if content_type == JSON else _decode_msgpack
-    try:
-        body = decode(record.value)
-    except DECODE_ERRORS:
-        return "", ""
-    return body.model_name, body.model_version or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +146,6 @@ class DeadLetterSelection:
 
 
 SHOWN_ELEMENTS = 16
-HEX_WIDTH = 16
 SHOWN_BYTES = 512
 
 _NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
@@ -266,13 +237,13 @@ def _value(dead_letter: DeadLetter) -> Iterator[str]:
         yield from _decoded(value, envelope)
     except Rejected as error:
         yield f"{len(value)} bytes that cannot be read as a request: {error}"
-        yield from hex_lines(value)
+        yield _beginning(value)
 
 
 def _decoded(value: bytes, envelope: Envelope) -> Iterator[str]:
     if envelope.content_type not in DECODED_TYPES:
         yield f"{len(value)} bytes of {envelope.content_type}"
-        yield from hex_lines(value)
+        yield _beginning(value)
         return
     # Faults in other headers must not keep the body from being shown.
     request = decode_request(value, envelope._replace(fault=None), _NO_LIMITS)
@@ -296,16 +267,9 @@ def _tensor(tensor: InputTensor) -> Iterator[str]:
     yield from (f"  {line}" for line in f"{shown}{more}".splitlines())
 
 
-def hex_lines(value: bytes, shown_bytes: int = SHOWN_BYTES) -> Iterator[str]:
-    """Yield hex dump lines of 16 bytes (offset, hexadecimal, ASCII), and the number of omitted
-    bytes.
-    """
-    for start in range(0, min(len(value), shown_bytes), HEX_WIDTH):
-        part = value[start : min(start + HEX_WIDTH, shown_bytes)]
-        ascii_text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
-        yield f"{start:08x}  {part.hex(' '):<{HEX_WIDTH * 3}} {ascii_text}"
-    if len(value) > shown_bytes:
-        yield f"and {len(value) - shown_bytes} bytes more"
+def _beginning(value: bytes) -> str:
+    more = f" and {len(value) - SHOWN_BYTES} bytes more" if len(value) > SHOWN_BYTES else ""
+    return _show_bytes(value[:SHOWN_BYTES]) + more
 
 
 def _base64(value: bytes | None) -> str | None:

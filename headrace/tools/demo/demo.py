@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import NamedTuple
 
 from headrace.config import KafkaSettings, ModelSettings, Settings, TelemetrySettings, make_settings
 from headrace.models.backends.onnx_runtime import require_onnx_runtime
@@ -21,7 +20,7 @@ from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.demo.magika_model import MagikaModel, find_magika
 from headrace.tools.demo.questions import Questions, SampleFile, load_digits, load_samples
-from headrace.tools.demo.report import Reasons, closing_reasons, live_line
+from headrace.tools.demo.report import live_line
 from headrace.tools.demo.tally import Result, Tally
 from headrace.tools.demo.traffic import Due, Traffic, plan_load
 from headrace.tools.local_kafka import LocalKafka
@@ -29,14 +28,7 @@ from headrace.tools.local_kafka import LocalKafka
 SEED = 1
 
 
-class DemoRun(NamedTuple):
-    """Result of the demo, and the closing reasons of batches."""
-
-    result: Result
-    reasons: Reasons
-
-
-async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = False) -> DemoRun:
+async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = False) -> Result:
     """Send requests for `seconds`, wait for the last answers, and return the totals.
 
     Args:
@@ -96,7 +88,7 @@ def demo_settings(repository: Path, kafka: KafkaSettings | None = None) -> Setti
     return make_settings({}).model_copy(update=own)
 
 
-async def send_all(settings: Settings, load: Iterable[Due], file_labels: Sequence[str]) -> DemoRun:
+async def send_all(settings: Settings, load: Iterable[Due], file_labels: Sequence[str]) -> Result:
     """Run the four services, send all questions of a plan, and stop the services.
 
     `file_labels` are the names of the magika model's outputs, in their order.
@@ -105,12 +97,12 @@ async def send_all(settings: Settings, load: Iterable[Due], file_labels: Sequenc
     async with open_log(settings) as log:
         # The embedded log already has the topics.
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
-        async with running(Pipeline(settings, log)) as pipeline:
+        async with running(Pipeline(settings, log)):
             async with asyncio.TaskGroup() as tasks:
                 showing = tasks.create_task(_show(tally), name="view")
                 await Traffic(log, settings, tally, file_labels).run(load)
                 showing.cancel()
-            return DemoRun(tally.result(), closing_reasons(pipeline.metrics.registry))
+            return tally.result()
 
 
 async def _show(tally: Tally) -> None:

@@ -184,20 +184,16 @@ class DemoAnswer(NamedTuple):
     """An answer.
 
     Attributes:
-        request: `topic/partition/offset` of the request record.
         status: `ok`, or the error's code.
         message: error message for people.
         labels: one per row.
-        queue_us, batch_us, compute_us, batch_size: the response's parameters of these names.
+        queue_us, batch_size: the response's parameters of these names.
     """
 
-    request: str
     status: str
     message: str = ""
     labels: tuple[str, ...] = ()
     queue_us: int = 0
-    batch_us: int = 0
-    compute_us: int = 0
     batch_size: int = 0
 
 
@@ -211,16 +207,14 @@ def read_answer(record: Record, file_labels: Sequence[str]) -> DemoAnswer:
     """
     headers = {name: value for name, value in record.headers if value is not None}
     body = _body(record.value or b"", headers.get(HeaderName.CONTENT_TYPE, b"").decode())
-    common = headers[HeaderName.REQUEST].decode(), headers[HeaderName.STATUS].decode()
+    status = headers[HeaderName.STATUS].decode()
     if "error" in body:
-        return DemoAnswer(*common, message=body["error"])
+        return DemoAnswer(status, message=body["error"])
     timings = body["parameters"]
     return DemoAnswer(
-        *common,
+        status,
         labels=_labels(body["outputs"], file_labels),
         queue_us=timings["queue_us"],
-        batch_us=timings["batch_us"],
-        compute_us=timings["compute_us"],
         batch_size=timings["batch_size"],
     )
 

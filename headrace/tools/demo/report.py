@@ -4,44 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry
-
 from headrace.tools.demo.questions import INVALID
 from headrace.tools.demo.tally import (
     BatchResult,
     ErrorResult,
-    ExampleRequest,
     GroupResult,
     LiveStats,
     Result,
 )
 
-Reasons = Mapping[str, Mapping[str, int]]
-"""Number of batches by model and closing reason."""
 
-_METRIC = "headrace_batches"
-
-
-def closing_reasons(registry: CollectorRegistry) -> Reasons:
-    """Read the closing reasons of batches from a process's metrics."""
-    reasons: dict[str, dict[str, int]] = {}
-    for family in registry.collect():
-        if family.name != _METRIC:
-            continue
-        for sample in family.samples:
-            if sample.name == f"{_METRIC}_total" and sample.value:
-                model = reasons.setdefault(sample.labels["model"], {})
-                model[sample.labels["reason"]] = int(sample.value)
-    return reasons
-
-
-def report(result: Result, reasons: Reasons) -> list[str]:
+def report(result: Result) -> list[str]:
     """Return the whole summary."""
     parts = (
         _groups(result.groups),
-        _batches(result.batches, reasons),
+        _batches(result.batches),
         _errors(result.errors),
-        _trace(result.trace) if result.trace else [],
         _verdict(result),
     )
     return [line for part in parts if part for line in ("", *part)]
@@ -61,16 +39,13 @@ def _groups(groups: Sequence[GroupResult]) -> list[str]:
     return lines
 
 
-def _batches(batches: Sequence[BatchResult], reasons: Reasons) -> list[str]:
+def _batches(batches: Sequence[BatchResult]) -> list[str]:
     lines = ["Batches"] if batches else []
     for each in batches:
         largest = max(each.sizes)
-        closed = ", ".join(
-            f"{count:,} {reason}" for reason, count in sorted(reasons.get(each.model, {}).items())
-        )
         lines.append(
             f"  {each.model:20}{each.batches:,} with {each.mean_rows:.1f} rows on average, "
-            f"{largest} at most" + (f"; closed: {closed}" if closed else "")
+            f"{largest} at most"
         )
         lines.append(f"  {'':20}by rows: {_spread(each.sizes)}")
     return lines
@@ -98,23 +73,6 @@ def _errors(errors: Sequence[ErrorResult]) -> list[str]:
     return lines
 
 
-def _trace(trace: ExampleRequest) -> list[str]:
-    answer = trace.answer
-    queued_ms, batched_ms = answer.queue_us / 1000, answer.batch_us / 1000
-    compute_ms = answer.compute_us / 1000
-    rest_ms = trace.total_ms - queued_ms - batched_ms - compute_ms
-    rows = "alone" if answer.batch_size == 1 else f"{answer.batch_size} rows together"
-    return [
-        f"One request: {trace.question.subject}, to {trace.question.model} ({answer.request})",
-        f"  {rest_ms:8.2f} ms  producer to ingest, responder to consumer",
-        f"  {queued_ms:8.2f} ms  batcher: until its batch closed",
-        f"  {compute_ms:8.2f} ms  executor: the run of the model, {rows}",
-        f"  {batched_ms:8.2f} ms  the rest in its batch: waiting for the run, split, encoded",
-        f"  {trace.total_ms:8.2f} ms  from when it was due to its answer: "
-        f"{', '.join(answer.labels)}",
-    ]
-
-
 def _verdict(result: Result) -> list[str]:
     if result.faults:
         return ["Faults", *(f"  {fault}" for fault in result.faults)]
@@ -130,20 +88,9 @@ def _verdict(result: Result) -> list[str]:
 
 def live_line(stats: LiveStats) -> str:
     """Return a line with the current figures."""
-    return "  ".join(f"{name} {value}" for name, value in _live_figures(stats))
-
-
-def _live_figures(stats: LiveStats) -> list[tuple[str, str]]:
-    """Return the displayed figures, by name."""
-    return [
-        ("time", f"{stats.elapsed_s:5.1f} s"),
-        ("sent", f"{stats.sent:7,}"),
-        ("answered", f"{stats.answered:7,}"),
-        ("in flight", f"{stats.in_flight:4,}"),
-        ("answers/s", f"{stats.answers_per_s:6,.0f}"),
-        ("batch mean", f"{stats.batch_mean:4.1f}"),
-        ("max", f"{stats.batch_max:3}"),
-        ("queue", f"{stats.queue_ms:6.2f} ms"),
-        ("p50", f"{stats.p50_ms:6.2f} ms"),
-        ("p99", f"{stats.p99_ms:6.2f} ms"),
-    ]
+    return (
+        f"time {stats.elapsed_s:5.1f} s  sent {stats.sent:7,}  answered {stats.answered:7,}"
+        f"  in flight {stats.in_flight:4,}  answers/s {stats.answers_per_s:6,.0f}"
+        f"  batch mean {stats.batch_mean:4.1f}  max {stats.batch_max:3}"
+        f"  queue {stats.queue_ms:6.2f} ms  p50 {stats.p50_ms:6.2f} ms  p99 {stats.p99_ms:6.2f} ms"
+    )

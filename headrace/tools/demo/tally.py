@@ -12,7 +12,6 @@ import numpy as np
 from headrace.tools.demo.questions import INVALID, OK, DemoAnswer, Question
 
 WINDOW_S = 1.0
-KEPT_TRACES = 500
 MIN_RIGHT = {"digits": 0.9, "magika": 0.85}
 """Lowest share of right answers that can still be due to chance."""
 
@@ -71,21 +70,12 @@ class ErrorResult(NamedTuple):
     dead_letters: int
 
 
-class ExampleRequest(NamedTuple):
-    """One request, its answer, and the time in between."""
-
-    question: Question
-    answer: DemoAnswer
-    total_ms: float
-
-
 class Result(NamedTuple):
     """Result of the demo. `faults` lists what is wrong; empty if all is well."""
 
     groups: tuple[GroupResult, ...]
     batches: tuple[BatchResult, ...]
     errors: tuple[ErrorResult, ...]
-    trace: ExampleRequest | None
     faults: tuple[str, ...]
 
 
@@ -119,7 +109,6 @@ class Tally:
         self._rows_by_size: dict[str, Counter[int]] = {}
         self._errors: dict[str, ErrorResult] = {}
         self._missing_dead_letters = 0
-        self._traces: deque[ExampleRequest] = deque(maxlen=KEPT_TRACES)
         self._sent = 0
         self._answered = 0
         self.surplus_answers = 0
@@ -150,7 +139,6 @@ class Tally:
             self._unexpected.append(f"{question.subject}: {answer.status}: {answer.message}")
         else:
             self._count_labels(group, question, answer)
-            self._traces.append(ExampleRequest(question, answer, latency_ms))
             queue_ms = answer.queue_us / 1000
             self._recent.append(_Recent(now_s, latency_ms, queue_ms, answer.batch_size))
 
@@ -199,7 +187,7 @@ class Tally:
         )
         batches = tuple(_batches(model, rows) for model, rows in self._rows_by_size.items())
         errors = tuple(self._errors.values())
-        return Result(groups, batches, errors, self._typical_trace(), tuple(self._faults()))
+        return Result(groups, batches, errors, tuple(self._faults()))
 
     def _count_error(self, group: _GroupCounts, question: Question, answer: DemoAnswer) -> None:
         if answer.status != question.code:
@@ -228,12 +216,6 @@ class Tally:
         group.right += sum(given == true for given, true in pairs)
         sizes = self._rows_by_size.setdefault(question.model, Counter())
         sizes[answer.batch_size] += len(question.labels)
-
-    def _typical_trace(self) -> ExampleRequest | None:
-        """Return a request of median latency, preferably one that shared its batch."""
-        shared = [trace for trace in self._traces if trace.answer.batch_size > 1]
-        traces = sorted(shared or self._traces, key=lambda trace: trace.total_ms)
-        return traces[len(traces) // 2] if traces else None
 
     def _faults(self) -> list[str]:
         faults = list(self._unexpected)

@@ -32,8 +32,8 @@ import msgspec
 
 from headrace.client.rpc import last_header
 from headrace.log.port import Gap, Record, TopicPartition
-from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import JSON, MSGPACK_TYPES, HeaderName
+from headrace.protocol.headers import HeaderName
+from headrace.tools.bodies import BodyReader
 
 CHUNK_RECORDS = 500
 """A chunk has at most so many records."""
@@ -153,8 +153,7 @@ class _ModelName(msgspec.Struct):
     model_version: str | None = None
 
 
-_name_in_msgpack = msgspec.msgpack.Decoder(_ModelName).decode
-_name_in_json = msgspec.json.Decoder(_ModelName).decode
+_model_names = BodyReader(_ModelName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +218,11 @@ class Selection:
 def model_of(record: Record) -> tuple[str, str]:
     """Return the model's name and version of a request or an answer; empty if missing.
 
-    The body takes precedence over `x-model`; an unreadable body yields no model.
+    The body takes precedence over `x-model`.
     """
     name, _, version = _text_header(record, HeaderName.MODEL).partition("/")
-    content_type = _text_header(record, HeaderName.CONTENT_TYPE).partition(";")[0].strip().lower()
-    decode = _name_in_json if content_type == JSON else _name_in_msgpack
-    if record.value is None or content_type not in MSGPACK_TYPES | {JSON}:
-        return name, version
-    try:
-        body = decode(record.value)
-    except DECODE_ERRORS:
+    body = _model_names.read(record)
+    if body is None:
         return name, version
     return body.model_name or name, body.model_version or version
 

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from headrace.log.port import Record
-from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import JSON, MSGPACK_TYPES, parse_envelope
+from headrace.protocol.headers import DECODED_TYPES, parse_envelope
 from headrace.protocol.messages import Envelope
 from headrace.protocol.tensors import DATATYPES
+from headrace.tools.bodies import BodyReader
 from headrace.tools.replay.recording import Recording
 from headrace.tools.simulate.events import NO_TIMEOUT, Arrivals, Kind
 
@@ -39,8 +39,7 @@ class _Body(msgspec.Struct):
     model_version: str | None = None
 
 
-_from_msgpack = msgspec.msgpack.Decoder(_Body).decode
-_from_json = msgspec.json.Decoder(_Body).decode
+_bodies = BodyReader(_Body)
 
 
 class RecordedArrivals(NamedTuple):
@@ -109,16 +108,12 @@ def _work(record: Record, envelope: Envelope) -> _Work | None:
     """Parse a record; None if it is not a valid request."""
     if record.value is None or envelope.fault is not None:
         return None
-    if envelope.content_type not in MSGPACK_TYPES | {JSON}:
+    if envelope.content_type not in DECODED_TYPES:
         # One item, whose size after the transform is unknown.
         kind = Kind(envelope.model, envelope.version, (), envelope.tenant, envelope.priority)
         return _Work(kind, 1, len(record.value))
-    decode = _from_json if envelope.content_type == JSON else _from_msgpack
-    try:
-        body = decode(record.value)
-    except DECODE_ERRORS:
-        return None
-    return _work_of(body, envelope)
+    body = _bodies.read(record)
+    return None if body is None else _work_of(body, envelope)
 
 
 def _work_of(body: _Body, envelope: Envelope) -> _Work | None:

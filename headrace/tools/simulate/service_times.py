@@ -18,11 +18,10 @@ import numpy as np
 
 from headrace.client.rpc import last_header
 from headrace.errors import ConfigurationError
-from headrace.log.port import Record
 from headrace.models.backends.warmup import make_sample_batch
 from headrace.models.version import ModelVersion
-from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import JSON, HeaderName
+from headrace.protocol.headers import HeaderName
+from headrace.tools.bodies import BodyReader
 from headrace.tools.replay.recording import Recording
 
 ENOUGH = 5
@@ -47,7 +46,6 @@ class ServiceTime:
         points: known sizes.
         line: t0 and a; None for the least-squares line of the points, weighted by `seen`.
         ratios: of single runs to S of their sizes, in order of time.
-        overhead_us: constant extra time of every batch.
 
     Attributes:
         around_us: delay of the answer after the run, while the instance continues; see `learn`.
@@ -62,7 +60,6 @@ class ServiceTime:
         line: tuple[float, float] | None = None,
         *,
         ratios: Sequence[float] = (),
-        overhead_us: float = 0.0,
     ) -> None:
         if not points and line is None:
             raise ValueError("expected points or a line")
@@ -74,12 +71,11 @@ class ServiceTime:
         self._rows = [each.rows for each in known]
         self._us = list(accumulate((each.us for each in known), max))
         self._ratios = tuple(ratios)
-        self._overhead_us = overhead_us
         self.around_us = 0
 
     def __call__(self, rows: int) -> int:
         """Return S(rows), at least one microsecond."""
-        return max(1, round(self._us_of(rows) + self._overhead_us))
+        return max(1, round(self._us_of(rows)))
 
     def drawn(self, chance: random.Random) -> Callable[[int], int]:
         """Return a function that gives S(b) of successive runs, each as slow as a recorded one.
@@ -87,24 +83,21 @@ class ServiceTime:
         The ratios are used in recorded order, cyclically from a random start: a machine that is
         slow for a while is slow for many runs in a row. Without ratios all runs take S.
         """
-        ratios, overhead_us = self._ratios, self._overhead_us
+        ratios = self._ratios
         if not ratios:
             return self
         first = chance.randrange(len(ratios))
         drawn = cycle((*ratios[first:], *ratios[:first]))
 
         def run_us(rows: int) -> int:
-            return max(1, round(self._us_of(rows) * next(drawn) + overhead_us))
+            return max(1, round(self._us_of(rows) * next(drawn)))
 
         return run_us
 
     def spread(self, runs: Iterable[tuple[int, float]]) -> ServiceTime:
         """Return the same S(b) with the ratios of single runs: their rows and microseconds."""
-        return self._with(ratios=[us / max(self._us_of(rows), 1e-3) for rows, us in runs])
-
-    def steady(self) -> ServiceTime:
-        """Return the same S(b) without ratios: every run takes S."""
-        return self._with(ratios=())
+        ratios = [us / max(self._us_of(rows), 1e-3) for rows, us in runs]
+        return ServiceTime(self.points, (self.t0_us, self.a_us), ratios=ratios)
 
     def _us_of(self, rows: int) -> float:
         at = bisect_left(self._rows, rows)
@@ -119,26 +112,9 @@ class ServiceTime:
         share = (rows - self._rows[at - 1]) / (self._rows[at] - self._rows[at - 1])
         return self._us[at - 1] + share * (self._us[at] - self._us[at - 1])
 
-    def later(self, overhead_us: float) -> ServiceTime:
-        """Return the same S(b) with an extra time for every batch."""
-        return self._with(overhead_us=self._overhead_us + overhead_us)
-
-    def _with(
-        self, *, ratios: Sequence[float] | None = None, overhead_us: float | None = None
-    ) -> ServiceTime:
-        changed = ServiceTime(
-            self.points,
-            (self.t0_us, self.a_us),
-            ratios=self._ratios if ratios is None else ratios,
-            overhead_us=self._overhead_us if overhead_us is None else overhead_us,
-        )
-        changed.around_us = self.around_us
-        return changed
-
     def __str__(self) -> str:
         known = ", ".join(f"S({each.rows})={each.us:.0f}" for each in self.points)
-        text = f"{self.t0_us:.0f} + {self.a_us:.1f} b us" + (f" ({known})" if known else "")
-        return text + (f" + {self._overhead_us:.0f} us" if self._overhead_us else "")
+        return f"{self.t0_us:.0f} + {self.a_us:.1f} b us" + (f" ({known})" if known else "")
 
 
 def _fitted(points: Sequence[BatchTime]) -> tuple[float, float]:
@@ -189,8 +165,7 @@ class _Answer(msgspec.Struct):
     parameters: _Parameters | None = None
 
 
-_from_msgpack = msgspec.msgpack.Decoder(_Answer).decode
-_from_json = msgspec.json.Decoder(_Answer).decode
+_answers = BodyReader(_Answer)
 
 
 async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
@@ -206,7 +181,9 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
     async with aclosing(answers.chunks()) as chunks:
         async for chunk in chunks:
             for record in chunk:
-                found = _answer(record)
+                if last_header(record.headers, HeaderName.STATUS) not in (None, b"ok"):
+                    continue
+                found = _answers.read(record)
                 if found is not None and found.parameters and found.parameters.batch_size > 0:
                     parameters = found.parameters
                     seen[found.model_name].add(parameters)
@@ -249,19 +226,6 @@ def _points(runs: Iterable[tuple[int, float]]) -> list[BatchTime]:
         by_rows[rows].append(us)
     points = [BatchTime(rows, median(times), len(times)) for rows, times in by_rows.items()]
     return [each for each in points if each.seen >= ENOUGH] or points
-
-
-def _answer(record: Record) -> _Answer | None:
-    if record.value is None or last_header(record.headers, HeaderName.STATUS) not in (None, b"ok"):
-        return None
-    content_type = (last_header(record.headers, HeaderName.CONTENT_TYPE) or b"").decode(
-        "ascii", "replace"
-    )
-    decode = _from_json if content_type.partition(";")[0].strip().lower() == JSON else _from_msgpack
-    try:
-        return decode(record.value)
-    except DECODE_ERRORS:
-        return None
 
 
 # --- measured with a model -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A histogram of times: percentiles, bars, bounds."""
+"""A histogram of times: percentiles and bounds."""
 
 from __future__ import annotations
 
@@ -39,18 +39,6 @@ def test_what_lies_outside_counts_at_ends() -> None:
     assert found.max_s == 2 * HIGHEST_S
 
 
-def test_bars_have_every_time_once() -> None:
-    """From the first to the last that is not empty, in rising order."""
-    found = histogram(1e-3, 1.1e-3, 0.5)
-    bars = list(found.bars())
-
-    assert sum(count for _, count in bars) == 3
-    assert [bound for bound, _ in bars] == sorted(bound for bound, _ in bars)
-    assert bars[0][1] > 0
-    assert bars[-1][1] == 1
-
-
 def test_empty_histogram_has_nothing_to_say() -> None:
-    """No bars, and zeros."""
-    assert list(Histogram().bars()) == []
+    """Zeros."""
     assert (Histogram().percentile_s(99), Histogram().mean_s) == (0.0, 0.0)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.tools.demo import demo
-from headrace.tools.demo.demo import DemoRun
-from headrace.tools.demo.tally import Tally
+from headrace.tools.demo.tally import Result, Tally
 from tests.support.command_line import Call
 from tests.unit.demo.examples import answer, count, question
 
@@ -20,9 +19,9 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     """What the demo has counted, instead of a run."""
     tally = Tally()
 
-    async def counted(seconds: float, say: Callable[[str], None], **options: Any) -> DemoRun:
+    async def counted(seconds: float, say: Callable[[str], None], **options: Any) -> Result:
         say(f"{seconds:g} s, {options}")
-        return DemoRun(tally.result(), {})
+        return tally.result()
 
     monkeypatch.setattr(demo, "run_demo", counted)
     before = sys.getswitchinterval()

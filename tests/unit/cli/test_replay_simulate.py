@@ -66,13 +66,13 @@ def test_table_has_line_for_each_scenario(call: Call, requests: None) -> None:
 
 
 def test_service_times_are_learned_from_answers(call: Call, requests: None, tmp_path: Path) -> None:
-    """Their medians for each batch size, and an overhead on top where one is given."""
+    """Their medians for each batch size."""
     answer = {"parameters": {"compute_us": 300, "batch_size": 1}, "model_name": "digits"}
     answers = [recorded(number, value=msgpack.packb(answer)) for number in range(10)]
     capture(tmp_path / "answers.capture", answers)
-    found = call(*SIMULATE, "--answers-file", "answers.capture", "--overhead-us", "50", "--json")
+    found = call(*SIMULATE, "--answers-file", "answers.capture", "--json")
 
-    assert outcomes(found.stdout)[0]["p50_ms"] == pytest.approx(0.35)
+    assert outcomes(found.stdout)[0]["p50_ms"] == pytest.approx(0.3)
 
 
 def test_models_are_measured(call: Call, requests: None, tmp_path: Path) -> None:

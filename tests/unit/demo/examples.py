@@ -23,13 +23,10 @@ def wrong_question(code: str) -> Question:
 def answer(*labels: str, status: str = OK, batch_size: int = 1, queue_us: int = 0) -> DemoAnswer:
     """An answer with these labels, or an error."""
     return DemoAnswer(
-        "headrace.requests/0/1",
         status,
         message="" if status == OK else "what was wrong",
         labels=labels or ("7",),
         queue_us=queue_us,
-        batch_us=200,
-        compute_us=300,
         batch_size=batch_size,
     )
 

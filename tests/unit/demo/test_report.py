@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
-
-from headrace.tools.demo.report import closing_reasons, live_line, report
+from headrace.tools.demo.report import live_line, report
 from headrace.tools.demo.tally import LiveStats, Tally
 from tests.unit.demo.examples import answer, count, question, wrong_question
 
@@ -23,7 +21,7 @@ def _counted() -> Tally:
 
 def test_report_ends_with_verdict() -> None:
     """When all is well, the last line says so."""
-    assert report(_counted().result(), {})[-1] == (
+    assert report(_counted().result())[-1] == (
         "Every request was answered once: 5 answers, 1 of them expected errors."
     )
 
@@ -32,33 +30,15 @@ def test_report_ends_with_what_is_wrong() -> None:
     """Each fault has a line."""
     tally = _counted()
     tally.send(question())
-    assert report(tally.result(), {})[-2:] == [
+    assert report(tally.result())[-2:] == [
         "Faults",
         "  requests without an answer: 1",
     ]
 
 
-def test_report_says_why_batches_closed() -> None:
-    """Reasons stand with the batches of their model."""
-    lines = report(_counted().result(), {"digits": {"idle": 1}})
-    (line,) = [line for line in lines if "rows on average" in line]
-    assert " ".join(line.split()) == (
-        "digits 1 with 4.0 rows on average, 4 at most; closed: 1 idle"
-    )
-
-
-def test_parts_of_request_add_up_to_whole() -> None:
-    """The times of the shown request are its own, and what is left is told."""
-    lines = report(_counted().result(), {})
-    start = next(at for at, line in enumerate(lines) if line.startswith("One request"))
-    *parts, whole = (float(line.split()[0]) for line in lines[start + 1 : start + 6])
-    assert parts == [8.0, 1.5, 0.3, 0.2]
-    assert whole == 10.0
-
-
 def test_expected_error_is_shown_with_its_message() -> None:
     """Subject, code, dead letters and message are there."""
-    lines = report(_counted().result(), {})
+    lines = report(_counted().result())
     at = next(at for at, line in enumerate(lines) if "UNKNOWN_MODEL" in line)
     assert "dead letters: 1" in lines[at]
     assert lines[at + 1].strip() == "what was wrong"
@@ -66,16 +46,7 @@ def test_expected_error_is_shown_with_its_message() -> None:
 
 def test_empty_run_has_report() -> None:
     """Nothing sent, nothing answered, no division by zero."""
-    assert report(Tally().result(), {})
-
-
-def test_reasons_are_read_from_metrics() -> None:
-    """The counter's samples by model and reason, without its creation times."""
-    registry = CollectorRegistry()
-    batches = Counter("headrace_batches", "Batches.", ["model", "reason"], registry=registry)
-    batches.labels("digits", "full").inc(3)
-    batches.labels("magika", "idle").inc()
-    assert closing_reasons(registry) == {"digits": {"full": 3}, "magika": {"idle": 1}}
+    assert report(Tally().result())
 
 
 def test_live_line_has_current_figures() -> None:

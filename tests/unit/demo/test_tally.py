@@ -135,12 +135,3 @@ def test_live_stats_cover_last_second(tally: Tally) -> None:
 def test_live_stats_without_answers_are_zero(tally: Tally) -> None:
     """Before the first answer there is nothing to divide by."""
     assert tally.live_stats(5.0, 5.0) == (0.0, 0, 0, 0, 0.0, 0.0, 0, 0.0, 0.0, 0.0)
-
-
-def test_shown_request_has_median_latency_and_shared_its_batch(tally: Tally) -> None:
-    """Of those in batches of more than one, the one of median latency."""
-    for latency_s, size in ((0.3, 2), (0.2, 2), (0.1, 2), (0.9, 1)):
-        count(tally, question(), answer(batch_size=size), latency_s)
-    trace = tally.result().trace
-    assert trace is not None
-    assert trace.total_ms == pytest.approx(200.0)

@@ -65,22 +65,14 @@ def test_no_row_costs_less_than_nothing(points: list[BatchTime], expected: float
     assert ServiceTime(points).a_us == expected
 
 
-def test_overhead_is_added_to_every_batch() -> None:
-    """To points and line alike."""
-    later = ServiceTime([BatchTime(1, 100), BatchTime(2, 200)]).later(50)
-
-    assert [later(rows) for rows in (1, 2, 3)] == [150, 250, 350]
-
-
 def test_runs_are_like_those_that_were_seen() -> None:
-    """Every size has the spread of all; what a batch costs besides has none."""
+    """Every size has the spread of all."""
     known = ServiceTime([BatchTime(1, 100), BatchTime(2, 200)])
-    later = known.spread([(1, 50), (1, 100), (2, 600)]).later(10)
-    run_us = later.drawn(random.Random(1))
+    spread = known.spread([(1, 50), (1, 100), (2, 600)])
+    run_us = spread.drawn(random.Random(1))
 
-    assert sorted(run_us(4) for _ in range(6)) == [210, 210, 410, 410, 1210, 1210]
-    assert later(4) == 410
-    assert [later.steady().drawn(random.Random(1))(4) for _ in range(2)] == [410, 410]
+    assert sorted(run_us(4) for _ in range(6)) == [200, 200, 400, 400, 1200, 1200]
+    assert spread(4) == 400
 
 
 def test_runs_come_in_their_order_from_any_of_them_on() -> None:
@@ -129,8 +121,7 @@ async def test_what_is_around_runs_is_learned_besides() -> None:
     """The quickest quarter waited for no run before their own. It is no part of S(b)."""
     learned = await learn(answers(*(answer(1, 100, around_us=each) for each in range(10, 19))))
 
-    changed = learned["digits"].later(5)
-    assert (changed.around_us, changed(1)) == (12, 105)
+    assert (learned["digits"].around_us, learned["digits"](1)) == (12, 100)
 
 
 async def test_run_that_many_answers_tell_of_is_one() -> None:
