@@ -52,7 +52,7 @@ def fill(disk: Path) -> Path:
 
 
 @GUARANTEES
-async def test_broker_whose_disk_is_full(
+async def test_full_broker_disk_loses_no_request(
     kafka_installed: None, disk: Path, unique_name: str, guarantee: str
 ) -> None:
     """It ends, as Kafka does then; with room again, and started, it has all it acknowledged."""

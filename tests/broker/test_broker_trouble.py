@@ -123,7 +123,9 @@ def require_nothing_lost(traffic: Traffic, guarantee: str) -> None:
 
 
 @GUARANTEES
-async def test_all_brokers_away(cluster: LocalKafka, unique_name: str, guarantee: str) -> None:
+async def test_outage_of_all_brokers_loses_no_request(
+    cluster: LocalKafka, unique_name: str, guarantee: str
+) -> None:
     """A process says that it is not ready, waits without being busy, and goes on afterwards."""
     outage_s = OUTAGE_S if guarantee == "at_least_once" else OUTAGE_S / 2
     async with deployment(cluster.bootstrap_servers, unique_name, guarantee) as (process, traffic):
@@ -142,7 +144,9 @@ async def test_all_brokers_away(cluster: LocalKafka, unique_name: str, guarantee
 
 
 @EXACTLY_ONCE
-async def test_rolling_restart(cluster: LocalKafka, unique_name: str, guarantee: str) -> None:
+async def test_rolling_restart_loses_no_request(
+    cluster: LocalKafka, unique_name: str, guarantee: str
+) -> None:
     """One node after the other stops and comes back; requests go on being answered."""
     async with deployment(cluster.bootstrap_servers, unique_name, guarantee) as (_, traffic):
         for node in cluster.node_ids:
@@ -155,7 +159,7 @@ async def test_rolling_restart(cluster: LocalKafka, unique_name: str, guarantee:
 
 
 @AT_LEAST_ONCE
-async def test_node_that_leads_and_coordinates_is_killed(
+async def test_killed_leader_and_coordinator_loses_no_request(
     cluster: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """Leaders and the group's coordinator move to other nodes, and work goes on there."""
@@ -188,7 +192,7 @@ async def administration(servers: str) -> AsyncIterator[AIOKafkaAdminClient]:
 
 
 @GUARANTEES
-async def test_reply_partition_without_leader(
+async def test_leaderless_reply_partition_delays_no_other_answers(
     cluster: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """The answers for it wait until it has one, and no others with them."""
@@ -218,7 +222,7 @@ async def test_reply_partition_without_leader(
 
 
 @EXACTLY_ONCE
-async def test_slow_network_that_hangs_up(
+async def test_slow_dropping_network_loses_no_request(
     kafka_installed: None, unique_name: str, guarantee: str
 ) -> None:
     """Delay, cut connections and a silence delay requests, and lose none."""
@@ -244,7 +248,7 @@ async def test_slow_network_that_hangs_up(
 
 
 @AT_LEAST_ONCE
-async def test_logins_that_expire(
+async def test_expiring_logins_lose_no_request(
     kafka_installed: None, unique_name: str, guarantee: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broker that hangs up on each connection after three seconds loses and stops nothing."""
@@ -284,7 +288,7 @@ def expired_in(cluster: LocalKafka) -> list[str]:
 
 
 @GUARANTEES
-async def test_topic_too_small_for_one_answer(
+async def test_reply_topic_too_small_for_one_answer_fails_only_it(
     kafka: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """The one that does not fit is answered with `TOO_LARGE`, and the others as ever."""
@@ -304,7 +308,7 @@ async def test_topic_too_small_for_one_answer(
 
 
 @AT_LEAST_ONCE
-async def test_topic_of_answers_that_is_deleted(
+async def test_deleted_responses_topic_ends_process_and_loses_no_request(
     kafka: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
     """The process ends and names it; once there is one again, its successor answers the rest."""
@@ -325,7 +329,7 @@ async def test_topic_of_answers_that_is_deleted(
     assert set(later.codes) == {"ok"}
 
 
-async def test_brokers_that_changed_their_addresses(
+async def test_changed_broker_addresses_lose_no_request(
     kafka_installed: None, tmp_path: Path, unique_name: str
 ) -> None:
     """A member and a producer ask the bootstrap servers again, and go on with the new ones."""

@@ -66,7 +66,7 @@ def deployment(
     return deployment
 
 
-def test_offsets_are_shown(call: Call, deployment: Deployment) -> None:
+def test_offsets_command_shows_progress(call: Call, deployment: Deployment) -> None:
     """Base, answered ranges and lag of each partition, in a table and as JSON."""
     config = ("--config", str(deployment.config))
     shown = call(*config, "offsets", "show")
@@ -79,7 +79,7 @@ def test_offsets_are_shown(call: Call, deployment: Deployment) -> None:
     assert document["partitions"][0]["answered"] == [[4, 9]]
 
 
-def test_offsets_are_reset(call: Call, deployment: Deployment) -> None:
+def test_offsets_command_resets_progress(call: Call, deployment: Deployment) -> None:
     """A dry run says the same as the reset after it, and only that one commits."""
     reset = ("--config", str(deployment.config), "offsets", "reset", "--to", "4")
     dry = call(*reset, "--partition", "0", "--dry-run")
@@ -91,7 +91,7 @@ def test_offsets_are_reset(call: Call, deployment: Deployment) -> None:
     assert asyncio.run(deployment.committed()) == Committed(9)
 
 
-def test_metadata_of_another_tool_is_told(call: Call, deployment: Deployment) -> None:
+def test_metadata_of_another_tool_is_reported(call: Call, deployment: Deployment) -> None:
     """`show` fails with the text, since `run` would refuse it; JSON says it too."""
     asyncio.run(deployment.commit(Committed(3, "another tool's")))
     shown = call("--config", str(deployment.config), "offsets", "show", "--json")

@@ -74,9 +74,7 @@ def test_missing_topics_fail_check(call: Call, config: Path, unique_name: str) -
     )
 
 
-def test_missing_topics_keep_services_from_starting(
-    call: Call, config: Path, unique_name: str
-) -> None:
+def test_services_do_not_start_without_topics(call: Call, config: Path, unique_name: str) -> None:
     """`headrace run` refuses with exit code 2 and the reason, within its first seconds."""
     result = call("--config", str(config), "run", "ingest")
     assert result.exit_code == Exit.USAGE
@@ -99,7 +97,7 @@ def test_unequal_partitions_fail_check(call: Call, config: Path, unique_name: st
     assert f"expected the 3 partitions of {unique_name}.requests, got 4" in checked.stderr
 
 
-def test_create_follows_requests_that_exist(call: Call, config: Path, unique_name: str) -> None:
+def test_create_follows_existing_requests_topic(call: Call, config: Path, unique_name: str) -> None:
     """New items and results get the partitions that requests has, not those of the settings."""
     text = config.read_text()
     config.write_text(f'{text}\n[topics.names]\nitems = "{unique_name}.first-items"\n')
@@ -111,7 +109,7 @@ def test_create_follows_requests_that_exist(call: Call, config: Path, unique_nam
     assert counts[f"{unique_name}.items"] == 3
 
 
-def test_description_has_brokers_settings(call: Call, config: Path, unique_name: str) -> None:
+def test_description_has_settings_of_broker(call: Call, config: Path, unique_name: str) -> None:
     """`describe` shows what the broker says of each topic."""
     call("--config", str(config), "topics", "create")
     described = json.loads(call("--config", str(config), "topics", "describe", "--json").stdout)
@@ -121,7 +119,7 @@ def test_description_has_brokers_settings(call: Call, config: Path, unique_name:
     assert items["config"]["segment.ms"] == "10800000"
 
 
-def test_doctor_finds_nothing_wrong(call: Call, config: Path) -> None:
+def test_doctor_reports_nothing_on_created_topics(call: Call, config: Path) -> None:
     """With broker and topics in place the doctor tells the broker's age and ends with 0."""
     call("--config", str(config), "topics", "create")
     result = call("--config", str(config), "doctor", "--json")
@@ -131,7 +129,7 @@ def test_doctor_finds_nothing_wrong(call: Call, config: Path) -> None:
     assert findings["topics"]["text"] == "all 7 are as they should be"
 
 
-def test_doctor_tells_missing_topics(call: Call, config: Path, unique_name: str) -> None:
+def test_doctor_reports_missing_topics(call: Call, config: Path, unique_name: str) -> None:
     """Each missing topic is a line with its fix."""
     result = call("--config", str(config), "doctor")
     assert result.exit_code == Exit.FAILED
@@ -141,7 +139,7 @@ def test_doctor_tells_missing_topics(call: Call, config: Path, unique_name: str)
     )
 
 
-def test_right_password_gets_in(call: Call, secure_config: Path) -> None:
+def test_right_password_is_accepted(call: Call, secure_config: Path) -> None:
     """Over TLS and SCRAM the topics are created and the doctor is content."""
     assert call("--config", str(secure_config), "topics", "create").exit_code == Exit.DONE
     result = call("--config", str(secure_config), "doctor")
@@ -159,7 +157,7 @@ def test_wrong_password_is_one_line_without_secret(call: Call, secure_config: Pa
     assert WRONG_PASSWORD not in result.output
 
 
-def test_doctor_tells_wrong_password(call: Call, secure_config: Path) -> None:
+def test_doctor_reports_wrong_password(call: Call, secure_config: Path) -> None:
     """The doctor names the settings to look at, and shows no secret."""
     secure_config.write_text(secure_config.read_text().replace(SCRAM_PASSWORD, WRONG_PASSWORD))
     result = call("--config", str(secure_config), "doctor")
@@ -170,7 +168,7 @@ def test_doctor_tells_wrong_password(call: Call, secure_config: Path) -> None:
     assert WRONG_PASSWORD not in result.output
 
 
-def test_absent_broker_is_told_with_its_address(call: Call, tmp_path: Path) -> None:
+def test_absent_broker_is_reported_with_address(call: Call, tmp_path: Path) -> None:
     """Where nobody listens, the line says where that was."""
     path = write_config(tmp_path, "nobody", bootstrap_servers="127.0.0.1:1")
     result = call("--config", str(path), "topics", "check")

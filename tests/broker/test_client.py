@@ -51,7 +51,7 @@ async def test_calls_side_by_side_get_their_own_answers(log: Log, settings: Sett
     assert [call.result().outputs["x"].item() for call in calls] == list(range(200))
 
 
-async def test_timeout_leaves_others_alone(log: Log, settings: Settings) -> None:
+async def test_timed_out_call_leaves_others_running(log: Log, settings: Settings) -> None:
     """Of two calls whose records travel in one batch, one times out before it is acknowledged."""
     assert settings.kafka is not None
     lingering = settings.kafka.model_copy(update={"linger_ms": 200})
@@ -74,7 +74,7 @@ async def test_timeout_leaves_others_alone(log: Log, settings: Settings) -> None
     assert patient.result().outputs["x"].item() == 1
 
 
-async def test_requests_too_large_are_refused(log: Log, settings: Settings) -> None:
+async def test_oversized_requests_are_refused(log: Log, settings: Settings) -> None:
     """A record that the topic does not take is an error with its code."""
     async with Client(settings=settings) as client:
         with pytest.raises(InferenceError) as caught:

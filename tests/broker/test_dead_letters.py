@@ -73,7 +73,7 @@ def _json(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
-def test_letter_of_strict_limit_is_answered_once_limit_is_raised(ack: Settle, call: Call) -> None:
+def test_redriven_letter_is_answered_after_limit_is_raised(ack: Settle, call: Call) -> None:
     """At the reply topic it named, with its correlation id; a second redrive sends nothing."""
     asyncio.run(_fail(ack(STRICT_BYTES), 1))
 
@@ -113,7 +113,7 @@ def test_letters_are_listed_shown_and_exported(ack: Settle, call: Call) -> None:
     assert [(each["partition"], each["records"]) for each in counted] == [(1, 2)]
 
 
-def test_dry_run_and_transform_of_users(ack: Settle, call: Call, tmp_path: Path) -> None:
+def test_redrive_runs_dry_and_with_transform(ack: Settle, call: Call, tmp_path: Path) -> None:
     """The dry run sends nothing; the script's records are what is sent."""
     settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 2))
@@ -128,7 +128,7 @@ def test_dry_run_and_transform_of_users(ack: Settle, call: Call, tmp_path: Path)
     assert [record.value for record in asyncio.run(_requests(settings))[2:]] == [b"fixed"] * 2
 
 
-def test_letter_that_is_not_there_is_told(ack: Settle, call: Call) -> None:
+def test_missing_dead_letter_is_reported(ack: Settle, call: Call) -> None:
     """With its place, and the exit code of a wrong call."""
     settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 1))

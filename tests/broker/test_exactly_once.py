@@ -129,7 +129,7 @@ async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> ExactlyO
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
-async def test_each_request_is_answered_once_though_processes_are_killed(
+async def test_killed_processes_answer_each_request_once(
     bench: ExactlyOnceHarness, stages: tuple[str, ...]
 ) -> None:
     """10,000 requests, while each process is killed in the midst of its work and started again."""
@@ -151,7 +151,9 @@ async def test_each_request_is_answered_once_though_processes_are_killed(
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
-async def test_zombie_shows_nothing(bench: ExactlyOnceHarness, stages: tuple[str, ...]) -> None:
+async def test_answers_of_zombie_are_not_visible(
+    bench: ExactlyOnceHarness, stages: tuple[str, ...]
+) -> None:
     """Stopped in the midst of answering, replaced by another, and woken: only the other counts."""
     async with bench.reading(), AsyncExitStack() as stack:
         processes = [Process(part, bench.settings) for part in stages]

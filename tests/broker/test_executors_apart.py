@@ -62,7 +62,9 @@ async def collect(bootstrap_servers: str, namespace: str) -> list[Any]:
 
 
 @pytest.mark.timeout(180)
-async def test_executor_that_is_killed_is_noticed(kafka: LocalKafka, unique_name: str) -> None:
+async def test_batches_of_killed_executor_go_to_another(
+    kafka: LocalKafka, unique_name: str
+) -> None:
     """The other one takes its partitions, the batcher sends it everything, and all is answered."""
     settings = environment(
         kafka.bootstrap_servers, unique_name, DEMO / "models", KAFKA__SESSION_TIMEOUT_MS="6000"

@@ -49,7 +49,7 @@ async def test_forbidden_topic_is_refused_and_producer_is_kept(log: KafkaLog) ->
         assert producer._sender.current is before
 
 
-async def test_partitions_are_told_of_what_may_be_read_alone(log: KafkaLog) -> None:
+async def test_partitions_of_read_only_topic_are_known(log: KafkaLog) -> None:
     """A topic that we may not know of is no topic that does not exist."""
     async with log.producer() as producer:
         assert await producer.partitions_for("readable") == 1

@@ -17,7 +17,7 @@ from tests.support.gateways import HOST, pipeline_with_doors
 from tests.support.models import add_version, digits
 
 
-async def test_gateways_apart_from_stages_answer_their_own_callers(
+async def test_separate_gateways_answer_their_own_callers(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """Two gateways share the topics with the stages; each caller gets the answer to its request."""

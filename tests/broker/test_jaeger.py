@@ -161,7 +161,7 @@ async def _whole(jaeger: Jaeger, trace_id: str, spans: int = SPANS) -> list[Foun
     return await jaeger.trace(trace_id)
 
 
-async def test_jaeger_shows_each_request_its_way_and_its_batch(
+async def test_jaeger_shows_request_path_and_batch(
     journey: tuple[list[Asked], dict[int, float], list[list[Found]]], jaeger: Jaeger
 ) -> None:
     """All four services in order under the producer's span, times that add up to what the caller

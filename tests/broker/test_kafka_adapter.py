@@ -69,7 +69,7 @@ async def make_topic(log: KafkaLog, name: str, **config: str) -> TopicPartition:
     return TopicPartition(name, 0)
 
 
-async def test_no_broker_is_said_with_its_address() -> None:
+async def test_absent_broker_error_names_address() -> None:
     """Where nobody listens, the error names the address and comes at once."""
     async with KafkaLog(KafkaSettings(bootstrap_servers="127.0.0.1:1")) as log:
         with pytest.raises(LogUnavailable, match=r"127\.0\.0\.1:1: .*Connect"):
@@ -80,7 +80,7 @@ async def test_no_broker_is_said_with_its_address() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "held"])
-async def test_everything_closes_without_broker(
+async def test_clients_close_without_broker(
     fragile: LocalKafka, unique_name: str, how: str
 ) -> None:
     """A member, a reader and a producer with unsent records let go within seconds, quietly."""
@@ -130,9 +130,7 @@ async def test_work_resumes_when_broker_comes_back(fragile: LocalKafka, unique_n
 
 
 @pytest.mark.slow
-async def test_broker_that_hangs_fails_record_by_its_deadline(
-    fragile: LocalKafka, unique_name: str
-) -> None:
+async def test_hung_broker_fails_record_by_deadline(fragile: LocalKafka, unique_name: str) -> None:
     """An acknowledgement that does not come is an error in time, and the producer recovers."""
     async with KafkaLog(settings(fragile, request_timeout_ms=1000)) as log:
         partition = await make_topic(log, unique_name)
@@ -159,7 +157,9 @@ async def test_broker_that_hangs_fails_record_by_its_deadline(
 
 
 @pytest.mark.slow
-async def test_silence_shows_as_age_of_last_contact(fragile: LocalKafka, unique_name: str) -> None:
+async def test_broker_silence_shows_as_age_of_last_contact(
+    fragile: LocalKafka, unique_name: str
+) -> None:
     """While the broker is away polls are empty, and `last_contact_s` tells for how long."""
     async with KafkaLog(settings(fragile)) as log:
         partition = await make_topic(log, unique_name)
@@ -175,7 +175,7 @@ async def test_silence_shows_as_age_of_last_contact(fragile: LocalKafka, unique_
             await eventually(is_silent)
 
 
-async def test_limit_that_was_lowered_is_found_out(kafka: LocalKafka, unique_name: str) -> None:
+async def test_lowered_topic_limit_is_noticed(kafka: LocalKafka, unique_name: str) -> None:
     """When the broker refuses a batch for its size after all, what follows is sent nevertheless."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name, max_message_bytes="10000")
@@ -201,7 +201,7 @@ async def test_batches_stay_within_small_limit(kafka: LocalKafka, unique_name: s
             assert len(await read(reader, 500)) == 500
 
 
-async def test_one_record_too_large_fails_alone(kafka: LocalKafka, unique_name: str) -> None:
+async def test_oversized_record_fails_alone(kafka: LocalKafka, unique_name: str) -> None:
     """In the middle of a chunk it is a batch of its own; those around it are written."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name, max_message_bytes="2000")
@@ -217,7 +217,7 @@ async def test_one_record_too_large_fails_alone(kafka: LocalKafka, unique_name: 
             assert values(await read(reader, 3)) == [b"a", b"b", b"c"]
 
 
-async def test_closing_flushes(kafka: LocalKafka, unique_name: str) -> None:
+async def test_closing_producer_flushes(kafka: LocalKafka, unique_name: str) -> None:
     """What was sent and not awaited is there after the producer was closed."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name)
@@ -229,7 +229,7 @@ async def test_closing_flushes(kafka: LocalKafka, unique_name: str) -> None:
 
 
 @pytest.mark.parametrize("compression", ["gzip", "snappy", "lz4", "zstd"])
-async def test_every_compression_can_be_read(
+async def test_records_of_every_compression_are_read(
     kafka: LocalKafka, unique_name: str, compression: str
 ) -> None:
     """Batches come back from each codec that the settings name."""
@@ -291,7 +291,7 @@ async def test_cancelled_send_takes_no_other_record_along(
             assert {b"%d" % number for number in range(1, 20)} <= set(found)
 
 
-async def test_member_that_group_will_not_have_is_told(kafka: LocalKafka, unique_name: str) -> None:
+async def test_member_refused_by_group_raises(kafka: LocalKafka, unique_name: str) -> None:
     """A session timeout that the broker refuses comes out of `poll`, not as eternal silence."""
     refused = KafkaSettings(
         bootstrap_servers=kafka.bootstrap_servers, session_timeout_ms=60 * 60 * 1000
@@ -303,7 +303,7 @@ async def test_member_that_group_will_not_have_is_told(kafka: LocalKafka, unique
                 await read(member, 1)
 
 
-async def test_reading_that_has_ended_is_told(kafka: LocalKafka, unique_name: str) -> None:
+async def test_ended_fetching_raises(kafka: LocalKafka, unique_name: str) -> None:
     """When aiokafka's fetching is gone, polls raise instead of being empty for ever."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name)
@@ -316,7 +316,7 @@ async def test_reading_that_has_ended_is_told(kafka: LocalKafka, unique_name: st
                 await reader.poll(0.1, 1)
 
 
-async def test_who_lost_membership_cannot_commit(kafka: LocalKafka, unique_name: str) -> None:
+async def test_member_without_membership_cannot_commit(kafka: LocalKafka, unique_name: str) -> None:
     """Nor as one in no group, which the broker would accept now that the group is empty."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name)
@@ -335,7 +335,9 @@ async def test_who_lost_membership_cannot_commit(kafka: LocalKafka, unique_name:
 
 
 @pytest.mark.slow
-async def test_commits_are_asked_of_right_broker(kafka_installed: None, unique_name: str) -> None:
+async def test_committed_offsets_are_read_from_coordinator(
+    kafka_installed: None, unique_name: str
+) -> None:
     """With several brokers each group has its own coordinator, and each answer is complete."""
     async with LocalKafka(nodes=2) as cluster, KafkaLog(settings(cluster)) as log:
         partition = await make_topic(log, unique_name)
@@ -349,7 +351,7 @@ async def test_commits_are_asked_of_right_broker(kafka_installed: None, unique_n
         assert found == [Committed(number, f"of {group}") for number, group in enumerate(groups)]
 
 
-async def test_member_of_topic_that_is_made_later(kafka: LocalKafka, unique_name: str) -> None:
+async def test_member_reads_topic_created_later(kafka: LocalKafka, unique_name: str) -> None:
     """Subscribing makes no topic, and waits for nothing."""
     async with KafkaLog(settings(kafka)) as log:
         listener = RecordingListener()

@@ -66,7 +66,7 @@ async def describe(settings: KafkaSettings) -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
-async def test_user_with_password_gets_in(
+async def test_user_with_password_is_accepted(
     kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
 ) -> None:
     """Records travel both ways over TLS with each mechanism that takes a password."""
@@ -93,7 +93,9 @@ async def test_token_is_read_anew_for_each_connection(
 
 
 @pytest.mark.parametrize("part", ["admin", "producer", "reader"])
-async def test_wrong_password_is_one_clear_line(kafka_scram_tls: LocalKafka, part: str) -> None:
+async def test_wrong_password_is_reported_in_one_line(
+    kafka_scram_tls: LocalKafka, part: str
+) -> None:
     """Every part of the log says whose credentials were refused, and does not say the password."""
     settings = secure(kafka_scram_tls, sasl_password=SecretStr(WRONG_PASSWORD))
     with pytest.raises(LogAuthenticationFailed) as caught:  # noqa: PT012 - one of three ways in
@@ -150,13 +152,13 @@ def _refuse_slowly(server: socket.socket, context: ssl.SSLContext, until: thread
         until.wait(DEADLINE_S)
 
 
-async def test_untrusted_certificate_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
+async def test_untrusted_certificate_is_reported_in_one_line(kafka_scram_tls: LocalKafka) -> None:
     """Without the authority's file the broker's certificate is not trusted, and that is said."""
     with pytest.raises(LogAuthenticationFailed, match=r"is not trusted: .*ssl_ca_file"):
         await describe(secure(kafka_scram_tls, ssl_ca_file=None))
 
 
-async def test_certificate_for_another_host_is_one_clear_line(
+async def test_certificate_for_other_host_is_reported_in_one_line(
     kafka_scram_tls: LocalKafka,
 ) -> None:
     """The right authority does not make up for the wrong name, unless that is allowed."""
@@ -177,7 +179,7 @@ async def test_certificate_for_another_host_is_one_clear_line(
             )
 
 
-async def test_tls_on_plain_listener_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
+async def test_tls_on_plain_listener_is_reported_in_one_line(kafka_scram_tls: LocalKafka) -> None:
     """The line names the setting that is wrong."""
     address = kafka_scram_tls.plaintext_bootstrap_servers
     with pytest.raises(LogUnavailable, match=r"a listener for SASL_SSL \(kafka.security_protocol"):
@@ -192,7 +194,7 @@ async def test_plain_client_on_tls_listener_is_unavailable(kafka_scram_tls: Loca
 
 
 @pytest.mark.parametrize("setting", ["ssl_ca_file", "ssl_cert_file", "oauth_token_file"])
-async def test_file_that_is_not_there_is_named(
+async def test_missing_certificate_file_is_named(
     kafka_scram_tls: LocalKafka, tmp_path: Path, setting: str
 ) -> None:
     """Entering the log tells which setting names a file that cannot be read."""
@@ -206,7 +208,7 @@ async def test_file_that_is_not_there_is_named(
         await KafkaLog(settings).__aenter__()
 
 
-async def test_file_without_certificates_is_named(
+async def test_certificate_file_without_certificates_is_named(
     kafka_scram_tls: LocalKafka, tmp_path: Path
 ) -> None:
     """A readable file with something else in it is told apart from a missing one."""
@@ -216,7 +218,7 @@ async def test_file_without_certificates_is_named(
         await KafkaLog(secure(kafka_scram_tls, ssl_ca_file=file)).__aenter__()
 
 
-async def test_no_secret_shows_in_text(kafka_scram_tls: LocalKafka) -> None:
+async def test_log_representation_shows_no_secret(kafka_scram_tls: LocalKafka) -> None:
     """Neither the log nor its parts print the password."""
     async with KafkaLog(secure(kafka_scram_tls)) as log, log.producer() as producer:
         parts = [log, log._connection, producer, log.reader([])]

@@ -14,7 +14,9 @@ from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
 pytestmark = pytest.mark.timeout(120)
 
 
-async def test_survey_without_access_rules(kafka: LocalKafka, unique_name: str) -> None:
+async def test_survey_without_access_rules_reports_all_rights(
+    kafka: LocalKafka, unique_name: str
+) -> None:
     """Everything is told and allowed; a topic that does not exist is left out."""
     settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
     async with KafkaLog(settings) as log:
@@ -27,7 +29,7 @@ async def test_survey_without_access_rules(kafka: LocalKafka, unique_name: str) 
     assert (found.may_join, found.may_transact) == (True, True)
 
 
-async def test_survey_tells_what_access_rules_forbid(kafka_installed: None) -> None:
+async def test_survey_reports_forbidden_topics_and_groups(kafka_installed: None) -> None:
     """A topic to read only, one that is hidden, and a group and an id that are another's."""
     async with LocalKafka(properties=AUTHORIZER) as cluster:
         servers = cluster.bootstrap_servers

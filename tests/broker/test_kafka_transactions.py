@@ -53,7 +53,7 @@ async def partitions(log: KafkaLog, unique_name: str) -> tuple[TopicPartition, T
     return TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
 
 
-async def test_transaction_that_broker_ended_is_no_loss_of_membership(
+async def test_transaction_ended_by_broker_keeps_membership(
     log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
 ) -> None:
     """Its producer is fenced as by a successor, and the group tells the difference."""
@@ -82,7 +82,7 @@ async def test_transaction_that_broker_ended_is_no_loss_of_membership(
         assert await member.is_member()
 
 
-async def test_member_that_was_removed_is_none(
+async def test_removed_member_is_denied_by_group(
     log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
 ) -> None:
     """The group says so before the member's own heartbeat has noticed."""
@@ -95,7 +95,7 @@ async def test_member_that_was_removed_is_none(
         assert not await member.is_member()
 
 
-async def test_timeout_that_broker_does_not_allow_is_refused(
+async def test_transaction_timeout_over_broker_limit_is_refused(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """Entering says which error it is, instead of trying on."""
@@ -107,7 +107,7 @@ async def test_timeout_that_broker_does_not_allow_is_refused(
             await log.transactional_producer(unique_name, unique_name).__aenter__()
 
 
-async def test_record_that_broker_refuses_hides_all(
+async def test_record_refused_by_broker_aborts_transaction(
     log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
 ) -> None:
     """Its limit was lowered unnoticed: no other record and no offset of the seal is seen."""
@@ -129,7 +129,7 @@ async def test_record_that_broker_refuses_hides_all(
 
 
 @pytest.mark.slow
-async def test_seal_without_answer_has_unknown_outcome(
+async def test_transaction_without_answer_has_unknown_outcome(
     kafka_installed: None, unique_name: str
 ) -> None:
     """It ends by its deadline; once a broker answers, a successor finds all of it or nothing."""
@@ -174,7 +174,7 @@ async def guarded(kafka_installed: None) -> AsyncIterator[KafkaLog]:
             yield log
 
 
-async def test_what_access_rules_forbid_is_said(guarded: KafkaLog) -> None:
+async def test_forbidden_transaction_is_reported(guarded: KafkaLog) -> None:
     """An id refuses entering; a group and a topic refuse their seal; a successor works on."""
     open_topic, readable = TopicPartition("open", 0), TopicPartition("readable", 0)
     record = [NewRecord(None, b"v")]

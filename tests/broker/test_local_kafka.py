@@ -81,12 +81,14 @@ def _sasl(cluster: LocalKafka, mechanism: str, password: str = SCRAM_PASSWORD) -
     }
 
 
-async def test_record_comes_back(kafka: LocalKafka, unique_name: str) -> None:
+async def test_local_kafka_returns_written_record(kafka: LocalKafka, unique_name: str) -> None:
     """What is sent to a topic is read from it by a member of a group."""
     assert await _there_and_back(kafka, unique_name, group_id=unique_name) == b"there and back"
 
 
-async def test_topic_is_not_made_by_using_it(kafka: LocalKafka, unique_name: str) -> None:
+async def test_local_kafka_does_not_create_topic_on_use(
+    kafka: LocalKafka, unique_name: str
+) -> None:
     """An unknown topic is an error, so that a misspelled name is noticed."""
     with pytest.raises(KafkaError):
         await _send(
@@ -95,7 +97,7 @@ async def test_topic_is_not_made_by_using_it(kafka: LocalKafka, unique_name: str
 
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
-async def test_user_logs_in_over_tls(
+async def test_local_kafka_accepts_login_over_tls(
     kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
 ) -> None:
     """The user's password opens the TLS listener, by each mechanism."""
@@ -104,7 +106,7 @@ async def test_user_logs_in_over_tls(
 
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN"])
-async def test_wrong_password_is_refused(
+async def test_local_kafka_refuses_wrong_password(
     kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
 ) -> None:
     """A wrong password opens nothing."""
@@ -113,7 +115,7 @@ async def test_wrong_password_is_refused(
         await _send(unique_name, b"", bootstrap_servers=kafka_scram_tls.bootstrap_servers, **client)
 
 
-async def test_client_that_does_not_trust_authority_is_refused(
+async def test_client_without_trusted_authority_is_refused(
     kafka_scram_tls: LocalKafka, unique_name: str
 ) -> None:
     """The certificate is checked: with the system's authorities alone there is no connection."""
@@ -136,9 +138,7 @@ class _UnsignedToken(AbstractTokenProvider):  # type: ignore[misc] # aiokafka ha
         return ".".join([*encoded, ""])
 
 
-async def test_unexpired_token_opens_listener(
-    kafka_scram_tls: LocalKafka, unique_name: str
-) -> None:
+async def test_unexpired_token_is_accepted(kafka_scram_tls: LocalKafka, unique_name: str) -> None:
     """OAUTHBEARER works with an unsigned token that has not expired."""
     client = _sasl(kafka_scram_tls, "OAUTHBEARER") | {
         "sasl_oauth_token_provider": _UnsignedToken(lifetime_s=60)
@@ -160,7 +160,7 @@ async def test_expired_token_is_refused(kafka_scram_tls: LocalKafka, unique_name
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("kafka_installed")
-async def test_killed_node_comes_back_with_its_data(unique_name: str) -> None:
+async def test_killed_node_restarts_with_its_data(unique_name: str) -> None:
     """A record that was acknowledged is there after the node was killed and started again."""
     async with LocalKafka() as cluster:
         servers = cluster.bootstrap_servers
@@ -174,7 +174,7 @@ async def test_killed_node_comes_back_with_its_data(unique_name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("kafka_installed")
-async def test_directory_is_found_again(tmp_path: Path, unique_name: str) -> None:
+async def test_kept_directory_is_used_again(tmp_path: Path, unique_name: str) -> None:
     """A cluster that was given a directory leaves its data there for the next one."""
     async with LocalKafka(tmp_path) as cluster:
         servers = cluster.bootstrap_servers
@@ -187,7 +187,7 @@ async def test_directory_is_found_again(tmp_path: Path, unique_name: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kafka_installed")
-async def test_nothing_is_left_after_stop() -> None:
+async def test_stopped_local_kafka_leaves_no_process_or_files() -> None:
     """Leaving the context ends the process and removes the temporary directory."""
     async with LocalKafka() as cluster:
         process = cluster.node()
@@ -236,7 +236,7 @@ async def test_broker_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kafka_installed")
-async def test_setting_that_kafka_refuses_is_reported() -> None:
+async def test_setting_refused_by_kafka_is_reported() -> None:
     """A node that does not start raises an error with what the broker said."""
     cluster = LocalKafka(properties={"num.io.threads": "none"})
     with pytest.raises(BrokerFailed, match=r"num\.io\.threads"):
@@ -254,7 +254,7 @@ async def test_port_in_use_is_named(kafka: LocalKafka) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("kafka_installed")
-async def test_three_nodes_survive_loss_of_one(unique_name: str) -> None:
+async def test_cluster_of_three_survives_loss_of_one(unique_name: str) -> None:
     """With three replicas, a record is read while one of the three nodes is dead."""
     async with LocalKafka(nodes=3, start_timeout_s=120) as cluster:
         servers = cluster.bootstrap_servers
@@ -266,7 +266,7 @@ async def test_three_nodes_survive_loss_of_one(unique_name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kafka_installed")
-async def test_paused_node_goes_on_where_it_was() -> None:
+async def test_paused_node_continues_after_resume() -> None:
     """A paused node answers nothing and keeps its process; resumed, it answers again."""
     async with LocalKafka() as cluster:
         pid = cluster.pid()

@@ -80,7 +80,7 @@ class Deployment:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("meanwhile", ["running", "stopped"])
-async def test_requests_lost_by_broker_repeat_no_answer(
+async def test_log_end_lost_by_broker_repeats_no_answer(
     kafka_installed: None, tmp_path: Path, meanwhile: str
 ) -> None:
     """What is left of the topic is not answered again, and what is written next is answered."""
@@ -113,7 +113,7 @@ async def test_requests_lost_by_broker_repeat_no_answer(
     assert counts == Counter(range(SENT + LOST + 1))
 
 
-async def test_deleting_topic_deletes_what_groups_committed_for_it(
+async def test_deleting_topic_deletes_its_committed_offsets(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """So what is committed beyond the end of a topic is of records that the same topic has lost."""

@@ -159,7 +159,7 @@ def _data(answer: dict[str, Any], name: str) -> Any:
 @pytest.mark.parametrize(
     "processes", [FUSED, THREE, FOUR], ids=["fused", "three-processes", "four-processes"]
 )
-async def test_every_request_gets_its_right_answer(
+async def test_every_request_gets_correct_answer(
     kafka: LocalKafka, unique_name: str, digits: list[Expected], processes: tuple[str, ...]
 ) -> None:
     """10,000 requests of a plain producer, in two encodings, get 10,000 right answers."""

@@ -79,9 +79,7 @@ def _answered(text: str) -> float:
 
 
 @pytest.mark.timeout(120)
-async def test_scrapes_under_load_are_as_catalogue_says(
-    kafka: LocalKafka, unique_name: str
-) -> None:
+async def test_scrapes_under_load_match_catalogue(kafka: LocalKafka, unique_name: str) -> None:
     """In both formats, while thousands of requests pass; at the end every request was counted."""
     settings = environment(kafka.bootstrap_servers, unique_name, MODELS)
     await headrace(["topics", "create"], settings)

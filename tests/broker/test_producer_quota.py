@@ -42,7 +42,7 @@ async def bench(
 
 
 @pytest.mark.timeout(240)
-async def test_backlog_behind_producer_quota_is_answered_once(bench: ExactlyOnceHarness) -> None:
+async def test_backlog_under_producer_quota_is_answered_once(bench: ExactlyOnceHarness) -> None:
     """A transaction of all that has ended times out: smaller ones do not."""
     await bench.send(ANSWERS)
     async with bench.reading(), Process(FUSED[0], bench.settings):

@@ -97,7 +97,7 @@ async def test_every_record_is_replayed_once(
         assert offsets == sorted(offsets)
 
 
-async def test_live_group_is_left_alone(
+async def test_replay_does_not_touch_group_of_source(
     log: Log, unique_name: str, settings: dict[str, str]
 ) -> None:
     """While a group reads the source, a replay neither rebalances it nor moves its offsets."""
@@ -118,7 +118,7 @@ async def test_live_group_is_left_alone(
         assert (listener.assignments, listener.held) == (1, frozenset(partitions))
 
 
-async def test_killed_and_resumed_twice_every_record_is_there_once(
+async def test_replay_killed_and_resumed_twice_writes_each_record_once(
     log: Log, unique_name: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     """A run ended by SIGKILL goes on from its checkpoint; nothing is missing or there twice."""
@@ -153,7 +153,7 @@ async def _has(log: Log, name: str, count: int) -> bool:
         return sum((await reader.end_offsets(partitions)).values()) >= count
 
 
-async def test_transactions_end_recording_at_last_stable_offset(
+async def test_recording_ends_at_last_stable_offset(
     kafka: LocalKafka, log: Log, unique_name: str, settings: dict[str, str]
 ) -> None:
     """Markers do not keep it waiting; aborted records, and those of an open transaction, are not
@@ -181,7 +181,7 @@ async def test_transactions_end_recording_at_last_stable_offset(
     assert [(each["records"], each["bytes"]) for each in done.json] == [(1, len(b"committed"))]
 
 
-async def test_saved_and_replayed_from_file(
+async def test_recording_saved_to_file_is_replayed(
     log: Log, unique_name: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     """A capture holds what the topic held, and its replay names the topic's records."""
@@ -205,7 +205,7 @@ async def test_saved_and_replayed_from_file(
         (["count", "--partition", "9"], "expected a partition below 4, got 9"),
     ],
 )
-async def test_what_is_not_there_is_said_in_one_line(
+async def test_replay_of_missing_topic_or_partition_is_refused_in_one_line(
     log: Log, unique_name: str, settings: dict[str, str], arguments: list[str], said: str
 ) -> None:
     """A topic or partition that does not exist is wrong usage, by name."""

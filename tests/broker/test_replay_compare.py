@@ -34,7 +34,7 @@ async def _serve(settings: Settings) -> None:
             await read(reader, COUNT)
 
 
-def test_recorded_answers_on_topic_are_reference(
+def test_comparing_uses_recorded_answers_on_topic(
     kafka: LocalKafka,
     unique_name: str,
     tmp_path: Path,

@@ -125,7 +125,7 @@ async def test_answer_goes_to_topic_and_partition_that_request_names(
 
 
 @pytest.mark.timeout(120)
-async def test_bad_reply_topic_is_refused_within_second_and_delays_nobody(
+async def test_bad_reply_topic_is_refused_without_delaying_others(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """Refusals come on `responses`; requests among them are answered as quickly as ever."""

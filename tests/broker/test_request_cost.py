@@ -119,7 +119,9 @@ async def answer_all(
     return counted
 
 
-async def test_talk_with_broker_per_request(settings: Settings, talk: Counter[str]) -> None:
+async def test_broker_requests_per_request_stay_under_ceiling(
+    settings: Settings, talk: Counter[str]
+) -> None:
     """A backlog is read, answered and committed with few requests to the broker."""
     counted = await answer_all(settings, talk, REQUESTS, STAGES)
 
@@ -127,7 +129,7 @@ async def test_talk_with_broker_per_request(settings: Settings, talk: Counter[st
     assert counted["reads"] <= SOCKET_READS
 
 
-async def test_talk_with_broker_where_each_stage_is_apart(
+async def test_broker_requests_of_separate_stages_stay_under_ceiling(
     settings: Settings, talk: Counter[str]
 ) -> None:
     """What gathers on the way travels together, at each of the topics between the stages."""

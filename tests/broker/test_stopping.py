@@ -87,7 +87,7 @@ async def _answers(bootstrap_servers: str, topic: str) -> AsyncIterator[Answers]
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("stages", [FUSED, FOUR], ids=["fused", "four-processes"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_under_load_loses_and_repeats_nothing(
+async def test_stop_signal_under_load_neither_loses_nor_repeats_answers(
     kafka: LocalKafka, unique_name: str, stages: tuple[str, ...], number: signal.Signals
 ) -> None:
     """All processes drain and exit with 0; those started next answer the rest, each once."""
@@ -119,7 +119,7 @@ async def test_signal_under_load_loses_and_repeats_nothing(
 
 
 @pytest.mark.timeout(120)
-async def test_second_signal_ends_at_once_and_loses_nothing(
+async def test_second_signal_ends_at_once_and_loses_no_request(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """After two signals the process is gone without draining; its successor answers the rest."""

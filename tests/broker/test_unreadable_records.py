@@ -53,7 +53,7 @@ async def stored(log: KafkaLog, partition: TopicPartition, count: int) -> list[R
 @pytest.mark.parametrize(
     ("guarantee", "compression"), [("at_least_once", "none"), ("exactly_once", "zstd")]
 )
-async def test_header_name_that_is_not_utf8_is_kept_byte_for_byte(
+async def test_non_utf8_header_name_is_kept_byte_for_byte(
     kafka: LocalKafka, unique_name: str, tmp_path: Path, guarantee: str, compression: str
 ) -> None:
     """The request is refused, those around it are answered, and tools read what was kept."""
@@ -95,7 +95,7 @@ async def test_header_name_that_is_not_utf8_is_kept_byte_for_byte(
 
 
 @pytest.mark.timeout(180)
-async def test_compressed_bomb_is_passed_over_within_memory(
+async def test_compression_bomb_is_skipped_within_memory(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """Of every codec: the request behind it is answered, and the process has not grown by it."""
@@ -130,9 +130,7 @@ async def test_compressed_bomb_is_passed_over_within_memory(
     assert grown_bytes < BOMB_BYTES / 2
 
 
-async def test_reader_goes_on_behind_batch_that_is_too_large(
-    kafka: LocalKafka, unique_name: str
-) -> None:
+async def test_reader_continues_behind_oversized_batch(kafka: LocalKafka, unique_name: str) -> None:
     """It tells which offsets it has passed over, and its position is behind them."""
     settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
     partition = TopicPartition(unique_name, 0)

@@ -182,7 +182,7 @@ async def flooding(kafka: LocalKafka, namespace: str, directory: Path) -> AsyncI
 
 
 @pytest.mark.timeout(240)
-async def test_stuck_model_holds_up_reading_and_nothing_grows(
+async def test_stuck_model_pauses_reading_within_memory_bound(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """A flood waits in the log while the model is stuck, and is answered when it goes on."""
@@ -197,7 +197,7 @@ async def test_stuck_model_holds_up_reading_and_nothing_grows(
 
 
 @pytest.mark.timeout(240)
-async def test_consumer_that_stops_reading_answers_harms_nobody(
+async def test_unread_answers_do_not_delay_requests(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """All requests are answered although the one who wants to know has stopped asking."""
@@ -217,7 +217,7 @@ async def test_consumer_that_stops_reading_answers_harms_nobody(
 
 
 @pytest.mark.timeout(300)
-async def test_stuck_reply_partition_holds_up_reading_and_nothing_grows(
+async def test_stalled_reply_partition_pauses_reading_within_memory_bound(
     kafka_installed: None, unique_name: str, tmp_path: Path
 ) -> None:
     """A flood waits in the log while a reply partition has no leader, and is answered when it

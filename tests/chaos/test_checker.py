@@ -26,7 +26,7 @@ sizes = st.integers(12, 60)
 
 @settings(deadline=None)
 @given(seeds, st.integers(0, 60), promises)
-def test_right_history_passes(seed: int, requests: int, promise: Promise) -> None:
+def test_correct_history_passes_checker(seed: int, requests: int, promise: Promise) -> None:
     """Nothing is found where nothing is wrong, whatever the guarantee and the order."""
     assert check(draw(random.Random(seed), requests, promise), promise) == []
 
@@ -34,7 +34,9 @@ def test_right_history_passes(seed: int, requests: int, promise: Promise) -> Non
 @pytest.mark.parametrize("breach", [each for each in PLANTS if each is not Breach.OVERTAKEN])
 @settings(deadline=None)
 @given(seed=seeds, requests=sizes, promise=promises)
-def test_planted_fault_is_found(breach: Breach, seed: int, requests: int, promise: Promise) -> None:
+def test_checker_finds_planted_fault(
+    breach: Breach, seed: int, requests: int, promise: Promise
+) -> None:
     """The breach is found, and laid to the request that it was planted in."""
     rng = random.Random(seed)
     planted = PLANTS[breach](draw(rng, requests, promise), rng)
@@ -46,7 +48,7 @@ def test_planted_fault_is_found(breach: Breach, seed: int, requests: int, promis
 
 @settings(deadline=None)
 @given(seeds, sizes, st.sampled_from([each for each in PROMISES if each.order != "none"]))
-def test_planted_overtaking_is_found(seed: int, requests: int, promise: Promise) -> None:
+def test_checker_finds_planted_overtaking(seed: int, requests: int, promise: Promise) -> None:
     """Two answers the wrong way round are found where order was asked for."""
     planted = _overtaken(seed, requests, promise)
 
@@ -61,7 +63,7 @@ def test_planted_overtaking_is_found(seed: int, requests: int, promise: Promise)
 
 @settings(deadline=None)
 @given(seeds, sizes)
-def test_overtaking_is_nothing_where_no_order_was_asked_for(seed: int, requests: int) -> None:
+def test_checker_allows_overtaking_without_promised_order(seed: int, requests: int) -> None:
     """The same history passes without a promise of order."""
     planted = _overtaken(seed, requests, Promise("exactly_once", "partition"))
 
@@ -98,7 +100,7 @@ def _twice(*faults: Fault) -> History:
         (Fault(20, 20, FaultKind.REDEPLOYED, ()), False),
     ],
 )
-def test_only_fault_between_answers_explains_repetition(fault: Fault, explained: bool) -> None:
+def test_repetition_needs_injected_fault_between_its_answers(fault: Fault, explained: bool) -> None:
     """Kind, process and time all have to fit, and under exactly once nothing is excused."""
     history = _twice(fault)
 
@@ -106,7 +108,7 @@ def test_only_fault_between_answers_explains_repetition(fault: Fault, explained:
     assert [each.breach for each in check(history, Promise("exactly_once"))] == [Breach.DOUBLED]
 
 
-def test_every_repetition_wants_fault_of_its_own_time() -> None:
+def test_each_repetition_needs_its_own_injected_fault() -> None:
     """A third answer long after the fault is not excused by what excused the second."""
     history = _twice(Fault(20, 20, FaultKind.KILLED, ("responder",)))
     history.add(history.answered[-1]._replace(at_ms=90, offset=2))
@@ -115,7 +117,7 @@ def test_every_repetition_wants_fault_of_its_own_time() -> None:
     assert duplicates(history) == 2
 
 
-def test_unreadable_record_needs_no_answer_and_gets_none() -> None:
+def test_unreadable_record_in_history_must_have_no_answer() -> None:
     """Nothing is found without an answer, and an answer is."""
     unreadable = Sent(0, NO_NUMBER, 0, 0, "", ())
     committed = Committed(20, 0, 1, ())
@@ -126,7 +128,7 @@ def test_unreadable_record_needs_no_answer_and_gets_none() -> None:
     assert Breach.WRONG in {each.breach for each in answered}
 
 
-def test_story_of_lost_request_is_short_and_in_order() -> None:
+def test_story_of_lost_request_lists_its_events_in_order() -> None:
     """It tells of the request, of the commits around it and of the faults meanwhile: no more."""
     history = History.of(
         [
@@ -156,7 +158,7 @@ def test_story_of_lost_request_is_short_and_in_order() -> None:
 
 @settings(deadline=None)
 @given(seeds, st.integers(0, 60), promises)
-def test_every_finding_has_story(seed: int, requests: int, promise: Promise) -> None:
+def test_every_finding_of_checker_has_story(seed: int, requests: int, promise: Promise) -> None:
     """Whatever is found, its story begins with the finding."""
     rng = random.Random(seed)
     history = draw(rng, max(requests, 12), promise)
@@ -167,7 +169,7 @@ def test_every_finding_has_story(seed: int, requests: int, promise: Promise) -> 
         assert tell(planted.history, finding).startswith(f"{finding.breach}: {finding.sentence}")
 
 
-def test_history_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_history_survives_round_trip(tmp_path: Path) -> None:
     """Saving and loading changes nothing."""
     history = draw(random.Random(1), 40, Promise())
     history.save(tmp_path / "history.jsonl")

@@ -149,7 +149,7 @@ def tell(deaths: Deaths, processes: list[Restarting], took_s: float) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS.keys())
-async def test_one_that_ends_its_process_is_dead_letter(
+async def test_poison_record_under_random_kills_becomes_dead_letter(
     kafka: LocalKafka,
     unique_name: str,
     tmp_path: Path,

@@ -12,7 +12,9 @@ from tests.chaos.trial import draw_trial, run_trial
 
 
 @pytest.mark.timeout(240)
-async def test_few_seeds_keep_every_promise(kafka_installed: None, tmp_path: Path) -> None:
+async def test_random_faults_of_few_seeds_break_no_promise(
+    kafka_installed: None, tmp_path: Path
+) -> None:
     """Under kills, bad networks, a quota, a clock that is set back, bombs and a handover nothing is
     lost, invented, crossed or overtaken, and what is repeated is explained.
     """

@@ -44,7 +44,7 @@ async def test_new_group_starts_at_beginning(
         assert values(await read(member, 10)) == TEN
 
 
-async def test_group_goes_on_where_it_committed(
+async def test_group_resumes_at_committed_offset(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """The next member starts at the committed offset."""
@@ -89,7 +89,7 @@ async def test_two_members_share_partitions(
             assert first.revocations == 1
 
 
-async def test_others_take_over_from_one_that_leaves(
+async def test_partitions_of_leaving_member_move_to_others(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A member that closes leaves its group, at once."""
@@ -115,7 +115,7 @@ async def test_member_without_partition_waits(
             assert not first.held & second.held
 
 
-async def test_nothing_is_read_before_assignment_was_taken_up(
+async def test_poll_is_empty_until_assignment_is_taken_up(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """While `on_assigned` runs, polls give nothing of its partitions; afterwards they do."""
@@ -138,7 +138,7 @@ async def test_nothing_is_read_before_assignment_was_taken_up(
             await eventually(lambda: values(seen) == TEN)
 
 
-async def test_seek_on_assignment_takes_effect(
+async def test_seek_in_on_assigned_takes_effect(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """What lies before the offset that the listener seeks to is never read."""
@@ -155,7 +155,7 @@ async def test_seek_on_assignment_takes_effect(
         assert values(await read(member, 4)) == [b"6", b"7", b"8", b"9"]
 
 
-async def test_pause_on_assignment_takes_effect(
+async def test_pause_in_on_assigned_takes_effect(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A partition that the listener pauses is not read until it is resumed."""
@@ -174,7 +174,7 @@ async def test_pause_on_assignment_takes_effect(
         assert values(await read(member, 1)) == [b"paused"]
 
 
-async def test_rebalance_forgets_pauses(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_rebalance_clears_pauses(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
     """A partition that was paused is read again after it was revoked and given back."""
     (partition,) = await make_topic()
     seen: list[Record] = []
@@ -189,7 +189,7 @@ async def test_rebalance_forgets_pauses(log: Log, make_topic: MakeTopic, unique_
         await eventually(lambda: values(seen) == TEN)
 
 
-async def test_nothing_is_read_of_partition_that_was_revoked(
+async def test_poll_returns_no_record_of_revoked_partition(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """From the call of `on_revoked` to the return of the next `on_assigned` polls are empty."""
@@ -246,7 +246,7 @@ async def test_commit_on_revocation_is_accepted(
             assert values(await read(two, 1)) == [b"9"]
 
 
-async def test_commit_carries_its_metadata(
+async def test_committed_metadata_is_returned(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Offset and text come back through the member and from outside; None where nothing was."""
@@ -275,7 +275,7 @@ async def test_member_may_commit_for_topic_that_it_does_not_subscribe_to(
     assert (await log.committed(unique_name, [other]))[other] == Committed(3, "open")
 
 
-async def test_group_that_never_was_has_committed_nothing(
+async def test_unknown_group_has_no_committed_offsets(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Asking about an unknown group is no error."""
@@ -283,7 +283,9 @@ async def test_group_that_never_was_has_committed_nothing(
     assert await log.committed(unique_name, [partition]) == {partition: None}
 
 
-async def test_longest_metadata_is_taken(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_metadata_of_maximum_length_is_committed(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
     """4,096 characters are Kafka's limit, and allowed."""
     (partition,) = await make_topic()
     listener = RecordingListener()
@@ -305,7 +307,7 @@ async def test_metadata_that_is_too_long_is_refused(
             await member.commit({partition: Committed(0, "x" * 4097)})
 
 
-async def test_commit_for_partition_that_went_to_another_is_fenced(
+async def test_commit_for_partition_of_another_member_is_fenced(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """After a rebalance a member cannot commit what it has lost."""
@@ -320,7 +322,7 @@ async def test_commit_for_partition_that_went_to_another_is_fenced(
     assert await log.committed(unique_name, partitions) == dict.fromkeys(partitions)
 
 
-async def test_groups_do_not_see_each_other(
+async def test_groups_have_separate_offsets(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Two groups read the same records, each with commits of its own."""
@@ -333,7 +335,7 @@ async def test_groups_do_not_see_each_other(
         assert values(await read(member, 10)) == TEN
 
 
-async def test_error_of_listener_comes_out_of_poll(
+async def test_error_of_listener_is_raised_by_poll(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A listener that fails does not go on unnoticed."""
@@ -347,7 +349,7 @@ async def test_error_of_listener_comes_out_of_poll(
             await read(member, 1)
 
 
-async def test_group_takes_one_kind_of_members_at_time(
+async def test_group_refuses_member_of_other_kind(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """One of another kind is refused, and those that are in it stay; once they left it may come."""

@@ -11,7 +11,7 @@ from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling
 
 
-async def test_empty_group_keeps_what_anybody_commits(
+async def test_empty_group_accepts_commit_from_outside(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Offsets and metadata are there for whoever asks, partition by partition."""
@@ -24,7 +24,7 @@ async def test_empty_group_keeps_what_anybody_commits(
     assert found == {first: Committed(2, "two"), second: Committed(0)}
 
 
-async def test_group_with_members_takes_no_commit_from_outside(
+async def test_group_with_members_refuses_commit_from_outside(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Only a member knows what its generation has done."""
@@ -36,7 +36,7 @@ async def test_group_with_members_takes_no_commit_from_outside(
             await log.commit(unique_name, {partition: Committed(1)})
 
 
-async def test_metadata_from_outside_is_bounded(
+async def test_oversized_metadata_from_outside_is_refused(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Kafka's limit holds whoever commits."""
@@ -45,7 +45,7 @@ async def test_metadata_from_outside_is_bounded(
         await log.commit(unique_name, {partition: Committed(1, "m" * 4097)})
 
 
-async def test_member_that_is_removed_is_one_no_more(
+async def test_removed_member_rejoins_under_another_id(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Its id counts for nothing from then on; being alive, it joins again under another."""
@@ -61,7 +61,9 @@ async def test_member_that_is_removed_is_one_no_more(
         await eventually(lambda: member.member_id not in {"", former})
 
 
-async def test_members_of_group_are_told(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_members_of_group_are_listed_with_their_ids(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
     """Nobody at first, then who has joined, with the id that it knows itself by."""
     (partition,) = await make_topic()
     assert not await log.members(unique_name)
@@ -72,7 +74,7 @@ async def test_members_of_group_are_told(log: Log, make_topic: MakeTopic, unique
         assert (found.member_id, found.client_id) == (member.member_id, "headrace")
 
 
-async def test_reader_is_nobody(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_without_group_has_no_member_id(log: Log, make_topic: MakeTopic) -> None:
     """It is in no group, and has no name in one."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:

@@ -15,7 +15,7 @@ from tests.support.logs import read, values, write, write_to
 TEN = [str(number).encode() for number in range(10)]
 
 
-async def test_reader_starts_at_end(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_without_seek_starts_at_end(log: Log, make_topic: MakeTopic) -> None:
     """What was there before it was entered is not read; what comes after is."""
     (partition,) = await make_topic()
     await write_to(log, partition, b"before")
@@ -33,7 +33,7 @@ async def test_reader_reads_from_where_it_seeks(log: Log, make_topic: MakeTopic)
         assert values(await read(reader, 3)) == [b"7", b"8", b"9"]
 
 
-async def test_seek_into_large_batch_reads_from_there_in_one_poll(
+async def test_first_poll_after_seek_into_large_batch_returns_its_records(
     log: Log, make_topic: MakeTopic
 ) -> None:
     """However many records of the batch stand before the offset that was sought."""
@@ -46,7 +46,7 @@ async def test_seek_into_large_batch_reads_from_there_in_one_poll(
             assert polled[partition][0].offset == offset
 
 
-async def test_seeking_back_reads_again(log: Log, make_topic: MakeTopic) -> None:
+async def test_seeking_back_reads_records_again(log: Log, make_topic: MakeTopic) -> None:
     """Records that were read already come once more."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
@@ -56,7 +56,7 @@ async def test_seeking_back_reads_again(log: Log, make_topic: MakeTopic) -> None
         assert values(await read(reader, 2)) == [b"8", b"9"]
 
 
-async def test_seeking_forward_leaves_out(log: Log, make_topic: MakeTopic) -> None:
+async def test_seeking_forward_skips_records(log: Log, make_topic: MakeTopic) -> None:
     """After a read of one record, a seek skips those that a client may hold already."""
     (partition,) = await make_topic()
     await write_to(log, partition, *TEN)
@@ -67,7 +67,7 @@ async def test_seeking_forward_leaves_out(log: Log, make_topic: MakeTopic) -> No
         assert values([*first, *await read(reader, 1)]) == [b"0", b"9"]
 
 
-async def test_poll_takes_no_more_than_it_may(log: Log, make_topic: MakeTopic) -> None:
+async def test_poll_returns_at_most_max_records(log: Log, make_topic: MakeTopic) -> None:
     """`max_records` bounds all partitions together, and the rest comes later, in order."""
     partitions = await make_topic(2)
     for partition in partitions:
@@ -90,16 +90,14 @@ async def test_poll_takes_no_more_than_it_may(log: Log, make_topic: MakeTopic) -
     assert found == dict.fromkeys(partitions, TEN)
 
 
-async def test_poll_of_nothing_is_empty(log: Log, make_topic: MakeTopic) -> None:
+async def test_poll_without_records_is_empty(log: Log, make_topic: MakeTopic) -> None:
     """With no record there, a poll ends by its timeout and is empty."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
         assert not await reader.poll(0.05, 10)
 
 
-async def test_paused_partition_is_silent_and_others_are_not(
-    log: Log, make_topic: MakeTopic
-) -> None:
+async def test_poll_skips_only_paused_partition(log: Log, make_topic: MakeTopic) -> None:
     """Polling goes on over a pause; only the paused partition gives nothing."""
     paused, other = await make_topic(2)
     async with log.reader([paused, other]) as reader:
@@ -109,7 +107,9 @@ async def test_paused_partition_is_silent_and_others_are_not(
         assert values(await read(reader, 10)) == TEN
 
 
-async def test_resuming_loses_and_repeats_nothing(log: Log, make_topic: MakeTopic) -> None:
+async def test_resumed_partition_neither_loses_nor_repeats_records(
+    log: Log, make_topic: MakeTopic
+) -> None:
     """Reading goes on where it stood, also when pauses come between small polls."""
     (partition,) = await make_topic()
     await write_to(log, partition, *TEN)
@@ -124,7 +124,7 @@ async def test_resuming_loses_and_repeats_nothing(log: Log, make_topic: MakeTopi
     assert values(found) == TEN
 
 
-async def test_resuming_wakes_poll_that_waits(log: Log, make_topic: MakeTopic) -> None:
+async def test_resuming_wakes_waiting_poll(log: Log, make_topic: MakeTopic) -> None:
     """Records that lie there are given at once, not at the end of its timeout."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader, asyncio.TaskGroup() as tasks:
@@ -141,7 +141,7 @@ async def test_resuming_wakes_poll_that_waits(log: Log, make_topic: MakeTopic) -
             assert values((await poll)[partition]) == [b"v"]
 
 
-async def test_only_assigned_partitions_are_paused_or_sought(
+async def test_pausing_or_seeking_unassigned_partition_is_refused(
     log: Log, make_topic: MakeTopic
 ) -> None:
     """A partition that is not the reader's is refused by name."""
@@ -166,7 +166,9 @@ async def test_offset_beyond_end_is_out_of_range(log: Log, make_topic: MakeTopic
     assert caught.value.positions == {partition: 99}
 
 
-async def test_seek_mends_offset_out_of_range(log: Log, make_topic: MakeTopic) -> None:
+async def test_seek_after_offset_out_of_range_continues_reading(
+    log: Log, make_topic: MakeTopic
+) -> None:
     """After a seek into what is held, reading goes on."""
     (partition,) = await make_topic()
     await write_to(log, partition, *TEN)
@@ -178,7 +180,7 @@ async def test_seek_mends_offset_out_of_range(log: Log, make_topic: MakeTopic) -
         assert values(await read(reader, 1)) == [b"9"]
 
 
-async def test_beginning_and_end_of_partitions(log: Log, make_topic: MakeTopic) -> None:
+async def test_offsets_of_beginning_and_end_follow_records(log: Log, make_topic: MakeTopic) -> None:
     """An empty partition begins and ends at 0; a written one ends after its last record."""
     written, empty = await make_topic(2)
     await write_to(log, written, *TEN)
@@ -192,7 +194,7 @@ async def test_beginning_and_end_of_partitions(log: Log, make_topic: MakeTopic) 
     [(0, 0), (1_600_000_001_000, 0), (1_600_000_001_001, 1), (1_600_000_003_001, None)],
     ids=["before", "at", "between", "after"],
 )
-async def test_offsets_by_time(
+async def test_offsets_by_time_are_first_at_or_after_timestamp(
     log: Log, make_topic: MakeTopic, timestamp_ms: int, offset: int | None
 ) -> None:
     """The first record at or after a time; None where there is none."""
@@ -205,7 +207,7 @@ async def test_offsets_by_time(
         assert await reader.offsets_for_times({partition: timestamp_ms}) == {partition: offset}
 
 
-async def test_reader_has_nothing_committed(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_has_no_committed_offset(log: Log, make_topic: MakeTopic) -> None:
     """It is in no group, so there is nothing to ask for and nothing to commit to."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
@@ -222,7 +224,7 @@ async def test_contact_is_recent_while_polling(log: Log, make_topic: MakeTopic) 
         assert 0.0 <= reader.last_contact_s() < 5.0
 
 
-async def test_position_is_past_what_was_returned(log: Log, make_topic: MakeTopic) -> None:
+async def test_position_is_behind_last_returned_record(log: Log, make_topic: MakeTopic) -> None:
     """It is where one sought, and moves with what polls return."""
     (partition,) = await make_topic()
     await write_to(log, partition, b"a", b"b", b"c")
@@ -233,7 +235,7 @@ async def test_position_is_past_what_was_returned(log: Log, make_topic: MakeTopi
         assert await reader.position(partition) == 3
 
 
-async def test_position_of_stranger_is_refused(log: Log, make_topic: MakeTopic) -> None:
+async def test_position_of_unassigned_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
     """Only an assigned partition has one."""
     mine, other = await make_topic(2)
     async with log.reader([mine]) as reader:

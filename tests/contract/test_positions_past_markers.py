@@ -7,7 +7,7 @@ from tests.contract.conftest import MakeTopic
 from tests.support.conditions import eventually
 
 
-async def test_position_passes_marker_at_end(
+async def test_position_passes_transaction_marker_at_end(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """All that the log holds has been read, though its last offset holds no record."""

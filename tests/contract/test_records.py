@@ -39,7 +39,7 @@ MEBIBYTE = 1024 * 1024
         "names-of-any-bytes",
     ],
 )
-async def test_record_comes_back_as_it_was(
+async def test_record_survives_round_trip(
     log: Log, make_topic: MakeTopic, record: NewRecord
 ) -> None:
     """Key, value and headers are kept, with null and empty told apart and headers in order."""
@@ -50,7 +50,9 @@ async def test_record_comes_back_as_it_was(
     assert (found.key, found.value, tuple(found.headers)) == tuple(record[:3])
 
 
-async def test_record_knows_where_it_stands(log: Log, make_topic: MakeTopic) -> None:
+async def test_record_carries_its_topic_partition_and_offset(
+    log: Log, make_topic: MakeTopic
+) -> None:
     """Topic, partition and offset are those it was written to."""
     partitions = await make_topic(3)
     async with log.reader(partitions) as reader:
@@ -62,7 +64,7 @@ async def test_record_knows_where_it_stands(log: Log, make_topic: MakeTopic) -> 
     ]
 
 
-async def test_records_around_name_that_is_not_utf8_keep_their_order(
+async def test_records_around_non_utf8_header_name_keep_their_order(
     log: Log, make_topic: MakeTopic
 ) -> None:
     """They travel together or not, but none is lost, and each has its own headers."""
@@ -89,7 +91,7 @@ async def test_poll_is_limited_by_bytes(log: Log, make_topic: MakeTopic) -> None
     assert max(sizes) <= 2
 
 
-async def test_order_is_kept_over_many_chunks(log: Log, make_topic: MakeTopic) -> None:
+async def test_records_of_many_chunks_keep_their_order(log: Log, make_topic: MakeTopic) -> None:
     """Chunks sent one after the other, unacknowledged in between, stay in order."""
     (partition,) = await make_topic()
     sent = [str(number).encode() for number in range(5000)]
@@ -104,7 +106,7 @@ async def test_order_is_kept_over_many_chunks(log: Log, make_topic: MakeTopic) -
     assert values(found) == sent
 
 
-async def test_partitions_are_apart(log: Log, make_topic: MakeTopic) -> None:
+async def test_records_stay_in_their_partition(log: Log, make_topic: MakeTopic) -> None:
     """Each partition counts its own offsets and keeps its own order."""
     partitions = await make_topic(2)
     async with log.reader(partitions) as reader:
@@ -120,7 +122,7 @@ async def test_partitions_are_apart(log: Log, make_topic: MakeTopic) -> None:
     }
 
 
-async def test_given_timestamp_is_kept(log: Log, make_topic: MakeTopic) -> None:
+async def test_record_keeps_given_timestamp(log: Log, make_topic: MakeTopic) -> None:
     """A record's own timestamp, in milliseconds, is the one that is read."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
@@ -140,7 +142,9 @@ async def test_record_without_timestamp_is_stamped(log: Log, make_topic: MakeTop
     assert before_ms <= found.timestamp <= after_ms
 
 
-async def test_large_record_passes_where_topic_takes_it(log: Log, make_topic: MakeTopic) -> None:
+async def test_large_record_is_written_where_topic_allows_it(
+    log: Log, make_topic: MakeTopic
+) -> None:
     """Two mebibytes travel once `max.message.bytes` allows them."""
     (partition,) = await make_topic(max_message_bytes=str(4 * MEBIBYTE))
     value = bytes(range(256)) * (2 * MEBIBYTE // 256)
@@ -180,7 +184,7 @@ async def test_compacted_topic_takes_no_record_without_key(log: Log, make_topic:
             await write(producer, partition, NewRecord(None, b"v"))
 
 
-async def test_what_is_acknowledged_can_be_read(log: Log, make_topic: MakeTopic) -> None:
+async def test_acknowledged_record_can_be_read(log: Log, make_topic: MakeTopic) -> None:
     """Once `acknowledged` has ended, the end offset counts the record."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader, log.producer() as producer:
@@ -207,7 +211,7 @@ async def test_empty_chunk_makes_no_batch(log: Log, make_topic: MakeTopic) -> No
         assert list(await producer.send(partition, [])) == []
 
 
-async def test_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
+async def test_send_to_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
     """A partition number beyond the topic's is a clear error, at once."""
     (partition,) = await make_topic()
     async with log.producer() as producer:
@@ -215,7 +219,7 @@ async def test_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> 
             await producer.send(TopicPartition(partition.topic, 1), [NewRecord(None, b"v")])
 
 
-async def test_unknown_topic_is_refused(log: Log, unique_name: str) -> None:
+async def test_send_to_unknown_topic_is_refused(log: Log, unique_name: str) -> None:
     """No topic is made by sending to it."""
     async with log.producer() as producer:
         with pytest.raises(UnknownPartition, match="no such topic"):
@@ -231,7 +235,9 @@ async def test_unknown_topic_is_refused(log: Log, unique_name: str) -> None:
     ],
     ids=["value", "key", "header"],
 )
-async def test_only_bytes_are_taken(log: Log, make_topic: MakeTopic, record: NewRecord) -> None:
+async def test_value_other_than_bytes_is_refused(
+    log: Log, make_topic: MakeTopic, record: NewRecord
+) -> None:
     """Text or a number is refused before anything is sent."""
     (partition,) = await make_topic()
     async with log.producer() as producer:

@@ -11,7 +11,7 @@ from tests.contract.conftest import MakeTopic
 from tests.support.conditions import DEADLINE_S
 
 
-async def test_topic_is_made_once(log: Log, unique_name: str) -> None:
+async def test_creating_existing_topic_changes_nothing(log: Log, unique_name: str) -> None:
     """The second creation says that it was there, and changes nothing."""
     first = await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
     second = await log.create_topics([TopicInfo(unique_name, 5, {})], replication_factor=1)
@@ -41,14 +41,14 @@ async def test_unknown_topic_is_described_as_none(
     assert described[unique_name] is not None
 
 
-async def test_partitions_of_known_topic(log: Log, make_topic: MakeTopic) -> None:
+async def test_known_topic_has_its_partitions(log: Log, make_topic: MakeTopic) -> None:
     """A producer tells how many partitions a topic has."""
     (name, _), *_ = await make_topic(3)
     async with log.producer() as producer:
         assert await producer.partitions_for(name) == 3
 
 
-async def test_partitions_of_unknown_topic(log: Log, unique_name: str) -> None:
+async def test_unknown_topic_has_no_partitions(log: Log, unique_name: str) -> None:
     """It has none, and no topic is made by asking."""
     async with log.producer() as producer:
         assert await _asked(producer, unique_name) is None
@@ -62,7 +62,7 @@ async def _asked(producer: Producer, topic: str) -> int | None:
             return await producer.partitions_for(topic)
 
 
-async def test_partitions_of_topic_made_after_one_asked(log: Log, make_topic: MakeTopic) -> None:
+async def test_topic_created_later_shows_its_partitions(log: Log, make_topic: MakeTopic) -> None:
     """That a topic was unknown is not remembered for ever."""
     async with log.producer() as producer:
         (name, _), *_ = await make_topic(2)
@@ -75,7 +75,7 @@ async def test_partitions_of_topic_made_after_one_asked(log: Log, make_topic: Ma
         assert count == 4
 
 
-async def test_topics_have_ids_of_their_own(log: Log, unique_name: str) -> None:
+async def test_recreated_topic_has_another_id(log: Log, unique_name: str) -> None:
     """By them one is told from another that is made in its place; each keeps its own."""
     names = [f"{unique_name}-{number}" for number in range(2)]
     await log.create_topics([TopicInfo(each, 1, {}) for each in names], replication_factor=1)

@@ -49,7 +49,7 @@ async def _after_a_successor(log: Log, name: str, partition: TopicPartition) -> 
         return await _committed(log, name, partition)
 
 
-async def test_records_and_offsets_are_sealed(
+async def test_transaction_commits_records_and_offsets(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """What was sealed is read, and the group's offset stands with its metadata."""
@@ -65,7 +65,9 @@ async def test_records_and_offsets_are_sealed(
     assert await _after_a_successor(log, unique_name, source) == Committed(7, "v1")
 
 
-async def test_seals_follow_each_other(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_consecutive_transactions_of_one_producer_are_committed(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
     """One producer seals again and again, over several partitions, in order."""
     partitions = await make_topic(3)
     async with (
@@ -84,7 +86,7 @@ async def test_seals_follow_each_other(log: Log, make_topic: MakeTopic, unique_n
     assert await _after_a_successor(log, unique_name, partitions[0]) == Committed(19)
 
 
-async def test_records_alone_and_offsets_alone_are_sealed(
+async def test_transaction_of_only_records_or_only_offsets_is_committed(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Either may be empty, and so may both."""
@@ -101,7 +103,9 @@ async def test_records_alone_and_offsets_alone_are_sealed(
     assert await _after_a_successor(log, unique_name, source) == Committed(4)
 
 
-async def test_marker_takes_offset(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_transaction_marker_occupies_offset(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
     """The end of a transaction leaves a gap of one in every partition that it wrote to."""
     (answers,) = await make_topic()
     async with (
@@ -115,7 +119,7 @@ async def test_marker_takes_offset(log: Log, make_topic: MakeTopic, unique_name:
     assert ends == {answers: 5}
 
 
-async def test_offsets_of_two_topics_go_in_one_seal(
+async def test_transaction_commits_offsets_of_two_topics(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """One group, several topics: as a responder does that reads results of requests."""
@@ -131,7 +135,9 @@ async def test_offsets_of_two_topics_go_in_one_seal(
     }
 
 
-async def test_successor_fences(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_successor_fences_producer_of_same_id(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
     """Once another producer of the id has entered, the former one seals nothing any more."""
     answers, source = await make_topic(2)
     async with (
@@ -146,7 +152,7 @@ async def test_successor_fences(log: Log, make_topic: MakeTopic, unique_name: st
     assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
 
-async def test_fenced_producer_seals_no_offsets_either(
+async def test_fenced_producer_cannot_commit_offsets_alone(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A zombie that has only offsets to seal is refused as well."""
@@ -160,7 +166,9 @@ async def test_fenced_producer_seals_no_offsets_either(
     assert await _committed(log, unique_name, source) is None
 
 
-async def test_other_ids_are_not_fenced(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+async def test_producer_of_other_id_is_not_fenced(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
     """Producers of different ids seal side by side, also into one partition."""
     (answers,) = await make_topic()
     async with (
@@ -175,7 +183,7 @@ async def test_other_ids_are_not_fenced(log: Log, make_topic: MakeTopic, unique_
         assert len(await read(reader, 3)) == 3
 
 
-async def test_entering_shows_what_was_sealed_last(
+async def test_successor_reads_latest_committed_offsets(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Committed offsets that are read after a successor entered are never old, 100 times."""
@@ -188,7 +196,7 @@ async def test_entering_shows_what_was_sealed_last(
     assert seen == [None, *map(Committed, range(1, 100))]
 
 
-async def test_records_that_are_too_large_are_refused_before_transaction_begins(
+async def test_oversized_record_is_refused_before_transaction_begins(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """All of them are named; nothing of the seal is seen, and its producer seals what is left."""
@@ -208,7 +216,7 @@ async def test_records_that_are_too_large_are_refused_before_transaction_begins(
     assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
 
-async def test_many_small_records_keep_within_topics_limit(
+async def test_many_small_records_are_split_into_batches_within_topic_limit(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """The limit is one of batches: 50 answers that pass it together travel in several."""
@@ -222,7 +230,7 @@ async def test_many_small_records_keep_within_topics_limit(
         assert values(await read(reader, 50)) == contents
 
 
-async def test_partition_that_is_not_there_is_refused(
+async def test_transaction_into_missing_partition_is_refused(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """It is named, and nothing else of the seal is seen."""
@@ -253,7 +261,7 @@ async def test_metadata_that_is_too_long_is_refused(
     assert await _after_a_successor(log, unique_name, source) == Committed(8, "x" * 4096)
 
 
-async def test_failed_producer_is_of_no_more_use(
+async def test_failed_producer_refuses_further_transactions(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """It says so itself, so that nobody seals after a failed seal by mistake."""
@@ -266,7 +274,7 @@ async def test_failed_producer_is_of_no_more_use(
             await producer.commit_transaction({answers: _news(b"small")}, {})
 
 
-async def test_unfinished_seal_is_ended_by_successor(
+async def test_unfinished_transaction_is_ended_by_successor(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Whether a seal that was broken off counts, the offsets say, and the records agree."""
@@ -292,7 +300,7 @@ async def test_unfinished_seal_is_ended_by_successor(
     assert found == [*(str(number).encode() for number in range(count)), b"end"]
 
 
-async def test_seal_that_meets_successor_counts_whole_or_not_at_all(
+async def test_transaction_racing_successor_is_committed_whole_or_aborted(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A zombie that seals while its successor enters is fenced, or was first; both ends agree."""
@@ -318,7 +326,7 @@ async def test_seal_that_meets_successor_counts_whole_or_not_at_all(
     assert len(found) == 11 - zombies
 
 
-async def test_producer_knows_partitions_of_topics(
+async def test_producer_returns_partitions_of_topics(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """As the other producer does; None for a topic that is not there."""
@@ -328,7 +336,7 @@ async def test_producer_knows_partitions_of_topics(
         assert await producer.partitions_for(f"{unique_name}-missing") is None
 
 
-async def test_many_producers_enter_side_by_side(
+async def test_producers_of_different_ids_start_concurrently(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """Twelve partitions that are assigned at once have their producers, none fencing another."""
@@ -347,7 +355,7 @@ async def test_many_producers_enter_side_by_side(
     assert committed == dict.fromkeys(partitions, Committed(1))
 
 
-async def test_member_knows_that_it_is_one(
+async def test_member_with_assignment_is_confirmed_by_group(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """While it holds its partitions in the current generation the group counts it in."""
@@ -358,7 +366,7 @@ async def test_member_knows_that_it_is_one(
         assert await member.is_member()
 
 
-async def test_fence_leaves_membership_alone(
+async def test_fenced_producer_stays_group_member(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A producer that lost its id to another says nothing about the group."""
@@ -375,14 +383,14 @@ async def test_fence_leaves_membership_alone(
             assert await member.is_member()
 
 
-async def test_reader_is_no_member(log: Log, make_topic: MakeTopic) -> None:
+async def test_reader_without_group_is_not_member(log: Log, make_topic: MakeTopic) -> None:
     """It is in no group that could count it in."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
         assert not await reader.is_member()
 
 
-async def test_sealed_offsets_are_where_group_goes_on(
+async def test_member_starts_at_offset_committed_in_transaction(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """A member starts at the offset that was sealed for its group."""

@@ -29,7 +29,9 @@ GROUPINGS: list[Grouping] = [[STAGES], [[stage] for stage in STAGES]]
 
 @pytest.mark.parametrize("ring", ["false", "true"])
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_bytes_in_and_labels_out(tmp_path: Path, grouping: Grouping, ring: str) -> None:
+async def test_image_bytes_are_answered_with_labels(
+    tmp_path: Path, grouping: Grouping, ring: str
+) -> None:
     """In one process and in four, with a ring and without; in MessagePack and in JSON."""
     add_version(tmp_path, "digits", 1, digits(), CONFIG.format(ring=ring))
     labels = "\n".join(f"class {number}" for number in range(10))

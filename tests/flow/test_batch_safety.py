@@ -66,7 +66,7 @@ def alone(repository: Path) -> list[NDArray[Any]]:
     return [session.run(["summary"], inputs)[0] for inputs in sentences()]
 
 
-async def test_transformer_shares_runs_and_answers_as_alone(tmp_path: Path) -> None:
+async def test_transformer_answers_in_shared_runs_equal_single_runs(tmp_path: Path) -> None:
     """Within the tolerance of FP32."""
     answers = await served(tmp_path, transformer())
     assert max(int(answer.parameters["batch_size"]) for answer in answers) > 1
@@ -76,7 +76,7 @@ async def test_transformer_shares_runs_and_answers_as_alone(tmp_path: Path) -> N
         )
 
 
-async def test_quantised_one_answers_each_request_from_run_of_its_own(tmp_path: Path) -> None:
+async def test_quantised_model_runs_each_request_alone(tmp_path: Path) -> None:
     """To the bit what a single run gives, since nobody shares its scale."""
     answers = await served(tmp_path, quantised(transformer(), tmp_path))
     assert {answer.parameters["batch_size"] for answer in answers} == {1}

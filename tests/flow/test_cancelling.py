@@ -47,7 +47,7 @@ def cancelling(headers: Headers) -> NewRecord:
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_what_waits_is_cancelled_and_what_runs_is_not(
+async def test_cancelling_ends_waiting_requests_and_not_running_ones(
     tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
     """By place and by correlation id; every request has one answer, and the records that cancel

@@ -30,7 +30,7 @@ def repository(tmp_path: Path) -> Path:
     return version
 
 
-def test_rate_is_measured(call: Call, repository: Path) -> None:
+def test_bench_measures_answers_at_given_rate(call: Call, repository: Path) -> None:
     """Every request is answered; percentiles, batches and advice are told."""
     result = call("bench", "digits", "--rate", "100", *SHORT, "--json")
     assert result.exit_code == Exit.DONE, result.stderr
@@ -43,7 +43,7 @@ def test_rate_is_measured(call: Call, repository: Path) -> None:
     assert len(fields["advice"]) == 1
 
 
-def test_saturation_is_measured(call: Call, repository: Path) -> None:
+def test_bench_measures_saturation(call: Call, repository: Path) -> None:
     """The lines for people name what binds."""
     result = call("bench", "digits", "--saturate", "--in-flight", "64", *SHORT)
     assert result.exit_code == Exit.DONE, result.stderr
@@ -85,7 +85,7 @@ async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -
     assert re.fullmatch(rb"headrace: interrupted: \d+ of \d+ requests answered\n", rest)
 
 
-def test_requests_may_come_from_command_line(call: Call, repository: Path) -> None:
+def test_bench_takes_requests_from_command_line(call: Call, repository: Path) -> None:
     """In JSON if that is wanted; a request that is refused is an answer as well."""
     result = call(
         *("bench", "digits", "--rate", "50", *SHORT, "--json"),
@@ -107,7 +107,7 @@ def test_requests_may_come_from_command_line(call: Call, repository: Path) -> No
         ("--saturate", "--content-type", "image/png"),
     ],
 )
-def test_contradictions_are_wrong_usage(
+def test_contradicting_bench_options_are_wrong_usage(
     call: Call, repository: Path, arguments: tuple[str, ...]
 ) -> None:
     """Told before anything is started."""
@@ -117,7 +117,7 @@ def test_contradictions_are_wrong_usage(
     assert "give" in result.stderr or "goes with" in result.stderr
 
 
-def test_unknown_model_needs_requests(call: Call, repository: Path) -> None:
+def test_bench_of_unknown_model_needs_requests(call: Call, repository: Path) -> None:
     """Without its signature none can be made up."""
     result = call("bench", "other", "--rate", "5", *SHORT)
 

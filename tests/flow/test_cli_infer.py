@@ -23,7 +23,7 @@ def repository(tmp_path: Path) -> Path:
     return version
 
 
-def test_one_request_is_answered(call: Call, repository: Path, tmp_path: Path) -> None:
+def test_infer_command_prints_answer(call: Call, repository: Path, tmp_path: Path) -> None:
     """The answer is what the model computes."""
     np.save(tmp_path / "ones.npy", np.ones((2, 64), np.float32))
     result = call("infer", "digits", "--input", "pixels=@ones.npy", "--json")
@@ -34,7 +34,7 @@ def test_one_request_is_answered(call: Call, repository: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["answer.npz", "answer.json"])
-def test_outputs_are_written_whole_to_file(
+def test_infer_command_writes_whole_outputs_to_file(
     call: Call, repository: Path, tmp_path: Path, name: str
 ) -> None:
     """As arrays by their names, or in the protocol's JSON; nothing is cut, nothing printed."""
@@ -51,7 +51,7 @@ def test_outputs_are_written_whole_to_file(
     assert scores[-1, 1] == 64.0
 
 
-def test_refusal_names_code_and_place(call: Call, repository: Path) -> None:
+def test_infer_command_prints_code_and_field_of_refusal(call: Call, repository: Path) -> None:
     """A request that does not fit the model ends with 1 and the service's own words."""
     result = call("infer", "digits", "--input", "pixels=[[0.5]]")
     assert (result.exit_code, result.stdout) == (Exit.FAILED, "")
@@ -59,7 +59,7 @@ def test_refusal_names_code_and_place(call: Call, repository: Path) -> None:
     assert line.startswith("headrace: INVALID_TENSOR: inputs[0].shape")
 
 
-def test_missing_repository_is_wrong_configuration(call: Call) -> None:
+def test_command_without_repository_is_wrong_configuration(call: Call) -> None:
     """Without models there is nothing to run, which is told before anything is asked."""
     result = call("infer", "digits", "--input", "pixels=[[0.5]]")
     assert result.exit_code == Exit.USAGE

@@ -42,7 +42,7 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
         done.set()
 
 
-async def test_three_hundred_calls_at_once_get_their_own_answers(client: Client) -> None:
+async def test_concurrent_calls_get_their_own_answers(client: Client) -> None:
     """Batched together or not, each call gets the result of its own rows."""
     weights = np.arange(10, dtype=np.float32)
 
@@ -59,7 +59,7 @@ async def test_three_hundred_calls_at_once_get_their_own_answers(client: Client)
             tasks.create_task(ask(number), name=f"call {number}")
 
 
-async def test_answers_tell_where_time_went(client: Client) -> None:
+async def test_answers_carry_timings(client: Client) -> None:
     """Timings and the size of the batch come with the answer."""
     response = await client.infer("digits", {"pixels": np.ones((2, 64), np.float32)})
     assert set(response.parameters) == {"queue_us", "batch_us", "compute_us", "batch_size"}
@@ -75,7 +75,7 @@ async def test_answers_tell_where_time_went(client: Client) -> None:
         ("letters", None, np.ones((1, 64), np.float32), "UNKNOWN_MODEL"),
     ],
 )
-async def test_refusals_have_their_code(
+async def test_refused_call_raises_error_with_its_code(
     client: Client, model: str, version: str | None, pixels: np.ndarray, code: str
 ) -> None:
     """What the services refuse is an exception with the service's code."""

@@ -48,7 +48,7 @@ async def serving(
 
 @pytest.mark.parametrize("grouping", [FUSED, APART], ids=["fused", "all-apart"])
 @pytest.mark.parametrize("seconds", [-120.0, 120.0], ids=["back", "forward"])
-async def test_wall_clock_that_is_set_stalls_no_model(
+async def test_wall_clock_set_back_stalls_no_model(
     tmp_path: Path, grouping: Grouping, seconds: float
 ) -> None:
     """What waits is answered when its delay is over, and so is what comes next."""

@@ -31,9 +31,7 @@ CROWDED = replace(
 
 
 @pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
-async def test_answers_that_overtake_are_given_once_all_same(
-    tmp_path: Path, form: Grouping
-) -> None:
+async def test_answers_out_of_order_are_given_once(tmp_path: Path, form: Grouping) -> None:
     """They wait for room, and reading for them; a change of owner and lost outcomes included."""
     add_version(tmp_path, "embedding", 1, embedding())
     settings = make_settings(

@@ -13,7 +13,7 @@ DEMO = files("headrace.tools.demo")
 MODEL = DEMO.joinpath("models/digits/1/model.onnx").read_bytes()
 
 
-def test_stated_test_accuracy_is_one_that_is_reached() -> None:
+def test_digits_model_reaches_its_stated_accuracy() -> None:
     """ONNX Runtime gets as many test images right as the model's metadata says."""
     with DEMO.joinpath("digits_test.npz").open("rb") as file, np.load(file) as images:
         pixels, labels = images["pixels"].astype(np.float32), images["labels"]
@@ -26,6 +26,6 @@ def test_stated_test_accuracy_is_one_that_is_reached() -> None:
     np.testing.assert_array_equal(probabilities.argmax(axis=1), answered)
 
 
-def test_model_is_small_enough_to_be_kept_with_code() -> None:
+def test_digits_model_file_is_small() -> None:
     """The file stays under 50 KB."""
     assert len(MODEL) < 50_000

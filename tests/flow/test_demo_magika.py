@@ -78,21 +78,23 @@ def _features(reference: Any, content: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("content", EDGES, ids=range(len(EDGES)))
-def test_edge_cases_give_features_of_package(
+def test_magika_features_of_edge_cases_equal_package(
     content: bytes, transform: Transform, reference: Any
 ) -> None:
     """Stripping, cutting and padding are the package's, byte by byte."""
     assert _row(transform, content)[0].tolist() == _features(reference, content)
 
 
-def test_sample_files_give_features_of_package(transform: Transform, reference: Any) -> None:
+def test_magika_features_of_sample_files_equal_package(
+    transform: Transform, reference: Any
+) -> None:
     """Files of every kind come out as the package has them."""
     for sample in load_samples():
         row = _row(transform, sample.content)[0].tolist()
         assert row == _features(reference, sample.content), sample.label
 
 
-def test_sample_files_get_label_of_package(
+def test_magika_labels_of_sample_files_equal_package(
     entry: FoundModel, model: MagikaModel, transform: Transform, reference: Any
 ) -> None:
     """The best score's label is the package's own prediction, before its thresholds."""
@@ -104,7 +106,7 @@ def test_sample_files_get_label_of_package(
 
 
 @pytest.mark.parametrize("content", [b"", b"seven b", b"   \n  short  ", b" " * 5000 + b"x" * 90])
-def test_file_that_package_decides_without_its_model_is_refused(
+def test_file_decided_without_magika_model_is_refused(
     content: bytes, transform: Transform, reference: Any
 ) -> None:
     """Where magika asks no model, there is nothing to batch: the request is refused by name."""

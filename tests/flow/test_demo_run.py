@@ -13,7 +13,7 @@ from headrace.tools.demo.questions import FILES, Questions, SampleFile, load_dig
 from headrace.tools.demo.traffic import Due
 
 
-async def test_every_request_is_answered_and_nothing_is_amiss(
+async def test_demo_answers_every_request_without_faults(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A short run has answers for all groups, dead letters, batches, no faults."""
@@ -32,7 +32,7 @@ async def test_every_request_is_answered_and_nothing_is_amiss(
     assert "in flight" in capsys.readouterr().out
 
 
-async def test_without_magika_digits_are_shown_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_demo_without_magika_shows_digits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is said, and costs the files alone."""
     monkeypatch.setattr(demo, "find_magika", lambda: None)
     said: list[str] = []
@@ -42,7 +42,7 @@ async def test_without_magika_digits_are_shown_alone(monkeypatch: pytest.MonkeyP
     assert FILES not in {group.group for group in result.groups}
 
 
-async def test_files_get_labels_that_package_magika_gives_them(tmp_path: Path) -> None:
+async def test_demo_files_get_labels_of_magika_package(tmp_path: Path) -> None:
     """Through topics, transform, batches and back, each label is the package's prediction."""
     reference = pytest.importorskip("magika").Magika()
     model = find_magika()

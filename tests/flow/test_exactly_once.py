@@ -79,7 +79,7 @@ async def test_each_request_has_one_visible_answer(settings: Settings, form: Gro
 
 @FORMS
 @pytest.mark.parametrize("fault", list(TransactionFault))
-async def test_unknown_outcome_is_found_out(
+async def test_transaction_of_unknown_outcome_is_resolved_from_offsets(
     settings: Settings, form: Grouping, fault: TransactionFault
 ) -> None:
     """Whether the transaction was sealed or not: its successor learns it, and doubles nothing."""
@@ -95,7 +95,7 @@ async def test_unknown_outcome_is_found_out(
 
 
 @FORMS
-async def test_offsets_that_show_late_double_nothing(settings: Settings, form: Grouping) -> None:
+async def test_offsets_visible_late_repeat_no_answer(settings: Settings, form: Grouping) -> None:
     """They are read after the fence, which waits for them."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -112,7 +112,7 @@ async def test_offsets_that_show_late_double_nothing(settings: Settings, form: G
 
 
 @FORMS
-async def test_zombie_shows_nothing(settings: Settings, form: Grouping) -> None:
+async def test_answers_of_zombie_are_not_visible(settings: Settings, form: Grouping) -> None:
     """Evicted between computing and sealing, without knowing: its successor's answers count."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -136,7 +136,7 @@ def is_open(log: MemoryLog) -> bool:
 
 
 @FORMS
-async def test_fence_by_broker_alone_is_got_over(settings: Settings, form: Grouping) -> None:
+async def test_producer_fenced_by_broker_is_replaced(settings: Settings, form: Grouping) -> None:
     """The group still counts us in, so that there is no other owner: we go on."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -152,7 +152,7 @@ async def test_fence_by_broker_alone_is_got_over(settings: Settings, form: Group
     assert await answered(log, settings) == each_once(80)
 
 
-async def test_process_that_is_killed_doubles_nothing(settings: Settings) -> None:
+async def test_killed_process_repeats_no_answer(settings: Settings) -> None:
     """What it had sealed is not done again, and what it had not, is."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -170,7 +170,7 @@ async def test_process_that_is_killed_doubles_nothing(settings: Settings) -> Non
 
 
 @FORMS
-async def test_processes_that_come_and_go_double_nothing(
+async def test_processes_joining_and_leaving_repeat_no_answer(
     settings: Settings, form: Grouping
 ) -> None:
     """Partitions change hands under load."""
@@ -193,7 +193,7 @@ async def test_processes_that_come_and_go_double_nothing(
     [(FUSED, APART), (APART, FUSED), (FUSED, THREE), (THREE, FUSED)],
     ids=["fused-apart", "apart-fused", "fused-three", "three-fused"],
 )
-async def test_another_form_takes_over(
+async def test_process_of_other_stage_group_takes_over(
     settings: Settings, first: Grouping, second: Grouping
 ) -> None:
     """And the first one again: nothing is lost and nothing doubled."""
@@ -210,7 +210,7 @@ async def test_another_form_takes_over(
     assert await answered(log, settings) == each_once(600)
 
 
-async def test_outage_is_waited_for(settings: Settings) -> None:
+async def test_broker_outage_is_waited_for(settings: Settings) -> None:
     """No broker answers for a while, in the middle of the work."""
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -235,7 +235,7 @@ def failures(pipeline: Pipeline) -> float:
 
 
 @pytest.mark.parametrize("other", [THREE[-1:], FUSED], ids=["another-form", "another-guarantee"])
-async def test_two_forms_or_guarantees_do_not_run_side_by_side(
+async def test_different_stage_groups_or_guarantees_do_not_run_side_by_side(
     settings: Settings, other: Grouping, tmp_path: Path
 ) -> None:
     """They would overwrite each other's commits: who comes second is refused, and says why."""
@@ -253,7 +253,9 @@ async def test_two_forms_or_guarantees_do_not_run_side_by_side(
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_range_that_was_never_read_does_not_stop_base(tmp_path: Path, guarantee: str) -> None:
+async def test_range_deleted_before_reading_does_not_stop_base(
+    tmp_path: Path, guarantee: str
+) -> None:
     """Retention takes it while ingest is away, and the responder, which stayed, is told."""
     settings = once(settings_of(tmp_path), guarantee=guarantee)
     log = await log_for(settings)

@@ -29,7 +29,7 @@ def rows_of(pipeline: Pipeline) -> float:
     return pipeline.metrics.registry.get_sample_value("headrace_rows_total", labels) or 0.0
 
 
-async def test_executors_announce_themselves_and_share_work(tmp_path: Path) -> None:
+async def test_executors_in_own_processes_share_work(tmp_path: Path) -> None:
     """Both get batches, every request is answered once, and the batcher learns their latency."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -46,7 +46,7 @@ async def test_executors_announce_themselves_and_share_work(tmp_path: Path) -> N
     assert await caller.check() == Counter(range(400))
 
 
-async def test_executor_that_dies_is_noticed(tmp_path: Path) -> None:
+async def test_batches_of_dead_executor_go_to_another(tmp_path: Path) -> None:
     """Its partitions are announced by the other one, and what it had under way is run there."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -65,7 +65,7 @@ async def test_executor_that_dies_is_noticed(tmp_path: Path) -> None:
     assert set(await caller.check()) == set(range(400))
 
 
-async def test_executor_that_leaves_is_not_sent_anything_more(tmp_path: Path) -> None:
+async def test_stopped_executor_is_sent_no_batch(tmp_path: Path) -> None:
     """It says so, and the requests that come then are answered by whoever is there later."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -80,7 +80,7 @@ async def test_executor_that_leaves_is_not_sent_anything_more(tmp_path: Path) ->
     assert await caller.check() == Counter(range(50))
 
 
-async def test_batcher_hears_that_model_must_not_share_runs(tmp_path: Path) -> None:
+async def test_batcher_learns_from_executor_that_model_is_unbatchable(tmp_path: Path) -> None:
     """Only the executor has tried it out."""
     add_version(tmp_path, "sum", 1, falsely_batched())
     settings = settings_of(tmp_path)

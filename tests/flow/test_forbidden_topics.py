@@ -31,9 +31,7 @@ def partition(settings: Settings, topic: Topic) -> TopicPartition:
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["visible", "hidden"])
-async def test_forbidden_reply_topic_is_its_request_s_own_trouble(
-    tmp_path: Path, hidden: bool
-) -> None:
+async def test_forbidden_reply_topic_fails_only_its_request(tmp_path: Path, hidden: bool) -> None:
     """It is answered on `responses` and kept as a dead letter; those around it are answered."""
     settings = serving(tmp_path, "headrace", 4096)
     forbidden = reply_topic(settings)
@@ -69,7 +67,7 @@ async def test_forbidden_reply_topic_is_its_request_s_own_trouble(
 
 
 @pytest.mark.parametrize("topic", [Topic.RESPONSES, Topic.DEAD_LETTERS])
-async def test_forbidden_topic_of_ours_ends_process(tmp_path: Path, topic: Topic) -> None:
+async def test_forbidden_own_topic_ends_process(tmp_path: Path, topic: Topic) -> None:
     """With one line, the topic's name in it; the request stays unanswered and runs elsewhere."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:

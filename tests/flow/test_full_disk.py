@@ -29,7 +29,9 @@ def full() -> Iterator[IO[bytes]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a device that is always full")
-async def test_full_disk_under_log_lines_ends_nothing(tmp_path: Path, full: IO[bytes]) -> None:
+async def test_full_disk_under_log_output_does_not_end_process(
+    tmp_path: Path, full: IO[bytes]
+) -> None:
     """The process gets ready, and drains and exits 0 when it is told to."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

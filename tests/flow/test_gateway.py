@@ -36,7 +36,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_json_is_answered_in_json(repository: Path) -> None:
+async def test_json_request_is_answered_in_json(repository: Path) -> None:
     """The answer has the protocol's fields, and the caller's id."""
     async with gateway_of(repository) as served:
         response = await served.infer("digits", {"id": "seven", "inputs": [PIXELS]})
@@ -49,7 +49,7 @@ async def test_json_is_answered_in_json(repository: Path) -> None:
     np.testing.assert_allclose(scores["data"], 64.0 * np.arange(10))
 
 
-async def test_binary_tensors_are_answered_in_binary(repository: Path) -> None:
+async def test_binary_request_is_answered_in_binary(repository: Path) -> None:
     """The bytes of both follow the JSON, whose size is in the header."""
     pixels = np.ones((2, 64), "<f4").tobytes()
     tensor = {
@@ -69,7 +69,7 @@ async def test_binary_tensors_are_answered_in_binary(repository: Path) -> None:
     np.testing.assert_allclose(scores, np.tile(64.0 * np.arange(10), (2, 1)))
 
 
-async def test_bare_tensor_is_one_input_of_its_model(repository: Path) -> None:
+async def test_bare_tensor_body_becomes_single_input_of_model(repository: Path) -> None:
     """With a JSON of 0 bytes the body is the tensor, and shape and name are the model's."""
     async with gateway_of(repository) as served:
         response = await served.post(
@@ -84,7 +84,7 @@ async def test_bare_tensor_is_one_input_of_its_model(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
 )
-async def test_compressed_bodies_pass_both_ways(
+async def test_compressed_request_and_response_bodies_are_decoded(
     repository: Path, coding: str, compress: Callable[[bytes], bytes]
 ) -> None:
     """A compressed request is read; a large answer is compressed for callers that accept it."""
@@ -151,7 +151,7 @@ async def test_callers_over_http_and_kafka_share_batches(gated: Path) -> None:
     assert sizes == {each.parameters["batch_size"] for each in responses} == {8}
 
 
-async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> None:
+async def test_expired_http_request_is_answered_in_time_and_not_run(gated: Path) -> None:
     """A request whose time passes while its model is busy is a 504, and never runs."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
@@ -167,7 +167,7 @@ async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> Non
     assert ended(served, "ok") == 1
 
 
-async def test_request_of_caller_that_hangs_up_is_cancelled(gated: Path) -> None:
+async def test_request_of_disconnected_caller_is_cancelled(gated: Path) -> None:
     """The stages answer it with CANCELLED, and the door counts a caller that had gone."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
@@ -183,7 +183,7 @@ async def test_request_of_caller_that_hangs_up_is_cancelled(gated: Path) -> None
     assert served.doors.snapshot().late_answers == 1
 
 
-async def test_drain_under_load_answers_all_that_was_sent(repository: Path) -> None:
+async def test_draining_gateway_answers_all_sent_requests(repository: Path) -> None:
     """Each connection's last answer says that it is the last; no request is lost or reset."""
     answered: list[int] = []
 
@@ -236,7 +236,7 @@ async def first_refusal(http: ClientSession, url: str) -> tuple[int, object, str
                 return response.status, await response.json(), response.headers.get("Connection")
 
 
-async def test_full_gateway_refuses_and_says_when_to_return(gated: Path) -> None:
+async def test_full_gateway_refuses_with_retry_after(gated: Path) -> None:
     """Over its limit of requests a gateway answers 503 at once, with Retry-After."""
     async with gateway_of(gated, max_in_flight=1) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
@@ -249,7 +249,7 @@ async def test_full_gateway_refuses_and_says_when_to_return(gated: Path) -> None
     assert refused.json["error_details"] == {"code": "UNAVAILABLE", "retriable": True}
 
 
-async def test_models_are_described_as_clients_expect(repository: Path) -> None:
+async def test_gateway_describes_models_by_open_inference_protocol(repository: Path) -> None:
     """Metadata and configuration have the protocol's and Triton's names."""
     async with gateway_of(repository) as served:
         assert (await served.get("/v2/health/live")).json == {"live": True}
@@ -305,7 +305,7 @@ BAD_REQUESTS = {
 }
 
 
-async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
+async def test_bad_http_request_gets_status_and_reason(repository: Path) -> None:
     """Each has its status and a sentence that names the fault, and the door goes on."""
     async with gateway_of(repository, max_body_bytes=65536) as served:
         for case, (headers, body, status, text) in BAD_REQUESTS.items():
@@ -322,7 +322,7 @@ async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
         assert (await served.infer("digits", {"inputs": [PIXELS]})).status == 200
 
 
-async def test_payload_goes_to_transform_of_its_model(tmp_path: Path) -> None:
+async def test_http_payload_goes_to_transform_of_model(tmp_path: Path) -> None:
     """A text with its own content type is the input that `model.toml` makes of it."""
     add_version(tmp_path, "texts", 1, identity("BYTES", ("batch", 1)), 'transform = "text"')
     async with gateway_of(tmp_path) as served:
@@ -333,7 +333,7 @@ async def test_payload_goes_to_transform_of_its_model(tmp_path: Path) -> None:
     assert response.json["outputs"][0]["data"] == ["né"]
 
 
-async def test_bodies_over_limit_of_all_are_refused(gated: Path) -> None:
+async def test_http_bodies_over_common_limit_are_refused(gated: Path) -> None:
     """A body that does not fit beside those that are held is refused, and is then let go."""
     async with gateway_of(gated, max_in_flight_bytes=2**20) as served, asyncio.TaskGroup() as tasks:
         padding = b" " * 600_000
@@ -358,7 +358,7 @@ BROKEN_BODIES = {
 
 
 @pytest.mark.parametrize("sent", BROKEN_BODIES.values(), ids=BROKEN_BODIES.keys())
-async def test_body_that_does_not_come_ends_its_connection(repository: Path, sent: bytes) -> None:
+async def test_incomplete_http_body_ends_connection(repository: Path, sent: bytes) -> None:
     """The caller is told why within the time for a body, and nothing of it is held any more."""
     async with gateway_of(repository, tuning=GatewayTuning(body_timeout_s=0.05)) as served:
         reader, writer = await asyncio.open_connection(*served.url.split(":"))
@@ -371,7 +371,7 @@ async def test_body_that_does_not_come_ends_its_connection(repository: Path, sen
     assert served.doors.snapshot()[:2] == (0, 0)
 
 
-async def test_trace_context_of_caller_is_requests(repository: Path) -> None:
+async def test_trace_context_of_http_caller_reaches_request(repository: Path) -> None:
     """`traceparent` is written to the request record unchanged, and so is in the answer's."""
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
     async with gateway_of(repository) as served:
@@ -383,7 +383,7 @@ async def test_trace_context_of_caller_is_requests(repository: Path) -> None:
     assert ("traceparent", parent.encode()) in record.headers
 
 
-async def test_every_datatype_comes_back_as_it_was_sent(tmp_path: Path) -> None:
+async def test_every_datatype_survives_http_round_trip(tmp_path: Path) -> None:
     """In binary, two rows of zeros and ones, or of texts, pass models that change nothing."""
     for datatype in DATATYPES:
         add_version(tmp_path, datatype, 1, identity(datatype), "probe = false")
@@ -410,7 +410,7 @@ async def test_every_datatype_comes_back_as_it_was_sent(tmp_path: Path) -> None:
             assert response.tensors == content
 
 
-async def test_example_with_curl_answers() -> None:
+async def test_curl_example_of_page_prints_answer() -> None:
     """The page's command gets the digit of its image."""
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     (curl,) = re.findall(r"^```bash\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

@@ -85,13 +85,13 @@ def ask_for_all(url: str) -> None:
             client.infer(**call_of(triton, *case) | {"model_name": "letters"})
 
 
-async def test_blocking_client_gets_every_datatype_back(repository: Path) -> None:
+async def test_tritonclient_blocking_gets_every_datatype_back(repository: Path) -> None:
     """In binary and in JSON, compressed and not; errors come with their sentence."""
     async with gateway_of(repository) as served:
         await asyncio.to_thread(ask_for_all, served.url)
 
 
-async def test_asyncio_client_gets_every_datatype_back(repository: Path) -> None:
+async def test_tritonclient_asyncio_gets_every_datatype_back(repository: Path) -> None:
     """The same through `tritonclient.http.aio`, which MLServer's and others' clients use."""
     async with (
         gateway_of(repository) as served,
@@ -104,7 +104,7 @@ async def test_asyncio_client_gets_every_datatype_back(repository: Path) -> None
             )
 
 
-async def test_example_of_page_answers(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_triton_example_of_page_prints_answer(capsys: pytest.CaptureFixture[str]) -> None:
     """The page's code prints the label of its image."""
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

@@ -114,7 +114,7 @@ def steady_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("steady_runs")
-async def test_function_calls_per_request(tmp_path: Path) -> None:
+async def test_function_calls_per_request_stay_under_ceiling(tmp_path: Path) -> None:
     """A backlog is answered with so many calls of Python functions for each request."""
     with profiled() as counter:
         await serve(tmp_path, tuning=UNTIMED)
@@ -157,7 +157,7 @@ async def test_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
     assert (found[1] - found[0]) / (REQUESTS - FEW) <= GARBAGE_PER_REQUEST
 
 
-def test_memory_blocks_that_waiting_request_holds(tmp_path: Path) -> None:
+def test_memory_blocks_of_waiting_request_stay_under_ceiling(tmp_path: Path) -> None:
     """Read and checked, it is so many pieces of memory."""
     rules = IngestRules(digits_models(tmp_path).catalog, LimitSettings(), lambda *_: None)
     assignment = make_assignment()

@@ -148,7 +148,7 @@ async def test_fast_request_after_unclean_ends_is_answered_before_backlog(
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_fast_request_during_search_is_answered_before_accused(
+async def test_fast_request_during_poison_search_is_answered_before_suspects(
     tmp_path: Path, grouping: Grouping
 ) -> None:
     """Other models and partitions go on between the requests that run alone."""

@@ -61,7 +61,7 @@ def classifier_of_texts() -> onnx.ModelProto:
 
 
 @pytest.mark.slow
-def test_scikit_learn_page_gives_classifiers_own_answers(
+def test_scikit_learn_page_model_answers_like_classifier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All code of the page runs in order; its assertions compare with scikit-learn."""
@@ -71,7 +71,7 @@ def test_scikit_learn_page_gives_classifiers_own_answers(
 
 
 @pytest.mark.slow
-def test_transformers_page_answers_text(
+def test_transformers_page_model_answers_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The page's files serve a graph and a tokenizer of the same form as an export's."""

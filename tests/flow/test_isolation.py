@@ -179,7 +179,7 @@ def single_runs(repository: Path) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-async def test_poison_harms_nobody_else(tmp_path: Path) -> None:
+async def test_poison_request_fails_alone(tmp_path: Path) -> None:
     """Each poison gets its code, and 1,000 good requests get what they get alone."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)

@@ -63,7 +63,7 @@ async def answering(drop: int = -1, twice: int = -1) -> AsyncIterator[tuple[Memo
             await asyncio.wait([task])
 
 
-async def test_every_request_is_counted_once() -> None:
+async def test_load_counts_every_request_once() -> None:
     """Sent, answered, by status, and in the histogram; payloads take turns with their headers."""
     async with answering(twice=3) as (log, answers):
         payloads = [LoadRequest(b"one", (("x-tenant", b"a"),)), LoadRequest(b"two", key=b"k")]
@@ -79,7 +79,7 @@ async def test_every_request_is_counted_once() -> None:
     }
 
 
-async def test_stall_is_charged_to_every_request_that_was_due_in_it() -> None:
+async def test_load_counts_stall_in_latency_of_every_due_request() -> None:
     """Latency counts from the due time, and requests go on being sent: no omission."""
     async with answering() as (log, answers):
         answers.open.clear()
@@ -91,7 +91,7 @@ async def test_stall_is_charged_to_every_request_that_was_due_in_it() -> None:
     assert measured.unanswered == 0
 
 
-async def test_missing_answer_is_waited_for_and_told() -> None:
+async def test_load_waits_for_missing_answer_and_reports_it() -> None:
     """Up to the time that was given for that."""
     async with answering(drop=0) as (log, _):
         plan = PLAN._replace(wait_s=0.1)
@@ -100,7 +100,7 @@ async def test_missing_answer_is_waited_for_and_told() -> None:
     assert measured.unanswered == 1
 
 
-async def test_closed_form_keeps_so_many_under_way() -> None:
+async def test_closed_load_keeps_constant_number_in_flight() -> None:
     """Never more, and as many as that again and again."""
     async with answering() as (log, answers):
         answers.open.clear()
@@ -116,7 +116,7 @@ async def test_closed_form_keeps_so_many_under_way() -> None:
     assert measured.unanswered == 0
 
 
-async def test_wrong_loads_are_refused() -> None:
+async def test_invalid_loads_are_refused() -> None:
     """Nothing to send, nothing under way."""
     async with answering() as (log, _):
         with pytest.raises(ValueError, match="at least one"):

@@ -13,7 +13,9 @@ from tests.support.tuning import QUICK
 COUNT = 100
 
 
-async def test_what_is_lost_is_told_of_and_passed_on_again(tmp_path: Path) -> None:
+async def test_lost_intermediate_records_make_ingest_unready_and_are_sent_again(
+    tmp_path: Path,
+) -> None:
     """The ingest is not ready while a base stands still, and its successor begins there."""
     settings = settings_of(tmp_path)
     topics = settings.topics.model_copy(update={"internal_retention_ms": 500})

@@ -79,7 +79,7 @@ async def bench_with(repository: Path, guarantee: str) -> LostEndHarness:
 
 @pytest.mark.parametrize("grouping", [FUSED, APART], ids=["fused", "responder-apart"])
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_end_lost_between_runs_repeats_no_answer(
+async def test_log_end_lost_between_runs_repeats_no_answer(
     tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
     """What is left is not answered again, and what gets the lost offsets is answered."""
@@ -96,7 +96,7 @@ async def test_end_lost_between_runs_repeats_no_answer(
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_end_lost_while_running_repeats_no_answer(tmp_path: Path, guarantee: str) -> None:
+async def test_log_end_lost_while_running_repeats_no_answer(tmp_path: Path, guarantee: str) -> None:
     """What is left is not answered again, and what gets the lost offsets is answered."""
     bench = await bench_with(tmp_path, guarantee)
     async with serving(bench.settings, bench.log, FUSED):
@@ -111,7 +111,7 @@ async def test_end_lost_while_running_repeats_no_answer(tmp_path: Path, guarante
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_end_lost_while_responder_runs_apart_repeats_no_answer(
+async def test_log_end_lost_with_separate_responder_repeats_no_answer(
     tmp_path: Path, guarantee: str
 ) -> None:
     """Requests that get the lost offsets can be taken for answered; those behind are answered."""

@@ -132,7 +132,7 @@ async def serving(settings: Settings, tuning: Tuning = TUNING) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("form", ["text", "openmetrics"])
-async def test_scrape_under_load_is_as_catalogue_says(settings: Settings, form: str) -> None:
+async def test_scrape_under_load_matches_catalogue(settings: Settings, form: str) -> None:
     """The client library's own parser reads it; names, types and labels are those of the list."""
     headers, parse = ({}, parse_text) if form == "text" else (OPENMETRICS, parse_openmetrics)
     async with serving(settings) as served, asyncio.TaskGroup() as tasks:
@@ -146,7 +146,7 @@ async def test_scrape_under_load_is_as_catalogue_says(settings: Settings, form: 
         assert METRIC_SPECS.keys() - families.keys() <= SHOWN_ONLY_WHEN
 
 
-async def test_what_was_asked_is_what_is_counted(settings: Settings) -> None:
+async def test_each_request_is_counted_once_in_every_metric(settings: Settings) -> None:
     """Requests, rows and every time of the path, for each request exactly once."""
     async with serving(settings) as served:
         await served.load(50)
@@ -163,7 +163,7 @@ async def test_what_was_asked_is_what_is_counted(settings: Settings) -> None:
             assert value(f"headrace_{name}_seconds_count", {"model": "digits"}) == 50, name
 
 
-async def test_exemplars_lead_from_bucket_to_trace(settings: Settings) -> None:
+async def test_bucket_exemplars_name_traces_of_requests(settings: Settings) -> None:
     """Sampled requests stand as examples where OpenMetrics is asked for."""
     async with serving(settings) as served:
         await served.load(5)
@@ -216,7 +216,7 @@ async def test_failed_request_is_among_last_errors(settings: Settings) -> None:
         assert "63" not in entry["reason"]
 
 
-async def test_broker_that_is_away_makes_process_unready_but_not_unlive(
+async def test_process_without_broker_is_live_and_not_ready(
     settings: Settings,
 ) -> None:
     """For as long as it is away, and from the stated silence on."""
@@ -233,7 +233,7 @@ async def test_broker_that_is_away_makes_process_unready_but_not_unlive(
         await eventually(lambda: served.pipeline.health.ready)
 
 
-async def test_model_that_hangs_makes_process_unlive(settings: Settings) -> None:
+async def test_process_with_hung_model_is_not_live(settings: Settings) -> None:
     """Once the run is older than it may be, with the grace for its cancelling; then it recovers."""
     executor = replace(TUNING.executor, watchdog_grace_s=0.3, cancel_grace_s=3600.0)
     tuning = replace(TUNING, executor=executor)

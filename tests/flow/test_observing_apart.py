@@ -24,7 +24,7 @@ from tests.support.scrapes import scrape, scrape_openmetrics, strangers
 CALLS = 60
 
 
-async def test_each_process_shows_what_it_reads_and_responder_whose_progress_it_keeps(
+async def test_status_of_separate_stage_shows_its_topics_and_progress(
     tmp_path: Path,
 ) -> None:
     """Topics, groups and bases of four processes; each scrape is as the catalogue says."""

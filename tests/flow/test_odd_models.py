@@ -141,7 +141,7 @@ async def test_classifier_with_string_labels_is_served(
     assert labels == [[b"setosa"], [b"versicolor"]]
 
 
-async def test_labels_of_best_class_are_served(tmp_path: Path) -> None:
+async def test_label_of_best_class_is_served(tmp_path: Path) -> None:
     """`argmax` with `labels` leaves one label for each row."""
     config = 'postprocess = "argmax"\nlabels = "labels.txt"'
     add_version(tmp_path, "model", 1, digits(), config)
@@ -184,7 +184,7 @@ async def test_model_that_fails_with_made_up_rows_is_served(tmp_path: Path) -> N
     ],
     ids=["element", "shape", "error"],
 )
-async def test_fault_of_python_model_is_called_its_own(
+async def test_fault_of_python_model_is_model_failure(
     tmp_path: Path, code: str, message: str
 ) -> None:
     """What it returns or raises is no fault of the request, and ends nothing else."""

@@ -45,7 +45,7 @@ async def committed(log: MemoryLog) -> dict[TopicPartition, AckedOffsets | None]
     }
 
 
-async def test_offsets_are_read_with_what_partitions_hold(
+async def test_progress_is_read_with_bounds_of_partitions(
     log: MemoryLog, settings: Settings
 ) -> None:
     """Base, ranges and ends of every source partition, committed or not."""
@@ -54,7 +54,7 @@ async def test_offsets_are_read_with_what_partitions_hold(
     assert (second.committed, second.end, second.lag) == (None, 10, 10)
 
 
-async def test_reading_offsets_needs_topic(settings: Settings) -> None:
+async def test_reading_progress_of_missing_topic_is_refused(settings: Settings) -> None:
     """Without it there is nothing to show, and the fix is named."""
     with pytest.raises(ConfigurationError, match="headrace topics create"):
         await read_offsets(MemoryLog(), settings)
@@ -71,7 +71,7 @@ async def test_reading_offsets_needs_topic(settings: Settings) -> None:
     ],
     ids=["earliest", "latest", "offset", "time", "after-the-last"],
 )
-async def test_all_partitions_are_reset(
+async def test_reset_moves_all_partitions(
     log: MemoryLog, settings: Settings, target: Target, first: AckedOffsets, second: AckedOffsets
 ) -> None:
     """Each to its own end or record, with the answered ranges that still hold."""
@@ -79,28 +79,30 @@ async def test_all_partitions_are_reset(
     assert await committed(log) == {FIRST: first, SECOND: second}
 
 
-async def test_one_stuck_record_is_passed_over(log: MemoryLog, settings: Settings) -> None:
+async def test_reset_passes_over_one_stuck_record(log: MemoryLog, settings: Settings) -> None:
     """The five that overtook it stay answered, and the other partition is left alone."""
     (done,) = await reset(log, settings, Target(offset=4), [0])
     assert (done.skips, done.repeats) == (1, 0)
     assert await committed(log) == {FIRST: AckedOffsets(9), SECOND: None}
 
 
-async def test_dry_run_changes_nothing(log: MemoryLog, settings: Settings) -> None:
+async def test_reset_dry_run_changes_nothing(log: MemoryLog, settings: Settings) -> None:
     """It says what a reset would do."""
     resets = await reset(log, settings, Target(edge=Edge.LATEST), dry_run=True)
     assert [each.skips for each in resets] == [2, 10]
     assert await committed(log) == {FIRST: STUCK, SECOND: None}
 
 
-async def test_metadata_of_another_version_is_replaced(log: MemoryLog, settings: Settings) -> None:
+async def test_reset_replaces_metadata_of_another_version(
+    log: MemoryLog, settings: Settings
+) -> None:
     """A reset is how a group that `run` refuses is put right."""
     await log.commit("headrace", {FIRST: Committed(3, "written by another")})
     await reset(log, settings, Target(offset=6), [0])
     assert (await committed(log))[FIRST] == AckedOffsets(6)
 
 
-async def test_offset_that_partition_does_not_hold_is_refused(
+async def test_reset_to_offset_outside_partition_is_refused(
     log: MemoryLog, settings: Settings
 ) -> None:
     """It names the partition and what it holds."""
@@ -108,14 +110,16 @@ async def test_offset_that_partition_does_not_hold_is_refused(
         await reset(log, settings, Target(offset=11))
 
 
-async def test_partition_that_is_not_there_is_refused(log: MemoryLog, settings: Settings) -> None:
+async def test_reset_of_missing_partition_is_refused(log: MemoryLog, settings: Settings) -> None:
     """It names those that are."""
     with pytest.raises(ConfigurationError, match="expected a partition from 0 to 1, got 2"):
         await reset(log, settings, Target(offset=0), [2])
 
 
 @pytest.mark.parametrize("group", ["headrace", "headrace.ingest", "headrace.executor"])
-async def test_reset_waits_for_nobody(log: MemoryLog, settings: Settings, group: str) -> None:
+async def test_reset_while_stage_runs_is_refused(
+    log: MemoryLog, settings: Settings, group: str
+) -> None:
     """While a stage runs, in whichever group, it is refused with who that is."""
     listener = RecordingListener()
     async with log.member(group, [FIRST.topic], listener) as member, polling(member, []):
@@ -125,7 +129,7 @@ async def test_reset_waits_for_nobody(log: MemoryLog, settings: Settings, group:
     assert await committed(log) == {FIRST: STUCK, SECOND: None}
 
 
-async def test_reset_fences_producer_that_was_left_behind(log: MemoryLog) -> None:
+async def test_reset_fences_producer_of_ended_process(log: MemoryLog) -> None:
     """With exactly once, a zombie's offsets cannot count after the reset."""
     settings = make_settings({"delivery": {"guarantee": "exactly_once"}})
     zombie = log.transactional_producer("headrace.headrace.requests.0", "headrace")

@@ -41,7 +41,7 @@ def settings(tmp_path: Path, guarantee: str, order: str) -> Settings:
     )
 
 
-async def test_none_overtakes_another(settings: Settings, form: Grouping) -> None:
+async def test_answers_in_order_do_not_overtake(settings: Settings, form: Grouping) -> None:
     """What is refused or late ends at once, and a failed batch runs in halves."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
@@ -52,7 +52,9 @@ async def test_none_overtakes_another(settings: Settings, form: Grouping) -> Non
     await caller.check()
 
 
-async def test_nor_when_partitions_change_hands(settings: Settings, form: Grouping) -> None:
+async def test_answers_in_order_do_not_overtake_during_rebalance(
+    settings: Settings, form: Grouping
+) -> None:
     """Another process comes and goes, under load."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
@@ -67,7 +69,9 @@ async def test_nor_when_partitions_change_hands(settings: Settings, form: Groupi
     await caller.check()
 
 
-async def test_nor_when_process_dies(settings: Settings, form: Grouping) -> None:
+async def test_answers_in_order_do_not_overtake_after_process_dies(
+    settings: Settings, form: Grouping
+) -> None:
     """Whoever follows goes on in order, from what is committed."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
@@ -87,7 +91,9 @@ async def test_nor_when_process_dies(settings: Settings, form: Grouping) -> None
     await caller.check()
 
 
-async def test_nor_when_sealing_or_sending_fails(settings: Settings, form: Grouping) -> None:
+async def test_answers_in_order_do_not_overtake_after_failed_commit_or_send(
+    settings: Settings, form: Grouping
+) -> None:
     """What is tried again goes before what comes after it."""
     log = await log_for(settings)
     caller = Mixed(settings, log)

@@ -19,7 +19,7 @@ THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESP
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 @pytest.mark.parametrize("order", ["partition", "key"])
-async def test_what_is_held_does_not_keep_out_what_it_waits_for(
+async def test_held_answers_do_not_keep_their_predecessor_from_budget(
     tmp_path: Path, order: str, guarantee: str
 ) -> None:
     """One request waits for company, and the answers behind it are more than the budget."""

@@ -101,7 +101,7 @@ async def test_overload_is_answered_early_and_capacity_is_used(tmp_path: Path) -
         assert 0 < error.retry_after_ms <= 4000
 
 
-async def test_flood_does_not_take_anothers_deadline(tmp_path: Path) -> None:
+async def test_flood_of_one_tenant_does_not_miss_deadlines_of_another(tmp_path: Path) -> None:
     """One tenant sends the work of five seconds; another's requests, sent after that, are done
     within half of it.
     """

@@ -39,7 +39,9 @@ def text(choice: np.random.Generator, length: int) -> dict[str, NDArray[Any]]:
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_texts_of_all_lengths_share_batches(tmp_path: Path, grouping: Grouping) -> None:
+async def test_padded_texts_of_all_lengths_share_batches(
+    tmp_path: Path, grouping: Grouping
+) -> None:
     """150 texts of 1 to 40 tokens: every answer has the text's own length, and is that of a run
     of its own without any padding.
     """

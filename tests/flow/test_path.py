@@ -18,7 +18,7 @@ from tests.support.logs import read, write_to
 from tests.support.pipelines import log_for, serving, settings_of
 
 
-async def test_one_request_gets_its_answer(tmp_path: Path) -> None:
+async def test_single_request_is_answered_and_its_offset_committed(tmp_path: Path) -> None:
     """A record on `requests` becomes a record on `responses`, and then its offset is committed."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)

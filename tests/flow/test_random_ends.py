@@ -114,7 +114,9 @@ async def run(seed: int, repository: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-async def test_all_is_answered_whoever_is_cancelled(tmp_path: Path, seed: int) -> None:
+async def test_all_requests_are_answered_after_random_cancellations(
+    tmp_path: Path, seed: int
+) -> None:
     """Nothing is left behind that keeps partitions, whatever moment it was."""
     add_dying_model(tmp_path)
     await run(seed, tmp_path)

@@ -20,7 +20,7 @@ from tests.support.pipelines import log_for, serving
 from tests.support.python_models import add_python_model
 
 
-async def test_process_that_answers_nothing_is_not_ready(tmp_path: Path) -> None:
+async def test_process_without_answers_for_too_long_is_not_ready(tmp_path: Path) -> None:
     """Until it does: the reason says how many records wait."""
     add_python_model(tmp_path, "self.cancelled.wait(4)")
     settings = make_settings(
@@ -42,7 +42,7 @@ async def test_process_that_answers_nothing_is_not_ready(tmp_path: Path) -> None
     assert reason.startswith("headrace.requests: 1 records wait, and none was answered for")
 
 
-def test_process_whose_partitions_cannot_be_taken_up_is_not_ready() -> None:
+def test_process_that_cannot_take_up_partitions_is_not_ready() -> None:
     """After as long as an answer may take; a limit of 0 is none."""
     reasons = []
     for limit_s in (60.0, 120.0, 0.0):

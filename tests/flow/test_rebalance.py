@@ -16,7 +16,7 @@ from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.pipelines import Caller, log_for, serving, settings_of
 
 
-async def test_second_process_joins_and_leaves_under_load(tmp_path: Path) -> None:
+async def test_second_process_joining_and_leaving_loses_no_request(tmp_path: Path) -> None:
     """Partitions change hands twice while requests come in: each is answered exactly once."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -43,7 +43,7 @@ async def test_second_process_joins_and_leaves_under_load(tmp_path: Path) -> Non
     assert await caller.check() == Counter(range(caller.sent))
 
 
-async def test_process_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+async def test_killed_process_loses_no_request(tmp_path: Path) -> None:
     """What it had in flight is answered by its successor, if need be once more."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -65,7 +65,7 @@ async def _all_there(caller: Caller) -> bool:
     return len(await caller.check()) == caller.sent
 
 
-async def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+async def test_second_signal_ends_process_at_once(tmp_path: Path) -> None:
     """It waits for no drain, raises nothing, and its successor answers what is left."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -95,7 +95,7 @@ async def _produce_apart(caller: Caller, log: MemoryLog) -> None:
     await sending
 
 
-async def test_broker_that_goes_and_comes_back_is_waited_for(tmp_path: Path) -> None:
+async def test_broker_that_returns_is_waited_for(tmp_path: Path) -> None:
     """An outage in the middle of the work ends nothing, and every request is answered."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -111,7 +111,7 @@ async def test_broker_that_goes_and_comes_back_is_waited_for(tmp_path: Path) -> 
         await eventually(lambda: _all_there(caller))
 
 
-async def test_stop_does_not_wait_for_broker_that_hangs(tmp_path: Path) -> None:
+async def test_stop_does_not_wait_for_hung_broker(tmp_path: Path) -> None:
     """The drain has one deadline: a last commit that nobody answers is given up soon after it."""
     settings = settings_of(tmp_path, drain_timeout_s=0.2)
     log = await log_for(settings, request_timeout_s=3600.0)

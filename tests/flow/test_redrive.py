@@ -33,7 +33,7 @@ from tests.support.dead_letters import (
 from tests.support.logs import RecordingListener, polling, read, write_to
 
 
-async def test_redriven_letter_is_answered_where_its_first_answer_was_wanted(
+async def test_redriven_letter_is_answered_on_its_reply_topic(
     tmp_path: Path,
 ) -> None:
     """After the limit is raised: same reply topic, same correlation id, the caller's headers."""
@@ -64,7 +64,7 @@ async def _letters(log: MemoryLog, tmp_path: Path, *headers: dict[str, bytes]) -
     await write_to(log, letters, *records)
 
 
-async def test_second_redrive_sends_nothing(tmp_path: Path) -> None:
+async def test_second_redrive_sends_no_letter_again(tmp_path: Path) -> None:
     """What was redriven is remembered in the log, not in the process."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
@@ -77,7 +77,7 @@ async def test_second_redrive_sends_nothing(tmp_path: Path) -> None:
     assert [record.value for record in sent] == [b"v0", b"v1", b"v2"]
 
 
-async def test_only_what_is_selected_is_sent_and_rest_later(tmp_path: Path) -> None:
+async def test_redrive_sends_selected_letters_and_leaves_rest(tmp_path: Path) -> None:
     """Letters between those that are done stay to be redriven."""
     settings = serving(tmp_path, "headrace", 4096)
     codes = (b"TOO_LARGE", b"UNKNOWN_MODEL", b"TOO_LARGE", b"UNKNOWN_MODEL")
@@ -110,7 +110,7 @@ async def test_limited_redrive_leaves_rest_for_next_one(tmp_path: Path) -> None:
     assert 0 < parts[-1] < 1
 
 
-async def test_dry_run_sends_and_remembers_nothing(tmp_path: Path) -> None:
+async def test_redrive_dry_run_sends_and_commits_nothing(tmp_path: Path) -> None:
     """It counts what would be sent, and so does the next one."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
@@ -122,7 +122,7 @@ async def test_dry_run_sends_and_remembers_nothing(tmp_path: Path) -> None:
     assert sent == []
 
 
-async def test_what_is_discarded_is_never_sent(tmp_path: Path) -> None:
+async def test_discarded_letter_is_never_sent(tmp_path: Path) -> None:
     """It counts as done."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
@@ -135,7 +135,7 @@ async def test_what_is_discarded_is_never_sent(tmp_path: Path) -> None:
     assert sent == []
 
 
-async def test_transform_changes_what_is_sent_and_may_leave_letter(tmp_path: Path) -> None:
+async def test_redrive_transform_changes_letters_or_leaves_them(tmp_path: Path) -> None:
     """None leaves it to be redriven another time; identities are put on after the transform."""
     settings = serving(tmp_path, "headrace", 4096)
 
@@ -154,7 +154,7 @@ async def test_transform_changes_what_is_sent_and_may_leave_letter(tmp_path: Pat
     assert dict(sent[0].headers)["x-replay-letter"] == b"headrace.dead-letters/1/1"
 
 
-async def test_letter_that_fails_again_counts_its_attempts(tmp_path: Path) -> None:
+async def test_redriven_letter_that_fails_again_counts_attempts(tmp_path: Path) -> None:
     """And goes on naming the request that failed first."""
     strict = serving(tmp_path, "headrace", STRICT_BYTES)
     async with MemoryLog() as log:
@@ -172,7 +172,7 @@ async def test_letter_that_fails_again_counts_its_attempts(tmp_path: Path) -> No
     assert dict(again[1].record.headers)["x-replay-of"] == b"headrace.requests/1/0"
 
 
-async def test_what_killed_run_has_sent_is_not_sent_again(tmp_path: Path) -> None:
+async def test_redrive_after_killed_run_sends_no_letter_twice(tmp_path: Path) -> None:
     """It could not commit any more; the next run finds the copies among the requests."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog(request_timeout_s=0.05) as log:
@@ -208,7 +208,7 @@ async def test_two_redrives_at_once_are_refused(tmp_path: Path) -> None:
         assert await records_of(log, "headrace.requests", 2) == []
 
 
-async def test_topic_that_is_missing_is_named(tmp_path: Path) -> None:
+async def test_redrive_to_missing_topic_names_topic(tmp_path: Path) -> None:
     """Before anything is joined or sent."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:

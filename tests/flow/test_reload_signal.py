@@ -17,7 +17,7 @@ DEMO_MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "model
 
 
 @pytest.mark.timeout(90)
-async def test_sighup_takes_up_new_version_and_refuses_broken_one(tmp_path: Path) -> None:
+async def test_sighup_loads_new_version_and_refuses_broken_one(tmp_path: Path) -> None:
     """A version that was added serves after SIGHUP; one that cannot be read is reported."""
     repository = tmp_path / "models"
     shutil.copytree(DEMO_MODELS, repository)

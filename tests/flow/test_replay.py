@@ -53,7 +53,7 @@ def originals(records: list[Record]) -> list[str]:
     return [(last_header(record.headers, "x-replay-of") or b"").decode() for record in records]
 
 
-async def test_topic_is_one_timeline(log: MemoryLog) -> None:
+async def test_recording_of_topic_is_ordered_by_timestamp(log: MemoryLog) -> None:
     """Records of all partitions come in the order of their timestamps."""
     assert await read(log, "source") == RECORDS
 
@@ -65,13 +65,13 @@ async def test_recording_ends_where_topic_ended(log: MemoryLog) -> None:
         assert len([record async for record in recording]) == len(RECORDS)
 
 
-async def test_end_behind_gap_is_reached(log: MemoryLog) -> None:
+async def test_recording_ends_at_end_behind_gap(log: MemoryLog) -> None:
     """Transaction markers at the end of a partition do not keep the others waiting."""
     log.faults.partitions.skip_offsets(TopicPartition("source", 1), 2)
     assert len(await read(log, "source")) == len(RECORDS)
 
 
-async def test_partitions_that_are_far_ahead_are_held_back(
+async def test_recording_pauses_partitions_far_ahead(
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With little room to wait in, all records come nevertheless, in order."""
@@ -93,7 +93,7 @@ async def test_partitions_that_are_far_ahead_are_held_back(
         (Selection(Window(from_ms=START_MS + 9999)), []),
     ],
 )
-async def test_selection_of_topic(
+async def test_recording_of_selection_reads_only_selected_records(
     log: MemoryLog, selection: Selection, expected: list[Record]
 ) -> None:
     """Bounds by time and offset, filters, and the limit."""
@@ -114,7 +114,7 @@ async def test_copies_keep_partition_key_and_value(log: MemoryLog) -> None:
         assert (copy.key, copy.value) == (original.key, original.value)
 
 
-async def test_by_key_all_copies_of_key_are_together(log: MemoryLog) -> None:
+async def test_replay_by_key_writes_copies_of_key_to_one_partition(log: MemoryLog) -> None:
     """Their partition is the one that Kafka's clients choose."""
     await write_recorded(log, "source", [record._replace(key=b"same") for record in RECORDS[:3]])
     job = TopicJob("target", Unpaced(), Marking("run"), by_key=True)
@@ -128,7 +128,7 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_interrupted_run_goes_on_without_loss_or_repetition(
+async def test_resumed_replay_neither_loses_nor_repeats_records(
     log: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """Ended again and again with records sent that its checkpoint does not know."""
@@ -159,14 +159,14 @@ async def test_interrupted_run_goes_on_without_loss_or_repetition(
     assert again.outcome.records == 0
 
 
-async def test_target_that_is_not_there_is_refused(log: MemoryLog) -> None:
+async def test_replay_to_missing_topic_is_refused(log: MemoryLog) -> None:
     """Nothing is created by a misspelt name."""
     job = TopicJob("targets", Unpaced(), Marking("run"))
     with pytest.raises(ConfigurationError, match="targets: expected a topic"):
         await replay_into_topic(log, RecordingSource("source", Selection()), job, unwatched)
 
 
-async def test_pipeline_in_this_process_answers_capture(tmp_path: Path) -> None:
+async def test_embedded_pipeline_answers_capture(tmp_path: Path) -> None:
     """Each original is answered once; answers are counted by status."""
     add_version(tmp_path, "digits", 1, digits())
     records = [recorded(number, 5) for number in range(500)]

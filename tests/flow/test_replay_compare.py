@@ -60,7 +60,7 @@ def _failed(found: dict[str, Any]) -> set[tuple[str, str]]:
     return {(each["subject"], each["measure"]) for each in found["findings"] if not each["passed"]}
 
 
-def test_identical_candidate_passes(call: Call, recording: Path, current: Path) -> None:
+def test_comparing_identical_candidate_passes(call: Call, recording: Path, current: Path) -> None:
     """Deadlines that passed long ago play no part; all three answered everything."""
     result, found = _run(call, recording, "--models", current, "--candidate", current)
 
@@ -73,7 +73,7 @@ def test_identical_candidate_passes(call: Call, recording: Path, current: Path) 
     assert answered == {"current": REQUESTS, "current again": REQUESTS, "candidate": REQUESTS}
 
 
-def test_weight_changed_by_one_percent_is_found(
+def test_comparing_finds_weight_changed_by_one_percent(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """Scores are further apart than noise and rounding allow, though 1 label of 120 changes."""
@@ -86,7 +86,7 @@ def test_weight_changed_by_one_percent_is_found(
     assert found["candidate"]["outputs"]["label"]["mismatched"] == 1
 
 
-def test_swapped_labels_are_found(
+def test_comparing_finds_swapped_labels(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """In the labels, in the scores, and in which score is the largest."""
@@ -103,7 +103,7 @@ def test_swapped_labels_are_found(
     assert "became" in found["worst"][0]["differs"]
 
 
-def test_slower_candidate_is_found(
+def test_comparing_finds_slower_candidate(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """By the ratio of medians, while its outputs are the same."""
@@ -120,7 +120,7 @@ def test_slower_candidate_is_found(
     assert found["latency_us"]["candidate"]["compute"]["p50_us"] >= 20_000
 
 
-def test_worst_requests_command_replays_it_alone(
+def test_command_of_worst_request_replays_only_that_request(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """As it stands in the report: one request, the same difference."""
@@ -182,7 +182,7 @@ def _refused() -> list[Record]:
     return [Record("t", 0, number, 0, None, value, []) for number in range(3)]
 
 
-def test_requests_that_both_sides_refuse_are_no_pass(
+def test_comparing_requests_refused_by_both_sides_does_not_pass(
     call: Call, tmp_path: Path, current: Path
 ) -> None:
     """Nothing was compared of any output, unless the user says that this is enough."""
@@ -197,7 +197,7 @@ def test_requests_that_both_sides_refuse_are_no_pass(
     assert found["candidate"]["codes"] == [["INVALID_TENSOR", "INVALID_TENSOR", 3]]
 
 
-def test_nothing_recorded_is_no_pass(call: Call, tmp_path: Path, current: Path) -> None:
+def test_comparing_empty_recording_does_not_pass(call: Call, tmp_path: Path, current: Path) -> None:
     """A selection that meets nothing must not look like a good candidate."""
     recording = capture(tmp_path / "empty.capture", digit_requests(2))
 
@@ -208,7 +208,7 @@ def test_nothing_recorded_is_no_pass(call: Call, tmp_path: Path, current: Path) 
     assert (result.exit_code, found["requests"]) == (1, 0)
 
 
-def test_version_is_compared_with_one_that_requests_name(
+def test_candidate_version_is_compared_with_version_in_requests(
     call: Call, tmp_path: Path, current: Path
 ) -> None:
     """Requests that name version 1 are answered by the candidate's version 2 all the same."""
@@ -224,7 +224,7 @@ def test_version_is_compared_with_one_that_requests_name(
     assert found["candidate"]["codes"] == [["ok", "ok", 10]]
 
 
-def test_version_that_is_served_is_no_candidate(call: Call, current: Path) -> None:
+def test_served_version_as_candidate_is_refused(call: Call, current: Path) -> None:
     """It would be compared with itself; the fix is named."""
     recording = capture(current.parent / "few.capture", digit_requests(1))
     words = ("--file", str(recording), "--models", str(current), "--candidate-version", "1")
@@ -235,7 +235,7 @@ def test_version_that_is_served_is_no_candidate(call: Call, current: Path) -> No
     assert "--current-version" in result.stderr
 
 
-def test_thresholds_of_users_decide(
+def test_comparing_uses_thresholds_of_options(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """Over the noise floor."""
@@ -273,7 +273,7 @@ def _recorded_answers(tmp_path: Path, repository: Path) -> Path:
     return capture(tmp_path / "answers.capture", answers)
 
 
-def test_recorded_answers_stand_in_for_run(
+def test_comparing_uses_recorded_answers_as_reference(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """What was answered then is the reference, the current model's distance from it the noise;
@@ -295,7 +295,7 @@ def test_recorded_answers_stand_in_for_run(
     assert "latency" not in {each["subject"] for each in by_itself["findings"]}
 
 
-def test_request_without_recorded_answer_is_told(
+def test_comparing_reports_request_without_recorded_answer(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """It is compared with nothing; a pass needs every one, or a user who says how many."""
@@ -310,7 +310,7 @@ def test_request_without_recorded_answer_is_told(
     assert _failed(found) == {("requests", "share with a recorded answer")}
 
 
-def test_report_is_page_of_its_own(
+def test_compare_report_needs_no_other_file(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
     """Well-formed, with plots, and it names nothing outside of itself."""

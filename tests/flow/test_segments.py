@@ -29,7 +29,9 @@ def once(count: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize("grouping", groupings(), ids=name_of)
-async def test_every_grouping_answers_every_request(tmp_path: Path, grouping: Grouping) -> None:
+async def test_every_stage_grouping_answers_every_request(
+    tmp_path: Path, grouping: Grouping
+) -> None:
     """500 requests, 500 answers, all of them right, and each process drains in time."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -46,7 +48,7 @@ async def test_every_grouping_answers_every_request(tmp_path: Path, grouping: Gr
     [(FUSED, APART), (APART, FUSED), (FUSED, THREE), (THREE, APART), (APART, APART)],
     ids=lambda grouping: name_of(grouping) if isinstance(grouping, list) else None,
 )
-async def test_another_grouping_takes_over(
+async def test_other_stage_grouping_takes_over_after_stop(
     tmp_path: Path, first: Grouping, second: Grouping
 ) -> None:
     """After a clean stop half-way the others go on: nothing is lost and nothing doubled."""

@@ -138,7 +138,7 @@ async def status_of(url: str) -> dict[str, Any]:
         return dict(await answer.json())
 
 
-async def test_page_reads_only_what_answer_has(settings: Settings) -> None:
+async def test_status_page_reads_only_fields_of_status(settings: Settings) -> None:
     """Every property that the script takes of `/status` is in the answer of a busy process."""
     log = await log_for(settings)
     async with shown(settings, log) as url, load(settings, log):
@@ -187,7 +187,7 @@ async def test_browser_shows_rates_waits_and_errors(settings: Settings, tmp_path
 
 
 @pytest.mark.slow
-async def test_browser_says_which_stages_are_elsewhere(settings: Settings, tmp_path: Path) -> None:
+async def test_browser_shows_stages_of_other_processes(settings: Settings, tmp_path: Path) -> None:
     """A process with two stages shows the other two as not its own, and nothing breaks."""
     log = await log_for(settings)
     stages = (Stage.BATCHER, Stage.EXECUTOR)
@@ -203,7 +203,7 @@ async def test_browser_says_which_stages_are_elsewhere(settings: Settings, tmp_p
 
 
 @pytest.mark.slow
-async def test_browser_says_when_process_is_gone(settings: Settings, tmp_path: Path) -> None:
+async def test_browser_shows_that_process_is_gone(settings: Settings, tmp_path: Path) -> None:
     """Figures that are old are marked as such."""
     log = await log_for(settings)
     async with browsing(tmp_path / "profile") as page:
@@ -221,7 +221,7 @@ def box(stage: str) -> str:
     return f"document.querySelector('[data-stage={stage}]')"
 
 
-async def test_top_shows_what_processes_answer(settings: Settings, call: Call) -> None:
+async def test_top_shows_rates_of_processes(settings: Settings, call: Call) -> None:
     """Rates of a busy process; exit code 1, since another one does not answer."""
     log = await log_for(settings)
     async with shown(settings, log) as url, load(settings, log):

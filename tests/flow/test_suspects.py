@@ -53,7 +53,7 @@ GROUPINGS: list[Grouping] = [
     ids=["at-least-once", "exactly-once", "exactly-once-ordered", "ordered-by-key"],
 )
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
-async def test_record_that_ends_its_process_is_dead_letter(
+async def test_record_that_ends_its_process_becomes_dead_letter(
     tmp_path: Path, grouping: Grouping, delivery: dict[str, str]
 ) -> None:
     """Among a thousand it is found within nine restarts, and all others are answered rightly."""
@@ -85,7 +85,9 @@ async def test_record_that_ends_its_process_is_dead_letter(
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_search_goes_on_through_evictions_and_rebalances(tmp_path: Path, seed: int) -> None:
+async def test_poison_search_continues_through_evictions_and_rebalances(
+    tmp_path: Path, seed: int
+) -> None:
     """Two culprits are found while partitions change hands, in good order and in bad."""
     random = Random(seed)
     add_dying_model(tmp_path)
@@ -123,7 +125,7 @@ async def test_search_goes_on_through_evictions_and_rebalances(tmp_path: Path, s
     [{}, {"guarantee": "exactly_once"}, {"order": "partition"}],
     ids=["at-least-once", "exactly-once", "ordered"],
 )
-async def test_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
+async def test_suspect_with_stalled_answer_delays_no_other_partition(
     tmp_path: Path, delivery: dict[str, str]
 ) -> None:
     """After an unclean end its reply partition has no leader; what comes later is answered."""
@@ -158,7 +160,7 @@ async def test_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
     assert await outcomes(settings, log) == {place: {2.0} for place in range(1, PARTITIONS)}
 
 
-async def test_suspect_whose_version_has_gone_is_answered_and_holds_up_no_other(
+async def test_suspect_of_unloaded_version_is_answered_and_delays_no_other(
     tmp_path: Path,
 ) -> None:
     """After unclean ends its model is removed where it would run: nobody would run it alone."""
@@ -199,7 +201,7 @@ async def test_suspect_whose_version_has_gone_is_answered_and_holds_up_no_other(
     }
 
 
-async def test_culprit_whose_version_was_replaced_is_found(tmp_path: Path) -> None:
+async def test_poison_record_of_replaced_version_is_found(tmp_path: Path) -> None:
     """It ends the executor with the next version as well, and is condemned for that."""
     add_dying_model(tmp_path)
     settings = make_settings(

@@ -31,14 +31,14 @@ def models(tmp_path: Path) -> Path:
     return repository
 
 
-async def test_served_model_answers_client(models: Path) -> None:
+async def test_serve_answers_client(models: Path) -> None:
     """The context gives a client that all four services answer."""
     async with serving(models) as client:
         response = await client.infer("digits", {"pixels": PIXELS})
     np.testing.assert_allclose(response.outputs["scores"], SCORES)
 
 
-async def test_environment_with_broker_is_not_connected_to(
+async def test_serve_ignores_broker_of_environment(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tests never reach the broker that a user's environment names."""
@@ -48,35 +48,35 @@ async def test_environment_with_broker_is_not_connected_to(
     assert response.model_name == "digits"
 
 
-async def test_error_in_context_is_raised_as_it_is(models: Path) -> None:
+async def test_error_inside_serve_is_raised_unwrapped(models: Path) -> None:
     """A failed assertion of a user's test is not wrapped in an exception group."""
     with pytest.raises(AssertionError, match="the user's own"):
         async with serving(models):
             raise AssertionError("the user's own")
 
 
-async def test_missing_repository_is_configuration_error(tmp_path: Path) -> None:
+async def test_serve_without_repository_raises_configuration_error(tmp_path: Path) -> None:
     """A directory that does not exist is refused with its name."""
     with pytest.raises(ConfigurationError, match="nothing-here"):
         async with serving(tmp_path / "nothing-here"):
             pass
 
 
-def test_blocking_client_gets_same_answer(models: Path) -> None:
+def test_blocking_client_gets_same_answer_as_async_client(models: Path) -> None:
     """`serving_sync` needs no event loop of the caller's."""
     with serving_sync(models) as client:
         response = client.infer("digits", {"pixels": PIXELS})
     np.testing.assert_allclose(response.outputs["scores"], SCORES)
 
 
-def test_blocking_client_raises_codes_of_errors(models: Path) -> None:
+def test_blocking_client_raises_error_with_its_code(models: Path) -> None:
     """A refusal of the services is an `InferenceError` with its code."""
     with serving_sync(models) as client, pytest.raises(InferenceError) as caught:
         client.infer("letters", {"pixels": PIXELS})
     assert caught.value.code == "UNKNOWN_MODEL"
 
 
-def test_threads_share_blocking_client(models: Path) -> None:
+def test_threads_sharing_blocking_client_get_their_own_answers(models: Path) -> None:
     """Calls of several threads each get their own answer."""
     answers: dict[int, float] = {}
     with serving_sync(models) as client:
@@ -119,7 +119,7 @@ def test_fixture_serves_models_of_ini_option(models: Path, pytester: pytest.Pyte
         test_digits="""
             import numpy as np
 
-            def test_scores_have_ten_columns(headrace_client):
+            def test_served_digits_model_returns_ten_scores_per_row(headrace_client):
                 pixels = np.ones((1, 64), np.float32)
                 response = headrace_client.infer("digits", {"pixels": pixels})
                 assert response.outputs["scores"].shape == (1, 10)

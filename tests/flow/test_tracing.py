@@ -89,7 +89,7 @@ def shape(request: pytest.FixtureRequest) -> Iterator[Shape]:
     return request.param  # type: ignore[no-any-return]  # a fixture's parameter is anything
 
 
-async def test_each_trace_leads_through_all_stages_to_answer(
+async def test_trace_of_request_spans_all_stages_to_answer(
     settings: Settings, shape: Shape
 ) -> None:
     """Forty callers with traces of their own: each path is in order, and ends in the answer."""
@@ -105,9 +105,7 @@ async def test_each_trace_leads_through_all_stages_to_answer(
         assert (int(trace_id, 16), int(span_id, 16)) == path["send"][0]
 
 
-async def test_every_run_and_its_requests_lead_to_each_other(
-    settings: Settings, shape: Shape
-) -> None:
+async def test_run_and_its_requests_link_to_each_other(settings: Settings, shape: Shape) -> None:
     """All requests are linked from exactly one run each, and link back to that one."""
     with tracing_spans(settings) as (tracing, spans):
         async with _served(settings, shape, tracing) as client:
@@ -127,7 +125,7 @@ async def test_every_run_and_its_requests_lead_to_each_other(
     assert forth == back
 
 
-async def test_only_failure_among_those_not_sampled_is_kept(
+async def test_unsampled_failure_is_traced_and_unsampled_success_is_not(
     settings: Settings, shape: Shape
 ) -> None:
     """Its caller's trace gets its path, and its answer's context is that of the sending."""
@@ -153,7 +151,7 @@ async def _double(client: Client, caller: CallerSpan, value: float) -> object:
         return error
 
 
-async def test_bisected_batch_shows_who_was_at_fault(settings: Settings) -> None:
+async def test_bisected_batch_trace_shows_faulty_request(settings: Settings) -> None:
     """Eight run together and fail; the one at fault ends in an error after runs of 8, 4, 2, 1."""
     add_python_model(
         settings.models.repository,
@@ -181,7 +179,7 @@ async def test_bisected_batch_shows_who_was_at_fault(settings: Settings) -> None
     assert {span.status.is_ok for span in of_guilty} == {False}
 
 
-async def test_run_that_is_tried_again_says_how_often(settings: Settings) -> None:
+async def test_retried_run_span_counts_its_retries(settings: Settings) -> None:
     """The attempts stand on the run's span and on the request's."""
     add_python_model(
         settings.models.repository, "if len(self.calls) == 1: raise Retriable('in a moment')"

@@ -35,7 +35,9 @@ def far_off() -> onnx.ModelProto:
     )
 
 
-async def test_requests_decide_and_are_answered_alone_until_then(tmp_path: Path) -> None:
+async def test_undecided_model_runs_requests_alone_until_they_decide_batching(
+    tmp_path: Path,
+) -> None:
     """Each is answered rightly throughout, and in the end they share runs."""
     add_version(tmp_path, "model", 1, far_off())
     settings = settings_of(tmp_path)

@@ -73,7 +73,7 @@ async def test_request_with_header_name_that_is_not_utf8_is_refused(
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 @pytest.mark.parametrize("grouping", [TOGETHER, APART], ids=["together", "apart"])
-async def test_batch_that_cannot_be_read_is_counted_and_passed_over(
+async def test_unreadable_batch_is_counted_and_passed_over(
     tmp_path: Path, grouping: Any, guarantee: str
 ) -> None:
     """The base goes past it, also where nothing comes behind it."""
@@ -101,7 +101,7 @@ async def test_batch_that_cannot_be_read_is_counted_and_passed_over(
         assert counted("headrace_unreadable_records_total", {"code": "INVALID_REQUEST"}) == 2
 
 
-async def test_topic_with_unreadable_offsets_is_replayed_around_them(tmp_path: Path) -> None:
+async def test_topic_with_unreadable_records_is_replayed_without_them(tmp_path: Path) -> None:
     """The recording has the other records, that strange name among them, and says what it lacks."""
     log = await log_for(settings_of(tmp_path))
     await write_to(log, REQUESTS, NewRecord(b"k", b"1", [(NAME, b"x")]))
@@ -125,7 +125,7 @@ async def test_topic_with_unreadable_offsets_is_replayed_around_them(tmp_path: P
         assert [record async for record in captured] == records
 
 
-async def test_dead_letters_around_unreadable_one_are_read(tmp_path: Path) -> None:
+async def test_dead_letters_beside_unreadable_one_are_listed(tmp_path: Path) -> None:
     """And what cannot be read is reported."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)

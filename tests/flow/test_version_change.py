@@ -82,7 +82,7 @@ def serves_second(pipeline: Pipeline) -> bool:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(DOCUMENTED)), ids=name_of_order)
 @pytest.mark.parametrize("keep_replaced_s", [60.0, 0.0], ids=["kept", "unloaded-at-once"])
-async def test_requests_without_version_are_all_answered_while_it_changes(
+async def test_requests_without_version_are_answered_during_version_change(
     tmp_path: Path, order: Sequence[Stage], keep_replaced_s: float
 ) -> None:
     """In every order of the processes, and whether or not the replaced version is still there."""
@@ -98,7 +98,7 @@ async def test_requests_without_version_are_all_answered_while_it_changes(
     assert set(await caller.check()) == set(range(caller.sent))
 
 
-async def test_named_version_that_is_replaced_runs_until_ingest_learns_of_it(
+async def test_replaced_version_runs_until_ingest_reloads(
     tmp_path: Path,
 ) -> None:
     """Batcher and executor keep it, since requests that ingest has bound to it still come."""
@@ -114,7 +114,7 @@ async def test_named_version_that_is_replaced_runs_until_ingest_learns_of_it(
 
 
 @pytest.mark.parametrize("stage", [Stage.EXECUTOR, Stage.BATCHER])
-async def test_named_version_that_is_not_kept_is_refused_with_retriable_code(
+async def test_unloaded_version_is_refused_with_retriable_code(
     tmp_path: Path, stage: Stage
 ) -> None:
     """No other version may answer, and no dead letter is written: ingest knows the version yet."""

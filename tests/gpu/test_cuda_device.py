@@ -25,7 +25,7 @@ def fill(block: Block, value: int) -> None:
     block.array[:] = value
 
 
-def test_bytes_come_back(cuda: CudaDevice) -> None:
+def test_bytes_survive_device_copy(cuda: CudaDevice) -> None:
     """In, across and out, each ordered after the one before by an event."""
     host, back = (cuda.host_block(name, 1000) for name in ("host", "back"))
     first, second = (cuda.device_block(name, 1000) for name in ("first", "second"))
@@ -44,7 +44,7 @@ def test_bytes_come_back(cuda: CudaDevice) -> None:
     np.testing.assert_array_equal(back.array, host.array)
 
 
-def test_stream_waits_for_event(cuda: CudaDevice) -> None:
+def test_cuda_stream_waits_for_event(cuda: CudaDevice) -> None:
     """A large copy is still under way when the one that depends on it is enqueued."""
     host, back = (cuda.host_block(name, SIZE_BYTES) for name in ("host", "back"))
     there = cuda.device_block("there", SIZE_BYTES)
@@ -62,7 +62,7 @@ def test_stream_waits_for_event(cuda: CudaDevice) -> None:
         assert set(back.array[:: 2**12].tolist()) == {value}
 
 
-def test_copies_do_not_hold_up_thread(cuda: CudaDevice) -> None:
+def test_device_copies_do_not_block_thread(cuda: CudaDevice) -> None:
     """Enqueueing takes a small part of what the copy takes; the host block is pinned."""
     host = cuda.host_block("host", SIZE_BYTES)
     there = cuda.device_block("there", SIZE_BYTES)
@@ -79,7 +79,7 @@ def test_copies_do_not_hold_up_thread(cuda: CudaDevice) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernel_gives_expected_bits(cuda: CudaDevice, name: str) -> None:
+def test_widening_kernel_gives_expected_bits(cuda: CudaDevice, name: str) -> None:
     """The same cases that NumPy's form is held to."""
     case = CASES[name]
     source = given(case)
@@ -103,7 +103,7 @@ def test_kernel_gives_expected_bits(cuda: CudaDevice, name: str) -> None:
     assert view_block(back, dtype, case.shape).tobytes() == expected(case, source).tobytes()
 
 
-def test_memory_is_told(cuda: CudaDevice) -> None:
+def test_cuda_device_reports_memory(cuda: CudaDevice) -> None:
     """What we take is less for others."""
     before = cuda.memory()
     block = cuda.device_block("large", SIZE_BYTES)
@@ -112,7 +112,7 @@ def test_memory_is_told(cuda: CudaDevice) -> None:
     assert after.used_bytes["cupy"] >= block.size_bytes
 
 
-def test_device_that_is_not_there_is_refused(cuda: CudaDevice) -> None:
+def test_missing_cuda_device_is_refused(cuda: CudaDevice) -> None:
     """With how many there are."""
     with pytest.raises(ConfigurationError, match="cuda:99: expected a GPU of this number, got"):
         CudaDevice(99)

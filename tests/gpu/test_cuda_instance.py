@@ -66,7 +66,7 @@ def scores(values: Sequence[int]) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
-async def test_answers_are_those_of_rows(instance: DeviceInstance, rows: int) -> None:
+async def test_cuda_outputs_belong_to_their_rows(instance: DeviceInstance, rows: int) -> None:
     """For every number of rows, those that are padded included, and again with other values."""
     async with instance:
         for first in (0, 10, 20):
@@ -75,7 +75,7 @@ async def test_answers_are_those_of_rows(instance: DeviceInstance, rows: int) ->
             np.testing.assert_array_equal(outputs["scores"], scores(values))
 
 
-async def test_batches_overlap_without_touching_each_other(instance: DeviceInstance) -> None:
+async def test_overlapping_cuda_batches_keep_their_outputs(instance: DeviceInstance) -> None:
     """Each starts behind the one that computes."""
     async with instance:
         ahead = instance.gather(photos([0, 1]))
@@ -90,7 +90,7 @@ async def test_batches_overlap_without_touching_each_other(instance: DeviceInsta
         await instance.run(ahead)
 
 
-async def test_memory_can_be_seen(instance: DeviceInstance) -> None:
+async def test_cuda_instance_reports_device_memory(instance: DeviceInstance) -> None:
     """For the metrics."""
     async with instance:
         assert instance.memory is not None

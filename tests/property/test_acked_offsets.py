@@ -81,7 +81,7 @@ def test_base_never_passes_unanswered_offset(partition: Partition, data: st.Data
 
 
 @given(partitions(), st.data())
-def test_when_all_is_answered_base_is_behind_last(
+def test_base_is_behind_last_record_when_all_are_answered(
     partition: Partition, data: st.DataObject
 ) -> None:
     """Whatever the order, gaps close and nothing is left above the base."""
@@ -120,7 +120,7 @@ def test_answers_of_several_epochs_add_up(partition: Partition, data: st.DataObj
     st.integers(0, 100),
     st.lists(st.tuples(st.integers(-1, 150), st.integers(1, 20)), max_size=40),
 )
-def test_any_intervals_give_what_set_gives(base: int, intervals: list[tuple[int, int]]) -> None:
+def test_acked_ranges_equal_set_of_offsets(base: int, intervals: list[tuple[int, int]]) -> None:
     """Overlapping, touching, nested: the ranges are those of the set of all offsets covered."""
     progress = AckedOffsets(base)
     expected = set(range(base))
@@ -135,7 +135,7 @@ def test_any_intervals_give_what_set_gives(base: int, intervals: list[tuple[int,
 
 
 @given(ranges_above(), st.integers(0, 400))
-def test_truncation_forgets_what_is_answered_from_there_on(
+def test_truncation_forgets_answered_offsets_above(
     known: tuple[int, list[Range]], end: int
 ) -> None:
     """And nothing below."""
@@ -151,7 +151,7 @@ def test_truncation_forgets_what_is_answered_from_there_on(
 
 
 @given(ranges_above())
-def test_what_is_committed_is_read_back(committed: tuple[int, list[Range]]) -> None:
+def test_acked_offsets_survive_commit_metadata(committed: tuple[int, list[Range]]) -> None:
     """Base and ranges survive the round trip through the commit's metadata."""
     base, ranges = committed
     progress = AckedOffsets(base, ranges)
@@ -160,7 +160,7 @@ def test_what_is_committed_is_read_back(committed: tuple[int, list[Range]]) -> N
 
 
 @given(ranges_above(), st.integers(1, 40))
-def test_what_does_not_fit_is_left_out_from_above(
+def test_ranges_beyond_metadata_limit_are_cut_from_above(
     committed: tuple[int, list[Range]], times: int
 ) -> None:
     """Ranges beyond the limit are a prefix short, and none is longer than it was."""
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_left_out_from_above(
 
 @pytest.mark.parametrize("step", [2, 3, 1000, 10**9])
 @pytest.mark.parametrize("count", [1_000, 20_000, 200_000])
-def test_metadata_is_used_well(step: int, count: int) -> None:
+def test_acked_ranges_fill_commit_metadata(step: int, count: int) -> None:
     """As many ranges are kept as the better of the two forms can hold."""
     ranges = [(start, start + 1) for start in range(step, step * count, step)]
 

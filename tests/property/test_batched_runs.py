@@ -173,7 +173,7 @@ FEW = settings(
 
 @FEW
 @given(chunks=st.lists(st.lists(requests([1, 2, 3, 4, 13, 17, 19, 23]), max_size=8), max_size=5))
-def test_no_request_is_lost_doubled_or_given_anothers_rows(
+def test_batched_runs_end_each_request_once_with_its_own_rows(
     in_python: Path, chunks: list[list[Sent]]
 ) -> None:
     """Each ends once: with its own outputs, or with the code that it alone deserves."""
@@ -183,8 +183,6 @@ def test_no_request_is_lost_doubled_or_given_anothers_rows(
 
 @FEW
 @given(chunks=st.lists(st.lists(requests([0, 1, 5, 7, 7, 99]), max_size=8), max_size=5))
-def test_batches_in_onnx_runtime_give_what_single_runs_give(
-    in_onnx: Path, chunks: list[list[Sent]]
-) -> None:
+def test_batched_onnx_runs_equal_single_runs(in_onnx: Path, chunks: list[list[Sent]]) -> None:
     """Gathered into blocks that are used again and again, with poison among them."""
     check(in_onnx, chunks, looked_up, {99})

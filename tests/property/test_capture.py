@@ -27,7 +27,7 @@ records = st.builds(
 
 @settings(max_examples=50)
 @given(written=st.lists(records, max_size=20), frame_bytes=st.integers(1, 2000))
-def test_records_come_out_as_they_went_in(written: list[Record], frame_bytes: int) -> None:
+def test_captured_records_survive_round_trip(written: list[Record], frame_bytes: int) -> None:
     """Whatever the size of the frames."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "capture")

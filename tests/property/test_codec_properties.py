@@ -89,7 +89,7 @@ def tensors_of(value: bytes, content_type: str) -> dict[str, NDArray[Any]]:
 
 
 @given(arrays())
-def test_array_comes_back_from_its_bytes(array: NDArray[Any]) -> None:
+def test_array_survives_its_bytes(array: NDArray[Any]) -> None:
     """Bit by bit, for every datatype and shape."""
     tensor = from_array("x", array)
 
@@ -101,7 +101,7 @@ def test_array_comes_back_from_its_bytes(array: NDArray[Any]) -> None:
 
 
 @given(arrays(), st.data())
-def test_view_of_array_has_bytes_of_its_copy(array: NDArray[Any], data: Any) -> None:
+def test_array_view_has_bytes_of_its_copy(array: NDArray[Any], data: Any) -> None:
     """Transposed, reversed and stepped arrays are not taken for contiguous ones."""
     view = (
         array.T[data.draw(st.sampled_from([slice(None), slice(None, None, -1)]))]
@@ -113,7 +113,7 @@ def test_view_of_array_has_bytes_of_its_copy(array: NDArray[Any], data: Any) -> 
 
 
 @given(arrays().filter(lambda array: array.ndim > 0), st.data())
-def test_split_rows_are_rows(array: NDArray[Any], data: Any) -> None:
+def test_split_tensors_equal_rows_of_batch(array: NDArray[Any], data: Any) -> None:
     """However a batch is shared out, everyone gets the rows that are theirs."""
     counts: list[int] = []
     while (left := array.shape[0] - sum(counts)) and len(counts) < 4:
@@ -132,9 +132,7 @@ def test_split_rows_are_rows(array: NDArray[Any], data: Any) -> None:
 
 @relaxed
 @given(CONTENT_TYPES, st.lists(arrays(), min_size=1, max_size=3))
-def test_request_comes_back_from_its_value(
-    content_type: str, given_arrays: list[NDArray[Any]]
-) -> None:
+def test_request_survives_encoding(content_type: str, given_arrays: list[NDArray[Any]]) -> None:
     """In both forms, for all datatypes together."""
     inputs = {f"x{number}": array for number, array in enumerate(given_arrays)}
 
@@ -146,7 +144,7 @@ def test_request_comes_back_from_its_value(
 
 
 @given(arrays(tuple(set(DATATYPES) - {"BYTES"})))
-def test_nested_json_is_same_as_flat_json(array: NDArray[Any]) -> None:
+def test_nested_json_equals_flat_json(array: NDArray[Any]) -> None:
     """Where the shape has more than one dimension, and elements."""
     flat = json.loads(encode_request(JSON, "m", {"x": array}))
     tensor = flat["inputs"][0]
@@ -160,7 +158,7 @@ def test_nested_json_is_same_as_flat_json(array: NDArray[Any]) -> None:
 
 @relaxed
 @given(CONTENT_TYPES, arrays())
-def test_response_comes_back_from_its_value(content_type: str, array: NDArray[Any]) -> None:
+def test_response_survives_encoding(content_type: str, array: NDArray[Any]) -> None:
     """The caller gets the array that the model gave."""
     request = Request(NULL_ACK, 0, 0, 0, 0, None, b"", (), Envelope(content_type=content_type))
     request.outputs = (from_array("y", array),)
@@ -193,7 +191,7 @@ def test_tensors_survive_wire(array: NDArray[Any], inside: bool) -> None:
 
 
 @given(arrays(), st.text(max_size=20), st.none() | st.text(max_size=20))
-def test_another_library_reads_what_is_written(
+def test_encoded_tensors_are_read_by_msgpack(
     array: NDArray[Any], model: str, given_id: str | None
 ) -> None:
     """`msgpack` finds the protocol's fields, with the raw bytes as `bin`."""
@@ -284,7 +282,7 @@ def cost(value: bytes, content_type: str) -> tuple[int, int]:
 
 @relaxed
 @given(CONTENT_TYPES, values)
-def test_no_value_raises_anything_but_refusal_or_costs_much_memory(
+def test_arbitrary_value_is_decoded_or_refused_within_memory(
     content_type: str, value: bytes
 ) -> None:
     """Whatever comes is a sound request, or is refused."""
@@ -299,7 +297,7 @@ def test_no_value_raises_anything_but_refusal_or_costs_much_memory(
     st.sampled_from([decode_item, decode_batch, decode_result]),
     st.binary() | trees.map(msgpack.packb),
 )
-def test_no_internal_record_raises_anything_but_refusal(decode: Any, value: bytes) -> None:
+def test_arbitrary_internal_record_is_decoded_or_refused(decode: Any, value: bytes) -> None:
     """A topic may hold records of others."""
     with suppress(Rejected):
         decode(value, NULL_ACK)
@@ -307,7 +305,7 @@ def test_no_internal_record_raises_anything_but_refusal(decode: Any, value: byte
 
 @relaxed
 @given(CONTENT_TYPES, values)
-def test_no_answer_raises_anything_but_refusal(content_type: str, value: bytes) -> None:
+def test_arbitrary_answer_is_decoded_or_refused(content_type: str, value: bytes) -> None:
     """A client reads what it is sent."""
     with suppress(Rejected):
         decode_response([("content-type", content_type.encode())], value)
@@ -325,7 +323,7 @@ HEADER_VALUES = st.none() | st.binary(max_size=600) | st.integers().map(lambda n
     st.integers(-1, 2**62),
     st.integers(0, 10**9),
 )
-def test_no_headers_raise_anything(
+def test_arbitrary_headers_make_envelope(
     headers: list[tuple[str, bytes | None]], timestamp_ms: int, default_timeout_ms: int
 ) -> None:
     """What is wrong is said in the envelope, and its fields keep their types."""

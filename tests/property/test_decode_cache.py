@@ -99,7 +99,7 @@ def told(bound: Any) -> Any:
 
 
 @given(st.lists(values(), min_size=2, max_size=20), st.booleans())
-def test_layout_changes_nothing(requests: list[bytes], finite: bool) -> None:
+def test_decoding_by_layout_equals_decoding_without(requests: list[bytes], finite: bool) -> None:
     """In any order, with values alike and unlike, checked by shape alone or by content."""
     version = Version(finite=finite)
     layouts = DecodeCache()

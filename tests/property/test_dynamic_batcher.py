@@ -234,7 +234,7 @@ def formed(requests: Iterable[Request], limits: Limits, now_us: int = NOW_US) ->
 
 
 @given(st.lists(st.integers(1, 9), max_size=30))
-def test_batch_limits_rows_and_keeps_requests_whole(rows: list[int]) -> None:
+def test_batch_keeps_row_limit_and_whole_requests(rows: list[int]) -> None:
     """In order of arrival; a batch closes before the request that would pass its limit."""
     batches = formed([make_request(rows=number) for number in rows], Limits(max_batch_size=4))
 
@@ -311,7 +311,7 @@ def requests_alive() -> int:
     return sum(type(one) is Request for one in gc.get_objects())
 
 
-def test_request_that_left_is_freed_before_its_deadline() -> None:
+def test_departed_request_is_freed_before_its_deadline() -> None:
     """Deadlines may be hours off; only what waits takes memory."""
     forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
     before = requests_alive()
@@ -338,7 +338,7 @@ def test_expired_request_is_freed_behind_waiting_one() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_many_shapes_do_not_slow_batch() -> None:
+def test_thousands_of_shapes_do_not_slow_batching() -> None:
     """20,000 requests of 20,000 shapes are formed in seconds: a pull does not look at them all."""
     requests = [
         make_request(shape_class=(number,), ingested_us=NOW_US + number) for number in range(20_000)
@@ -362,7 +362,9 @@ def told(forming: DynamicBatcher, places: dict[int, int]) -> list[object]:
 
 
 @given(st.lists(CHUNKS, min_size=1, max_size=4), st.booleans())
-def test_chunk_and_single_arrivals_are_equivalent(chunks: list[list[Kind]], paced: bool) -> None:
+def test_chunk_and_single_arrivals_form_equal_batches(
+    chunks: list[list[Kind]], paced: bool
+) -> None:
     """Which batches come of them, and which requests end, is the same."""
     found = []
     for together in (True, False):

@@ -90,7 +90,7 @@ def test_batched_outputs_equal_single_outputs(datatype: str, data: st.DataObject
 @pytest.mark.parametrize("datatype", sorted(set(DATATYPES) - {"BYTES"}))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # arrays are slow to draw
 @given(data=st.data())
-def test_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataObject) -> None:
+def test_host_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataObject) -> None:
     """To the bit, one batch after another, whatever was there before."""
     signature = signature_of(datatype)
     block = HostBlock(signature, rows=4, limit_bytes=65536)
@@ -106,7 +106,7 @@ def test_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataObject)
 
 @settings(deadline=None)
 @given(batches("FP32"))
-def test_only_requested_outputs_are_kept(requests: list[Request]) -> None:
+def test_gathered_run_keeps_only_requested_outputs(requests: list[Request]) -> None:
     """Each request's own choice, whatever its mates want."""
     signature = signature_of("FP32")
     for place, request in enumerate(requests):

@@ -101,7 +101,7 @@ def told(record: Any) -> tuple[Any, ...]:
     st.integers(1, 9),
     st.sampled_from([1, 20, MAX_POLL_BYTES]),
 )
-def test_taking_by_batches_is_reading_by_records(
+def test_taking_batches_equals_reading_records(
     given_batches: list[Batch],
     aborted: list[tuple[int, int]],
     offset: int,
@@ -130,7 +130,7 @@ def test_taking_by_batches_is_reading_by_records(
 
 
 @given(st.lists(batches, min_size=1, max_size=5), st.data(), st.integers(1, 9))
-def test_damaged_batch_is_fetched_again_and_then_passed_over(
+def test_damaged_batch_is_fetched_again_and_then_skipped(
     given_batches: list[Batch], data: st.DataObject, most: int
 ) -> None:
     """Nothing else is lost, and the gap ends where the next batch begins."""
@@ -179,7 +179,7 @@ def test_damaged_frame_is_refused_or_stays_within_bound(codec: int, noise: bytes
 
 
 @given(st.sampled_from([0, 1, 2, 3, 4]), st.data())
-def test_noise_in_batch_ends_no_reading(codec: int, data: st.DataObject) -> None:
+def test_noise_in_batch_does_not_end_reading(codec: int, data: st.DataObject) -> None:
     """With a right checksum, as a producer of such bytes sends it: records, gaps, and the end."""
     good = encoded_record(RawRecord(b"value", b"key", [(b"n\xff", b"x")]), 0)
     content = bytearray(good + encoded_record(RawRecord(), 1))

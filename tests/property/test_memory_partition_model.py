@@ -14,7 +14,7 @@ _STEPS = st.lists(
 
 
 @given(steps=_STEPS, retention_bytes=st.integers(1, 20_000), read_from=st.floats(0, 1))
-def test_read_gives_exactly_what_is_held(
+def test_read_returns_exactly_held_records(
     steps: list[tuple[str, int]], retention_bytes: int, read_from: float
 ) -> None:
     """Whatever was appended, skipped, trimmed and retained: no record lost, none made up."""

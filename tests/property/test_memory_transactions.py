@@ -68,7 +68,7 @@ class Model:
 
 
 @given(STEPS, st.integers(0, 40), st.integers(1, 10))
-def test_readers_see_what_is_committed_below_first_open_transaction(
+def test_readers_see_committed_records_below_first_open_transaction(
     steps: list[Append | End], start: int, most: int
 ) -> None:
     """From any offset, in order, with gaps where records were aborted and markers stand."""

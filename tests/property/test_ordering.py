@@ -36,7 +36,7 @@ def previous_of(offsets: list[int]) -> dict[int, int]:
 
 
 @given(work())
-def test_within_partition_each_leaves_when_all_before_it_have_ended(one: Work) -> None:
+def test_answers_in_partition_order_leave_after_all_before_them(one: Work) -> None:
     """Neither earlier, which would overtake, nor later, which would hold up."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
@@ -52,7 +52,7 @@ def test_within_partition_each_leaves_when_all_before_it_have_ended(one: Work) -
 
 
 @given(work())
-def test_within_key_each_leaves_when_all_of_its_key_before_it_have_ended(one: Work) -> None:
+def test_answers_in_key_order_leave_after_all_of_their_key(one: Work) -> None:
     """What is stuck holds up its own key alone."""
     chains = KeyChains(lambda _: False)
     after = {offset: chains.follow(key, offset) for offset, key in sorted(one.keys.items())}
@@ -73,7 +73,7 @@ def test_within_key_each_leaves_when_all_of_its_key_before_it_have_ended(one: Wo
 
 
 @given(work(), st.sets(st.integers(0, 120)))
-def test_what_was_answered_before_is_waited_for_by_nobody(one: Work, before: set[int]) -> None:
+def test_answered_record_holds_no_later_one(one: Work, before: set[int]) -> None:
     """An earlier owner of the partition answered some; the others leave in order all the same."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
@@ -96,9 +96,7 @@ def test_what_was_answered_before_is_waited_for_by_nobody(one: Work, before: set
 
 
 @given(work(), st.data())
-def test_answers_of_another_owner_set_free_what_waited_for_them(
-    one: Work, data: st.DataObject
-) -> None:
+def test_answers_of_previous_owner_release_held_ones(one: Work, data: st.DataObject) -> None:
     """When its predecessor is found to be answered, what is held leaves."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
@@ -121,7 +119,7 @@ def test_answers_of_another_owner_set_free_what_waited_for_them(
 
 
 @given(work())
-def test_chains_forget_only_what_is_answered(one: Work) -> None:
+def test_order_chains_forget_only_answered_records(one: Work) -> None:
     """Forgetting changes no chain of what is still on its way."""
     progress = AckedOffsets(0)
     all_of = KeyChains(lambda _: False)

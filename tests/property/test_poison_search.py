@@ -208,7 +208,7 @@ def worlds(draw: st.DrawFn, most_culprits: int = 3, most_kills: int = 4) -> Worl
 
 @settings(max_examples=100, deadline=None)
 @given(worlds())
-def test_every_record_is_answered_and_every_culprit_condemned(world: World) -> None:
+def test_poison_search_answers_every_record_and_condemns_every_culprit(world: World) -> None:
     """All but the culprits are run and answered, in a bounded number of restarts."""
     world.run((len(world.culprits) + world.kills) * SEARCH)
 
@@ -224,7 +224,7 @@ def test_every_record_is_answered_and_every_culprit_condemned(world: World) -> N
 
 @settings(max_examples=100, deadline=None)
 @given(worlds(most_kills=12))
-def test_only_what_ran_alone_and_marked_is_condemned(world: World) -> None:
+def test_poison_search_condemns_only_record_run_alone(world: World) -> None:
     """Whatever is condemned was the only thing running at `MAX_ATTEMPTS` deaths."""
     world.run(ALL)
 
@@ -233,7 +233,7 @@ def test_only_what_ran_alone_and_marked_is_condemned(world: World) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(worlds(most_culprits=1, most_kills=0))
-def test_crashes_isolate_no_more_than_what_was_running(world: World) -> None:
+def test_poison_search_isolates_only_running_records(world: World) -> None:
     """One culprit costs its neighbours in a batch one run alone, and everyone else none."""
     world.rebalances = 0
     world.run(ALL)
@@ -241,7 +241,7 @@ def test_crashes_isolate_no_more_than_what_was_running(world: World) -> None:
     assert len(world.ran_alone) <= BATCH
 
 
-def test_one_among_ten_thousand_takes_six_restarts() -> None:
+def test_poison_among_ten_thousand_takes_six_restarts() -> None:
     """Whatever its place, and however many wait beside it."""
     partition = TopicPartition("requests", 0)
     deaths = set()
@@ -253,7 +253,7 @@ def test_one_among_ten_thousand_takes_six_restarts() -> None:
     assert deaths == {SEARCH}
 
 
-def test_first_unclean_end_accuses_nothing() -> None:
+def test_first_unclean_end_makes_no_suspect() -> None:
     """What merely was there is run like everything else, unmarked."""
     suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
@@ -262,7 +262,7 @@ def test_first_unclean_end_accuses_nothing() -> None:
     assert (suspects.is_active, suspects.is_careful, suspects.count) == (True, False, 0)
 
 
-def test_unclean_ends_with_answered_backlog_between_accuse_nothing() -> None:
+def test_unclean_ends_with_progress_between_make_no_suspect() -> None:
     """Nothing that waits now was there at the one before."""
     suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 

@@ -85,7 +85,7 @@ def whole(request: Request, now_us: int) -> bytes:
 
 @slow_to_draw
 @given(st.lists(requests(), min_size=1, max_size=5))
-def test_pieces_make_whole(several: list[Request]) -> None:
+def test_response_pieces_make_whole_frame(several: list[Request]) -> None:
     """For any answers, one after another, so that some find what others have left."""
     for request in [*several, *several]:
         assert encode_response(request, 2**39) == whole(request, 2**39)
@@ -115,7 +115,7 @@ def runs(draw: st.DrawFn) -> list[Request]:
 
 @slow_to_draw
 @given(st.lists(runs(), min_size=1, max_size=3))
-def test_what_ran_together_is_answered_as_if_alone(several: list[list[Request]]) -> None:
+def test_answers_encoded_together_equal_answers_encoded_alone(several: list[list[Request]]) -> None:
     """Each value is that of its own request, whoever stands beside it."""
     together = [request for run in several for request in run]
 

@@ -49,7 +49,9 @@ class Partitions:
     st.booleans(),
     st.lists(st.integers(0, 29), unique=True),
 )
-def test_many_are_as_one_after_other(gaps: list[int], revoked: bool, order: list[int]) -> None:
+def test_acking_many_equals_acking_one_by_one(
+    gaps: list[int], revoked: bool, order: list[int]
+) -> None:
     """In any order, with gaps between them, in several parts, of a partition that was revoked."""
     one_by_one, together = Partitions(gaps, revoked), Partitions(gaps, revoked)
     chosen = [place for place in order if place < len(gaps)]

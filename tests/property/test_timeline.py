@@ -28,7 +28,7 @@ def expected(timestamps: list[list[int]]) -> list[tuple[int, int]]:
 
 
 @given(timestamps=partitions, script=st.data())
-def test_order_does_not_depend_on_when_records_come(
+def test_timeline_order_does_not_depend_on_arrival(
     timestamps: list[list[int]], script: st.DataObject
 ) -> None:
     """It is that of a heap that knows everything, in portions of any size, taken at any time."""

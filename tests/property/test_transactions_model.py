@@ -65,7 +65,7 @@ async def zombie_seals(former: Owner) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(steps())
-def test_each_request_is_answered_once_whoever_answers_and_whatever_fails(
+def test_transactions_under_faults_answer_each_request_once(
     some_steps: list[Step],
 ) -> None:
     """After each step what is visible and what is committed tell the same story."""

@@ -58,7 +58,7 @@ def test_message_of_refusal_is_short(record: BadRecord) -> None:
     assert len(refused.value.message) <= 700
 
 
-def test_bad_records_are_many_and_told_apart_by_name() -> None:
+def test_bad_records_are_200_with_unique_names() -> None:
     """There are at least 200, and no two of one name."""
     names = {record.name for record in BAD_RECORDS}
 

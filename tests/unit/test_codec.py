@@ -66,7 +66,7 @@ def test_tensor_in_messagepack_is_view_of_value() -> None:
     assert data.obj is value
 
 
-def test_unknown_fields_are_ignored() -> None:
+def test_unknown_request_fields_are_ignored() -> None:
     """A caller may be newer than we are."""
     newer = digits(priority_class={"deep": [1, [2]]})
     newer["inputs"][0]["layout"] = "NHWC"
@@ -88,7 +88,7 @@ def test_unknown_fields_are_ignored() -> None:
         ({"model_version": "2"}, Envelope(model="digits"), ("digits", "2")),
     ],
 )
-def test_model_is_from_body_or_header(
+def test_model_name_is_read_from_body_or_header(
     fields: dict[str, Any], envelope: Envelope, expected: tuple[str, str | None]
 ) -> None:
     """Either may say it, and both when they agree."""
@@ -98,7 +98,7 @@ def test_model_is_from_body_or_header(
 
 
 @pytest.mark.parametrize("form", [Envelope(), IN_JSON])
-def test_limit_itself_is_not_over_it(form: Envelope) -> None:
+def test_value_of_exact_size_limit_is_accepted(form: Envelope) -> None:
     """A value of exactly the limit is looked at; one byte more is not."""
     limits = LimitSettings(max_request_bytes=1024)
 
@@ -110,7 +110,7 @@ def test_limit_itself_is_not_over_it(form: Envelope) -> None:
     assert refused.value.message == "value: expected at most 1024 bytes, got 1025"
 
 
-def test_fault_of_headers_is_answer() -> None:
+def test_header_fault_becomes_error_answer() -> None:
     """The value is not looked at."""
     with pytest.raises(Rejected) as refused:
         decode_request(msgpack.packb(digits()), Envelope(fault="header x: wrong"), LIMITS)
@@ -124,7 +124,7 @@ def test_json_data_is_flat_or_nested(data: Any) -> None:
     assert json_data("FP32", data, [2, 2]) == np.array([1, 2.5, 3, 4], "<f4").tobytes()
 
 
-def test_json_spells_numbers_that_it_has_not() -> None:
+def test_json_carries_nan_and_infinity_as_strings() -> None:
     """Not finite numbers are strings."""
     content = json_data("FP64", ["NaN", "Infinity", "-Infinity", 0], [4])
 
@@ -183,7 +183,7 @@ def test_json_carries_bytes_as_text_or_base64(
         (None, Envelope(), None),
     ],
 )
-def test_callers_id_is_read_of_what_was_refused(
+def test_refused_request_keeps_id_of_caller(
     value: bytes | None, envelope: Envelope, found: str | None
 ) -> None:
     """The error can then say whose it is; what cannot be read has none."""
@@ -236,7 +236,7 @@ def test_response_in_json_is_read_by_another_library(content_type: str) -> None:
     ]
 
 
-def test_clocks_that_disagree_make_no_negative_times() -> None:
+def test_timings_across_skewed_clocks_are_not_negative() -> None:
     """Stages of different machines stamp the same request."""
     request = answered(MSGPACK)
     request.batch = BatchSummary(request.ingested_us - 5, compute_us=250, rows=8)
@@ -250,9 +250,7 @@ def test_clocks_that_disagree_make_no_negative_times() -> None:
     ("content_type", "read"),
     [(MSGPACK, msgpack.unpackb), (JSON, json.loads), ("", msgpack.unpackb)],
 )
-def test_error_has_message_for_people_and_details_for_programs(
-    content_type: str, read: Any
-) -> None:
+def test_error_has_message_and_details(content_type: str, read: Any) -> None:
     """`error` is a string, as the protocol says."""
     failure = Failure(Code.OVERLOADED, "too much", "ingest", 250)
 
@@ -272,7 +270,7 @@ def test_error_has_message_for_people_and_details_for_programs(
 
 
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
-def test_caller_gets_arrays_for_arrays(content_type: str) -> None:
+def test_client_codec_returns_arrays_for_arrays(content_type: str) -> None:
     """What `encode_request` writes is read as a request, and an answer as its arrays."""
     value = encode_request(
         content_type, "digits", {"x": np.eye(2, dtype=np.float16)}, id="r-1", outputs=["y"]
@@ -288,14 +286,14 @@ def test_caller_gets_arrays_for_arrays(content_type: str) -> None:
     np.testing.assert_array_equal(answer.outputs["y"], np.eye(2), strict=False)
 
 
-def test_caller_can_write_no_other_content_type() -> None:
+def test_client_codec_refuses_other_content_types() -> None:
     """A payload needs no encoding."""
     with pytest.raises(ValueError, match="image/jpeg"):
         encode_request("image/jpeg", "m", {})
 
 
 @pytest.mark.parametrize("content_type", ["", MSGPACK])
-def test_error_of_json_that_is_said_to_be_messagepack_is_in_json(content_type: str) -> None:
+def test_error_of_json_declared_as_messagepack_is_in_json(content_type: str) -> None:
     """Its caller reads nothing else; the header says the same, and the `id` is echoed."""
     request = answered(content_type)
     request.value = b' {"model_name": "digits", "id": "mine", "inputs": []}'
@@ -310,7 +308,7 @@ def test_error_of_json_that_is_said_to_be_messagepack_is_in_json(content_type: s
 
 
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
-def test_caller_gets_error(content_type: str) -> None:
+def test_client_codec_returns_error(content_type: str) -> None:
     """With its code."""
     request = answered(content_type)
     value = encode_error(request, Failure(Code.UNKNOWN_MODEL, "no such model", "ingest"))
@@ -331,7 +329,7 @@ def test_caller_gets_error(content_type: str) -> None:
         (JSON, b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "data": ["a"]}]}'),
     ],
 )
-def test_what_is_no_answer_is_refused(content_type: str, value: bytes | None) -> None:
+def test_client_codec_refuses_foreign_record(content_type: str, value: bytes | None) -> None:
     """A reply topic may hold records of others."""
     with pytest.raises(Rejected):
         decode_response([("content-type", content_type.encode())], value)

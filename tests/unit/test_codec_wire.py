@@ -60,7 +60,7 @@ def plain(tensors: tuple[Tensor, ...] | None) -> list[tuple[Any, ...]]:
     return [(*tensor[:3], bytes(tensor.data)) for tensor in tensors or ()]
 
 
-def test_item_arrives_as_it_was() -> None:
+def test_item_survives_wire() -> None:
     """Every field that the next stages read is there again."""
     sent = checked()
 
@@ -72,7 +72,7 @@ def test_item_arrives_as_it_was() -> None:
     assert bytes(received.value or b"") == sent.value
 
 
-def test_view_of_value_is_sent_once() -> None:
+def test_item_value_is_sent_once_with_its_views() -> None:
     """It travels as a place in the value, and is a view again."""
     record = encode_item(checked())
 
@@ -83,7 +83,7 @@ def test_view_of_value_is_sent_once() -> None:
     assert received.inputs[0].data.obj is record
 
 
-def test_value_that_arrived_by_wire_can_be_sent_on() -> None:
+def test_item_received_by_wire_can_be_sent_again() -> None:
     """A batcher reads items, whose values are views of records already, and writes batches."""
     received = decode_item(encode_item(checked()), NULL_ACK)
 
@@ -93,7 +93,7 @@ def test_value_that_arrived_by_wire_can_be_sent_on() -> None:
     assert plain(batch.requests[0].inputs) == plain(received.inputs)
 
 
-def test_item_goes_into_its_batch_as_it_came() -> None:
+def test_batch_contains_items_byte_for_byte() -> None:
     """Byte for byte, with what a newer release may have put there."""
     item = encode_item(checked())
     newer = msgpack.packb({**msgpack.unpackb(item), "newer": 1})
@@ -103,7 +103,7 @@ def test_item_goes_into_its_batch_as_it_came() -> None:
     assert batch.endswith(newer)
 
 
-def test_batch_says_when_it_was_formed() -> None:
+def test_batch_record_carries_time_of_forming() -> None:
     """What its items say of that is older."""
     received = decode_item(encode_item(checked()), NULL_ACK)
     received.batch = BatchSummary(99)
@@ -127,7 +127,7 @@ def test_results_that_differ_in_their_bytes_alone_share_head() -> None:
 
 
 @pytest.mark.parametrize("start", [3, 5])
-def test_tensor_may_stand_anywhere_in_its_value(start: int) -> None:
+def test_tensor_at_any_place_of_value_survives_wire(start: int) -> None:
     """Wherever it stood in another value of the same length."""
     sent = checked()
     value = bytes(range(40))
@@ -139,7 +139,7 @@ def test_tensor_may_stand_anywhere_in_its_value(start: int) -> None:
     assert plain(received.inputs) == [("x", "INT8", (2, 2), value[start : start + 4])]
 
 
-def test_empty_tensor_of_request_arrives_empty() -> None:
+def test_empty_tensor_survives_wire() -> None:
     """A place of no bytes is a place as well."""
     sent = checked()
     sent.inputs = (Tensor("x", "FP32", (2, 0), b""),)
@@ -149,7 +149,7 @@ def test_empty_tensor_of_request_arrives_empty() -> None:
     assert plain(received.inputs) == [("x", "FP32", (2, 0), b"")]
 
 
-def test_deadline_by_ingests_default_timeout_arrives() -> None:
+def test_deadline_of_default_timeout_survives_wire() -> None:
     """Other processes may have another default; the first one counts."""
     sent = checked(default_timeout_ms=500)
 
@@ -159,7 +159,7 @@ def test_deadline_by_ingests_default_timeout_arrives() -> None:
     assert received.envelope.deadline_ms == 1_500
 
 
-def test_result_carries_outputs_and_not_value() -> None:
+def test_result_record_carries_outputs_without_request_value() -> None:
     """The value is of no more use, since no dead letter can come of it."""
     sent = checked()
     sent.outputs = sent.inputs
@@ -173,7 +173,7 @@ def test_result_carries_outputs_and_not_value() -> None:
 
 
 @pytest.mark.parametrize("code", list(Code))
-def test_failure_carries_value_where_dead_letter_may_be_made(code: Code) -> None:
+def test_failure_record_carries_value_for_dead_letter(code: Code) -> None:
     """The code says so."""
     sent = checked()
     sent.fail(Failure(code, "why", "executor", 100))
@@ -186,7 +186,7 @@ def test_failure_carries_value_where_dead_letter_may_be_made(code: Code) -> None
     assert (received.value and bytes(received.value)) == expected
 
 
-def test_fields_of_newer_release_are_ignored_and_missing_ones_have_defaults() -> None:
+def test_record_of_other_release_is_read_with_defaults() -> None:
     """Two releases may run side by side."""
     fields = msgpack.unpackb(encode_item(checked()), use_list=True)
     fields |= {"colour": "red", "timings": {"ingested_us": 5, "moved_us": 6}}
@@ -201,14 +201,14 @@ def test_fields_of_newer_release_are_ignored_and_missing_ones_have_defaults() ->
 
 @pytest.mark.parametrize("decode", [decode_item, decode_batch, decode_result])
 @pytest.mark.parametrize("value", [b"", b"\xc1", b"\x80", b"\x90", b"\xc0", b"text"])
-def test_record_of_others_is_refused(decode: Any, value: bytes) -> None:
+def test_foreign_record_is_refused_as_item(decode: Any, value: bytes) -> None:
     """No request can be made out in it."""
     with pytest.raises(Rejected):
         decode(value, NULL_ACK)
 
 
 @pytest.mark.parametrize("place", [{"start": -1}, {"start": 1 << 20}, {"size": 1 << 40}])
-def test_place_outside_value_is_refused(place: dict[str, int]) -> None:
+def test_tensor_place_outside_value_is_refused(place: dict[str, int]) -> None:
     """It would be another's memory, or none."""
     fields = msgpack.unpackb(encode_item(checked()))
     fields["inputs"][0] |= place
@@ -226,7 +226,7 @@ def test_tensor_whose_bytes_do_not_fit_is_refused_before_it_joins_batch() -> Non
         decode_item(msgpack.packb(fields), NULL_ACK)
 
 
-def test_code_of_newer_release_is_internal_error() -> None:
+def test_unknown_code_of_newer_release_becomes_internal_error() -> None:
     """Its message still says what happened."""
     sent = checked()
     sent.fail(Failure(Code.OVERLOADED, "why", "executor"))

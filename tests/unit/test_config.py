@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_environment_goes_over_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_overrides_settings_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value by value; the rest of a section stays."""
     monkeypatch.setenv("headrace_telemetry__http_port", "9001")
     monkeypatch.setenv("HEADRACE_LIMITS__MAX_STALL_S", "7")
@@ -44,7 +44,7 @@ def test_environment_goes_over_file(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert (settings.limits.drain_timeout_s, settings.limits.max_stall_s) == (5, 7)
 
 
-def test_wrong_variable_is_named_instead_of_file(
+def test_wrong_setting_from_environment_names_variable(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody finds it in the file."""
@@ -65,7 +65,7 @@ def test_wrong_variable_is_named_instead_of_file(
         ),
     ],
 )
-def test_misspelled_variable_is_refused_with_what_may_be_meant(
+def test_misspelled_variable_gets_suggestion(
     name: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the section's name as well as in the setting's."""
@@ -74,14 +74,14 @@ def test_misspelled_variable_is_refused_with_what_may_be_meant(
     assert _faults() == [f"{name}: {line}"]
 
 
-def test_variables_of_others_are_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_headrace_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Kubernetes sets them for a service called headrace."""
     monkeypatch.setenv("HEADRACE_PORT_8080_TCP", "tcp://10.0.0.1:8080")
 
     assert load_settings().namespace == "headrace"
 
 
-def test_variable_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_of_invalid_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole section in one variable has to be JSON."""
     monkeypatch.setenv("HEADRACE_TOPICS", "partitions=3")
 

@@ -28,7 +28,7 @@ def rows(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in lines]
 
 
-def test_codes_are_told_with_what_follows_from_them() -> None:
+def test_contract_page_lists_codes_with_consequences() -> None:
     """Each code has a row that says whether it is retriable and whether a dead letter is kept."""
     told = {cells[0].strip("`"): tuple(cells[2:]) for cells in rows("Codes")}
 
@@ -39,18 +39,18 @@ def test_codes_are_told_with_what_follows_from_them() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OWN_HEADERS | {"kafka_replyTopic", "kafka_replyPartition"}))
-def test_every_header_with_meaning_is_told(name: str) -> None:
+def test_contract_page_lists_every_header(name: str) -> None:
     """The page names each header that Headrace reads or writes."""
     assert f"`{name}`" in PAGE
 
 
 @pytest.mark.parametrize("content_type", sorted(DECODED_TYPES - {""}))
-def test_every_decoded_content_type_is_told(content_type: str) -> None:
+def test_contract_page_lists_every_content_type(content_type: str) -> None:
     """The page names each content type whose values are decoded."""
     assert f"`{content_type}`" in PAGE
 
 
-def test_dead_letter_headers_are_told_in_their_order() -> None:
+def test_contract_page_lists_dead_letter_headers_in_order() -> None:
     """The table has the headers of a dead letter, all of them and no others."""
     request = Request(NULL_ACK, 0, 0, -1, 0, None, None, [], parse_envelope([], 0, 0))
     headers = dead_letter_headers(request, Failure(Code.MODEL_FAILED, "", "executor"), "requests")
@@ -58,7 +58,7 @@ def test_dead_letter_headers_are_told_in_their_order() -> None:
     assert [cells[0].strip("`") for cells in rows("Dead letters")] == [name for name, _ in headers]
 
 
-def test_datatypes_are_told_as_they_are() -> None:
+def test_contract_page_lists_datatypes() -> None:
     """Written out, the row of datatypes has those of `headrace.protocol.tensors`."""
     row = next(cells for cells in rows("Request values") if cells[0] == "`datatype`")
     told = re.sub(r"`(U?INT)8` to `U?INT64`", r"`\g<1>8`, `\g<1>16`, `\g<1>32`, `\g<1>64`", row[2])

@@ -32,12 +32,12 @@ def request_with(*headers: tuple[str, bytes | None]) -> Request:
     return Request(NULL_ACK, 2, 7, 6, NOW_MS, b"key", b"value", headers, parse(*headers))
 
 
-def test_no_headers_are_empty_envelope() -> None:
+def test_record_without_headers_has_empty_envelope() -> None:
     """Everything is optional."""
     assert parse() == Envelope()
 
 
-def test_all_headers_are_read() -> None:
+def test_envelope_reads_every_header() -> None:
     """Each finds its field."""
     envelope = parse(
         ("content-type", b"application/json"),
@@ -101,7 +101,7 @@ def test_null_value_is_absent_header() -> None:
         ([("x-deadline-ms", b"0")], 0, 1),
     ],
 )
-def test_earlier_deadline_counts_and_default_only_without_any(
+def test_earliest_deadline_counts_and_default_only_without_any(
     headers: Headers, default_timeout_ms: int, deadline_ms: int
 ) -> None:
     """0 in an envelope means none, so a deadline of 0 becomes 1, which has passed as well."""
@@ -149,12 +149,12 @@ def test_record_without_timestamp_has_no_timeout() -> None:
         ),
     ],
 )
-def test_fault_says_which_header_and_what_came(header: str, value: bytes, fault: str) -> None:
+def test_envelope_fault_names_header_and_value(header: str, value: bytes, fault: str) -> None:
     """The message is the error's, word for word."""
     assert parse((header, value)).fault == fault
 
 
-def test_fault_hides_nothing_that_error_needs_to_find_its_way() -> None:
+def test_envelope_with_fault_keeps_reply_headers() -> None:
     """The reply topic, the correlation id and the content type are read all the same."""
     envelope = parse(
         ("x-deadline-ms", b"soon"),
@@ -167,14 +167,14 @@ def test_fault_hides_nothing_that_error_needs_to_find_its_way() -> None:
     assert envelope.fault is not None
 
 
-def test_raw_payload_needs_x_model_and_no_more() -> None:
+def test_raw_payload_needs_only_x_model() -> None:
     """The model's configuration says the rest."""
     envelope = parse(("content-type", b"image/jpeg"), ("x-model", b"resnet"))
 
     assert (envelope.content_type, envelope.model, envelope.fault) == ("image/jpeg", "resnet", None)
 
 
-def test_headers_of_cloudevents_in_binary_mode_are_simply_headers() -> None:
+def test_cloudevents_headers_are_passed_on_as_headers() -> None:
     """They are no fault, and do not travel on."""
     envelope = parse(("ce_specversion", b"1.0"), ("ce_type", b"t"))
 
@@ -184,7 +184,7 @@ def test_headers_of_cloudevents_in_binary_mode_are_simply_headers() -> None:
 # --- answers ----------------------------------------------------------------------------------
 
 
-def test_answer_carries_what_contract_says() -> None:
+def test_answer_carries_headers_of_contract() -> None:
     """Status, identity, correlation and trace, and the caller's own headers."""
     request = request_with(
         ("content-type", b"application/json; charset=utf-8"),
@@ -220,13 +220,13 @@ def test_answer_carries_what_contract_says() -> None:
         "x-attempt", "x-replay-id", "traceparent",
     ],
 )  # fmt: skip
-def test_what_speaks_of_request_alone_is_not_copied(name: str) -> None:
+def test_request_only_headers_are_not_copied_to_answer(name: str) -> None:
     """It would mislead the reader of the answer."""
     assert not travels(name)
 
 
 @pytest.mark.parametrize("name", ["x-customer", "X-Model", "__half", "baggage", "b3", "kafka", ""])
-def test_pipelines_own_headers_travel_on(name: str) -> None:
+def test_foreign_headers_are_copied_to_answer(name: str) -> None:
     """`x-*` that Headrace gives no meaning belong to others."""
     assert travels(name)
 
@@ -240,12 +240,12 @@ def test_pipelines_own_headers_travel_on(name: str) -> None:
         ("image/jpeg", "application/json"),
     ],
 )
-def test_answer_has_type_of_its_request(asked: str, answered: str) -> None:
+def test_answer_has_content_type_of_its_request(asked: str, answered: str) -> None:
     """Raw payloads are answered in JSON."""
     assert answer_content_type(asked) == answered
 
 
-def test_dead_letter_keeps_its_headers_and_says_what_happened() -> None:
+def test_dead_letter_keeps_headers_and_adds_error() -> None:
     """In the forms that Spring for Apache Kafka reads."""
     request = request_with(("x-model", None), ("trace", b"1"), ("trace", b"2"))
     failure = Failure(Code.INVALID_TENSOR, "inputs[0].shape: expected …", "ingest")
@@ -266,7 +266,7 @@ def test_dead_letter_keeps_its_headers_and_says_what_happened() -> None:
 
 
 @pytest.mark.parametrize("name", ["caf\udce9", "x-model\udcff", "\udc80" * 500])
-def test_header_name_that_is_not_utf8_is_fault(name: str) -> None:
+def test_header_name_of_other_encoding_than_utf8_is_fault(name: str) -> None:
     """It says which name, in characters that can be written anywhere, and not all of a long one."""
     fault = parse((name, b"x"), ("x-tenant", b"t")).fault
 
@@ -276,13 +276,13 @@ def test_header_name_that_is_not_utf8_is_fault(name: str) -> None:
     assert len(fault) < 500
 
 
-def test_header_name_outside_of_ascii_is_no_fault() -> None:
+def test_header_name_outside_of_ascii_is_accepted() -> None:
     """UTF-8 is."""
     assert parse(("größe", b"x")).fault is None
     assert travels("größe")
 
 
-def test_names_of_headers_are_not_remembered_without_bound() -> None:
+def test_cache_of_header_names_is_bounded() -> None:
     """Callers choose them, and they may be as long as a record."""
     tracemalloc.start()
     try:
@@ -295,7 +295,7 @@ def test_names_of_headers_are_not_remembered_without_bound() -> None:
     assert held_bytes < 1_000_000
 
 
-def test_letter_that_fails_again_does_not_pile_up_headers() -> None:
+def test_dead_letter_of_second_failure_replaces_headers() -> None:
     """Those of the earlier failure are replaced."""
     failure = Failure(Code.MODEL_FAILED, "again", "executor")
     first = dead_letter_headers(request_with(("a", b"1")), failure, "t")
@@ -308,7 +308,7 @@ def test_letter_that_fails_again_does_not_pile_up_headers() -> None:
 @pytest.mark.parametrize(
     ("given", "kept"), [(b"3", b"3"), (b"", b"1"), (b"many", b"1"), (b"12345", b"1")]
 )
-def test_letter_goes_on_counting_attempts(given: bytes, kept: bytes) -> None:
+def test_dead_letter_of_second_failure_counts_attempts(given: bytes, kept: bytes) -> None:
     """From what a redrive has put on the request; anything unreadable counts as the first."""
     failure = Failure(Code.MODEL_FAILED, "again", "executor")
 

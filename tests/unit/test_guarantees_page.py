@@ -15,7 +15,7 @@ PROMISES = re.split(r"^## (P\d)\. ", PAGE.split("\n## The chaos suite")[0], flag
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=lambda part: part)
-def test_what_shows_promise_is_there(path: str, name: str) -> None:
+def test_guarantees_page_names_existing_tests(path: str, name: str) -> None:
     """A test that the page names is defined in the file it names."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     functions = [
@@ -26,17 +26,17 @@ def test_what_shows_promise_is_there(path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("promise", "text"), list(zip(PROMISES[::2], PROMISES[1::2], strict=True)))
-def test_every_promise_is_shown_by_test(promise: str, text: str) -> None:
+def test_guarantees_page_names_test_for_every_promise(promise: str, text: str) -> None:
     """Each promise says what it does not say, and names a test."""
     assert "**It does not say**" in text, promise
     assert re.search(r"`tests/[\w/]+\.py::\w+`", text.split("**Shown by**")[1]), promise
 
 
-def test_all_promises_are_there_in_order() -> None:
+def test_guarantees_page_lists_promises_in_order() -> None:
     """They count from P1 to P6."""
     assert PROMISES[::2] == [f"P{number}" for number in range(1, 7)]
 
 
-def test_every_mention_of_test_is_in_form_that_is_checked() -> None:
+def test_guarantees_page_mentions_tests_in_checked_form() -> None:
     """Two colons stand between a file and a name alone: a slip in the form hides nothing."""
     assert PAGE.count("::") == len(re.findall(r"`tests/[\w/]+\.py::\w+`", PAGE))

@@ -36,7 +36,7 @@ def rule_at(resident: int) -> TrimRule:
     return rule
 
 
-def test_idle_process_that_has_grown_is_trimmed() -> None:
+def test_heap_of_grown_idle_process_is_trimmed() -> None:
     """Not before it is idle, and not for a little."""
     rule = rule_at(100 * MIB)
 
@@ -45,7 +45,7 @@ def test_idle_process_that_has_grown_is_trimmed() -> None:
     assert rule.is_due(1.0, 200 * MIB, MIB)
 
 
-def test_busy_process_is_trimmed_once_minute() -> None:
+def test_heap_of_busy_process_is_trimmed_once_per_minute() -> None:
     """One that is never idle would grow without a bound."""
     rule = rule_at(100 * MIB)
 
@@ -55,7 +55,7 @@ def test_busy_process_is_trimmed_once_minute() -> None:
     assert rule.is_due(121.0, 200 * MIB, 50 * MIB)
 
 
-def test_memory_in_use_is_not_trimmed_for_again() -> None:
+def test_heap_in_use_is_not_trimmed_again() -> None:
     """What stayed after the last time is what it has to grow from."""
     rule = rule_at(100 * MIB)
     rule.trimmed(1.0, 300 * MIB)
@@ -64,7 +64,7 @@ def test_memory_in_use_is_not_trimmed_for_again() -> None:
 
 
 @pytest.mark.skipif(find_trim() is None or resident_bytes() is None, reason="needs glibc on Linux")
-async def test_fragmented_heap_is_given_back() -> None:
+async def test_trimming_returns_fragmented_heap() -> None:
     """Blocks that stay keep the allocator from giving back all that lies between them."""
     trim = find_trim()
     assert trim is not None

@@ -23,7 +23,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_alert_says_what_is_wrong_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_alert_has_severity_summary_and_runbook(rule: dict[str, Any]) -> None:
     """Every alert has a severity, a summary, a description and a runbook."""
     assert rule["labels"]["severity"] in {"critical", "warning"}
     assert all(rule["annotations"].get(part) for part in ("summary", "description", "runbook"))
@@ -36,14 +36,14 @@ def test_alert_names_only_metrics_that_exist(rule: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_alert_is_made_to_fire(rule: dict[str, Any]) -> None:
+def test_alert_fires_in_its_rule_test(rule: dict[str, Any]) -> None:
     """The tests of the rules have a case in which the alert fires."""
     cases = (FOLDER / "alerts.test.yaml").read_text(encoding="utf-8")
 
     assert f'alertname="{rule["alert"]}", alertstate="firing"' in cases
 
 
-def test_page_lists_every_alert_with_its_severity() -> None:
+def test_alerts_page_lists_every_alert_with_severity() -> None:
     """The table of the document is the rules', in their order."""
     page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(Headrace\w+)` \| (\w+) \|", page, flags=re.MULTILINE)
@@ -51,14 +51,14 @@ def test_page_lists_every_alert_with_its_severity() -> None:
     assert listed == [(rule["alert"], rule["labels"]["severity"]) for rule in rules()]
 
 
-def test_runbooks_send_nobody_to_alert_that_is_not_there() -> None:
+def test_runbooks_name_only_existing_alerts() -> None:
     """An alert that a runbook names is one of these."""
     named = {name for rule in rules() for name in re.findall(r"\bHeadrace[A-Z]\w+", str(rule))}
 
     assert named <= {rule["alert"] for rule in rules()}
 
 
-def test_compose_runs_prometheus_that_rules_are_tested_with() -> None:
+def test_compose_runs_prometheus_version_of_rule_tests() -> None:
     """The image of the Compose file and the module in `tools/promtool` are one version."""
     compose = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
     module = (ROOT / "tools" / "promtool" / "go.mod").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ def test_compose_runs_prometheus_that_rules_are_tested_with() -> None:
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
-def test_promtool_finds_no_fault(promtool: Path, arguments: tuple[str, ...]) -> None:
+def test_promtool_accepts_alert_rules(promtool: Path, arguments: tuple[str, ...]) -> None:
     """The configuration is valid, and every alert fires when it should and not otherwise."""
     found = subprocess.run(
         [promtool, *arguments], check=False, cwd=FOLDER, capture_output=True, text=True

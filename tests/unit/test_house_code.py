@@ -16,7 +16,7 @@ VAGUE = {"manager", "managers", "handler", "handlers", "helper", "helpers", "uti
 VAGUE_ALONE = {"data", "info", "misc", "common", "process()"}
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_docstring() -> None:
     """A module opens with a docstring, unless it is empty."""
     silent = [
         str(module.path)
@@ -27,7 +27,7 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent
 
 
-def test_every_test_says_what_behaviour_it_shows() -> None:
+def test_every_test_has_docstring() -> None:
     """A test function has a docstring."""
     silent = [
         f"{module.at(function)}: {function.name}"
@@ -39,7 +39,7 @@ def test_every_test_says_what_behaviour_it_shows() -> None:
     assert not silent, "\n".join(silent)
 
 
-def test_names_say_what_thing_is() -> None:
+def test_names_are_not_vague() -> None:
     """No module, class or function is called a manager, a handler, a helper or a utility."""
     vague = [
         f"{where}: {name}"
@@ -60,7 +60,7 @@ def test_vague_names_are_recognised(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["process", "process_exit_code()", "datatype", "TopicInfo", "utilisation"]
 )
-def test_plain_names_are_left_alone(name: str) -> None:
+def test_plain_names_are_accepted(name: str) -> None:
     """A name that only contains such a word, or qualifies it, passes."""
     assert not is_vague(name)
 

@@ -40,7 +40,7 @@ def expressions(dashboard: dict[str, Any]) -> list[str]:
     return [target["expr"] for panel in panels(dashboard) for target in panel.get("targets", ())]
 
 
-def test_dashboard_is_what_code_makes() -> None:
+def test_dashboard_file_matches_code() -> None:
     """`python -m tools.dashboard` would change nothing."""
     assert main(["--check"]) == 0
 
@@ -51,7 +51,7 @@ def test_dashboard_names_only_metrics_that_exist(dashboard: dict[str, Any]) -> N
     assert len(expressions(dashboard)) > 50
 
 
-def test_queries_group_only_by_labels_that_their_metrics_have(dashboard: dict[str, Any]) -> None:
+def test_dashboard_queries_group_by_labels_of_their_metrics(dashboard: dict[str, Any]) -> None:
     """A label that a metric has not would sum everything into one nameless series."""
     wrong = [
         expression
@@ -64,7 +64,7 @@ def test_queries_group_only_by_labels_that_their_metrics_have(dashboard: dict[st
     assert not wrong
 
 
-def test_legends_use_only_labels_that_queries_keep(dashboard: dict[str, Any]) -> None:
+def test_dashboard_legends_use_labels_of_their_queries(dashboard: dict[str, Any]) -> None:
     """A series is called by a label that its query groups by."""
     wrong = [
         target
@@ -77,13 +77,13 @@ def test_legends_use_only_labels_that_queries_keep(dashboard: dict[str, Any]) ->
     assert not wrong
 
 
-def test_metric_that_is_not_in_catalogue_makes_no_query() -> None:
+def test_query_of_unknown_metric_is_refused() -> None:
     """A name that was changed stops the writing of the dashboard."""
     with pytest.raises(KeyError):
         selected("headrace_requests_per_second")
 
 
-def test_panels_do_not_cover_each_other(dashboard: dict[str, Any]) -> None:
+def test_dashboard_panels_do_not_overlap(dashboard: dict[str, Any]) -> None:
     """Every panel has a number and a place of its own, within the 24 columns."""
     numbers = [panel["id"] for panel in panels(dashboard)]
     open_panels = [panel["gridPos"] for panel in dashboard["panels"]]
@@ -93,7 +93,7 @@ def test_panels_do_not_cover_each_other(dashboard: dict[str, Any]) -> None:
     assert not [pair for pair in combinations(open_panels, 2) if overlap(*pair)]
 
 
-def test_variables_that_queries_use_are_declared(dashboard: dict[str, Any]) -> None:
+def test_dashboard_declares_variables_of_its_queries(dashboard: dict[str, Any]) -> None:
     """Besides Grafana's own, each `$name` is a variable of the dashboard."""
     declared = {variable["name"] for variable in dashboard["templating"]["list"]}
     used = {
@@ -106,7 +106,7 @@ def test_variables_that_queries_use_are_declared(dashboard: dict[str, Any]) -> N
     assert used <= declared
 
 
-def test_compose_shows_this_dashboard(dashboard: dict[str, Any]) -> None:
+def test_compose_mounts_dashboard(dashboard: dict[str, Any]) -> None:
     """Grafana finds the file and a data source where the Compose file and its settings say."""
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
     grafana = compose["services"]["grafana"]
@@ -123,7 +123,7 @@ def test_compose_shows_this_dashboard(dashboard: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_promtool_reads_every_query(
+def test_promtool_parses_every_dashboard_query(
     promtool: Path, dashboard: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each query is valid PromQL, once Grafana has put its variables in."""

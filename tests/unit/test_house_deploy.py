@@ -79,7 +79,7 @@ def test_compose_pins_images_of_others(compose: dict[str, Any]) -> None:
     assert [image for image in pulled if not PINNED.match(image)] == []
 
 
-def test_compose_sets_only_what_can_be_set(compose: dict[str, Any]) -> None:
+def test_compose_sets_only_known_settings(compose: dict[str, Any]) -> None:
     """Every HEADRACE_ variable of a container is one that the settings read."""
     known = {setting.variable for setting in all_settings()}
     named = {
@@ -92,7 +92,7 @@ def test_compose_sets_only_what_can_be_set(compose: dict[str, Any]) -> None:
     assert named - known == set()
 
 
-def test_compose_gives_stop_time_to_drain(stages: dict[str, dict[str, Any]]) -> None:
+def test_compose_stop_time_covers_drain(stages: dict[str, dict[str, Any]]) -> None:
     """The grace period of every stage is longer than the drain time-out it runs with."""
     for service in stages.values():
         drain_s = float(
@@ -104,7 +104,7 @@ def test_compose_gives_stop_time_to_drain(stages: dict[str, dict[str, Any]]) -> 
         assert float(service["stop_grace_period"].removesuffix("s")) > drain_s
 
 
-def test_compose_starts_stages_when_topics_are_there(
+def test_compose_starts_stages_after_topics_are_created(
     stages: dict[str, dict[str, Any]],
 ) -> None:
     """No stage starts before Kafka is healthy and the topics have been created."""
@@ -115,7 +115,7 @@ def test_compose_starts_stages_when_topics_are_there(
         assert conditions["topics"] == "service_completed_successfully"
 
 
-def test_compose_asks_port_that_stages_listen_on(
+def test_compose_health_checks_use_port_of_stages(
     stages: dict[str, dict[str, Any]],
 ) -> None:
     """The health check and the exposed port are those of the telemetry settings."""
@@ -126,7 +126,7 @@ def test_compose_asks_port_that_stages_listen_on(
         assert f"127.0.0.1:{port}/health/ready" in service["healthcheck"]["test"][-1]
 
 
-def test_compose_names_listeners_that_kafka_has(compose: dict[str, Any]) -> None:
+def test_compose_uses_listeners_that_kafka_has(compose: dict[str, Any]) -> None:
     """The stages and the outside are given addresses that the broker advertises."""
     services = compose["services"]
     advertised = services["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
@@ -152,7 +152,7 @@ def test_dockerfile_starts_from_pinned_images(dockerfile: DockerfileParser) -> N
         assert "slim" in image
 
 
-def test_image_runs_as_nobody_in_particular(dockerfile: DockerfileParser) -> None:
+def test_image_runs_as_unprivileged_user(dockerfile: DockerfileParser) -> None:
     """The last user of the image is not root, and nothing is built after the change to it."""
     last_stage = instructions_of_last_stage(dockerfile)
     user = last_stage.index("USER")
@@ -161,13 +161,13 @@ def test_image_runs_as_nobody_in_particular(dockerfile: DockerfileParser) -> Non
     assert not {"RUN", "COPY", "USER"} & set(last_stage[user + 1 :])
 
 
-def test_image_is_stopped_by_signal_that_drains(dockerfile: DockerfileParser) -> None:
+def test_image_stop_signal_drains(dockerfile: DockerfileParser) -> None:
     """The stop signal is SIGTERM, and goes to headrace itself, not to a shell around it."""
     assert value_of(dockerfile, "STOPSIGNAL") == "SIGTERM"
     assert value_of(dockerfile, "ENTRYPOINT") == '["headrace"]'
 
 
-def test_image_sets_only_what_can_be_set(dockerfile: DockerfileParser) -> None:
+def test_image_sets_only_known_settings(dockerfile: DockerfileParser) -> None:
     """Every HEADRACE_ variable of the image is one that the settings read."""
     known = {setting.variable for setting in all_settings()}
     named = {name for name in dockerfile.envs if name.startswith("HEADRACE_")}
@@ -176,14 +176,14 @@ def test_image_sets_only_what_can_be_set(dockerfile: DockerfileParser) -> None:
     assert named <= known
 
 
-def test_image_listens_where_it_is_asked(dockerfile: DockerfileParser) -> None:
+def test_image_listens_on_exposed_port(dockerfile: DockerfileParser) -> None:
     """The exposed port is the one of the settings, on all interfaces, and is asked for health."""
     assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_HOST"] == "0.0.0.0"
     assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_PORT"] == value_of(dockerfile, "EXPOSE")
     assert "/health/live" in value_of(dockerfile, "HEALTHCHECK")
 
 
-def test_image_is_built_from_what_builder_gets(dockerfile: DockerfileParser) -> None:
+def test_image_copies_only_files_in_build_context(dockerfile: DockerfileParser) -> None:
     """What is copied from the working tree exists, and .dockerignore lets it through."""
     let_through = [
         line.removeprefix("!")

@@ -32,7 +32,7 @@ def test_decisions_are_numbered_without_gap() -> None:
 
 
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
-def test_decision_has_its_parts(path: Path) -> None:
+def test_decision_record_has_required_sections(path: Path) -> None:
     """A decision says whether it holds, and has its context, consequences and end condition."""
     text = (ROOT / path).read_text(encoding="utf-8")
 
@@ -55,7 +55,7 @@ def test_glossary_explains_each_word_once_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=str)
-def test_document_names_only_what_is_there(path: Path) -> None:
+def test_documents_name_only_existing_files(path: Path) -> None:
     """Every relative link, and every path of the repository in code type, leads to a file."""
     text = (ROOT / path).read_text(encoding="utf-8")
     linked = [(ROOT / path).parent / target for target in LINK.findall(text)]
@@ -65,7 +65,7 @@ def test_document_names_only_what_is_there(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=str)
-def test_link_to_section_leads_to_heading(path: Path) -> None:
+def test_section_links_lead_to_headings(path: Path) -> None:
     """Every `page.md#section` names a heading, in the form in which GitHub links to it."""
     text = (ROOT / path).read_text(encoding="utf-8")
     broken = [

@@ -19,7 +19,7 @@ def graph() -> grimp.ImportGraph:
     return grimp.build_graph("headrace", include_external_packages=True, cache_dir=None)
 
 
-def test_graph_sees_services(graph: grimp.ImportGraph) -> None:
+def test_import_graph_contains_services(graph: grimp.ImportGraph) -> None:
     """The link from the package to services/ is followed, or no rule about them would bite."""
     assert graph.find_children("headrace.services") >= {
         f"headrace.services.{stage}" for stage in ("ingest", "batcher", "executor", "responder")
@@ -44,7 +44,7 @@ _PRIVATE_ACCESS = _ADAPTER / "_aiokafka.py"
 _DERIVED_FROM = {"AIOKafkaConnection", "BatchBuilder"}
 
 
-def test_private_names_of_aiokafka_stand_in_one_file_only() -> None:
+def test_private_names_of_aiokafka_are_used_in_one_file() -> None:
     """No other module of the adapter uses a private attribute of another object, nor imports one.
 
     Only modules of the adapter import aiokafka; see above.
@@ -56,7 +56,7 @@ def test_private_names_of_aiokafka_stand_in_one_file_only() -> None:
     assert not {name: names for name, names in found.items() if names}
 
 
-def test_private_names_of_aiokafka_are_all_checked_at_start_up() -> None:
+def test_private_names_of_aiokafka_are_checked_at_start_up() -> None:
     """The import of the file checks a table: it has each name that is used there, and no other."""
     checked = {name for names in PRIVATE_NAMES.values() for name in names if is_private(name)}
 

@@ -31,7 +31,7 @@ def name_of(call: ast.Call) -> str:
     return ast.unparse(call.args[place]) if len(call.args) > place else ""
 
 
-def test_events_have_names_from_list() -> None:
+def test_log_events_are_named_in_list() -> None:
     """No call passes a text of its own; `event` is what a table of the list gave."""
     calls = [
         (module, call) for module in modules("headrace", "services") for call in log_calls(module)
@@ -46,14 +46,14 @@ def test_events_have_names_from_list() -> None:
     assert strange == []
 
 
-def test_every_name_is_used() -> None:
+def test_every_listed_log_event_is_logged() -> None:
     """The list holds nothing that is never logged."""
     text = "\n".join(module.text for module in modules("headrace", "services"))
 
     assert [event.name for event in Event if f"Event.{event.name}" not in text] == []
 
 
-def test_names_are_written_alike() -> None:
+def test_log_event_names_have_one_form() -> None:
     """`what.happened`, in lower case, each once."""
     names = [event.value for event in Event]
 

@@ -17,7 +17,7 @@ COMMENTED_OUT = re.compile(r"^# (?=\[|\w+ = )", flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("setting", all_settings(), ids=lambda setting: ".".join(setting.path))
-def test_example_shows_each_setting_with_its_default(setting: Setting) -> None:
+def test_settings_example_shows_each_default(setting: Setting) -> None:
     """The example names the setting; where the code has a default, it is the one shown."""
     shown = flat(tomllib.loads(with_comments_opened()))
 
@@ -25,14 +25,14 @@ def test_example_shows_each_setting_with_its_default(setting: Setting) -> None:
     assert setting.default in (None, shown[setting.path])
 
 
-def test_example_names_no_setting_that_is_not_there() -> None:
+def test_settings_example_names_only_settings_of_code() -> None:
     """Every key of the example, commented out or not, is a setting."""
     shown = flat(tomllib.loads(with_comments_opened()))
 
     assert set(shown) <= {setting.path for setting in all_settings()}
 
 
-def test_example_as_it_stands_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_example_equals_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the example as `headrace.toml` gives the same settings as no file at all."""
     for setting in all_settings():
         monkeypatch.delenv(setting.variable, raising=False)

@@ -20,12 +20,12 @@ NOT_PINNED = {"gpu"}
 """Extras that exclude another one, and so cannot be installed beside it to be pinned."""
 
 
-def test_version_is_same_everywhere() -> None:
+def test_version_is_equal_in_all_files() -> None:
     """The package says the version that its metadata has."""
     assert headrace.__version__ == PYPROJECT["project"]["version"]
 
 
-def test_everything_that_is_asked_for_is_pinned() -> None:
+def test_every_requirement_is_pinned_in_lock() -> None:
     """Each requirement of the package, its extras and its groups has a version in the lock that
     satisfies it; otherwise `make lock` is due.
     """
@@ -39,7 +39,7 @@ def test_everything_that_is_asked_for_is_pinned() -> None:
     assert not unpinned
 
 
-def test_lock_names_versions_and_nothing_of_machine() -> None:
+def test_lock_names_versions_and_no_machine_path() -> None:
     """Every line of the lock is a name and a version: no path, no address, no option."""
     lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
 

@@ -19,7 +19,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_no_file_holds_what_belongs_elsewhere(kind: str) -> None:
+def test_no_file_names_machine_paths_or_package_indexes(kind: str) -> None:
     """No text file names a machine's paths, a package index, or work left undone."""
     found = [
         f"{path}:{number}: {line.strip()[:100]}"

@@ -117,7 +117,7 @@ def constants_in(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def test_serving_path_has_no_number_of_its_own() -> None:
+def test_serving_path_has_no_tuning_constant() -> None:
     """A chosen number is a field in `headrace.tuning`; a fact is listed above."""
     found = {
         (str(module.path), name)
@@ -134,7 +134,7 @@ def test_serving_path_has_no_number_of_its_own() -> None:
 @pytest.mark.parametrize(
     "line", ["A_S = 2.0", "A = -1", "A = 16 * 1024", "A: Final = 3", "A = (1, 2)", "A: int = 2**31"]
 )
-def test_number_is_recognised(line: str) -> None:
+def test_tuning_constant_is_recognised(line: str) -> None:
     """Signs, products, annotations and tuples do not hide a number."""
     assert list(constants_in(ast.parse(line))) == ["A_S" if line.startswith("A_S") else "A"]
 
@@ -143,6 +143,6 @@ def test_number_is_recognised(line: str) -> None:
     "line",
     ['A = "2"', "A = True", "A = TUNING.consumer.poll_timeout_s", "A = ()", "def a(): b = 2"],
 )
-def test_other_constants_are_left_alone(line: str) -> None:
+def test_other_constants_are_accepted(line: str) -> None:
     """Text, switches, names and what a function keeps for itself are no constants of a module."""
     assert list(constants_in(ast.parse(line))) == []

@@ -61,7 +61,7 @@ def test_wheel_brings_its_licence_and_its_command(wheel: set[str]) -> None:
     assert {"licenses/LICENSE", "entry_points.txt"} <= metadata
 
 
-def test_source_distribution_has_contract(distributions: Path) -> None:
+def test_source_distribution_has_contract_files(distributions: Path) -> None:
     """The schemas travel with the source, and so does all that the wheel was built from."""
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:

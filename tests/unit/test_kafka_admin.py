@@ -63,7 +63,7 @@ GOOD = fetched((0, 7, "v1", 0), (1, -1, "", 0))
     ],
     ids=["top-level", "each-partition", "loading", "silent", "incomplete"],
 )
-async def test_committed_offsets_are_asked_for_until_coordinator_gives_them(
+async def test_committed_offsets_are_retried_until_coordinator_answers(
     first: SimpleNamespace,
 ) -> None:
     """No error, and no answer that lacks a partition, is taken for "nothing committed"."""
@@ -73,7 +73,7 @@ async def test_committed_offsets_are_asked_for_until_coordinator_gives_them(
     assert client.asked == [1, 2]  # the coordinator was looked up anew
 
 
-async def test_refusal_is_not_tried_again() -> None:
+async def test_refused_admin_request_is_not_retried() -> None:
     """It would be refused again."""
     client = Client(SimpleNamespace(error_code=GROUP_FORBIDDEN, topics=[]))
     with pytest.raises(GroupAuthorizationFailedError):
@@ -84,7 +84,7 @@ async def test_refusal_is_not_tried_again() -> None:
     ("code", "counted_in"),
     [(0, True), (REBALANCING, True), (ILLEGAL_GENERATION, False), (UNKNOWN_MEMBER, False)],
 )
-async def test_membership_is_what_coordinator_says(code: int, counted_in: bool) -> None:
+async def test_membership_follows_answer_of_coordinator(code: int, counted_in: bool) -> None:
     """Who is asked to join a rebalance is a member still; the coordinator is found again."""
     client = Client(beaten(NOT_COORDINATOR), beaten(code))
     assert await admin_of(client).is_member("g", 3, "me") is counted_in

@@ -32,7 +32,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.close()
 
 
-async def test_server_without_brokers_counts_as_starting_and_not_as_refusal() -> None:
+async def test_server_without_brokers_is_retried_as_starting() -> None:
     """It says nothing about our credentials, which would end a process."""
     async with await asyncio.start_server(answer, "127.0.0.1") as server:
         _, port = server.sockets[0].getsockname()

@@ -82,7 +82,7 @@ async def transact(client: Client, *values: bytes) -> None:
     await epoch.commit()
 
 
-async def test_records_and_offsets_are_on_their_way_at_once() -> None:
+async def test_epoch_sends_records_and_offsets_concurrently() -> None:
     """Neither waits for the other's answer; the end waits for both."""
     client = Client()
     await transact(client)
@@ -91,7 +91,7 @@ async def test_records_and_offsets_are_on_their_way_at_once() -> None:
     assert client.asked[5:] == ["EndTxn"]
 
 
-async def test_batch_follows_acknowledgement_of_one_before() -> None:
+async def test_epoch_sends_batch_after_previous_acknowledgement() -> None:
     """Their sequence numbers go on, so that a broker takes each once."""
     client = Client(Produce=[NOT_ENOUGH_REPLICAS, DUPLICATE])
     await transact(client, b"first", b"second")
@@ -108,7 +108,7 @@ async def test_batch_follows_acknowledgement_of_one_before() -> None:
         ("EndTxn", NOT_COORDINATOR),
     ],
 )
-async def test_what_passes_is_asked_again(name: str, code: int) -> None:
+async def test_epoch_retries_retriable_errors(name: str, code: int) -> None:
     """Until the markers of the last transaction are written, or of whoever coordinates now."""
     client = Client(**{name: [code, code]})
     await transact(client)
@@ -127,7 +127,7 @@ async def test_what_passes_is_asked_again(name: str, code: int) -> None:
         ("EndTxn", FENCED, kafka_errors.InvalidProducerEpoch),
     ],
 )
-async def test_what_does_not_pass_ends_transaction(
+async def test_epoch_ends_transaction_on_fatal_error(
     name: str, code: int, error: type[Exception]
 ) -> None:
     """Nothing is committed after it."""
@@ -137,7 +137,7 @@ async def test_what_does_not_pass_ends_transaction(
     assert client.asked.count("EndTxn") == (name == "EndTxn")
 
 
-async def test_end_whose_answer_was_lost_is_not_sent_twice() -> None:
+async def test_transaction_end_with_lost_answer_is_not_sent_twice() -> None:
     """It could arrive late, and end another transaction."""
     client = Client(EndTxn=[kafka_errors.KafkaConnectionError()])
     with pytest.raises(kafka_errors.KafkaConnectionError):
@@ -145,7 +145,7 @@ async def test_end_whose_answer_was_lost_is_not_sent_twice() -> None:
     assert client.asked.count("EndTxn") == 1
 
 
-async def test_question_whose_answer_was_lost_is_asked_again() -> None:
+async def test_coordinator_lookup_with_lost_answer_is_repeated() -> None:
     """It does no harm to ask twice for what a broker knows again, or what only adds to a set."""
     lost = kafka_errors.KafkaConnectionError
     names = ("AddPartitionsToTxn", "AddOffsetsToTxn", "Produce")
@@ -154,7 +154,7 @@ async def test_question_whose_answer_was_lost_is_asked_again() -> None:
     assert [client.asked.count(name) for name in names] == [2, 2, 2]
 
 
-async def test_offsets_whose_answer_was_lost_are_not_sent_twice() -> None:
+async def test_transactional_offsets_with_lost_answer_are_not_sent_twice() -> None:
     """They could arrive late, and take the place of those of a later transaction."""
     client = Client(TxnOffsetCommit=[kafka_errors.KafkaConnectionError()])
     with pytest.raises(kafka_errors.KafkaConnectionError):
@@ -163,7 +163,7 @@ async def test_offsets_whose_answer_was_lost_are_not_sent_twice() -> None:
     assert "EndTxn" not in client.asked
 
 
-def test_of_several_errors_one_that_does_not_pass_counts() -> None:
+def test_fatal_error_outweighs_retriable_ones() -> None:
     """The other partitions were not tried because of it."""
     answer = SimpleNamespace(errors=[("a", [(0, OTHERS_FAILED)]), ("b", [(0, FORBIDDEN)])])
     error = transactions._error_in(answer)

@@ -99,7 +99,7 @@ async def take(fetcher: Fetcher, most: int = 100) -> dict[TopicPartition, list[i
     return {partition: [one.offset for one in records] for partition, records in found.items()}
 
 
-async def test_error_behind_records_is_left_for_next_call() -> None:
+async def test_poll_leaves_error_behind_records_for_next_poll() -> None:
     """The records of the other partition are returned first; they would be lost with a raise."""
     fetcher = Fetcher(one=batch(0, 2), two=OffsetOutOfRangeError({TWO: 5}))
 
@@ -109,7 +109,7 @@ async def test_error_behind_records_is_left_for_next_call() -> None:
     assert await take(fetcher) == {}
 
 
-async def test_poll_has_bound_over_all_partitions() -> None:
+async def test_poll_bound_covers_all_partitions() -> None:
     """What is left comes with the next one."""
     fetcher = Fetcher(one=batch(0, 3), two=batch(0, 3))
 
@@ -150,7 +150,7 @@ async def test_outdated_result_is_fetched_again_in_same_poll() -> None:
 
 
 @pytest.mark.parametrize("change", ["paused", "position"])
-async def test_what_is_out_of_date_is_dropped(change: str) -> None:
+async def test_outdated_fetch_result_is_dropped(change: str) -> None:
     """Where the partition was paused, or sought, since it was fetched, also in the midst of it."""
     fetcher = Fetcher(one=batch(0, 3))
     assert await take(fetcher, 1) == {ONE: [0]}
@@ -165,7 +165,7 @@ async def test_poll_ends_with_its_timeout() -> None:
     assert await take_records(buffer_of(Fetcher()), 0.01, 1, MAX_POLL_BYTES, ReadState()) == {}
 
 
-async def test_response_is_let_go_of_when_it_is_read() -> None:
+async def test_read_fetch_response_is_freed() -> None:
     """It does not wait for the garbage collector, which seldom looks where requests are served."""
     fetcher = Fetcher(one=batch(0, 2))
     response = weakref.ref(fetcher._records[ONE]._partition_records)
@@ -200,7 +200,7 @@ def places(gaps: list[Gap]) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize("codec", [0, GZIP, SNAPPY, LZ4, ZSTD])
-async def test_header_name_that_is_not_utf8_is_read_without_loss(codec: int) -> None:
+async def test_non_utf8_header_name_is_read_without_loss(codec: int) -> None:
     """Its bytes come back with `surrogateescape`; the records beside it are as they were."""
     records = [
         RawRecord(b"1", b"k", [(b"good", b"x")]),
@@ -221,7 +221,7 @@ async def test_header_name_that_is_not_utf8_is_read_without_loss(codec: int) -> 
     assert not gaps
 
 
-async def test_such_name_behind_what_was_taken_repeats_nothing() -> None:
+async def test_non_utf8_header_name_in_rest_of_batch_repeats_no_record() -> None:
     """A batch is taken in parts; the careful parser goes on behind the last one."""
     records = [RawRecord(b"%d" % number) for number in range(6)]
     records.append(RawRecord(b"6", None, [(b"\xff", b"")]))
@@ -255,7 +255,7 @@ async def test_damaged_batch_is_fetched_again_before_it_is_passed_over() -> None
 
 
 @pytest.mark.parametrize("name", CODECS)
-async def test_batch_over_bound_is_passed_over_as_too_large(name: str) -> None:
+async def test_batch_over_bound_is_skipped_as_too_large(name: str) -> None:
     """Those before and behind it are read."""
     bad = bytearray(bomb(CODECS[name], 3_000_000, 3))
     bad[:8] = (1).to_bytes(8, "big")
@@ -269,7 +269,7 @@ async def test_batch_over_bound_is_passed_over_as_too_large(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-async def test_batch_within_bound_is_read_however_well_it_compresses(name: str) -> None:
+async def test_highly_compressed_batch_within_bound_is_read(name: str) -> None:
     """The bound is for what comes of it, and not for the ratio."""
     found, gaps = await read_all(Fetcher(one=bomb(CODECS[name], 900_000, 3)), ReadState(1_000_000))
 
@@ -300,7 +300,7 @@ async def test_batch_of_unknown_format_is_passed_over() -> None:
     assert places(gaps) == [(0, 3, Code.INVALID_REQUEST)]
 
 
-async def test_records_before_damaged_one_are_read() -> None:
+async def test_records_before_damaged_record_are_read() -> None:
     """From there on nothing of the batch is, since nothing says where the next record begins."""
     good = raw_batch([RawRecord(b"1"), RawRecord(b"2"), RawRecord(b"3")])
     damaged = bytearray(good)
@@ -313,7 +313,7 @@ async def test_records_before_damaged_one_are_read() -> None:
     assert places(gaps) == [(1, 3, Code.INVALID_REQUEST)]
 
 
-async def test_frame_that_announces_less_than_it_holds_is_bounded_as_well() -> None:
+async def test_frame_with_false_size_is_bounded() -> None:
     """Two frames of zstd, of which only the first says how large it is."""
     content = compressed(ZSTD, bytes(10)) + compressed(ZSTD, bytes(3_000_000))
 
@@ -343,7 +343,7 @@ async def test_poll_from_middle_of_batch_returns_records_from_there() -> None:
     assert await take(fetcher, 64) == {ONE: list(range(900, 964))}
 
 
-async def test_large_batch_is_read_from_its_middle() -> None:
+async def test_large_batch_read_from_middle_returns_its_records() -> None:
     """The bytes of records that are passed over do not count."""
     records = [RawRecord(bytes(300_000))] * 6
 
@@ -353,7 +353,7 @@ async def test_large_batch_is_read_from_its_middle() -> None:
     assert [each.offset for each in polled[ONE]] == [5]
 
 
-async def test_large_batch_is_read_as_small_one_is() -> None:
+async def test_large_batch_is_read_like_small_one() -> None:
     """Whatever its records hold, and in however many polls."""
     records = [
         RawRecord(bytes(300_000), b"k", [(b"a", b"1")] * 10),

@@ -8,12 +8,12 @@ from aiokafka.client import AIOKafkaClient
 from headrace.log.kafka._aiokafka import PRIVATE_NAMES, WRITTEN_FOR, check_names
 
 
-def test_pinned_release_has_every_private_name() -> None:
+def test_pinned_aiokafka_has_every_private_name() -> None:
     """Attributes count that methods set on objects."""
     check_names(PRIVATE_NAMES, WRITTEN_FOR)
 
 
-def test_release_without_private_name_is_refused_with_its_name() -> None:
+def test_aiokafka_without_private_name_is_refused_by_name() -> None:
     """The error names the attribute, the file and both releases."""
     with pytest.raises(
         ImportError,

@@ -56,7 +56,7 @@ class _Line:
         return asked
 
 
-async def test_answer_completes_its_request_when_its_last_byte_comes() -> None:
+async def test_response_completes_request_at_its_last_byte() -> None:
     """Not a turn of the event loop later; and the next one is another request's."""
     line = _Line()
     first, second = line.ask(), line.ask()
@@ -68,7 +68,7 @@ async def test_answer_completes_its_request_when_its_last_byte_comes() -> None:
     await line.connection.close()
 
 
-async def test_connection_that_ends_fails_what_is_open() -> None:
+async def test_closed_connection_fails_open_requests() -> None:
     """With the error that has the client look for the broker again."""
     line = _Line()
     asked = line.ask()
@@ -79,7 +79,7 @@ async def test_connection_that_ends_fails_what_is_open() -> None:
     assert line.connection._closed_fut.done()
 
 
-async def test_what_is_no_answer_ends_connection(caplog: pytest.LogCaptureFixture) -> None:
+async def test_invalid_response_length_ends_connection(caplog: pytest.LogCaptureFixture) -> None:
     """A length below zero: somebody else listens there."""
     line = _Line()
     asked = line.ask()
@@ -90,7 +90,7 @@ async def test_what_is_no_answer_ends_connection(caplog: pytest.LogCaptureFixtur
     assert "length of a frame, got -1" in caplog.text
 
 
-async def test_nothing_is_handed_over_after_closing() -> None:
+async def test_responses_after_close_are_dropped() -> None:
     """Answers that come with the one that closed the connection are nobody's."""
     line = _Line()
     seen = []

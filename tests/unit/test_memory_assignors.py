@@ -14,18 +14,18 @@ def _numbers(assignor: Assignor, members: int, partitions: int) -> list[list[int
     return [[p.partition for p in shares[name]] for name in names]
 
 
-def test_range_gives_neighbours() -> None:
+def test_range_assignor_gives_adjacent_partitions() -> None:
     """Each member has a run of partitions, and the first ones have one more."""
     assert _numbers(range_assignor, 3, 7) == [[0, 1, 2], [3, 4], [5, 6]]
 
 
-def test_round_robin_deals_them_out() -> None:
+def test_round_robin_assignor_alternates_members() -> None:
     """Partitions go to the members in turn."""
     assert _numbers(round_robin_assignor, 3, 7) == [[0, 3, 6], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("assignor", [range_assignor, round_robin_assignor])
-def test_more_members_than_partitions(assignor: Assignor) -> None:
+def test_member_beyond_partitions_gets_empty_assignment(assignor: Assignor) -> None:
     """Who is left over has an empty share, not none."""
     assert sorted(map(len, _numbers(assignor, 3, 2))) == [0, 1, 1]
 
@@ -39,12 +39,12 @@ def test_member_gets_only_what_it_subscribes_to(assignor: Assignor) -> None:
 
 
 @pytest.mark.parametrize("assignor", [range_assignor, round_robin_assignor])
-def test_topic_that_does_not_exist_gives_nothing(assignor: Assignor) -> None:
+def test_missing_topic_assigns_no_partition(assignor: Assignor) -> None:
     """A subscription may come before its topic."""
     assert assignor({"a": ("x",)}, {"x": 0}) == {"a": []}
 
 
-def test_range_shares_topics_of_same_size_alike() -> None:
+def test_range_assignor_splits_equal_topics_alike() -> None:
     """Partition 3 of one topic goes where partition 3 of the other goes."""
     shares = range_assignor({"a": ("x", "y"), "b": ("x", "y")}, {"x": 4, "y": 4})
     assert shares["b"] == [TopicPartition(topic, number) for topic in "xy" for number in (2, 3)]

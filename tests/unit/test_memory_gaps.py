@@ -19,7 +19,7 @@ async def log() -> MemoryLog:
     return log
 
 
-async def test_reading_goes_over_gap(log: MemoryLog) -> None:
+async def test_reading_skips_gap(log: MemoryLog) -> None:
     """Offsets that markers took are not waited for."""
     async with log.reader([P0]) as reader:
         await write_to(log, P0, b"a")

@@ -33,7 +33,7 @@ def _pair() -> tuple[Group, str, str]:
     return group, first, second
 
 
-def test_lone_member_has_it_all() -> None:
+def test_lone_member_gets_all_partitions() -> None:
     """The first to join starts generation 1 at once."""
     group = _group()
     member = _join(group)
@@ -50,7 +50,7 @@ def test_second_member_waits_for_first() -> None:
     assert group.generation == 1
 
 
-def test_all_joined_is_new_generation() -> None:
+def test_complete_rejoin_starts_new_generation() -> None:
     """Once all are there the shares are new, and nobody has to do anything."""
     group, first, second = _pair()
     assert (group.generation, group.deadline) == (2, None)
@@ -59,7 +59,7 @@ def test_all_joined_is_new_generation() -> None:
     assert not group.must_rejoin(first)
 
 
-def test_members_are_told_of_rebalance() -> None:
+def test_members_are_notified_of_rebalance() -> None:
     """A join notifies those who were there, and its completion notifies all."""
     group = _group()
     calls: list[str] = []
@@ -71,7 +71,7 @@ def test_members_are_told_of_rebalance() -> None:
     assert calls == ["first", "first", "second"]
 
 
-def test_who_does_not_rejoin_in_time_is_evicted() -> None:
+def test_member_not_rejoining_in_time_is_evicted() -> None:
     """At the rebalance timeout the others go on without it."""
     group = _group()
     first, second = _join(group), _join(group)
@@ -82,7 +82,7 @@ def test_who_does_not_rejoin_in_time_is_evicted() -> None:
     assert group.share(second) == {P0, P1}
 
 
-def test_evicted_member_comes_back_under_new_id() -> None:
+def test_evicted_member_rejoins_under_new_id() -> None:
     """Its old membership is over for good."""
     group, first, _ = _pair()
     group.evict(first, 0.0)
@@ -90,7 +90,7 @@ def test_evicted_member_comes_back_under_new_id() -> None:
     assert _join(group, first) != first
 
 
-def test_leaving_makes_others_rebalance() -> None:
+def test_leaving_member_triggers_rebalance() -> None:
     """And the one that is left gets all."""
     group, first, second = _pair()
     group.leave(first, 0.0)
@@ -99,7 +99,7 @@ def test_leaving_makes_others_rebalance() -> None:
     assert group.share(second) == {P0, P1}
 
 
-def test_leaving_in_rebalance_completes_it() -> None:
+def test_member_leaving_during_rebalance_completes_it() -> None:
     """Those who wait do not wait for one that has gone."""
     group = _group()
     first, second = _join(group), _join(group)
@@ -181,7 +181,7 @@ def test_new_topic_rebalances_its_subscribers() -> None:
     assert group.share(member) == {P0, P1}
 
 
-def test_another_topic_rebalances_nobody() -> None:
+def test_unsubscribed_topic_causes_no_rebalance() -> None:
     """Only a topic that a member subscribes to matters."""
     group, first, _ = _pair()
     group.topic_created("other", 0.0)

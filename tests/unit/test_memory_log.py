@@ -41,7 +41,7 @@ async def test_send_without_broker_fails(log: MemoryLog) -> None:
         assert await reader.end_offsets([P0]) == {P0: 0}
 
 
-async def test_send_that_hangs_is_written_when_broker_is_back(log: MemoryLog) -> None:
+async def test_hung_send_is_written_when_broker_returns(log: MemoryLog) -> None:
     """As a client that retries does it, in order."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.brokers.take_down(hang=True)
@@ -53,7 +53,7 @@ async def test_send_that_hangs_is_written_when_broker_is_back(log: MemoryLog) ->
         assert values(await read(reader, 2)) == [b"a", b"b"]
 
 
-async def test_send_that_hangs_too_long_fails(log: MemoryLog) -> None:
+async def test_hung_send_fails_at_its_timeout(log: MemoryLog) -> None:
     """At the request timeout it is given up, and stays given up."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.brokers.take_down(hang=True)
@@ -64,7 +64,7 @@ async def test_send_that_hangs_too_long_fails(log: MemoryLog) -> None:
 
 
 @pytest.mark.parametrize("hang", [False, True], ids=["refused", "hanging"])
-async def test_questions_without_broker_fail(log: MemoryLog, hang: bool) -> None:
+async def test_metadata_requests_without_broker_fail(log: MemoryLog, hang: bool) -> None:
     """Every request says `LogUnavailable`, within its timeout."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.brokers.take_down(hang=hang)
@@ -93,7 +93,7 @@ async def test_commit_without_broker_fails(log: MemoryLog) -> None:
         assert await member.committed([P0]) == {P0: None}
 
 
-async def test_known_partitions_are_told_without_broker(log: MemoryLog) -> None:
+async def test_cached_partitions_are_returned_without_broker(log: MemoryLog) -> None:
     """Metadata that was asked for once is cached."""
     async with log.producer() as producer:
         await producer.partitions_for("t")
@@ -101,7 +101,7 @@ async def test_known_partitions_are_told_without_broker(log: MemoryLog) -> None:
         assert await producer.partitions_for("t") == 2
 
 
-async def test_outage_is_silence_to_reader(log: MemoryLog) -> None:
+async def test_reader_polls_nothing_during_outage(log: MemoryLog) -> None:
     """Polls are empty while it lasts, and what was there comes afterwards."""
     async with log.reader([P0]) as reader:
         await write_to(log, P0, b"v")
@@ -113,7 +113,7 @@ async def test_outage_is_silence_to_reader(log: MemoryLog) -> None:
         assert reader.last_contact_s() == 0.0
 
 
-async def test_end_of_outage_wakes_poll(log: MemoryLog) -> None:
+async def test_end_of_outage_wakes_waiting_poll(log: MemoryLog) -> None:
     """A poll that waits gives what was there as soon as the broker is back."""
     seen: list[Record] = []
     async with log.reader([P0]) as reader:
@@ -140,7 +140,7 @@ async def test_producer_closes_without_broker(log: MemoryLog) -> None:
         await sent.acknowledged
 
 
-async def test_acknowledgements_are_held_until_released(log: MemoryLog) -> None:
+async def test_held_acknowledgements_arrive_when_released(log: MemoryLog) -> None:
     """The record is there to be read while its sender still waits."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.acknowledgements.hold()
@@ -162,7 +162,7 @@ async def test_lost_acknowledgement_leaves_record(log: MemoryLog) -> None:
         assert values(await read(reader, 2)) == [b"first", b"second"]
 
 
-async def test_commits_are_held_until_released(log: MemoryLog) -> None:
+async def test_held_commits_take_effect_when_released(log: MemoryLog) -> None:
     """A commit under way is not there before it is answered."""
     listener = RecordingListener()
     async with log.member("g", ["t"], listener) as member, asyncio.TaskGroup() as tasks:
@@ -175,7 +175,7 @@ async def test_commits_are_held_until_released(log: MemoryLog) -> None:
         assert await member.committed([P0]) == {P0: Committed(1)}
 
 
-async def test_member_that_lost_its_session_is_fenced_and_comes_back(log: MemoryLog) -> None:
+async def test_member_with_expired_session_is_fenced_and_rejoins(log: MemoryLog) -> None:
     """Its partitions are revoked, a commit meanwhile is refused, and it joins anew."""
     refused: list[Fenced] = []
 
@@ -198,7 +198,7 @@ async def test_member_that_lost_its_session_is_fenced_and_comes_back(log: Memory
         assert before != after
 
 
-async def test_stalled_member_goes_on_until_its_commit_is_refused(log: MemoryLog) -> None:
+async def test_stalled_member_reads_until_its_commit_is_refused(log: MemoryLog) -> None:
     """It does not know that its partitions are another's by now."""
     listener, other = RecordingListener(), RecordingListener()
     async with log.member("g", ["t"], listener) as member:
@@ -213,7 +213,7 @@ async def test_stalled_member_goes_on_until_its_commit_is_refused(log: MemoryLog
             await eventually(lambda: len(listener.held) == len(other.held) == 1)
 
 
-async def test_drain_that_takes_too_long_is_evicted() -> None:
+async def test_member_draining_too_long_is_evicted() -> None:
     """The others do not wait for ever, and the late one joins anew."""
     log = MemoryLog(auto_create_partitions=2, rebalance_timeout_s=0.05)
     release = asyncio.Event()
@@ -230,7 +230,7 @@ async def test_drain_that_takes_too_long_is_evicted() -> None:
             await eventually(lambda: len(slow.held) == len(other.held) == 1)
 
 
-async def test_forced_rebalance_takes_all_and_gives_all_back(log: MemoryLog) -> None:
+async def test_forced_rebalance_revokes_and_reassigns_all_partitions(log: MemoryLog) -> None:
     """Eager rebalancing: even a lone member gives up everything."""
     listener = RecordingListener()
     async with log.member("g", ["t"], listener):
@@ -241,7 +241,7 @@ async def test_forced_rebalance_takes_all_and_gives_all_back(log: MemoryLog) -> 
         assert listener.held == {P0, P1}
 
 
-async def test_rebalance_forgets_pauses_and_uncommitted_positions(log: MemoryLog) -> None:
+async def test_rebalance_clears_pauses_and_uncommitted_positions(log: MemoryLog) -> None:
     """What was read but not committed comes again, also of a paused partition."""
     listener = RecordingListener()
     await write_to(log, P0, b"v")
@@ -252,7 +252,7 @@ async def test_rebalance_forgets_pauses_and_uncommitted_positions(log: MemoryLog
         assert values(await read(member, 1)) == [b"v"]
 
 
-async def test_groups_stand_still_in_outage(log: MemoryLog) -> None:
+async def test_group_does_not_rebalance_during_outage(log: MemoryLog) -> None:
     """No member can learn of a rebalance before the broker is back."""
     listener = RecordingListener()
     async with log.member("g", ["t"], listener) as member:
@@ -265,7 +265,7 @@ async def test_groups_stand_still_in_outage(log: MemoryLog) -> None:
         await eventually(lambda: listener.assignments == 2)
 
 
-async def test_topic_made_later_is_assigned(log: MemoryLog) -> None:
+async def test_topic_created_later_is_assigned(log: MemoryLog) -> None:
     """A subscription may come before its topic."""
     listener = RecordingListener()
     async with log.member("g", ["later"], listener):
@@ -287,7 +287,7 @@ async def test_position_below_retention_is_out_of_range(log: MemoryLog) -> None:
         assert values(await read(reader, 1)) == [b"2"]
 
 
-async def test_error_of_one_position_loses_nothing_of_another(log: MemoryLog) -> None:
+async def test_out_of_range_partition_loses_no_record_of_another(log: MemoryLog) -> None:
     """A poll that raises has moved no position."""
     await write_to(log, P0, b"gone", b"kept")
     async with log.reader([P0, P1]) as reader:
@@ -310,7 +310,7 @@ async def test_busy_partition_does_not_starve_another(log: MemoryLog) -> None:
     assert [list(each) for each in polled] == [[P0], [P1, P0]]
 
 
-async def test_records_are_stamped_by_clock_given() -> None:
+async def test_memory_log_stamps_records_by_injected_clock() -> None:
     """Time is the caller's, so that a test can hold it."""
     clock = ManualClock(1000)
     log = MemoryLog(auto_create_partitions=1, now_ms=clock.now_ms)
@@ -321,7 +321,7 @@ async def test_records_are_stamped_by_clock_given() -> None:
         assert [record.timestamp for record in await read(reader, 2)] == [1000, 1005]
 
 
-async def test_topics_come_into_being_where_that_is_allowed() -> None:
+async def test_missing_topics_are_created_where_allowed() -> None:
     """As on a broker with `auto.create.topics.enable`, and only then."""
     async with MemoryLog(auto_create_partitions=3).producer() as producer:
         assert await producer.partitions_for("new") == 3
@@ -330,7 +330,7 @@ async def test_topics_come_into_being_where_that_is_allowed() -> None:
             await producer.send(P0, [NewRecord(None, b"v")])
 
 
-async def test_retention_of_topic_may_be_less_than_logs() -> None:
+async def test_retention_of_topic_overrides_that_of_log() -> None:
     """`retention.bytes` is honoured, within the log's own bound."""
     log = MemoryLog(retention_bytes=100_000)
     small = TopicInfo("t", 1, {"retention.bytes": "10000"})
@@ -344,7 +344,7 @@ async def test_retention_of_topic_may_be_less_than_logs() -> None:
     assert [500 - begin[partition] for partition in partitions] == [7, 79]
 
 
-async def test_closed_consumer_is_not_polled(log: MemoryLog) -> None:
+async def test_polling_closed_consumer_fails(log: MemoryLog) -> None:
     """A poll after `close` is a mistake, and is told so."""
     async with log.reader([P0]) as reader:
         pass
@@ -361,7 +361,7 @@ async def test_closed_consumer_is_not_polled(log: MemoryLog) -> None:
         ("t2", 0, "least 1"),
     ],
 )
-async def test_topic_that_kafka_would_refuse(
+async def test_topic_name_invalid_for_kafka_is_refused(
     log: MemoryLog, name: str, partitions: int, message: str
 ) -> None:
     """Names and numbers of partitions follow Kafka's rules."""
@@ -370,7 +370,7 @@ async def test_topic_that_kafka_would_refuse(
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["visible", "hidden"])
-async def test_forbidden_topic_takes_nothing(log: MemoryLog, hidden: bool) -> None:
+async def test_forbidden_topic_refuses_records(log: MemoryLog, hidden: bool) -> None:
     """Until it is allowed again, as where a broker has access rules."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.topics.forbid("t", hidden=hidden)
@@ -381,7 +381,7 @@ async def test_forbidden_topic_takes_nothing(log: MemoryLog, hidden: bool) -> No
         assert values(await read(reader, 1)) == [b"w"]
 
 
-async def test_hidden_topic_has_no_partitions_that_are_told(log: MemoryLog) -> None:
+async def test_hidden_topic_shows_no_partitions(log: MemoryLog) -> None:
     """One that may be seen but not written has them."""
     async with log.producer() as producer:
         log.faults.topics.forbid("t", hidden=True)

@@ -26,19 +26,19 @@ def _offsets(partition: Partition, offset: int, max_records: int = 100) -> list[
     return [record.offset for record in partition.read(offset, max_records)[0]]
 
 
-def test_offsets_count_from_zero() -> None:
+def test_partition_offsets_count_from_zero() -> None:
     """The first record has offset 0, and the end is the next one's."""
     partition = _partition(3)
     assert _offsets(partition, 0) == [0, 1, 2]
     assert (partition.begin, partition.end) == (0, 3)
 
 
-def test_read_begins_anywhere_and_is_bounded() -> None:
+def test_read_starts_at_any_offset_and_is_bounded() -> None:
     """Reading starts at the offset asked for and gives no more than asked for."""
     assert _offsets(_partition(10), 4, 3) == [4, 5, 6]
 
 
-def test_gap_is_read_over() -> None:
+def test_read_skips_gap() -> None:
     """An offset that holds no record gives the next one that does."""
     partition = _partition(2)
     partition.skip(3)
@@ -47,7 +47,7 @@ def test_gap_is_read_over() -> None:
     assert _offsets(partition, 3) == [5, 6]
 
 
-def test_gap_at_end_is_empty() -> None:
+def test_read_of_gap_at_end_is_empty() -> None:
     """Offsets used up by markers count in the end, and hold nothing."""
     partition = _partition(2)
     partition.skip(1)
@@ -55,7 +55,7 @@ def test_gap_at_end_is_empty() -> None:
     assert _offsets(partition, 2) == []
 
 
-def test_trim_moves_beginning() -> None:
+def test_trim_moves_beginning_of_partition() -> None:
     """What lies below is gone, the rest keeps its offsets."""
     partition = _partition(10)
     partition.trim(4)
@@ -63,7 +63,7 @@ def test_trim_moves_beginning() -> None:
     assert _offsets(partition, 4) == [4, 5, 6, 7, 8, 9]
 
 
-def test_small_trim_of_many() -> None:
+def test_small_trim_of_many_records_moves_beginning() -> None:
     """Where only few are dropped, reading still begins at the right record."""
     partition = _partition(100)
     partition.trim(3)
@@ -71,7 +71,7 @@ def test_small_trim_of_many() -> None:
     assert _offsets(partition, 5, 2) == [5, 6]
 
 
-def test_trim_of_everything() -> None:
+def test_trim_of_everything_empties_partition() -> None:
     """An emptied partition goes on counting."""
     partition = _partition(5)
     partition.trim(5)
@@ -80,7 +80,7 @@ def test_trim_of_everything() -> None:
     assert _offsets(partition, 5) == [5]
 
 
-def test_trim_does_not_go_back() -> None:
+def test_trim_below_beginning_changes_nothing() -> None:
     """An offset below the beginning changes nothing."""
     partition = _partition(5)
     partition.trim(3)
@@ -94,7 +94,7 @@ def test_trim_beyond_end_is_refused() -> None:
         _partition(5).trim(6)
 
 
-def test_retention_drops_oldest() -> None:
+def test_retention_drops_oldest_records() -> None:
     """What is held stays within the bound, whatever was written."""
     partition = Partition(NAME, retention_bytes=100_000)
     for _ in range(100):
@@ -112,7 +112,7 @@ def test_retention_keeps_newest_record() -> None:
     assert _offsets(partition, partition.begin) == [1]
 
 
-def test_dropped_records_are_let_go() -> None:
+def test_dropped_records_free_memory() -> None:
     """The list behind a partition holds at most a third more than what can be read."""
     partition = Partition(NAME, retention_bytes=100_000)
     for _ in range(1000):
@@ -121,14 +121,14 @@ def test_dropped_records_are_let_go() -> None:
         assert len(partition._records) <= held * 4 / 3 + 1
 
 
-def test_what_is_held_is_counted() -> None:
+def test_partition_counts_held_bytes() -> None:
     """Trimming everything leaves nothing to account for."""
     partition = _partition(50)
     partition.trim(50)
     assert partition.held_bytes == 0
 
 
-def test_time_is_found_behind_later_timestamps() -> None:
+def test_lookup_by_time_finds_record_behind_later_timestamp() -> None:
     """Timestamps need not ascend: the first record at or after the time counts."""
     partition = _partition()
     records = [NewRecord(None, b"v", (), at) for at in (10, 50, 20, 60)]
@@ -136,14 +136,14 @@ def test_time_is_found_behind_later_timestamps() -> None:
     assert [partition.offset_at(at) for at in (0, 20, 55, 61)] == [0, 1, 3, None]
 
 
-def test_trimmed_record_is_not_found_by_time() -> None:
+def test_lookup_by_time_skips_trimmed_record() -> None:
     """Only what can be read counts."""
     partition = _partition(10)
     partition.trim(2)
     assert partition.offset_at(0) == 2
 
 
-def test_watchers_are_told_of_records() -> None:
+def test_watchers_are_called_on_append() -> None:
     """From `watch` to `unwatch` each append calls, once."""
     calls: list[int] = []
 

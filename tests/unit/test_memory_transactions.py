@@ -55,7 +55,7 @@ async def test_open_transaction_is_invisible(log: MemoryLog) -> None:
         assert await committed(log) is None
 
 
-async def test_open_transaction_holds_up_what_comes_after(log: MemoryLog) -> None:
+async def test_open_transaction_hides_later_records(log: MemoryLog) -> None:
     """Readers stop at the last stable offset, although later records are acknowledged."""
     async with log.reader([ANSWERS]) as reader:
         async with held_seal(log):
@@ -71,7 +71,7 @@ async def test_open_transaction_is_not_found_by_time(log: MemoryLog) -> None:
         assert await reader.offsets_for_times({ANSWERS: 0}) == {ANSWERS: None}
 
 
-async def test_reader_that_enters_meanwhile_sees_end_of_it(log: MemoryLog) -> None:
+async def test_reader_starting_during_transaction_sees_its_records(log: MemoryLog) -> None:
     """It starts at the last stable offset, so that what the transaction holds is read."""
     async with held_seal(log) as sealing, log.reader([ANSWERS]) as reader:
         log.faults.transactions.release()
@@ -79,7 +79,7 @@ async def test_reader_that_enters_meanwhile_sees_end_of_it(log: MemoryLog) -> No
         assert values(await read(reader, 1)) == [b"one"]
 
 
-async def test_successor_aborts_what_is_open(log: MemoryLog) -> None:
+async def test_successor_aborts_open_transaction(log: MemoryLog) -> None:
     """The records leave a gap, the offsets never count, and the former producer is fenced."""
     async with log.reader([ANSWERS]) as reader:
         async with (
@@ -105,7 +105,7 @@ async def test_reader_passes_over_partition_of_aborted_records(log: MemoryLog) -
         assert await reader.position(ANSWERS) == 2
 
 
-async def test_transaction_that_takes_too_long_is_aborted(log: MemoryLog) -> None:
+async def test_transaction_over_timeout_is_aborted(log: MemoryLog) -> None:
     """The broker fences its producer; the group knows nothing of that."""
     listener = RecordingListener()
     async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
@@ -119,7 +119,7 @@ async def test_transaction_that_takes_too_long_is_aborted(log: MemoryLog) -> Non
     assert await committed(log) is None
 
 
-async def test_only_open_transaction_can_time_out(log: MemoryLog) -> None:
+async def test_timing_out_without_open_transaction_is_refused(log: MemoryLog) -> None:
     """A test that expects one where there is none is told so."""
     async with log.transactional_producer(ID, "group"):
         with pytest.raises(ValueError, match="expected an open transaction"):
@@ -134,7 +134,7 @@ async def test_only_open_transaction_can_time_out(log: MemoryLog) -> None:
         (TransactionFault.TIMED_OUT, Fenced, None),
     ],
 )
-async def test_spoilt_seal(
+async def test_faulted_transaction_has_expected_outcome(
     log: MemoryLog, fault: TransactionFault, error: type[Exception], after: Committed | None
 ) -> None:
     """What its caller hears, and what a successor finds committed."""
@@ -146,7 +146,7 @@ async def test_spoilt_seal(
         assert await committed(log) == after
 
 
-async def test_seals_after_spoilt_ones_end_well(log: MemoryLog) -> None:
+async def test_transaction_after_faulted_one_is_committed(log: MemoryLog) -> None:
     """A fault is used up by one seal."""
     log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
     async with log.transactional_producer(ID, "group") as producer:
@@ -176,7 +176,7 @@ async def test_lagging_offsets_catch_up(log: MemoryLog) -> None:
     assert await committed(log) == Committed(1)
 
 
-async def test_seal_without_broker_has_unknown_outcome(log: MemoryLog) -> None:
+async def test_transaction_without_broker_has_unknown_outcome(log: MemoryLog) -> None:
     """It raises `LogUnavailable`, and nothing was written."""
     async with log.transactional_producer(ID, "group") as producer:
         log.faults.brokers.take_down()
@@ -187,7 +187,7 @@ async def test_seal_without_broker_has_unknown_outcome(log: MemoryLog) -> None:
         assert await reader.end_offsets([ANSWERS]) == {ANSWERS: 0}
 
 
-async def test_forbidden_topic_hides_whole_seal(log: MemoryLog) -> None:
+async def test_forbidden_topic_aborts_whole_transaction(log: MemoryLog) -> None:
     """Access rules refuse one of its topics: nothing of it is seen."""
     log.faults.topics.forbid(ANSWERS.topic)
     async with log.transactional_producer(ID, "group") as producer:
@@ -197,7 +197,7 @@ async def test_forbidden_topic_hides_whole_seal(log: MemoryLog) -> None:
         assert await committed(log) is None
 
 
-async def test_member_that_was_evicted_is_none(log: MemoryLog) -> None:
+async def test_evicted_member_is_denied_by_group(log: MemoryLog) -> None:
     """A stalled process that was thrown out without noticing hears it from the group."""
     listener = RecordingListener()
     async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
@@ -207,7 +207,7 @@ async def test_member_that_was_evicted_is_none(log: MemoryLog) -> None:
         assert not await member.is_member()
 
 
-async def test_member_that_is_asked_to_join_again_is_one_still(log: MemoryLog) -> None:
+async def test_rebalancing_member_is_confirmed_by_group(log: MemoryLog) -> None:
     """Until the rebalance has ended nobody else has its partitions."""
     answer: list[bool] = []
 
@@ -222,7 +222,7 @@ async def test_member_that_is_asked_to_join_again_is_one_still(log: MemoryLog) -
     assert answer == [True]
 
 
-async def test_retention_leaves_open_transaction_alone() -> None:
+async def test_retention_keeps_open_transaction() -> None:
     """What is not read yet for good reason is not trimmed, however much comes after it."""
     log = MemoryLog(retention_bytes=2000)
     topics = [TopicInfo(each.topic, 1, {}) for each in (ANSWERS, SOURCE)]

@@ -35,7 +35,7 @@ def state(
     ],
     ids=["nothing", "trimmed", "base", "ranges", "trimmed-into-a-range", "done", "beyond-the-end"],
 )
-def test_lag_and_what_of_it_is_unanswered(
+def test_lag_is_split_into_answered_and_unanswered(
     found: PartitionOffsets, lag: int, unanswered: int
 ) -> None:
     """Lag counts from the base, or from what the log still holds; answered ranges are in it."""
@@ -53,7 +53,7 @@ def test_lag_and_what_of_it_is_unanswered(
     ],
     ids=["nothing", "no-ranges", "runs", "bitmap", "unreadable"],
 )
-def test_form_of_metadata(committed: Committed | None, form: str) -> None:
+def test_offset_state_names_form_of_metadata(committed: Committed | None, form: str) -> None:
     """It is told by name, and what cannot be read is no error of the reading."""
     found = PartitionOffsets(0, 0, 200, committed, readable_progress(committed))
     assert found.form == form
@@ -73,12 +73,12 @@ def test_form_of_metadata(committed: Committed | None, form: str) -> None:
         (40, AckedOffsets(40)),
     ],
 )
-def test_base_that_moves(base: int, after: AckedOffsets) -> None:
+def test_reset_moves_base(base: int, after: AckedOffsets) -> None:
     """Forward the ranges above it stay, and close up with it; backward none do."""
     assert moved(AckedOffsets(10, RANGES), base) == after
 
 
-def test_base_where_nothing_was_committed() -> None:
+def test_reset_without_commit_moves_base() -> None:
     """There is nothing to keep."""
     assert moved(None, 7) == AckedOffsets(7)
 
@@ -87,14 +87,14 @@ def test_base_where_nothing_was_committed() -> None:
     ("base", "skips", "repeats"),
     [(0, 0, 23), (10, 0, 0), (11, 1, 0), (20, 7, 0), (40, 17, 0)],
 )
-def test_what_reset_passes_over_and_repeats(base: int, skips: int, repeats: int) -> None:
+def test_reset_counts_skipped_and_repeated_offsets(base: int, skips: int, repeats: int) -> None:
     """Offsets that nobody will answer, and those that will be answered once more."""
     before = state(10, RANGES)
     planned = Reset(before, moved(before.progress, base))
     assert (planned.skips, planned.repeats) == (skips, repeats)
 
 
-def test_records_that_are_gone_are_not_counted_as_skipped() -> None:
+def test_reset_does_not_count_deleted_records_as_skipped() -> None:
     """Retention has passed the base: only what the log still holds can be passed over."""
     before = state(10, beginning=25)
     assert Reset(before, moved(before.progress, 30)).skips == 5

@@ -8,7 +8,7 @@ from headrace.runtime.log_factory import open_log
 from headrace.topics import Topic
 
 
-async def test_embedded_log_has_topics() -> None:
+async def test_embedded_log_opens_with_topics() -> None:
     """Without a broker a log with all topics, as planned, is opened."""
     settings = make_settings({"topics": {"partitions": 2}})
     async with open_log(settings) as log:
@@ -17,7 +17,7 @@ async def test_embedded_log_has_topics() -> None:
     assert None not in found.values()
 
 
-async def test_each_embedded_log_is_new_one() -> None:
+async def test_opening_embedded_log_twice_gives_separate_logs() -> None:
     """Two embedded logs share nothing."""
     settings = make_settings({})
     async with open_log(settings) as one, open_log(settings) as other:

@@ -18,12 +18,12 @@ KAFKA_VECTORS = {
 
 
 @pytest.mark.parametrize(("key", "signed"), KAFKA_VECTORS.items())
-def test_hash_is_kafkas(key: bytes, signed: int) -> None:
+def test_partitioner_hash_equals_that_of_kafka(key: bytes, signed: int) -> None:
     """The hash has the bits that Kafka's Java client computes."""
     assert murmur2(key) == signed % 2**32
 
 
 @pytest.mark.parametrize("key", [b"", b"x", b"patient-17", bytes(range(256))])
-def test_partition_is_within_topic(key: bytes) -> None:
+def test_partitioner_stays_within_topic(key: bytes) -> None:
     """Every key, the empty one too, has one of the topic's partitions."""
     assert 0 <= partition_for_key(key, 7) < 7

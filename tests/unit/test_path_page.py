@@ -21,13 +21,13 @@ SERVICES = sorted(str(path) for path in files("services") if path.name == "servi
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=lambda part: part)
-def test_what_step_names_is_there(path: str, name: str) -> None:
+def test_path_page_names_existing_definitions(path: str, name: str) -> None:
     """A function, class or method that the page names is defined in the file it names."""
     assert name in set(definitions(path))
 
 
 @pytest.mark.parametrize("path", SERVICES)
-def test_every_service_is_on_path(path: str) -> None:
+def test_path_page_names_run_of_every_service(path: str) -> None:
     """The page names the public `run` of each service: the story passes through all of them."""
     runs = {name for name in definitions(path) if re.fullmatch(r"[A-Za-z]\w*\.run", name)}
 
@@ -35,19 +35,19 @@ def test_every_service_is_on_path(path: str) -> None:
     assert runs <= {name for file, name in NAMED if file == path}
 
 
-def test_path_of_ordinary_request_names_at_most_fifteen_files() -> None:
+def test_path_page_names_at_most_fifteen_files() -> None:
     """The first section is the fused form: what a reader opens to follow one request."""
     path = PAGE.split("\n## ")[1]
 
     assert len({file for file, _ in STEP.findall(path)}) <= 15
 
 
-def test_every_step_is_in_form_that_is_checked() -> None:
+def test_path_page_writes_steps_in_checked_form() -> None:
     """Each dot on the page stands between a file and a name: a slip in the form hides nothing."""
     assert PAGE.count("·") == len(STEP.findall(PAGE))
 
 
-def test_steps_are_numbered_without_gap() -> None:
+def test_path_page_steps_are_numbered_without_gap() -> None:
     """The steps count from 1 on, through all sections."""
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", PAGE, flags=re.MULTILINE)]
 

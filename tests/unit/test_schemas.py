@@ -43,7 +43,7 @@ def resolve(reference: str) -> Any:
     return found
 
 
-def test_files_are_what_code_says() -> None:
+def test_schema_files_match_code() -> None:
     """A change of a type shows in the schemas; golden samples are written and read as ever."""
     assert list(faults(DIRECTORY)) == []
 
@@ -66,7 +66,7 @@ def test_golden_sample_fits_its_schema(name: str) -> None:
     Draft202012Validator(schema).validate(described["value"])
 
 
-def test_every_reference_leads_somewhere() -> None:
+def test_asyncapi_references_resolve() -> None:
     """Within the document, and to the schemas beside it."""
     references = [node["$ref"] for node in nodes(ASYNCAPI) if "$ref" in node]
 
@@ -74,7 +74,7 @@ def test_every_reference_leads_somewhere() -> None:
     assert all(resolve(reference) for reference in references)
 
 
-def test_asyncapi_has_parts_that_its_specification_wants() -> None:
+def test_asyncapi_has_required_parts() -> None:
     """Version, title, and for operations an action and a channel of the document."""
     assert re.fullmatch(r"3\.0\.\d+", ASYNCAPI["asyncapi"])
     assert {"title", "version"} <= ASYNCAPI["info"].keys()
@@ -87,13 +87,13 @@ def test_asyncapi_has_parts_that_its_specification_wants() -> None:
         assert operation["channel"]["$ref"].startswith("#/channels/")
 
 
-def test_names_in_asyncapi_are_keys_that_its_specification_allows() -> None:
+def test_asyncapi_component_names_are_valid_keys() -> None:
     """Components' names are of letters, digits, points, dashes and underscores."""
     for group in ASYNCAPI["components"].values():
         assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in group)
 
 
-def test_every_topic_is_channel_with_parameters_for_its_address() -> None:
+def test_asyncapi_has_channel_for_every_topic() -> None:
     """The map of topics in the code is the map in the document."""
     addresses = {channel["address"] for channel in ASYNCAPI["channels"].values()}
 
@@ -103,7 +103,7 @@ def test_every_topic_is_channel_with_parameters_for_its_address() -> None:
         assert channel["messages"]
 
 
-def test_every_reader_and_writer_is_operation() -> None:
+def test_asyncapi_has_operation_for_every_reader_and_writer() -> None:
     """Stages receive what they read and send what they write."""
     operations = ASYNCAPI["operations"]
 
@@ -111,7 +111,7 @@ def test_every_reader_and_writer_is_operation() -> None:
 
 
 @pytest.mark.parametrize("damage", ["edited", "unreadable", "missing", "unknown", "misdescribed"])
-def test_golden_sample_that_is_not_as_it_was_is_found(tmp_path: Path, damage: str) -> None:
+def test_changed_golden_sample_is_found(tmp_path: Path, damage: str) -> None:
     """Whatever happened to it."""
     write(tmp_path)
     path = tmp_path / "golden" / "request-msgpack-fp32.bin"
@@ -130,7 +130,7 @@ def test_golden_sample_that_is_not_as_it_was_is_found(tmp_path: Path, damage: st
     assert list(faults(tmp_path))
 
 
-def test_writing_again_edits_no_golden_sample(tmp_path: Path) -> None:
+def test_writing_schemas_edits_no_golden_sample(tmp_path: Path) -> None:
     """A sample that differs stays, for a person to judge."""
     write(tmp_path)
     path = tmp_path / "golden" / "item.bin"
@@ -141,7 +141,7 @@ def test_writing_again_edits_no_golden_sample(tmp_path: Path) -> None:
     assert path.read_bytes() == b"older"
 
 
-def test_stale_schema_is_found_and_mended(tmp_path: Path) -> None:
+def test_stale_schema_is_found_and_rewritten(tmp_path: Path) -> None:
     """Schemas follow the code."""
     write(tmp_path)
     path = tmp_path / "item-record.schema.json"

@@ -15,7 +15,7 @@ async def wait_turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_context_lasts_until_its_tasks_have_ended() -> None:
+async def test_stage_context_ends_after_its_tasks() -> None:
     """Also those that were started while it was being left."""
     ended: list[str] = []
 
@@ -34,7 +34,7 @@ async def test_context_lasts_until_its_tasks_have_ended() -> None:
     assert ended == ["later"]
 
 
-async def test_caller_sees_only_error_that_ended_stage() -> None:
+async def test_error_that_ended_stage_is_raised_alone() -> None:
     """Work that another task starts after a failure is dropped; the failure is raised once."""
     tasks = StageTasks()
     started: list[bool] = []

@@ -65,14 +65,14 @@ def refusal(datatype: str, shape: list[int], content: bytes) -> str:
         ("UINT8", [1] * 17, 1, "inputs[0].shape: expected at most 16 dimensions, got 17"),
     ],
 )
-def test_shape_that_does_not_fit_is_refused(
+def test_tensor_shape_that_does_not_fit_its_bytes_is_refused(
     datatype: str, shape: list[int], size: int, message: str
 ) -> None:
     """The message says what was expected, what came, and where."""
     assert refusal(datatype, shape, bytes(size)) == message
 
 
-def test_unknown_datatype_is_refused_with_those_there_are() -> None:
+def test_unknown_datatype_is_refused_with_known_ones() -> None:
     """The message lists the protocol's datatypes."""
     message = refusal("FLOAT", [1], bytes(4))
 
@@ -82,14 +82,14 @@ def test_unknown_datatype_is_refused_with_those_there_are() -> None:
     )
 
 
-def test_dimensions_of_thousands_of_digits_are_shown_short() -> None:
+def test_huge_dimensions_are_shown_short_in_errors() -> None:
     """JSON can bring such integers; they must not make the message long."""
     message = refusal("FP32", [10**4000], b"")
 
     assert message == "inputs[0].shape: expected less than 2^63 bytes, got FP32 [inf]"
 
 
-def test_bool_has_no_other_bytes_than_0_and_1() -> None:
+def test_bool_tensor_with_other_bytes_than_0_and_1_is_refused() -> None:
     """Any other byte would be undefined behaviour in a library that reads it as a bool."""
     assert "expected 0 or 1 in each byte of BOOL, got 2" in refusal("BOOL", [3], b"\x00\x02\x01")
 
@@ -105,7 +105,7 @@ def test_bool_has_no_other_bytes_than_0_and_1() -> None:
         ([2**40], b"\x00\x00\x00\x00", "at least 4398046511104 bytes"),
     ],
 )
-def test_bytes_whose_lengths_do_not_fit_are_refused(
+def test_bytes_tensor_with_wrong_lengths_is_refused(
     shape: list[int], content: bytes, fragment: str
 ) -> None:
     """Lengths must lead from element to element and end with the last byte."""
@@ -113,7 +113,7 @@ def test_bytes_whose_lengths_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("shape", [[0], [0, 64], [3, 0], []])
-def test_empty_tensor_and_scalar_are_possible(shape: list[int]) -> None:
+def test_empty_tensor_and_scalar_are_accepted(shape: list[int]) -> None:
     """Whether a batch may be empty is for the model's signature to say."""
     count = check_shape("FP32", shape, "inputs[0]")
     array = to_array(Tensor("x", "FP32", tuple(shape), bytes(4 * count)))
@@ -122,7 +122,7 @@ def test_empty_tensor_and_scalar_are_possible(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("datatype", FIXED)
-def test_array_is_view_of_bytes(datatype: str) -> None:
+def test_array_of_tensor_is_view_of_its_bytes(datatype: str) -> None:
     """No copy is made of a tensor of fixed size, in either direction."""
     content = bytes(6 * DATATYPES[datatype].itemsize)
 
@@ -147,7 +147,7 @@ def test_big_endian_and_strided_arrays_become_little_endian_rows(datatype: str) 
     assert bytes(tensor.data) == plain.tobytes()
 
 
-def test_bfloat16_travels_as_bf16() -> None:
+def test_bfloat16_array_becomes_bf16_tensor() -> None:
     """Its two bytes are the upper half of the FP32 number."""
     tensor = from_array("x", np.array([1.0, -2.0], dtype=ml_dtypes.bfloat16))
 
@@ -166,7 +166,7 @@ def test_dtype_without_name_in_protocol_is_refused(dtype: Any) -> None:
         from_array("x", array)
 
 
-def test_equal_dtype_of_another_c_type_is_known() -> None:
+def test_equal_dtype_of_other_c_type_is_accepted() -> None:
     """`long long` and `long` are two types in NumPy and one in the protocol."""
     assert datatype_of(np.dtype(np.longlong)).name == "INT64"
 
@@ -180,7 +180,7 @@ def test_equal_dtype_of_another_c_type_is_known() -> None:
         np.array([b"a", "é".encode(), b""]),
     ],
 )
-def test_text_and_bytes_travel_as_bytes(array: Any) -> None:
+def test_text_and_bytes_arrays_become_bytes_tensors(array: Any) -> None:
     """Text is UTF-8; what comes back is always bytes."""
     tensor = from_array("x", array)
 
@@ -188,18 +188,18 @@ def test_text_and_bytes_travel_as_bytes(array: Any) -> None:
     assert to_array(tensor).tolist() == [b"a", "é".encode(), b""]
 
 
-def test_elements_have_little_endian_lengths() -> None:
+def test_bytes_elements_have_little_endian_lengths() -> None:
     """Each length is four bytes, as the protocol's binary extension says."""
     assert join_elements(["é"]) == struct.pack("<I", 2) + "é".encode()
 
 
-def test_object_array_of_something_else_is_refused() -> None:
+def test_object_array_of_other_than_text_or_bytes_is_refused() -> None:
     """The message says which element, and what it is."""
     with pytest.raises(Rejected, match=r"x\[1\]: expected bytes or str .*, got int"):
         from_array("x", np.array(["a", 1], dtype=object))
 
 
-def test_rows_are_view_of_batch() -> None:
+def test_rows_of_tensor_are_view_of_batch() -> None:
     """Splitting an output copies nothing."""
     batch = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -228,13 +228,13 @@ def test_batch_is_split_into_tensors_of_its_requests(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [np.zeros((2, 3), np.float32), np.zeros((), np.float32)])
-def test_batch_of_too_few_rows_is_no_batch(batch: Any) -> None:
+def test_splitting_batch_of_too_few_rows_is_refused(batch: Any) -> None:
     """The model has broken its promise; nobody gets another's rows."""
     with pytest.raises(ValueError, match="y: expected 3 rows"):
         split_rows("y", batch, [1, 2])
 
 
-def test_largest_rank_is_possible() -> None:
+def test_tensor_of_largest_rank_is_accepted() -> None:
     """`MAX_RANK` itself is within the limit."""
     shape = [1] * MAX_RANK
 
@@ -243,7 +243,7 @@ def test_largest_rank_is_possible() -> None:
     assert math.prod(shape) == check_shape("FP32", shape, "inputs[0]")
 
 
-def test_elements_are_given_in_row_major_order() -> None:
+def test_tensor_elements_are_in_row_major_order() -> None:
     """The shape of a `BYTES` tensor is restored over them."""
     tensor = Tensor("x", "BYTES", (2, 2), join_elements([b"a", b"b", b"c", b"d"]))
 

@@ -31,13 +31,13 @@ def changed(
     }
 
 
-def test_topics_as_planned_have_no_faults() -> None:
+def test_topics_as_planned_pass_check() -> None:
     """What the plan makes, the comparison accepts."""
     settings = make_settings({})
     assert compare(plan_topics(settings), existing_as_planned(settings)) == []
 
 
-def test_plan_follows_settings() -> None:
+def test_topic_plan_follows_settings() -> None:
     """Partitions, names, retention and sizes come from the settings."""
     settings = make_settings(
         {
@@ -64,7 +64,7 @@ def test_plan_follows_settings() -> None:
     assert plan[Topic.ITEMS].config["segment.ms"] == "100"
 
 
-def test_batches_may_be_larger_than_requests() -> None:
+def test_plan_allows_batches_larger_than_requests() -> None:
     """A batches record has room for a full batch beside the values it came in."""
     plan = plan_topics(make_settings({"batching": {"max_batch_bytes": 1000}}))
     requests, batches = plan[Topic.REQUESTS], plan[Topic.BATCHES]
@@ -74,14 +74,14 @@ def test_batches_may_be_larger_than_requests() -> None:
     assert difference == 1000
 
 
-def test_three_replicas_mean_two_in_sync() -> None:
+def test_plan_of_three_replicas_wants_two_in_sync() -> None:
     """With three replicas an acknowledged record lies on two brokers."""
     plan = plan_topics(make_settings({"topics": {"replication_factor": 3}}))
     assert plan[Topic.REQUESTS].config["min.insync.replicas"] == "2"
 
 
 @pytest.mark.parametrize("topic", [Topic.ITEMS, Topic.RESULTS])
-def test_partitions_unlike_those_of_requests_block(topic: Topic) -> None:
+def test_topic_with_other_partition_count_than_requests_is_error(topic: Topic) -> None:
     """Items and results must have exactly the partitions of requests."""
     settings = make_settings({})
     (fault,) = compare(plan_topics(settings), changed(settings, topic, partitions=3))
@@ -92,7 +92,7 @@ def test_partitions_unlike_those_of_requests_block(topic: Topic) -> None:
     )
 
 
-def test_partitions_are_measured_against_requests_that_exist() -> None:
+def test_partition_counts_are_compared_with_existing_requests() -> None:
     """When requests has more partitions than the settings say, items and results must follow."""
     settings = make_settings({})
     existing = {
@@ -105,7 +105,7 @@ def test_partitions_are_measured_against_requests_that_exist() -> None:
     assert {fault.topic for fault in faults} & {"headrace.items", "headrace.results"} == set()
 
 
-def test_other_partition_numbers_do_not_block() -> None:
+def test_partition_count_of_responses_is_free() -> None:
     """Responses may have any number of partitions; a number unlike the settings is told."""
     settings = make_settings({})
     (fault,) = compare(plan_topics(settings), changed(settings, Topic.RESPONSES, partitions=9))
@@ -113,7 +113,7 @@ def test_other_partition_numbers_do_not_block() -> None:
     assert "has 9 partitions, topics.partitions says 4" in fault.problem
 
 
-def test_compacted_requests_block() -> None:
+def test_compacted_requests_topic_is_error() -> None:
     """Compaction would delete unanswered requests."""
     settings = make_settings({})
     existing = changed(settings, Topic.REQUESTS, config={"cleanup.policy": "compact"})
@@ -134,14 +134,14 @@ def test_compacted_requests_block() -> None:
         ("segment.ms", "1000", 0),
     ],
 )
-def test_settings_of_topic_may_be_more_generous(name: str, value: str, faults: int) -> None:
+def test_topic_settings_above_plan_pass_check(name: str, value: str, faults: int) -> None:
     """More retention and larger records are no fault, less is one that does not block."""
     settings = make_settings({})
     found = compare(plan_topics(settings), changed(settings, Topic.ITEMS, config={name: value}))
     assert [fault.blocking for fault in found] == [False] * faults
 
 
-def test_only_needed_topics_must_exist() -> None:
+def test_unused_topic_may_be_missing() -> None:
     """A topic that the process does not use may be missing."""
     settings = make_settings({})
     plan = plan_topics(settings)
@@ -170,7 +170,7 @@ def test_only_needed_topics_must_exist() -> None:
         ),
     ],
 )
-def test_topics_in_use_are_those_that_leave_process(
+def test_topics_in_use_are_those_between_processes(
     stages: tuple[Stage, ...], topics: set[Topic]
 ) -> None:
     """Between two stages of one process there is no topic."""

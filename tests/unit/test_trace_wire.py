@@ -38,7 +38,7 @@ journeys = pytest.mark.parametrize("journey", [_as_item, _as_batch, _as_result])
 
 
 @journeys
-def test_trace_goes_on_where_it_was_handed_over(journey: Journey) -> None:
+def test_trace_context_survives_wire(journey: Journey) -> None:
     """The parent is the last stage's span, now of another process; its end is the next start."""
     request = make_traced(traceparent("03"))
     with tracing_spans() as (tracing, spans):
@@ -53,7 +53,7 @@ def test_trace_goes_on_where_it_was_handed_over(journey: Journey) -> None:
 
 
 @journeys
-def test_request_that_is_not_sampled_arrives_as_one(journey: Journey) -> None:
+def test_unsampled_request_survives_wire_unsampled(journey: Journey) -> None:
     """The decision is not made again."""
     request = make_traced(traceparent("00"))
     with tracing_spans() as (tracing, _):
@@ -63,7 +63,7 @@ def test_request_that_is_not_sampled_arrives_as_one(journey: Journey) -> None:
 
 
 @journeys
-def test_what_kept_failure_is_told_from_travels(journey: Journey) -> None:
+def test_trace_times_of_failure_survive_wire(journey: Journey) -> None:
     """The times that no other field carries."""
     request = make_traced(None)
     request.checked_us, request.done_us = T + 1000, T + 3000
@@ -72,7 +72,7 @@ def test_what_kept_failure_is_told_from_travels(journey: Journey) -> None:
     assert (arrived.checked_us, arrived.done_us) == (T + 1000, T + 3000)
 
 
-def test_result_tells_its_batch() -> None:
+def test_result_record_carries_its_batch() -> None:
     """By then no batch is there to ask."""
     request = make_traced(None)
     request.batch_id = "7.1"

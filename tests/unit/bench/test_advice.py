@@ -40,17 +40,17 @@ def binds(**changes: object) -> list[str]:
         ({"offered_per_s": 5000.0}, "decoding"),
     ],
 )
-def test_what_binds(changes: dict[str, object], expected: str) -> None:
+def test_advice_names_bottleneck(changes: dict[str, object], expected: str) -> None:
     """The model before copying, copying before Python, Python before the broker."""
     assert binds(**changes) == [expected]
 
 
-def test_errors_come_first() -> None:
+def test_advice_names_errors_first() -> None:
     """A load that is mostly refused tells little else."""
     assert binds(failed_share=0.5) == ["errors", "decoding"]
 
 
-def test_json_is_pointed_out() -> None:
+def test_advice_points_out_json() -> None:
     """It costs many times what MessagePack does."""
     assert binds(as_json=True) == ["decoding", "json"]
 
@@ -63,7 +63,7 @@ def test_advice_on_computing_looks_at_batches(rows: float, word: str) -> None:
     assert word in advice.sentence
 
 
-def test_largest_part_is_named_where_nothing_binds() -> None:
+def test_advice_without_bottleneck_names_largest_part() -> None:
     """Of the four that make up a request's time."""
     (advice,) = advise(BOUND._replace(offered_per_s=1000.0, outside_s=1.0))
 

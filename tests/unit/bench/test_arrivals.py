@@ -8,7 +8,7 @@ import pytest
 from headrace.tools.bench.load import PoissonArrivals
 
 
-def test_arrivals_are_poisson() -> None:
+def test_generated_arrivals_are_poisson() -> None:
     """The rate is kept, gaps are exponential: their deviation is their mean."""
     arrivals = PoissonArrivals(1000.0, 20.0, seed=3)
     gaps = np.diff(arrivals.due(20.0))
@@ -18,7 +18,7 @@ def test_arrivals_are_poisson() -> None:
     assert gaps.std() == pytest.approx(1e-3, rel=0.05)
 
 
-def test_what_is_due_is_given_once() -> None:
+def test_due_arrivals_are_returned_once() -> None:
     """In order, up to the time that is asked for, whatever the steps."""
     steps, whole = PoissonArrivals(500.0, 3.0, seed=1), PoissonArrivals(500.0, 3.0, seed=1)
     given = [due_s for now_s in np.linspace(0, 3, 40) for due_s in steps.due(float(now_s))]
@@ -27,7 +27,7 @@ def test_what_is_due_is_given_once() -> None:
     assert given == sorted(given)
 
 
-def test_arrivals_end() -> None:
+def test_generated_arrivals_end() -> None:
     """Nothing is due after the time is over, however late somebody asks."""
     arrivals = PoissonArrivals(100.0, 1.0)
     arrivals.due(100.0)
@@ -36,7 +36,7 @@ def test_arrivals_end() -> None:
 
 
 @pytest.mark.parametrize("per_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_rate_is_positive_number(per_s: float) -> None:
+def test_nonpositive_arrival_rate_is_refused(per_s: float) -> None:
     """Anything else is refused with what came."""
     with pytest.raises(ValueError, match="expected a positive number"):
         PoissonArrivals(per_s, 1.0)

@@ -74,13 +74,13 @@ DIGITS = SubjectResults(
 )
 
 
-def test_ratios_are_of_same_round() -> None:
+def test_benchmark_ratios_are_of_same_round() -> None:
     """The median over the rounds of one rate in the other, and not the ratio of medians."""
     assert ratio(DIGITS, FUSED, OVERLAPPED) == pytest.approx(0.6)
     assert ratio(DIGITS, EXACTLY_ONCE, FUSED) is None
 
 
-def test_budgets_are_judged() -> None:
+def test_benchmark_budgets_are_judged() -> None:
     """A throughput must reach its share, a latency must not pass its factor."""
     found = budgets(DIGITS, 2)
     verdicts = [budget.row().split(" | ")[-1].strip(" |") for budget in found]
@@ -106,7 +106,7 @@ COMPUTING = SubjectResults(
 )
 
 
-def test_computing_is_compared_with_as_many_threads() -> None:
+def test_benchmark_compares_computing_with_equal_threads() -> None:
     """The bare model with every core is only for who has every core; the broker's part is told."""
     found = budgets(COMPUTING, 2)
 
@@ -115,7 +115,7 @@ def test_computing_is_compared_with_as_many_threads() -> None:
     assert "takes 0.0%" in found[2].name
 
 
-def test_parts_of_latency_add_up() -> None:
+def test_benchmark_latency_parts_add_up() -> None:
     """What no stage of ours has is the way of the answer to its reader."""
     latency = OpenLoopLatency(
         *(0.2, 100.0, 100.0, 5.0, 9.0, 9.9, 1.0, 0),
@@ -131,12 +131,12 @@ def test_parts_of_latency_add_up() -> None:
 
 
 @pytest.mark.parametrize(("late_ms", "on_time"), [(1.0, True), (20.0, False)])
-def test_load_that_is_sent_late_is_too_large(late_ms: float, on_time: bool) -> None:
+def test_benchmark_load_sent_late_is_too_large(late_ms: float, on_time: bool) -> None:
     """What it measured would be its own queue. That answers pile up is for the page to show."""
     assert OpenLoopLatency(0.8, 100.0, 50.0, 1, 1, 1, late_ms, 0).on_time is on_time
 
 
-def test_stages_are_those_between_two_scrapes() -> None:
+def test_benchmark_stage_times_are_between_two_scrapes() -> None:
     """Means of what was counted meanwhile; the run is what the other stages leave of the whole."""
 
     def scraped(count: float, *sums: float) -> dict[str, float]:
@@ -153,7 +153,7 @@ def test_stages_are_those_between_two_scrapes() -> None:
     assert stages_between(after, after) == Stages(0, 0, 0, 0)
 
 
-def test_rows_of_run_are_those_between_two_scrapes() -> None:
+def test_benchmark_rows_are_between_two_scrapes() -> None:
     """Nothing ran: none."""
     before = {"headrace_runs_total": 10.0, "headrace_rows_total": 100.0}
     after = {"headrace_runs_total": 20.0, "headrace_rows_total": 180.0}
@@ -162,7 +162,7 @@ def test_rows_of_run_are_those_between_two_scrapes() -> None:
     assert rows_per_run(after, after) == 0
 
 
-def test_every_contestant_has_its_row() -> None:
+def test_benchmark_table_has_row_for_every_contestant() -> None:
     """With its range; one that failed says why, in the one line that a cell has."""
     text = render(results(DIGITS))
 
@@ -170,7 +170,7 @@ def test_every_contestant_has_its_row() -> None:
     assert f"| {EXACTLY_ONCE} | | it / ended | | | |" in text
 
 
-def test_tables_go_between_marks() -> None:
+def test_benchmark_tables_are_written_between_markers() -> None:
     """What stands around them stays; a page without marks is refused."""
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
 
@@ -179,7 +179,7 @@ def test_tables_go_between_marks() -> None:
         with_tables("no marks", "new")
 
 
-def test_plots_show_every_contestant_and_capacity(tmp_path: Path) -> None:
+def test_benchmark_plots_show_every_contestant_and_capacity(tmp_path: Path) -> None:
     """Names and values are text of a well-formed file."""
     rows = [("a & b", "loop", (10.0, 10.0, 10.0)), ("c", "headrace", (1000.0, 900.0, 1100.0))]
     line = Line("answered in time", "good", [1.0, 2.0])
@@ -193,7 +193,7 @@ def test_plots_show_every_contestant_and_capacity(tmp_path: Path) -> None:
     assert {"answered in time", "capacity"} <= texts[1]
 
 
-def test_rise_of_memory_is_found() -> None:
+def test_benchmark_finds_rise_of_memory() -> None:
     """By what comes after the warm-up alone."""
     steady = [(float(second), 500.0 if second < 100 else 100.0) for second in range(0, 1000, 10)]
     rising = [(float(second), 100.0 + second / 100) for second in range(0, 1000, 10)]
@@ -202,7 +202,7 @@ def test_rise_of_memory_is_found() -> None:
     assert rise_mib(rising) == pytest.approx(6.0)
 
 
-def test_failures_name_nothing_of_machine() -> None:
+def test_benchmark_failures_name_no_machine_path() -> None:
     """Where the repository, the home and temporary files are is left out of results."""
     text = f"{Path.cwd()}/a.py, {Path.home()}/b and {tempfile.gettempdir()}/c failed"
 

@@ -16,7 +16,7 @@ def histogram(*times_s: float) -> Histogram:
 
 
 @pytest.mark.parametrize("percent", [1, 50, 90, 99, 99.9, 100])
-def test_percentiles_are_right_within_half_percent(percent: float) -> None:
+def test_histogram_percentiles_are_exact_within_half_percent(percent: float) -> None:
     """Over four decades of times, as NumPy has them."""
     times_s = 10.0 ** np.random.default_rng(0).uniform(-5, -1, 20_000)
     found = histogram(*times_s)
@@ -25,12 +25,12 @@ def test_percentiles_are_right_within_half_percent(percent: float) -> None:
     assert found.percentile_s(percent) == pytest.approx(wanted, rel=0.005)
 
 
-def test_no_percentile_is_above_highest_time() -> None:
+def test_percentile_never_exceeds_highest_time() -> None:
     """Though its bucket reaches further."""
     assert histogram(0.0123).percentile_s(99.9) <= 0.0123
 
 
-def test_what_lies_outside_counts_at_ends() -> None:
+def test_times_outside_histogram_count_in_end_bins() -> None:
     """Times of nothing, and of ages."""
     found = histogram(0.0, -1.0, 2 * HIGHEST_S)
 
@@ -39,6 +39,6 @@ def test_what_lies_outside_counts_at_ends() -> None:
     assert found.max_s == 2 * HIGHEST_S
 
 
-def test_empty_histogram_has_nothing_to_say() -> None:
+def test_empty_histogram_has_no_percentiles() -> None:
     """Zeros."""
     assert (Histogram().percentile_s(99), Histogram().mean_s) == (0.0, 0.0)

@@ -15,7 +15,9 @@ from tests.support.models import digits
 
 
 @pytest.mark.parametrize("version", [None, "7"])
-def test_made_up_request_names_version_only_when_given(tmp_path: Path, version: str | None) -> None:
+def test_synthetic_request_names_version_only_when_given(
+    tmp_path: Path, version: str | None
+) -> None:
     """The version on this disk says nothing of what the processes serve that answer."""
     directory = tmp_path / "digits" / "3"
     directory.mkdir(parents=True)

@@ -8,14 +8,14 @@ from benchmarks.scaling import simulate
 
 
 @pytest.mark.parametrize("utilisation", [0.3, 0.5, 0.7, 0.8])
-def test_mean_wait_is_that_of_closed_form(utilisation: float) -> None:
+def test_modelled_mean_wait_matches_closed_form(utilisation: float) -> None:
     """One server, constant service time: half of utilisation / (1 - utilisation)."""
     found = simulate(1, utilisation, keyed=False)
 
     assert found.mean == pytest.approx(utilisation / (2 * (1 - utilisation)), rel=0.05)
 
 
-def test_even_partitions_leave_no_process_busier() -> None:
+def test_even_partitions_load_processes_evenly() -> None:
     """However many there are, each one waits as a single one does."""
     alone, many = (simulate(count, 0.7, keyed=False) for count in (1, 16))
 
@@ -23,7 +23,7 @@ def test_even_partitions_leave_no_process_busier() -> None:
     assert many.mean == pytest.approx(alone.mean, rel=0.1)
 
 
-def test_hot_keys_make_one_process_busier() -> None:
+def test_hot_keys_overload_one_process() -> None:
     """With many processes the hottest key alone is more than a process's share."""
     assert simulate(64, 0.5, keyed=True).busiest > 1.0
     assert simulate(8, 0.5, keyed=True).busiest > simulate(8, 0.5, keyed=False).busiest

@@ -40,7 +40,7 @@ def survey(**changes: Any) -> ClusterInfo:
     return ClusterInfo((4, 0), GOOD, topics, frozenset(), True, True)._replace(**changes)
 
 
-def test_good_settings_are_not_worth_line() -> None:
+def test_doctor_reports_nothing_for_good_broker_settings() -> None:
     """Kafka's own defaults pass, for either guarantee."""
     assert not list(check_broker_settings(settings("exactly_once"), GOOD))
 
@@ -58,7 +58,7 @@ def test_good_settings_are_not_worth_line() -> None:
         ("transaction.state.log.replication.factor", "1", Severity.WARNING),
     ],
 )
-def test_broker_setting_that_does_harm(name: str, value: str, health: Severity) -> None:
+def test_doctor_reports_harmful_broker_setting(name: str, value: str, health: Severity) -> None:
     """One line with the setting, what was expected, what is there, why, and the fix."""
     (finding,) = check_broker_settings(settings("exactly_once"), GOOD | {name: value})
     assert finding.health is health
@@ -67,34 +67,34 @@ def test_broker_setting_that_does_harm(name: str, value: str, health: Severity) 
     assert finding.fix == f"set {name} on the brokers"
 
 
-def test_transactions_do_not_matter_without_them() -> None:
+def test_doctor_ignores_transaction_settings_for_at_least_once() -> None:
     """At least once needs no transactional producer."""
     assert not list(
         check_broker_settings(settings(), GOOD | {"transaction.max.timeout.ms": "1000"})
     )
 
 
-def test_settings_that_may_not_be_read_are_said() -> None:
+def test_doctor_reports_unreadable_broker_settings() -> None:
     """It is a warning that they were not checked, and how they can be."""
     (finding,) = check_broker_settings(settings(), None)
     assert (finding.health, "DescribeConfigs" in finding.fix) == (Severity.WARNING, True)
 
 
-def test_all_rights_are_not_worth_line() -> None:
+def test_doctor_reports_nothing_for_complete_rights() -> None:
     """Nor are those that a broker does not tell, or of topics that do not exist yet."""
     topics = {"headrace.requests": DescribedTopic(None, 3, 3)}
     assert not list(check_rights(settings("exactly_once"), survey()))
     assert not list(check_rights(settings(), survey(topics=topics)))
 
 
-def test_group_that_refuses_us_is_error() -> None:
+def test_forbidden_group_is_doctor_error() -> None:
     """Without it nothing can be read."""
     (finding,) = check_rights(settings(), survey(may_join=False))
     assert (finding.health, finding.subject) == (Severity.ERROR, "rights")
 
 
 @pytest.mark.parametrize(("guarantee", "count"), [("exactly_once", 1), ("at_least_once", 0)])
-def test_transactional_id_that_is_not_ours(guarantee: str, count: int) -> None:
+def test_forbidden_transactional_id_is_doctor_error(guarantee: str, count: int) -> None:
     """It is an error where transactions are asked for, and named with its prefix."""
     found = list(check_rights(settings(guarantee), survey(may_transact=False)))
     assert len(found) == count
@@ -109,7 +109,7 @@ def test_transactional_id_that_is_not_ours(guarantee: str, count: int) -> None:
         ("results", {Right.READ}, "Write is not allowed, which ingest and batcher and executor"),
     ],
 )
-def test_right_that_is_missing(topic: str, rights: set[Right], text: str) -> None:
+def test_doctor_reports_missing_right(topic: str, rights: set[Right], text: str) -> None:
     """It is a warning, since another process may be the one with that stage."""
     mine = DescribedTopic(frozenset(rights), 3, 3)
     topics = {**survey().topics, f"headrace.{topic}": mine}
@@ -118,7 +118,7 @@ def test_right_that_is_missing(topic: str, rights: set[Right], text: str) -> Non
     assert text in finding.text
 
 
-def test_topic_that_we_may_not_know_of_has_no_rights_at_all() -> None:
+def test_doctor_reports_hidden_topic_as_without_rights() -> None:
     """Whatever its stages need is missing."""
     topics = {name: each for name, each in survey().topics.items() if name != "headrace.items"}
     hidden = survey(topics=topics, forbidden_topics=frozenset({"headrace.items"}))
@@ -136,7 +136,7 @@ def test_topic_that_we_may_not_know_of_has_no_rights_at_all() -> None:
         (2, 2, "2", Severity.WARNING),
     ],
 )
-def test_replicas_against_what_write_needs(
+def test_doctor_compares_replicas_with_min_in_sync(
     replicas: int, in_sync: int, least: str, health: Severity | None
 ) -> None:
     """Too few ever, too few now, and none to spare."""

@@ -29,7 +29,7 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     sys.setswitchinterval(before)
 
 
-def test_demo_that_went_well_exits_with_0(call: Call, tally: Tally) -> None:
+def test_demo_without_faults_exits_with_0(call: Call, tally: Tally) -> None:
     """The summary is on stdout, words about the run on stderr."""
     count(tally, question(), answer())
     ended = call("demo", "--seconds", "3")
@@ -45,7 +45,7 @@ def test_demo_with_missing_answer_exits_with_1(call: Call, tally: Tally) -> None
     assert "requests without an answer: 1" in ended.stdout
 
 
-def test_demo_of_no_time_is_refused(call: Call) -> None:
+def test_demo_of_zero_duration_is_refused(call: Call) -> None:
     """Less than a second is a wrong call."""
     assert call("demo", "--seconds", "0").exit_code == 2
 

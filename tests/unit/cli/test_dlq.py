@@ -19,13 +19,13 @@ from tests.support.command_line import Call
     ("text", "place"),
     [("1/7", Position(None, 1, 7)), ("a.dead-letters/0/12", Position("a.dead-letters", 0, 12))],
 )
-def test_place_is_read_with_and_without_its_topic(text: str, place: Position) -> None:
+def test_letter_place_is_read_with_and_without_topic(text: str, place: Position) -> None:
     """As lists print it."""
     assert PLACE.convert(text, None, None) == place
 
 
 @pytest.mark.parametrize("text", ["7", "a/b", "x/1/2/3", "1/-7", ""])
-def test_what_is_no_place_is_refused(text: str) -> None:
+def test_invalid_letter_place_is_refused(text: str) -> None:
     """With the form that was expected."""
     with pytest.raises(click.BadParameter, match="PARTITION/OFFSET"):
         PLACE.convert(text, None, None)
@@ -35,25 +35,25 @@ def test_what_is_no_place_is_refused(text: str) -> None:
     "text",
     ["1769860800000", "2026-01-31T12:00:00Z", "2026-01-31T13:00+01:00", "2026-01-31T12:00:00"],
 )
-def test_time_is_read_in_its_forms(text: str) -> None:
+def test_letter_time_is_read_in_all_forms(text: str) -> None:
     """Without a zone it is UTC."""
     assert WHEN.convert(text, None, None) == 1_769_860_800_000
 
 
-def test_duration_is_time_ago() -> None:
+def test_letter_time_accepts_duration_ago() -> None:
     """Of seconds, minutes, hours or days."""
     then = datetime.fromtimestamp(WHEN.convert("2h", None, None) / 1000, UTC)
 
     assert timedelta(0) <= datetime.now(UTC) - then - timedelta(hours=2) < timedelta(minutes=1)
 
 
-def test_what_is_no_time_is_refused() -> None:
+def test_invalid_letter_time_is_refused() -> None:
     """With an example."""
     with pytest.raises(click.BadParameter, match="2026-01-31T12:00:00Z"):
         WHEN.convert("yesterday", None, None)
 
 
-def test_list_has_columns_that_fit() -> None:
+def test_letter_list_columns_fit_their_content() -> None:
     """Long messages are cut, line breaks taken out."""
     row = {
         "letter": "t/0/1",
@@ -72,7 +72,7 @@ def test_list_has_columns_that_fit() -> None:
     assert line.endswith("yes       first second " + "x" * 46 + "…")
 
 
-def test_control_characters_in_list_are_escaped() -> None:
+def test_letter_list_escapes_control_characters() -> None:
     """A caller's model name or message must not move the cursor."""
     names = ("letter", "time", "code", "model", "stage", "attempt", "redriven", "message")
 
@@ -97,7 +97,7 @@ def test_letters_are_counted_by_code() -> None:
     assert line == "4 dead letters: TOO_LARGE 3, INVALID_TENSOR 1; 2 not shown"
 
 
-def test_redrive_says_all_that_became_of_letters() -> None:
+def test_redrive_prints_outcome_of_letters() -> None:
     """Nothing that was left out goes unsaid."""
     tally = RedriveResult(Counter(TOO_LARGE=2), 1, 3, 2, [(RecordIdentity("t", 0, 4), "too large")])
 
@@ -110,7 +110,7 @@ def test_redrive_says_all_that_became_of_letters() -> None:
     ]
 
 
-def test_without_broker_there_are_no_dead_letters(call: Call) -> None:
+def test_dead_letters_with_embedded_log_are_refused(call: Call) -> None:
     """The embedded log's end with its process, which is told."""
     result = call("dlq", "list")
 
@@ -126,7 +126,7 @@ def test_letter_of_another_topic_is_refused(call: Call) -> None:
     assert "expected a dead letter of headrace.dead-letters, got one of other" in result.stderr
 
 
-def test_discarding_and_transforming_do_not_go_together(call: Call) -> None:
+def test_discard_and_transform_together_are_refused(call: Call) -> None:
     """Nothing is sent that could be transformed."""
     result = call("dlq", "redrive", "--discard", "--transform", __file__)
 

@@ -25,7 +25,7 @@ def findings(call: Call, *arguments: str) -> dict[str, dict[str, str]]:
     return {finding["subject"]: finding for finding in shown}
 
 
-def test_nothing_wrong_ends_with_0(call: Call, tmp_path: Path) -> None:
+def test_doctor_without_findings_exits_with_0(call: Call, tmp_path: Path) -> None:
     """With the embedded log and an empty repository there is nothing to fix but a warning."""
     (tmp_path / "models").mkdir()
     result = call("doctor")
@@ -38,7 +38,7 @@ def test_nothing_wrong_ends_with_0(call: Call, tmp_path: Path) -> None:
     ]
 
 
-def test_wrong_settings_are_findings(call: Call, tmp_path: Path) -> None:
+def test_wrong_settings_are_doctor_findings(call: Call, tmp_path: Path) -> None:
     """A settings file that cannot be read is a finding, and the end of the examination."""
     (tmp_path / "headrace.toml").write_text("namespace = 1\n")
     result = call("doctor")
@@ -46,14 +46,14 @@ def test_wrong_settings_are_findings(call: Call, tmp_path: Path) -> None:
     assert result.stdout.startswith("error   configuration headrace.toml: namespace:")
 
 
-def test_missing_repository_is_error_with_its_mend(call: Call) -> None:
+def test_missing_repository_is_doctor_error_with_fix(call: Call) -> None:
     """A repository that is not there is told with what to do."""
     finding = findings(call)["models"]
     assert finding["health"] == "error"
     assert finding["fix"] == "set models.repository, or make it"
 
 
-def test_broken_model_is_error(call: Call, tmp_path: Path) -> None:
+def test_broken_model_is_doctor_error(call: Call, tmp_path: Path) -> None:
     """A version whose file is no ONNX model is told by its name."""
     version = tmp_path / "models" / "digits" / "1"
     version.mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_broken_model_is_error(call: Call, tmp_path: Path) -> None:
     assert finding["text"].startswith("digits/1: ")
 
 
-def test_missing_device_is_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_is_doctor_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA device without its execution provider is told with the fix."""
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
     monkeypatch.setenv("HEADRACE_EXECUTOR__DEVICE", "cuda:0")
@@ -81,7 +81,7 @@ def test_missing_device_is_error(call: Call, monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=["not asked for", "not there", "there"],
 )
-def test_gpu_itself_is_asked(
+def test_doctor_checks_gpu(
     call: Call,
     monkeypatch: pytest.MonkeyPatch,
     experimental: str,
@@ -99,7 +99,7 @@ def test_gpu_itself_is_asked(
     assert told in finding["text"]
 
 
-def test_topic_too_small_for_request_is_error() -> None:
+def test_topic_too_small_for_request_is_doctor_error() -> None:
     """Records must be allowed to be as large as requests are."""
     settings = make_settings({"topics": {"max_message_bytes": 4 * 1024 * 1024}})
     (finding,) = check_settings(settings)
@@ -107,7 +107,7 @@ def test_topic_too_small_for_request_is_error() -> None:
     assert "expected at least 4259840" in finding.text
 
 
-def test_readable_password_is_warning() -> None:
+def test_readable_password_is_doctor_warning() -> None:
     """PLAIN without TLS sends the password as it is."""
     settings = make_settings(
         {
@@ -124,7 +124,7 @@ def test_readable_password_is_warning() -> None:
     assert "hunter2" not in repr(finding)
 
 
-def test_secrets_are_struck_from_findings() -> None:
+def test_doctor_findings_show_no_secret() -> None:
     """Should an error's text quote the password, it is not printed."""
     kafka = make_settings(
         {"kafka": {"bootstrap_servers": "broker:9092", "sasl_password": "hunter2"}}
@@ -143,7 +143,7 @@ def test_secrets_are_struck_from_findings() -> None:
         ({0: (0, 9), 1: (0, 12)}, (0, 0)),
     ],
 )
-def test_release_is_read_from_what_requests_are_taken(
+def test_broker_release_is_derived_from_api_versions(
     versions: dict[int, tuple[int, int]], release: tuple[int, int]
 ) -> None:
     """The oldest forms of requests went with 4.0; a request that came with 3.0 tells it."""
@@ -153,7 +153,7 @@ def test_release_is_read_from_what_requests_are_taken(
 @pytest.mark.parametrize(
     ("release", "health"), [((4, 0), Severity.OK), ((3, 0), Severity.OK), ((0, 0), Severity.ERROR)]
 )
-def test_old_brokers_are_error(release: tuple[int, int], health: Severity) -> None:
+def test_old_broker_is_doctor_error(release: tuple[int, int], health: Severity) -> None:
     """At-least-once delivery needs Kafka 3.0."""
     settings = make_settings({"kafka": {"bootstrap_servers": "broker:9092"}})
     assert check_release(settings, release).health is health
@@ -163,7 +163,7 @@ def test_old_brokers_are_error(release: tuple[int, int], health: Severity) -> No
     ("name", "config"),
     [("1/model.py", 'backend = "python"'), ("transform.py", 'transform = "python"')],
 )
-def test_model_that_exits_at_import_is_finding(
+def test_model_exiting_at_import_is_doctor_finding(
     call: Call, tmp_path: Path, name: str, config: str
 ) -> None:
     """What a user's code raises is told by its file, and the examination goes on."""

@@ -31,7 +31,7 @@ def make_doctor_raise(patch: pytest.MonkeyPatch, error: BaseException) -> None:
     patch.setattr("headrace.cli.doctor.command", command)
 
 
-def test_version_is_told(call: Call) -> None:
+def test_version_option_prints_version(call: Call) -> None:
     """`--version` prints the package's version."""
     result = call("--version")
     assert (result.exit_code, result.stdout) == (0, f"headrace {__version__}\n")
@@ -44,7 +44,7 @@ def test_help_lists_every_command(call: Call) -> None:
     assert all(name in result.stdout for name in COMMANDS)
 
 
-def test_help_imports_no_command() -> None:
+def test_help_imports_no_command_module() -> None:
     """`headrace --help` is fast: it loads neither settings nor NumPy nor aiokafka."""
     script = (
         "import sys; from headrace.cli import main; main(['--help'], standalone_mode=False); "
@@ -63,7 +63,7 @@ def test_unknown_command_is_wrong_usage(call: Call) -> None:
     assert "No such command 'serve'" in result.stderr
 
 
-def test_wrong_settings_are_told_line_each(call: Call, tmp_path: Path) -> None:
+def test_wrong_settings_are_printed_one_line_each(call: Call, tmp_path: Path) -> None:
     """All faults of a settings file come at once, without a traceback, with exit code 2."""
     path = tmp_path / "wrong.toml"
     path.write_text("[topics]\npartitions = 0\nreplicas = 3\n")
@@ -75,7 +75,7 @@ def test_wrong_settings_are_told_line_each(call: Call, tmp_path: Path) -> None:
     ]
 
 
-def test_missing_settings_file_is_told(call: Call) -> None:
+def test_missing_settings_file_is_wrong_configuration(call: Call) -> None:
     """A `--config` that is not there is a wrong configuration."""
     result = call("--config", "nowhere.toml", "topics", "check")
     assert result.exit_code == Exit.USAGE
@@ -119,16 +119,14 @@ def test_debug_may_come_after_command(call: Call, tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_interrupted_command_has_exit_code_of_its_own(
-    call: Call, failing: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_command_exits_with_130(call: Call, failing: pytest.MonkeyPatch) -> None:
     """That of a shell's SIGINT, and a line of words."""
     make_doctor_raise(failing, KeyboardInterrupt())
     result = call("doctor")
     assert (result.exit_code, result.stderr) == (130, "headrace: interrupted\n")
 
 
-def test_package_is_command() -> None:
+def test_package_runs_as_module() -> None:
     """`python -m headrace`, where the script is not on the path."""
     result = subprocess.run(
         [sys.executable, "-m", "headrace", "--version"], capture_output=True, text=True, check=True
@@ -141,7 +139,7 @@ def test_help_of_command_needs_no_settings(call: Call) -> None:
     assert call("--config", "nowhere.toml", "topics", "check", "--help").exit_code == 0
 
 
-def test_error_raised_on_purpose_is_one_line(call: Call, failing: pytest.MonkeyPatch) -> None:
+def test_headrace_error_is_printed_as_one_line(call: Call, failing: pytest.MonkeyPatch) -> None:
     """A `HeadraceError` ends a command with exit code 1 and its own words."""
     make_doctor_raise(failing, Rejected(Code.TOO_LARGE, "expected less"))
     result = call("doctor")
@@ -149,7 +147,7 @@ def test_error_raised_on_purpose_is_one_line(call: Call, failing: pytest.MonkeyP
     assert result.stderr == "headrace: TOO_LARGE: expected less\n"
 
 
-def test_control_characters_in_error_are_escaped(call: Call, failing: pytest.MonkeyPatch) -> None:
+def test_printed_error_escapes_control_characters(call: Call, failing: pytest.MonkeyPatch) -> None:
     """An error may quote a caller; a terminal must not obey it."""
     make_doctor_raise(failing, Rejected(Code.TOO_LARGE, "got \x1b]52;c;aGk=\x07 \u202e\udce9"))
     result = call("doctor")
@@ -165,7 +163,7 @@ def test_debug_shows_traceback(call: Call, failing: pytest.MonkeyPatch) -> None:
     assert result.stderr.endswith("headrace: wrong\n")
 
 
-def test_errors_in_group_are_told_once_each() -> None:
+def test_error_group_is_printed_once_per_cause() -> None:
     """What several tasks raise together is told line by line, the same cause once."""
     group = ExceptionGroup(
         "tasks", [Retriable("no broker"), ExceptionGroup("more", [Retriable("no broker")])]
@@ -173,18 +171,18 @@ def test_errors_in_group_are_told_once_each() -> None:
     assert explain(group) == (Exit.FAILED, ["no broker"])
 
 
-def test_wrong_settings_among_others_decide_exit_code() -> None:
+def test_configuration_error_in_group_decides_exit_code() -> None:
     """A configuration error in a group makes the exit code 2."""
     group = ExceptionGroup("tasks", [Retriable("late"), ConfigurationError("wrong")])
     assert explain(group) == (Exit.USAGE, ["late", "wrong"])
 
 
-def test_defects_are_not_explained_away() -> None:
+def test_unexpected_exception_keeps_traceback() -> None:
     """An error that was not raised on purpose keeps its traceback."""
     assert explain(ExceptionGroup("tasks", [Retriable("late"), KeyError("defect")])) is None
 
 
-def test_every_command_is_there() -> None:
+def test_command_table_leads_to_every_command() -> None:
     """Each name in the table leads to a click command with a help text."""
     context = click.Context(main)
     for name in COMMANDS:

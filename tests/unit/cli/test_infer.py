@@ -70,14 +70,14 @@ def png(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_outputs_are_shown_with_datatype_and_shape(call: Call, client: ScriptedClient) -> None:
+def test_infer_shows_outputs_with_datatype_and_shape(call: Call, client: ScriptedClient) -> None:
     """Each output is a line: name, datatype, shape, values."""
     result = call("infer", "m", "--input", "x=[[1]]")
     assert result.exit_code == Exit.DONE
     assert result.stdout.splitlines()[0] == "scores FP32 [1, 2] [[0.5, nan]]"
 
 
-def test_json_is_that_of_protocol(call: Call, client: ScriptedClient) -> None:
+def test_infer_json_has_form_of_protocol(call: Call, client: ScriptedClient) -> None:
     """With `--json` the answer has the form of the Open Inference Protocol."""
     shown = json.loads(call("infer", "m", "--input", "x=[[1]]", "--json").stdout)
     assert shown == {
@@ -92,28 +92,28 @@ def test_json_is_that_of_protocol(call: Call, client: ScriptedClient) -> None:
     }
 
 
-def test_long_outputs_are_shortened_for_people() -> None:
+def test_infer_shortens_long_outputs_in_text() -> None:
     """A large tensor does not fill the terminal; JSON has all of it."""
     large = RESPONSE._replace(outputs={"x": np.zeros((1, 5000), np.float32)})
     assert len(as_text(large)) < 200
     assert len(as_protocol(large)["outputs"][0]["data"]) == 5000
 
 
-def test_options_reach_client(call: Call, client: ScriptedClient) -> None:
+def test_infer_options_reach_client(call: Call, client: ScriptedClient) -> None:
     """Timeout and version are the client's."""
     call("infer", "m", "--input", "x=[[1]]", "--timeout", "2.5", "--version", "3")
     ((_, options),) = client.calls
     assert options == {"timeout_s": 2.5, "version": "3"}
 
 
-def test_file_is_sent_as_it_is(call: Call, client: ScriptedClient, png: str) -> None:
+def test_infer_sends_file_unchanged(call: Call, client: ScriptedClient, png: str) -> None:
     """The content type follows from the file's name."""
     call("infer", "m", "--file", png)
     ((arguments, _),) = client.calls
     assert arguments == ("m", b"\x89PNG", "image/png")
 
 
-def test_content_type_may_be_given(call: Call, client: ScriptedClient, png: str) -> None:
+def test_infer_uses_given_content_type(call: Call, client: ScriptedClient, png: str) -> None:
     """`--content-type` stands over the file's name."""
     call("infer", "m", "--file", png, "--content-type", "application/octet-stream")
     ((arguments, _),) = client.calls
@@ -131,7 +131,7 @@ def test_content_type_may_be_given(call: Call, client: ScriptedClient, png: str)
         (("--file", "nowhere.png"), "No such file or directory"),
     ],
 )
-def test_wrong_usage_is_told(
+def test_wrong_infer_usage_exits_with_2(
     call: Call, client: ScriptedClient, arguments: tuple[str, ...], said: str
 ) -> None:
     """What cannot be asked ends with exit code 2 and is not asked."""
@@ -140,7 +140,7 @@ def test_wrong_usage_is_told(
     assert said in result.stderr
 
 
-def test_failure_is_one_line(call: Call, client: ScriptedClient) -> None:
+def test_infer_failure_is_one_line(call: Call, client: ScriptedClient) -> None:
     """A call that fails ends with exit code 1, its reason on stderr and nothing on stdout."""
     client.outcome = InferenceTimeout("no answer within 1 s")
     result = call("infer", "m", "--input", "x=[[1]]")

@@ -21,21 +21,21 @@ from headrace.cli.infer_inputs import parse_input
         ("x=7", np.int64, 7),
     ],
 )
-def test_json_becomes_array(text: str, dtype: type[np.generic], values: object) -> None:
+def test_json_input_becomes_array(text: str, dtype: type[np.generic], values: object) -> None:
     """JSON has the datatype that is named, or the likeliest one."""
     name, array = parse_input(text)
     assert (name, array.dtype) == ("x", np.dtype(dtype))
     np.testing.assert_array_equal(array, values)
 
 
-def test_strings_become_bytes_elements() -> None:
+def test_string_inputs_become_bytes_elements() -> None:
     """Strings in JSON are elements of a BYTES tensor."""
     _, array = parse_input('text=["größer", "a"]')
     assert array.tolist() == ["größer", "a"]
     assert array.dtype == object
 
 
-def test_names_may_have_colons() -> None:
+def test_input_names_may_contain_colons() -> None:
     """Only the name of a datatype is split off."""
     assert parse_input("input:0=[1]")[0] == "input:0"
     assert parse_input("input:0:FP32=[1]")[0] == "input:0"
@@ -68,13 +68,13 @@ def test_array_files_are_converted_when_asked(tmp_path: Path) -> None:
         ("x=@nowhere.npy", "nowhere.npy: No such file"),
     ],
 )
-def test_what_is_no_input_is_refused(text: str, said: str) -> None:
+def test_invalid_input_is_refused(text: str, said: str) -> None:
     """The message says what was expected and what came."""
     with pytest.raises(ValueError, match=said):
         parse_input(text)
 
 
-def test_pickles_are_refused(tmp_path: Path) -> None:
+def test_pickled_array_files_are_refused(tmp_path: Path) -> None:
     """A file of Python objects is not loaded: it could run code."""
     np.save(tmp_path / "x.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match=r"x\.npy"):

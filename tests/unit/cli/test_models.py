@@ -39,7 +39,7 @@ def test_list_shows_versions_without_loading_them(repository: Path, call: Call) 
     assert (result.exit_code, result.stdout) == (Exit.DONE, "digits/1: found\n")
 
 
-def test_list_of_nothing_says_so_to_people_only(repository: Path, call: Call) -> None:
+def test_list_of_empty_repository_prints_note_only_in_text(repository: Path, call: Call) -> None:
     """The results are empty; the remark goes to stderr."""
     result = call("models", "list")
     assert (result.exit_code, result.stdout) == (Exit.DONE, "")
@@ -54,7 +54,7 @@ def test_list_is_written_as_json(repository: Path, call: Call) -> None:
     assert "colour" in entry["reason"]
 
 
-def test_missing_repository_is_wrong_configuration(call: Call) -> None:
+def test_command_without_repository_is_wrong_configuration(call: Call) -> None:
     """The exit code is that of wrong settings."""
     result = call("models", "list")
     assert result.exit_code == Exit.USAGE
@@ -70,7 +70,7 @@ def test_describe_shows_inputs_with_their_dimensions(repository: Path, call: Cal
     assert "  max_batch_size = 4\n" in result.stdout
 
 
-def test_described_checksum_is_one_to_write_down(repository: Path, call: Call) -> None:
+def test_described_checksum_is_accepted_in_model_config(repository: Path, call: Call) -> None:
     """What `describe` shows is what `model.toml` may have."""
     add_version(repository, "digits", 1, digits())
     lines = call("models", "describe", "digits").stdout.splitlines()
@@ -127,7 +127,7 @@ def test_check_fails_when_one_model_cannot_serve(repository: Path, call: Call) -
     assert states == {"bad": "failed", "digits": "ready"}
 
 
-def test_check_of_one_model_leaves_others_out(repository: Path, call: Call) -> None:
+def test_check_of_one_model_skips_others(repository: Path, call: Call) -> None:
     """A broken one beside it does not count."""
     add_version(repository, "bad", 1, digits(), "colour = 1")
     add_version(repository, "digits", 1, digits())
@@ -136,7 +136,7 @@ def test_check_of_one_model_leaves_others_out(repository: Path, call: Call) -> N
     assert result.stdout.startswith("digits/1: ready\n")
 
 
-def test_check_says_what_was_measured(repository: Path, call: Call) -> None:
+def test_check_prints_measured_tolerance(repository: Path, call: Call) -> None:
     """Of a sound model, how far alone and batched are apart, and with what it was asked."""
     add_version(repository, "digits", 1, digits())
     assert "batchable: rows do not change each other; alone and batched differ by 0.0e+00" in (
@@ -144,7 +144,7 @@ def test_check_says_what_was_measured(repository: Path, call: Call) -> None:
     )
 
 
-def test_check_tells_of_contradiction(repository: Path, call: Call) -> None:
+def test_check_reports_declared_batch_size_against_probe(repository: Path, call: Call) -> None:
     """A declared batch size holds, and what speaks against it is said."""
     directory = repository / "leaky" / "1"
     directory.mkdir(parents=True)
@@ -166,7 +166,7 @@ def huge() -> onnx.ModelProto:
     )
 
 
-def test_check_goes_on_after_model_too_large_to_try_out(repository: Path, call: Call) -> None:
+def test_check_continues_after_model_too_large_to_probe(repository: Path, call: Call) -> None:
     """It can be served, as far as is known; the remark says why it was not tried out."""
     add_version(repository, "a", 1, huge())
     add_version(repository, "b", 1, digits())
@@ -176,7 +176,7 @@ def test_check_goes_on_after_model_too_large_to_try_out(repository: Path, call: 
     assert "b/1: ready\n" in result.stdout
 
 
-def test_check_tells_how_to_give_rows_that_model_accepts(repository: Path, call: Call) -> None:
+def test_check_explains_how_to_give_sample_rows(repository: Path, call: Call) -> None:
     """A model that fails with made-up rows is served, alone at first, and the remark says why."""
     add_version(repository, "model", 1, embedding(), "range.index = [90, 99]")
     result = call("models", "check")
@@ -187,7 +187,7 @@ def test_check_tells_how_to_give_rows_that_model_accepts(repository: Path, call:
 
 @pytest.mark.parametrize("command", ["list", "check"])
 @pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise KeyboardInterrupt"])
-def test_model_that_exits_at_import_is_told_beside_others(
+def test_check_reports_model_exiting_at_import_beside_others(
     repository: Path, call: Call, command: str, code: str
 ) -> None:
     """The command goes on, and ends with its own exit code."""

@@ -107,7 +107,7 @@ def classifier_with_maps() -> onnx.ModelProto:
         *("levels", "pipe", "empty rows", "cut rows", "pickle", "mask", "labels"),
     ],
 )
-def test_odd_model_is_told_beside_sound_one(
+def test_odd_model_is_listed_beside_sound_one(
     tmp_path: Path, call: Call, spoil: Spoil, message: str
 ) -> None:
     """With what was expected, and without a traceback."""
@@ -122,7 +122,7 @@ def test_odd_model_is_told_beside_sound_one(
     assert "sound/1: ready\n" in result.stdout
 
 
-def test_recorded_rows_of_different_numbers_are_refused(tmp_path: Path, call: Call) -> None:
+def test_recorded_samples_of_different_row_counts_are_refused(tmp_path: Path, call: Call) -> None:
     """One input has two rows, and the other three."""
     shape: Shape = ("batch", 2)
     model = make_model(

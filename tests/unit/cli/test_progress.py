@@ -11,7 +11,7 @@ from headrace.log.port import TopicPartition
 from tests.support.recordings import GivenRecording, recorded
 
 
-def test_interrupted_command_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_command_prints_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
     """And what to know of it, with the exit code of a shell's SIGINT."""
 
     def work() -> None:
@@ -26,7 +26,7 @@ def test_interrupted_command_says_what_was_done(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "headrace: interrupted: 3 of 6; the rest is left\n"
 
 
-def test_interrupted_recording_says_how_many_records_were_done(
+def test_interrupted_recording_prints_number_of_records(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Whatever the order in which a partition's positions come."""

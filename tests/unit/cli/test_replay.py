@@ -33,29 +33,29 @@ def capture(tmp_path: Path) -> str:
         ("2023-11-14 23:13:20+01:00", 1_700_000_000_000),
     ],
 )
-def test_times_are_iso_or_epoch_milliseconds(text: str, ms: int) -> None:
+def test_replay_times_are_iso_or_epoch_milliseconds(text: str, ms: int) -> None:
     """An ISO time without an offset is in UTC."""
     assert parse_time_ms(text) == ms
 
 
-def test_offsets_are_for_all_or_for_one_partition() -> None:
+def test_replay_offsets_are_for_all_or_one_partition() -> None:
     """Both forms may be given together."""
     assert parse_offsets(("7", "2:9")) == {None: 7, 2: 9}
 
 
 @pytest.mark.parametrize("texts", [("x",), ("1:",), (":1",), ("a:1",), ("-1",), ("1:2", "1:3")])
-def test_other_offsets_are_refused(texts: tuple[str, ...]) -> None:
+def test_invalid_replay_offsets_are_refused(texts: tuple[str, ...]) -> None:
     """By the form that was expected."""
     with pytest.raises(ValueError, match="expected"):
         parse_offsets(texts)
 
 
-def test_header_is_split_at_its_first_equals_sign() -> None:
+def test_replay_header_is_split_at_first_equals_sign() -> None:
     """Values may have further ones."""
     assert parse_header("a=b=c") == ("a", b"b=c")
 
 
-def test_count_is_by_partition(call: Call, capture: str) -> None:
+def test_replay_count_is_by_partition(call: Call, capture: str) -> None:
     """Records, bytes, offsets and time, of what is selected, and in all."""
     result = call("replay", "count", "--file", capture, "--limit", "5")
     lines = result.stdout.splitlines()
@@ -65,7 +65,7 @@ def test_count_is_by_partition(call: Call, capture: str) -> None:
     assert lines[2].startswith("in all: 5 records, ")
 
 
-def test_count_in_json(call: Call, capture: str) -> None:
+def test_replay_count_prints_json(call: Call, capture: str) -> None:
     """The same for a program."""
     result = call("replay", "count", "--file", capture, "--partition", "1", "--json")
     (row,) = json.loads(result.stdout)
@@ -73,20 +73,22 @@ def test_count_in_json(call: Call, capture: str) -> None:
     assert (row["first_ms"], row["last_ms"]) == (START_MS + 10, START_MS + 90)
 
 
-def test_count_of_nothing_says_so(call: Call, capture: str) -> None:
+def test_replay_count_of_nothing_prints_note(call: Call, capture: str) -> None:
     """No record that fits is a result, not an error."""
     result = call("replay", "count", "--file", capture, "--key", "none")
     assert (result.exit_code, result.stdout) == (Exit.DONE, "in all: 0 records, 0 bytes\n")
 
 
-def test_capture_of_capture_has_what_was_selected(call: Call, capture: str, tmp_path: Path) -> None:
+def test_capture_of_capture_file_keeps_selected_records(
+    call: Call, capture: str, tmp_path: Path
+) -> None:
     """Filters make a smaller file of a larger one."""
     saved = tmp_path / "smaller.capture"
     result = call("replay", "save", str(saved), "--file", capture, "--key-regex", "[13]$")
     assert (result.exit_code, read_contents(saved).records) == (Exit.DONE, 2)
 
 
-def test_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
+def test_truncated_capture_file_is_reported(call: Call, capture: str) -> None:
     """What can be read is used; the loss is on stderr."""
     path = Path(capture)
     path.write_bytes(path.read_bytes()[:-5])
@@ -95,7 +97,9 @@ def test_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
     assert "its end is missing or damaged; 10 whole records" in result.stderr
 
 
-def test_pipeline_in_this_process_answers(call: Call, capture: str, tmp_path: Path) -> None:
+def test_replay_into_embedded_pipeline_is_answered(
+    call: Call, capture: str, tmp_path: Path
+) -> None:
     """No broker is needed; answers are counted by status."""
     add_version(tmp_path / "models", "digits", 1, digits())
     result = call("replay", "models", str(tmp_path / "models"), "--file", capture, "--rate", "1000")
@@ -123,21 +127,23 @@ def test_pipeline_in_this_process_answers(call: Call, capture: str, tmp_path: Pa
         (["count", "--trace-id", "1"], "expected 32 hexadecimal digits"),
     ],
 )
-def test_wrong_usage_is_refused(call: Call, capture: str, arguments: list[str], said: str) -> None:
+def test_wrong_replay_usage_is_refused(
+    call: Call, capture: str, arguments: list[str], said: str
+) -> None:
     """With what was expected, before anything is read."""
     result = call("replay", *arguments, "--file", capture)
     assert result.exit_code == Exit.USAGE
     assert said in " ".join(result.stderr.split())
 
 
-def test_topic_needs_broker(call: Call) -> None:
+def test_replay_of_topic_needs_broker(call: Call) -> None:
     """The embedded log has no past to be replayed."""
     result = call("replay", "count")
     assert result.exit_code == Exit.USAGE
     assert "to read a topic, a broker is needed" in result.stderr
 
 
-def test_foreign_file_is_one_line(call: Call, tmp_path: Path) -> None:
+def test_foreign_capture_file_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
     """What is no capture file is refused by name."""
     path = tmp_path / "file"
     path.write_text("hello")
@@ -146,7 +152,7 @@ def test_foreign_file_is_one_line(call: Call, tmp_path: Path) -> None:
     assert result.stderr == f"headrace: {path}: expected a capture file, got something else\n"
 
 
-def test_damaged_file_fails(call: Call, capture: str) -> None:
+def test_damaged_capture_file_fails(call: Call, capture: str) -> None:
     """Exit code 1, and the place of the damage."""
     path = Path(capture)
     content = bytearray(path.read_bytes())

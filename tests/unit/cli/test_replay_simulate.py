@@ -38,7 +38,7 @@ def outcomes(output: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_combination_is_scenario_and_present_comes_first(call: Call, requests: None) -> None:
+def test_simulate_runs_every_combination_with_present_first(call: Call, requests: None) -> None:
     """Two rates and two limits; what is not asked for stays as it is."""
     given = ("--service-time", "700+100", "--rate-factor", "1,4", "--max-batch-size", "2,32")
     found = call(*SIMULATE, *given, "--json")
@@ -54,7 +54,7 @@ def test_every_combination_is_scenario_and_present_comes_first(call: Call, reque
     assert wide["mean_batch"] > 4
 
 
-def test_table_has_line_for_each_scenario(call: Call, requests: None) -> None:
+def test_simulate_table_has_line_for_each_scenario(call: Call, requests: None) -> None:
     """With what was known of S(b) above it."""
     found = call(*SIMULATE, "--service-time", "digits=700+100", "--instances", "1,2")
 
@@ -65,7 +65,9 @@ def test_table_has_line_for_each_scenario(call: Call, requests: None) -> None:
     ]
 
 
-def test_service_times_are_learned_from_answers(call: Call, requests: None, tmp_path: Path) -> None:
+def test_simulate_learns_service_times_from_answers(
+    call: Call, requests: None, tmp_path: Path
+) -> None:
     """Their medians for each batch size."""
     answer = {"parameters": {"compute_us": 300, "batch_size": 1}, "model_name": "digits"}
     answers = [recorded(number, value=msgpack.packb(answer)) for number in range(10)]
@@ -75,7 +77,7 @@ def test_service_times_are_learned_from_answers(call: Call, requests: None, tmp_
     assert outcomes(found.stdout)[0]["p50_ms"] == pytest.approx(0.3)
 
 
-def test_models_are_measured(call: Call, requests: None, tmp_path: Path) -> None:
+def test_simulate_measures_models(call: Call, requests: None, tmp_path: Path) -> None:
     """Every size that was measured is told."""
     add_version(tmp_path / "models", "digits", 1, digits(), "max_batch_size = 4\n")
     found = call(*SIMULATE, "--models", "models", "--json")
@@ -85,7 +87,7 @@ def test_models_are_measured(call: Call, requests: None, tmp_path: Path) -> None
     assert all(each["us"] > 0 for each in points)
 
 
-def test_models_have_limits_of_their_own(call: Call, requests: None, tmp_path: Path) -> None:
+def test_simulate_uses_limits_of_each_model(call: Call, requests: None, tmp_path: Path) -> None:
     """The model's own delay is the present one."""
     config = "max_batch_size = 4\nmax_queue_delay_ms = 1.5\n"
     add_version(tmp_path / "models", "digits", 1, digits(), config)
@@ -96,7 +98,7 @@ def test_models_have_limits_of_their_own(call: Call, requests: None, tmp_path: P
     assert outcome["p50_ms"] > 0.5
 
 
-def test_what_nothing_is_known_of_is_left_out(call: Call, tmp_path: Path) -> None:
+def test_simulate_skips_requests_without_service_time(call: Call, tmp_path: Path) -> None:
     """Requests of a model without service time, and records that are no requests."""
     records = [recorded(number) for number in range(3)]
     records += [recorded(3, value=request(3, "other")), recorded(4, value=b"junk")]
@@ -120,7 +122,7 @@ def test_what_nothing_is_known_of_is_left_out(call: Call, tmp_path: Path) -> Non
         (("--answers", "responses"), "a broker is needed"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_simulate_refuses_invalid_options(
     call: Call, requests: None, arguments: tuple[str, ...], message: str
 ) -> None:
     """With exit code 2 and what was expected."""

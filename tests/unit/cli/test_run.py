@@ -59,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         ("ingest,batcher,executor,responder", STAGES),
     ],
 )
-def test_adjacent_stages_are_taken(text: str, stages: tuple[Stage, ...]) -> None:
+def test_adjacent_stages_are_accepted(text: str, stages: tuple[Stage, ...]) -> None:
     """Any unbroken run of the path may share a process."""
     assert parse_stages(text) == stages
 
@@ -67,7 +67,7 @@ def test_adjacent_stages_are_taken(text: str, stages: tuple[Stage, ...]) -> None
 @pytest.mark.parametrize(
     "text", ["", "ingest,executor", "executor,batcher", "ingest,ingest", "ingest,", "gpu"]
 )
-def test_other_stages_are_refused(text: str) -> None:
+def test_nonadjacent_stages_are_refused(text: str) -> None:
     """Gaps, another order, repetitions and unknown names are refused."""
     with pytest.raises(ValueError, match=r"expected (adjacent )?stages"):
         parse_stages(text)
@@ -107,14 +107,14 @@ def test_all_stages_run_when_none_is_named(call: Call, started: Started) -> None
     assert started == [STAGES]
 
 
-def test_threads_get_interpreter_soon(call: Call, started: Started) -> None:
+def test_run_shortens_thread_switch_interval(call: Call, started: Started) -> None:
     """The dispatcher's thread does not wait Python's 5 ms for a busy event loop."""
     call("run", "executor")
     assert started == [(Stage.EXECUTOR,)]
     assert sys.getswitchinterval() == pytest.approx(TUNING.runtime.thread_switch_interval_s)
 
 
-def test_exit_code_is_that_of_services(
+def test_run_exits_with_code_of_services(
     call: Call, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the services end with is what the process ends with."""
@@ -122,7 +122,7 @@ def test_exit_code_is_that_of_services(
     assert call("run").exit_code == Exit.FAILED
 
 
-def test_options_go_over_file_and_environment(
+def test_run_options_override_file_and_environment(
     call: Call, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models, broker and port can be given without a file, and over one."""
@@ -140,7 +140,7 @@ def test_options_go_over_file_and_environment(
     assert started.settings.telemetry.http_port == 0
 
 
-def test_wrong_option_is_named_as_such(call: Call, started: Started) -> None:
+def test_wrong_run_option_is_named(call: Call, started: Started) -> None:
     """Instead of as a line of a file."""
     result = call("run", "--http-port", "70000")
     assert result.exit_code == Exit.USAGE
@@ -156,7 +156,7 @@ def test_run_without_broker_warns_once(call: Call, started: Started) -> None:
     assert "no broker" not in with_broker.stderr
 
 
-def test_start_on_terminal_says_what_is_served(
+def test_start_on_terminal_prints_models_and_addresses(
     call: Call, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broker, namespace, models and the page's address; nothing of it elsewhere."""

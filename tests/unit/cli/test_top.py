@@ -63,7 +63,7 @@ def cells(shown: StatusInterval, title: str) -> list[dict[str, str]]:
     ]
 
 
-def test_rates_and_means_are_those_between_two_answers() -> None:
+def test_top_rates_are_between_two_status_reads() -> None:
     """What was before the first answer does not count."""
     (row,) = cells(change(), "state")
 
@@ -76,7 +76,7 @@ def test_rates_and_means_are_those_between_two_answers() -> None:
     assert (row["total ms"], row["run ms"]) == ("5.00", "1.00")
 
 
-def test_one_answer_makes_no_rates() -> None:
+def test_top_shows_no_rates_after_first_read() -> None:
     """What stands is known at once, what grows is not."""
     first = StatusInterval({}, documented())
 
@@ -84,7 +84,7 @@ def test_one_answer_makes_no_rates() -> None:
     assert cells(first, "topic")[0]["backlog"] == "1,200"
 
 
-def test_restart_makes_no_rates() -> None:
+def test_top_shows_no_rates_across_restart() -> None:
     """Counters that begin anew would make rates below zero."""
 
     def restart(answer: Answer) -> None:
@@ -93,7 +93,7 @@ def test_restart_makes_no_rates() -> None:
     assert cells(change(restart), "state")[0]["answers/s"] == "-"
 
 
-def test_answers_are_shown_by_version() -> None:
+def test_top_shows_answers_by_version() -> None:
     """A version that failed has no answers, and shows its reason."""
 
     def add_version(answer: Answer) -> None:
@@ -116,12 +116,12 @@ def test_answers_are_shown_by_version() -> None:
         ({"phase": "draining", "ready": {"ready": False, "reason": ""}}, "draining"),
     ],
 )
-def test_state_says_what_is_wrong(edit: Answer, state: str) -> None:
+def test_top_shows_reason_of_unready_process(edit: Answer, state: str) -> None:
     """The phase, and beside it what keeps the process from being live and ready."""
     assert cells(change(lambda answer: answer.update(edit)), "state")[0]["state"] == state
 
 
-def test_process_that_does_not_answer_is_shown_with_reason() -> None:
+def test_top_shows_unreachable_process_with_reason() -> None:
     """Beside the processes that do."""
     shown = "\n".join(
         tables({URL: change(), "http://gone": StatusInterval({}, {"error": "no answer"})})
@@ -130,7 +130,7 @@ def test_process_that_does_not_answer_is_shown_with_reason() -> None:
     assert re.search(r"^http://gone +no answer$", shown, flags=re.MULTILINE)
 
 
-def test_newest_error_comes_first_and_is_escaped() -> None:
+def test_top_shows_newest_error_first_and_escaped() -> None:
     """A message of a caller cannot control the terminal."""
 
     def fail(answer: Answer) -> None:
@@ -147,7 +147,7 @@ def test_newest_error_comes_first_and_is_escaped() -> None:
     )
 
 
-def test_wrong_address_is_refused(call: Call) -> None:
+def test_top_refuses_invalid_address(call: Call) -> None:
     """The message says what was expected."""
     ended = call("top", "--once", "--url", "127.0.0.1:8080")
 

@@ -30,7 +30,7 @@ def silent(responder: Responder) -> Responder:
     return responder
 
 
-async def test_error_answers_are_exceptions(client: Client, responder: Responder) -> None:
+async def test_error_answer_raises_its_exception(client: Client, responder: Responder) -> None:
     """Code, message and hints of an error answer are the exception's."""
     responder.script = lambda record: [
         refusal("OVERLOADED", "queue: expected room", retriable=True, retry_after_ms=40)
@@ -43,7 +43,7 @@ async def test_error_answers_are_exceptions(client: Client, responder: Responder
     assert str(error) == "OVERLOADED: queue: expected room"
 
 
-async def test_codes_that_are_new_to_us_are_kept(client: Client, responder: Responder) -> None:
+async def test_unknown_error_code_is_kept(client: Client, responder: Responder) -> None:
     """A service that is newer than the client may have more codes."""
     responder.script = lambda record: [refusal("MELTED", "too hot")]
     with pytest.raises(InferenceError) as caught:
@@ -51,7 +51,7 @@ async def test_codes_that_are_new_to_us_are_kept(client: Client, responder: Resp
     assert caught.value.code == "MELTED"
 
 
-async def test_unreadable_answers_are_errors(client: Client, responder: Responder) -> None:
+async def test_unreadable_answer_raises(client: Client, responder: Responder) -> None:
     """What is no answer of Headrace's fails its own call and no other."""
     responder.script = lambda record: [b"\xc1"]
     with pytest.raises(InferenceError, match="INTERNAL"):
@@ -74,7 +74,7 @@ async def test_requests_too_large_for_topic_are_refused(client: Client) -> None:
     assert caught.value.code == "TOO_LARGE"
 
 
-async def test_no_answer_in_time_is_timeout(client: Client, silent: Responder) -> None:
+async def test_call_without_answer_times_out(client: Client, silent: Responder) -> None:
     """A call ends at its timeout, whatever the services do."""
     with pytest.raises(InferenceTimeout, match=r"no answer within 0\.05 s"):
         await client.infer("m", INPUTS, timeout_s=0.05)
@@ -91,14 +91,16 @@ async def test_late_answers_are_dropped_and_counted(client: Client, silent: Resp
     await client.infer("m", INPUTS)
 
 
-async def test_second_copies_are_dropped_and_counted(client: Client, responder: Responder) -> None:
+async def test_repeated_answers_are_dropped_and_counted(
+    client: Client, responder: Responder
+) -> None:
     """At-least-once delivery may answer twice; the first one counts."""
     responder.script = lambda record: [answer(id="first"), answer(id="second")]
     assert (await client.infer("m", INPUTS)).id == "first"
     await eventually(lambda: client.late_answers == 1)
 
 
-async def test_answers_without_correlation_are_foreign(
+async def test_answers_without_correlation_id_are_ignored(
     client: Client, responder: Responder, log: MemoryLog
 ) -> None:
     """A record on the reply partition that answers nothing of ours is passed over."""
@@ -107,7 +109,7 @@ async def test_answers_without_correlation_are_foreign(
     assert client.foreign_answers == 2
 
 
-async def test_cancelled_calls_leave_others_alone(client: Client, silent: Responder) -> None:
+async def test_cancelled_call_leaves_others_running(client: Client, silent: Responder) -> None:
     """Cancelling one call does not disturb the one beside it."""
     async with asyncio.TaskGroup() as tasks:
         given_up = tasks.create_task(client.infer("m", INPUTS, id="given up"), name="given up")
@@ -150,7 +152,7 @@ async def test_calls_in_flight_are_bounded(
         assert (await first).id == "first"
 
 
-async def test_closing_fails_calls_that_wait(
+async def test_closing_client_fails_waiting_calls(
     log: MemoryLog, settings: Settings, silent: Responder
 ) -> None:
     """Who waits when the client is closed learns of it at once."""
@@ -164,7 +166,7 @@ async def test_closing_fails_calls_that_wait(
         await eventually(lambda: silent.seen)
 
 
-async def test_refused_reading_fails_all_calls(
+async def test_reading_refused_by_broker_fails_all_calls(
     log: MemoryLog, settings: Settings, silent: Responder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the broker lets us read no more, calls under way and later ones say why."""
@@ -192,7 +194,9 @@ async def test_refused_reading_fails_all_calls(
         await wait_in_vain()
 
 
-async def test_forbidden_requests_are_no_missing_topic(log: MemoryLog, settings: Settings) -> None:
+async def test_forbidden_requests_topic_is_not_reported_missing(
+    log: MemoryLog, settings: Settings
+) -> None:
     """A client that may not write requests does not open, and says so."""
     log.faults.topics.forbid("headrace.requests", hidden=True)
     with pytest.raises(LogAuthenticationFailed, match=r"not allowed .* headrace\.requests"):
@@ -200,7 +204,7 @@ async def test_forbidden_requests_are_no_missing_topic(log: MemoryLog, settings:
             pass
 
 
-async def test_closing_keeps_log_of_others_open(log: MemoryLog, settings: Settings) -> None:
+async def test_closing_client_keeps_shared_log_open(log: MemoryLog, settings: Settings) -> None:
     """A log that was handed in is its owner's to close, and can serve another client."""
     async with Client(log=log, settings=settings):
         pass
@@ -208,7 +212,9 @@ async def test_closing_keeps_log_of_others_open(log: MemoryLog, settings: Settin
         pass
 
 
-async def test_error_in_block_is_not_wrapped(log: MemoryLog, settings: Settings) -> None:
+async def test_error_inside_client_context_is_not_wrapped(
+    log: MemoryLog, settings: Settings
+) -> None:
     """What the user's own block raises leaves it as it is."""
     with pytest.raises(KeyError):
         async with Client(log=log, settings=settings):
@@ -216,7 +222,7 @@ async def test_error_in_block_is_not_wrapped(log: MemoryLog, settings: Settings)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_client_that_is_not_open_says_so(
+async def test_calling_unopened_client_raises(
     log: MemoryLog, settings: Settings, when: str
 ) -> None:
     """Outside `async with` nothing is sent."""
@@ -228,7 +234,9 @@ async def test_client_that_is_not_open_says_so(
         await client.infer("m", INPUTS)
 
 
-async def test_requests_that_nobody_acknowledges_fail(client: Client, log: MemoryLog) -> None:
+async def test_unacknowledged_request_fails_with_error_of_log(
+    client: Client, log: MemoryLog
+) -> None:
     """When the broker is away the call fails with the log's error, not by its timeout."""
     log.faults.brokers.take_down()
     with pytest.raises(LogUnavailable):
@@ -246,7 +254,7 @@ async def test_answers_survive_outage(client: Client, silent: Responder, log: Me
         assert (await call).id == "patient"
 
 
-async def test_reading_goes_on_after_retention_overtook_it(
+async def test_client_resumes_reading_after_retention(
     client: Client, responder: Responder, log: MemoryLog
 ) -> None:
     """Answers that retention took are lost; those that come later are read."""
@@ -255,7 +263,7 @@ async def test_reading_goes_on_after_retention_overtook_it(
     await client.infer("m", INPUTS)
 
 
-async def test_answers_before_start_are_not_read(
+async def test_client_ignores_answers_before_start(
     log: MemoryLog, settings: Settings, responder: Responder
 ) -> None:
     """A client reads from the end as it was before its first request."""
@@ -265,21 +273,21 @@ async def test_answers_before_start_are_not_read(
     assert client.foreign_answers == 0
 
 
-async def test_missing_topics_are_told_on_opening(settings: Settings) -> None:
+async def test_opening_client_without_topics_names_them(settings: Settings) -> None:
     """Without the topics there is nothing to open, and the fix is said."""
     with pytest.raises(ConfigurationError, match=r"headrace\.requests: does not exist; run"):
         async with Client(log=MemoryLog(), settings=settings):
             pass
 
 
-async def test_reply_partitions_must_exist(log: MemoryLog, settings: Settings) -> None:
+async def test_missing_reply_partition_is_refused(log: MemoryLog, settings: Settings) -> None:
     """A reply partition that the topic does not have is refused on opening."""
     with pytest.raises(ConfigurationError, match=r"expected 0 to 2 of .*, got 3"):
         async with Client(log=log, settings=settings, reply_partition=3):
             pass
 
 
-async def test_client_needs_log(settings: Settings) -> None:
+async def test_client_without_log_is_refused(settings: Settings) -> None:
     """Without a broker and without a log there is nobody to ask."""
     with pytest.raises(ConfigurationError, match="the client needs a broker"):
         async with Client(settings=settings):
@@ -293,7 +301,7 @@ async def test_client_needs_log(settings: Settings) -> None:
         ({"max_in_flight": 0}, "max_in_flight: expected at least 1, got 0"),
     ],
 )
-def test_wrong_arguments_are_refused(wrong: dict[str, object], said: str) -> None:
+def test_wrong_infer_arguments_are_refused(wrong: dict[str, object], said: str) -> None:
     """The constructor says what was expected."""
     with pytest.raises(ValueError, match=said):
         Client("127.0.0.1:9092", **wrong)  # type: ignore[arg-type]  # wrong on purpose

@@ -27,7 +27,7 @@ def body(record: Record) -> dict[str, object]:
     return decoded
 
 
-async def test_arrays_go_in_and_come_out(client: Client, responder: Responder) -> None:
+async def test_client_sends_and_returns_arrays(client: Client, responder: Responder) -> None:
     """An echo gives back the same values, shape and dtype, by name."""
     response = await client.infer("digits", {"pixels": PIXELS})
     np.testing.assert_array_equal(response.outputs["pixels"], PIXELS, strict=True)
@@ -35,19 +35,19 @@ async def test_arrays_go_in_and_come_out(client: Client, responder: Responder) -
     assert response.parameters == {"batch_size": 1}
 
 
-async def test_text_goes_in_and_comes_out(client: Client, responder: Responder) -> None:
+async def test_client_sends_and_returns_text(client: Client, responder: Responder) -> None:
     """Strings travel as BYTES and come back as bytes."""
     response = await client.infer("m", {"text": ["größer", "b"]})
     assert response.outputs["text"].tolist() == ["größer".encode(), b"b"]
 
 
-async def test_bytes_keep_their_last_zeros(client: Client, responder: Responder) -> None:
+async def test_client_bytes_keep_trailing_zeros(client: Client, responder: Responder) -> None:
     """A list of bytes is not cut where NumPy's own type for bytes would cut it."""
     response = await client.infer("m", {"files": [[b"\x01\x00"], [b"\x00"]]})
     assert response.outputs["files"].tolist() == [[b"\x01\x00"], [b"\x00"]]
 
 
-async def test_json_goes_in_and_comes_out(
+async def test_client_sends_and_returns_json(
     log: MemoryLog, settings: Settings, responder: Responder
 ) -> None:
     """A client may speak JSON, and is answered in it."""
@@ -65,7 +65,7 @@ async def test_json_goes_in_and_comes_out(
     assert header(request.headers, "content-type") == b"application/json"
 
 
-async def test_options_travel_with_request(client: Client, responder: Responder) -> None:
+async def test_client_options_become_headers(client: Client, responder: Responder) -> None:
     """Version, id, parameters and wanted outputs are in the body; urgency is in headers."""
     response = await client.infer(
         "m",
@@ -89,7 +89,9 @@ async def test_options_travel_with_request(client: Client, responder: Responder)
     assert header(response.headers, "ward") == b"4b"
 
 
-async def test_reply_headers_are_springs(client: Client, responder: Responder) -> None:
+async def test_client_reply_headers_are_those_of_spring(
+    client: Client, responder: Responder
+) -> None:
     """The reply topic is text, its partition 4 bytes big-endian, the correlation id ours."""
     await client.infer("m", {"x": PIXELS})
     (request,) = responder.seen
@@ -98,7 +100,7 @@ async def test_reply_headers_are_springs(client: Client, responder: Responder) -
     assert header(request.headers, "kafka_correlationId")
 
 
-async def test_timeout_becomes_deadline(client: Client, responder: Responder) -> None:
+async def test_client_timeout_becomes_deadline(client: Client, responder: Responder) -> None:
     """`x-deadline-ms` is the time of the call plus its timeout."""
     before_ms = time.time() * 1000
     await client.infer("m", {"x": PIXELS}, timeout_s=5)
@@ -107,7 +109,7 @@ async def test_timeout_becomes_deadline(client: Client, responder: Responder) ->
     assert before_ms + 5000 - 1 <= deadline_ms <= after_ms + 5000
 
 
-async def test_raw_payloads_travel_untouched(client: Client, responder: Responder) -> None:
+async def test_client_sends_raw_payload_unchanged(client: Client, responder: Responder) -> None:
     """A file is the record's value; headers say its type, the model and the version."""
     responder.script = lambda record: [b'{"model_name": "m", "model_version": "2", "outputs": []}']
     await client.infer_raw("m", b"\xff\xd8raw", "image/jpeg", version="2")
@@ -117,7 +119,9 @@ async def test_raw_payloads_travel_untouched(client: Client, responder: Responde
     assert header(request.headers, "x-model") == b"m/2"
 
 
-async def test_requests_go_round_partitions(client: Client, responder: Responder) -> None:
+async def test_client_spreads_requests_over_partitions(
+    client: Client, responder: Responder
+) -> None:
     """Without a key each partition gets its turn."""
     for _ in range(6):
         await client.infer("m", {"x": PIXELS})
@@ -125,7 +129,7 @@ async def test_requests_go_round_partitions(client: Client, responder: Responder
     assert sorted(partitions[:3]) == sorted(partitions[3:]) == [0, 1, 2]
 
 
-async def test_key_has_its_partition(client: Client, responder: Responder) -> None:
+async def test_client_key_selects_partition(client: Client, responder: Responder) -> None:
     """Requests of one key stay together, where Kafka's own clients would put them."""
     for _ in range(2):
         await client.infer("m", {"x": PIXELS}, key=b"patient-17")
@@ -157,7 +161,7 @@ async def test_two_clients_on_one_partition_do_not_mix(
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
-async def test_timeouts_are_positive_and_finite(client: Client, timeout_s: float) -> None:
+async def test_invalid_client_timeout_is_refused(client: Client, timeout_s: float) -> None:
     """A call has an end that can be told."""
     with pytest.raises(ValueError, match="timeout_s: expected a positive number"):
         await client.infer("m", {"x": PIXELS}, timeout_s=timeout_s)
@@ -175,7 +179,7 @@ async def test_timeouts_are_positive_and_finite(client: Client, timeout_s: float
         (np.float64(0.5), "FP64"),
     ],
 )
-async def test_value_without_dtype_is_sent_as_protocols_usual_one(
+async def test_value_without_dtype_gets_default_datatype(
     client: Client, responder: Responder, value: object, datatype: str
 ) -> None:
     """Python floats become FP32; NumPy's own values keep their dtype."""
@@ -183,7 +187,7 @@ async def test_value_without_dtype_is_sent_as_protocols_usual_one(
     assert body(responder.seen[0])["inputs"][0]["datatype"] == datatype  # type: ignore[index]  # decoded without a type
 
 
-async def test_explicit_namespace_wins_over_environment(
+async def test_explicit_namespace_overrides_environment(
     log: MemoryLog, responder: Responder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An argument of the client overrides the environment variable."""

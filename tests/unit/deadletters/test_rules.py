@@ -42,7 +42,7 @@ def _letter(
     return parse_dead_letter(Record(*LETTERS, 5, NOW_MS, b"k", value, [*headers, *ours.items()]))
 
 
-def test_letter_says_what_failed_where_and_how_often() -> None:
+def test_dead_letter_has_error_stage_and_attempts() -> None:
     """All from the headers that it was given, and the model from its body."""
     letter = _letter(attempt=b"2")
 
@@ -52,7 +52,7 @@ def test_letter_says_what_failed_where_and_how_often() -> None:
 
 
 @pytest.mark.parametrize("value", [None, b"", b"\xc1", b"\x93\x01"])
-def test_letter_that_says_nothing_is_letter_all_same(value: bytes | None) -> None:
+def test_dead_letter_without_headers_is_read(value: bytes | None) -> None:
     """Whoever wrote it: what is absent is empty."""
     letter = parse_dead_letter(Record(*LETTERS, 5, -1, None, value, []))
 
@@ -74,12 +74,14 @@ def test_letter_that_says_nothing_is_letter_all_same(value: bytes | None) -> Non
         (DeadLetterSelection(places=frozenset({(1, 6)})), False),
     ],
 )
-def test_selection_takes_what_fits_all_of_it(selection: DeadLetterSelection, taken: bool) -> None:
+def test_dead_letter_selection_joins_its_filters_by_and(
+    selection: DeadLetterSelection, taken: bool
+) -> None:
     """What is empty leaves all in."""
     assert selection.takes(_letter()) is taken
 
 
-def test_copy_is_request_without_what_made_it_letter() -> None:
+def test_redriven_copy_has_no_dead_letter_headers() -> None:
     """Key, value and the caller's headers are untouched, repeated ones in their order."""
     theirs = [("kafka_correlationId", b"c"), ("a", b"1"), ("a", b"2")]
 
@@ -96,7 +98,7 @@ def test_copy_is_request_without_what_made_it_letter() -> None:
         (b"tomorrow", False),
     ],
 )
-def test_deadline_that_has_passed_is_dropped(deadline: bytes, dropped: bool) -> None:
+def test_redriven_copy_drops_passed_deadline(deadline: bytes, dropped: bool) -> None:
     """One that is to come, or that cannot be read, stays."""
     copy = copy_of(_letter(b"v", ("x-deadline-ms", deadline)), NOW_MS)
 
@@ -104,7 +106,7 @@ def test_deadline_that_has_passed_is_dropped(deadline: bytes, dropped: bool) -> 
     assert (copy.record.headers == []) is dropped
 
 
-def test_copy_names_first_request_through_all_redrives() -> None:
+def test_redriven_copy_names_first_request() -> None:
     """The letter before it may be that of an earlier copy."""
     first = marked(copy_of(_letter(b"v"), NOW_MS).record, _letter(b"v"), "run-1")
     headers = [(name, value) for name, value in first.headers if value is not None]
@@ -120,7 +122,7 @@ def test_copy_names_first_request_through_all_redrives() -> None:
     ]
 
 
-def test_what_is_remembered_survives_commit_and_retention() -> None:
+def test_redrive_progress_survives_commit_and_retention() -> None:
     """Below the first offset that is still held, all is done."""
     progress = AckedOffsets(0)
     progress.mark_acked(3, 7)
@@ -132,18 +134,18 @@ def test_what_is_remembered_survives_commit_and_retention() -> None:
 
 
 @pytest.mark.parametrize("known", [None, Committed(30)])
-def test_topic_made_anew_has_nothing_done(known: Committed | None) -> None:
+def test_redrive_progress_of_recreated_topic_is_empty(known: Committed | None) -> None:
     """What was committed beyond its end is an older topic's."""
     assert done_letters({LETTERS: known}, {LETTERS: OffsetRange(0, 20)})[LETTERS] == AckedOffsets(0)
 
 
-def test_foreign_commit_is_refused() -> None:
+def test_foreign_commit_of_redrive_group_is_refused() -> None:
     """To ignore it could send letters twice."""
     with pytest.raises(UnknownMetadata):
         done_letters({LETTERS: Committed(3, "whose?")}, {LETTERS: OffsetRange(0, 20)})
 
 
-def test_copies_found_among_requests_count_as_done() -> None:
+def test_redriven_copies_among_requests_count_as_done() -> None:
     """Each once; what names no letter of ours is passed over."""
     names = [b"t.dead-letters/1/4", b"t.dead-letters/1/4", b"other/1/2", b"no place", b"a/b/c"]
     records = [
@@ -156,7 +158,7 @@ def test_copies_found_among_requests_count_as_done() -> None:
     assert done[LETTERS] == AckedOffsets(0, [(4, 5)])
 
 
-def test_no_more_is_sent_than_can_be_remembered() -> None:
+def test_redrive_stops_at_progress_that_fits_metadata() -> None:
     """Ranges that fit neither form of the metadata would be forgotten, and sent again."""
     progress = AckedOffsets(0, [(n * 100, n * 100 + 1) for n in range(1, 1700)])
 
@@ -164,7 +166,7 @@ def test_no_more_is_sent_than_can_be_remembered() -> None:
         require_room(progress, LETTERS, [(2 * 10**6 - 1, 2 * 10**6)])
 
 
-def test_request_that_can_be_read_is_shown_by_its_tensors() -> None:
+def test_readable_dead_letter_is_shown_by_its_tensors() -> None:
     """With the error, and with numbers where headers hold numbers."""
     shown = "\n".join(paragraphs(_letter(), redriven=False))
 
@@ -174,7 +176,7 @@ def test_request_that_can_be_read_is_shown_by_its_tensors() -> None:
     assert "[1., 1.]" in shown
 
 
-def test_request_that_cannot_be_read_is_shown_in_hexadecimal() -> None:
+def test_unreadable_dead_letter_is_shown_in_hexadecimal() -> None:
     """Beside the reason."""
     shown = "\n".join(paragraphs(_letter(b"\xc1not msgpack"), redriven=True))
 
@@ -198,7 +200,7 @@ def test_beginning_of_long_unreadable_request_is_shown() -> None:
         ("return record._replace(headers=[('a', 'text')])", "expected a record"),
     ],
 )
-def test_transform_of_users_that_fails_is_named(tmp_path: Path, body: str, fault: str) -> None:
+def test_failing_redrive_transform_is_named(tmp_path: Path, body: str, fault: str) -> None:
     """Before anything wrong is sent."""
     script = tmp_path / "fix.py"
     script.write_text(f"def transform(record):\n    {body}\n")

@@ -26,7 +26,7 @@ def test_report_ends_with_verdict() -> None:
     )
 
 
-def test_report_ends_with_what_is_wrong() -> None:
+def test_report_ends_with_faults() -> None:
     """Each fault has a line."""
     tally = _counted()
     tally.send(question())
@@ -36,7 +36,7 @@ def test_report_ends_with_what_is_wrong() -> None:
     ]
 
 
-def test_expected_error_is_shown_with_its_message() -> None:
+def test_report_shows_expected_error_with_message() -> None:
     """Subject, code, dead letters and message are there."""
     lines = report(_counted().result())
     at = next(at for at, line in enumerate(lines) if "UNKNOWN_MODEL" in line)
@@ -44,12 +44,12 @@ def test_expected_error_is_shown_with_its_message() -> None:
     assert lines[at + 1].strip() == "what was wrong"
 
 
-def test_empty_run_has_report() -> None:
+def test_report_of_empty_run_is_written() -> None:
     """Nothing sent, nothing answered, no division by zero."""
     assert report(Tally().result())
 
 
-def test_live_line_has_current_figures() -> None:
+def test_live_line_shows_current_figures() -> None:
     """Names and values in one line."""
     assert " ".join(live_line(STATS).split()) == (
         "time 3.0 s sent 1,234 answered 1,230 in flight 4 answers/s 410 batch mean 5.2 max 32 "

@@ -47,7 +47,7 @@ def _decoded(question: Question) -> dict[str, Any]:
     return msgspec.msgpack.decode(value, type=dict[str, Any])
 
 
-def test_images_travel_as_little_endian_floats(questions: Questions) -> None:
+def test_demo_images_are_little_endian_floats(questions: Questions) -> None:
     """Two rows are [2, 64] and 512 bytes, and only the label is requested."""
     question = questions.digits_msgpack(2)
     body = _decoded(question)
@@ -58,20 +58,20 @@ def test_images_travel_as_little_endian_floats(questions: Questions) -> None:
     assert question.labels == ("0", "1")
 
 
-def test_image_travels_as_list_of_numbers(questions: Questions) -> None:
+def test_demo_json_image_is_list_of_numbers(questions: Questions) -> None:
     """JSON has the same fields, with nested data."""
     (tensor,) = _decoded(questions.digits_json())["inputs"]
     assert tensor["data"] == [PIXELS[0].tolist()]
 
 
-def test_file_travels_as_it_is(questions: Questions) -> None:
+def test_demo_file_is_sent_unchanged(questions: Questions) -> None:
     """The record's value is the file; a header names the model."""
     record = questions.file().record
     assert record.value == b"a,b\n1,2\n"
     assert dict(record.headers)["x-model"] == b"magika"
 
 
-def test_wrong_requests_name_error_that_they_must_get(questions: Questions) -> None:
+def test_wrong_demo_requests_get_their_stated_error(questions: Questions) -> None:
     """Four kinds, of which three leave a dead letter."""
     wrong = {question.code: question.dead_letter for question in questions.invalid()}
     assert wrong == {
@@ -82,7 +82,7 @@ def test_wrong_requests_name_error_that_they_must_get(questions: Questions) -> N
     }
 
 
-def test_labels_in_messagepack_are_read() -> None:
+def test_demo_reads_labels_in_messagepack() -> None:
     """INT64 elements become the labels, the parameters the timings."""
     label = np.array([3, 8], "<i8").tobytes()
     body = {
@@ -96,7 +96,7 @@ def test_labels_in_messagepack_are_read() -> None:
     assert read_answer(reply, ()) == expected
 
 
-def test_best_score_in_json_names_file_type() -> None:
+def test_demo_reads_file_type_of_best_json_score() -> None:
     """Scores become the label of the largest, nested or flat."""
     scores = {"name": "target_label", "datatype": "FP32", "shape": [1, 3], "data": [0.1, 0.7, 0.2]}
     timings = {"queue_us": 5, "batch_us": 6, "compute_us": 7, "batch_size": 1}
@@ -105,7 +105,7 @@ def test_best_score_in_json_names_file_type() -> None:
     assert read_answer(reply, ("csv", "ini", "json")).labels == ("ini",)
 
 
-def test_error_is_read_with_its_message() -> None:
+def test_demo_reads_error_with_message() -> None:
     """The header has the code, the value the words."""
     body = {"error": "no such model", "error_details": {"code": "UNKNOWN_MODEL"}}
     reply = _reply(msgspec.msgpack.encode(body), b"application/msgpack", b"UNKNOWN_MODEL")
@@ -113,7 +113,7 @@ def test_error_is_read_with_its_message() -> None:
     assert (read.status, read.message) == ("UNKNOWN_MODEL", "no such model")
 
 
-def test_answer_without_its_headers_is_refused() -> None:
+def test_demo_refuses_answer_without_headers() -> None:
     """What breaks the contract is an error, not a guess."""
     bare = Record("headrace.responses", 0, 0, 0, None, msgspec.msgpack.encode({}), ())
     with pytest.raises(KeyError):

@@ -50,7 +50,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
     return FakeCupy(monkeypatch, launch)
 
 
-def test_rows_go_round_ring(cupy: FakeCupy) -> None:
+def test_rows_survive_ring_copy(cupy: FakeCupy) -> None:
     """In, widened, through a model that passes them on, and out."""
     source = given(CASE)
     wanted = expected(CASE, source)
@@ -78,7 +78,7 @@ def test_rows_go_round_ring(cupy: FakeCupy) -> None:
         ring.release(slot)
 
 
-def test_device_is_made_threads_own(cupy: FakeCupy) -> None:
+def test_device_becomes_current_in_thread(cupy: FakeCupy) -> None:
     """CUDA keeps it for each thread."""
     cupy.devices = 3
     assert CudaDevice(2).name == "cuda:2"
@@ -86,7 +86,7 @@ def test_device_is_made_threads_own(cupy: FakeCupy) -> None:
 
 
 @pytest.mark.parametrize("devices", [0, 1])
-def test_device_that_is_not_there_is_refused(cupy: FakeCupy, devices: int) -> None:
+def test_missing_cuda_device_is_refused(cupy: FakeCupy, devices: int) -> None:
     """CuPy can be imported without one."""
     cupy.devices = devices
     with pytest.raises(
@@ -95,19 +95,19 @@ def test_device_that_is_not_there_is_refused(cupy: FakeCupy, devices: int) -> No
         CudaDevice(1)
 
 
-def test_missing_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With where it comes from."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigurationError, match=r"expected CuPy, from the extra headrace\[gpu\]"):
         CudaDevice(0)
 
 
-def test_memory_is_that_of_device_and_of_pool(cupy: FakeCupy) -> None:
+def test_device_memory_counts_device_and_pool(cupy: FakeCupy) -> None:
     """What CuPy keeps is a part of what is not free."""
     assert CudaDevice(0).memory() == Memory(3, 10, {"cupy": 7})
 
 
-def test_error_of_device_is_fatal(cupy: FakeCupy) -> None:
+def test_cuda_error_is_fatal(cupy: FakeCupy) -> None:
     """It stays with the context."""
     device = CudaDevice(0)
     cupy.fault = CUDARuntimeError("cudaErrorIllegalAddress")
@@ -116,7 +116,7 @@ def test_error_of_device_is_fatal(cupy: FakeCupy) -> None:
 
 
 @pytest.mark.parametrize("fault", [OutOfMemoryError("no room"), CompileException("no such thing")])
-def test_what_cannot_be_set_up_is_models_fault(cupy: FakeCupy, fault: Exception) -> None:
+def test_failed_device_setup_is_model_fault(cupy: FakeCupy, fault: Exception) -> None:
     """The context is none the worse for it."""
     device = CudaDevice(0)
     cupy.fault = fault

@@ -26,20 +26,20 @@ ELF = b"\x7fELF"
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_kernel_compiles(source: str, target: str, architecture: str) -> None:
+def test_widening_kernel_compiles(source: str, target: str, architecture: str) -> None:
     """For every pair of datatypes, to machine code of the GPUs of data centres."""
     code = compile_cuda(make_kernel_source(Widening(source, target)), architecture)
     assert code.startswith(ELF)
 
 
-def test_compiler_tells_what_is_wrong() -> None:
+def test_kernel_compiler_reports_error() -> None:
     """The test above would fail on a kernel that is not one."""
     with pytest.raises(CompileError, match="identifier"):
         compile_cuda('extern "C" __global__ void widen() { nothing(); }', "sm_90")
 
 
 @pytest.mark.parametrize("name", FOR_THE_HOST)
-def test_kernel_gives_expected_bits(name: str, tmp_path: Path) -> None:
+def test_widening_kernel_gives_expected_bits(name: str, tmp_path: Path) -> None:
     """Run on the host, thread by thread: the same cases that NumPy's form is held to."""
     case = CASES[name]
     widening = case.widening
@@ -61,7 +61,7 @@ def test_kernel_gives_expected_bits(name: str, tmp_path: Path) -> None:
     assert target.tobytes() == expected(case, source).tobytes()
 
 
-def test_row_without_channels_is_one_long_one() -> None:
+def test_row_without_channels_is_one_channel() -> None:
     """Every element is a pixel of the only channel."""
     assert plan_kernel_layout(Widening("UINT8", "FP32"), (3, 4)) == KernelLayout(
         1, 12, source_last=False, target_last=False

@@ -11,7 +11,7 @@ from tests.support.widenings import CASES, expected, given
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numpy_gives_expected_bits(name: str) -> None:
+def test_numpy_widening_gives_expected_bits(name: str) -> None:
     """Multiplied, rounded, added, rounded."""
     case = CASES[name]
     source = given(case)
@@ -31,7 +31,7 @@ def test_numpy_gives_expected_bits(name: str) -> None:
         (0, 0, (-1, 7), (-1, 7)),
     ],
 )
-def test_shape_of_what_travels(
+def test_widening_moves_channels_with_shape(
     source_channels: int,
     target_channels: int,
     shape: tuple[int, ...],

@@ -6,7 +6,7 @@ from headrace.delivery.inflight import RecordAges
 from headrace.tuning import TUNING
 
 
-def test_nothing_read_has_no_age() -> None:
+def test_partition_without_unanswered_record_has_no_age() -> None:
     """And neither has a partition where everything is answered."""
     ages = RecordAges()
     assert ages.oldest_ms(0) is None
@@ -14,7 +14,7 @@ def test_nothing_read_has_no_age() -> None:
     assert ages.oldest_ms(10) is None
 
 
-def test_chunk_with_lowest_unanswered_offset_counts() -> None:
+def test_age_is_that_of_chunk_with_lowest_unanswered_offset() -> None:
     """It is as old as its first record until its last one is answered."""
     ages = RecordAges()
     ages.note(9, 1000)
@@ -22,7 +22,7 @@ def test_chunk_with_lowest_unanswered_offset_counts() -> None:
     assert [ages.oldest_ms(base) for base in (0, 9, 10, 19)] == [1000, 1000, 2000, 2000]
 
 
-def test_many_chunks_take_bounded_memory_and_never_look_younger() -> None:
+def test_merged_chunks_keep_age_of_older() -> None:
     """Neighbours become one, with the age of the older."""
     ages = RecordAges()
     for chunk in range(10 * TUNING.delivery.max_age_marks):

@@ -64,7 +64,7 @@ class BackpressureHarness:
         return [assignment.admit(first + each, size_bytes) for each in range(count)]
 
 
-def test_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
+def test_partition_whose_ranges_might_not_fit_metadata_is_paused_alone() -> None:
     """With a long span and many unanswered in it; with fewer unanswered it is read again."""
     bench = BackpressureHarness(bounds_metadata=True)
     ack_handles = bench.read(bench.one, TUNING.delivery.safe_span_offsets)
@@ -83,7 +83,7 @@ def test_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     assert bench.consumer.paused == set()
 
 
-def test_topic_between_stages_is_read_on() -> None:
+def test_topic_between_stages_is_not_paused() -> None:
     """What has no room there is worked on once more after a crash, and recognised."""
     bench = BackpressureHarness()
     bench.read(bench.one, 2 * TUNING.delivery.safe_span_offsets)
@@ -92,7 +92,7 @@ def test_topic_between_stages_is_read_on() -> None:
     assert bench.consumer.paused == set()
 
 
-def test_partition_gets_its_share_of_budget_where_order_is_kept() -> None:
+def test_partition_in_order_is_limited_to_its_share_of_budget() -> None:
     """One that is stuck fills its own half, and the other is read."""
     bench = BackpressureHarness(shares=True)
     stuck = bench.read(bench.one, 10, 50)
@@ -111,7 +111,7 @@ def test_partition_gets_its_share_of_budget_where_order_is_kept() -> None:
     assert bench.consumer.paused == set()
 
 
-async def test_what_another_process_has_committed_is_looked_at() -> None:
+async def test_separate_ingest_follows_commits_of_responder() -> None:
     """An ingest that stands apart acknowledges what it wrote on; answered it is only later."""
     log = MemoryLog()
     await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
@@ -134,7 +134,7 @@ async def test_what_another_process_has_committed_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
+def test_separate_ingest_bounds_unanswered_records(
     in_order: bool,
 ) -> None:
     """What is answered there is taken off as soon as it is known."""

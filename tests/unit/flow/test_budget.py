@@ -23,14 +23,14 @@ class BudgetHarness:
         return taken
 
 
-def test_model_alone_gets_its_share() -> None:
+def test_single_model_gets_its_share_of_budget() -> None:
     """Half of the budget stays free for others."""
     bench = BudgetHarness()
 
     assert bench.fill(bench.shares.claim("a", "")) == 600
 
 
-def test_second_model_gets_what_is_free() -> None:
+def test_second_model_gets_share_of_free_budget() -> None:
     """As much as is left to others after it."""
     bench = BudgetHarness()
     bench.fill(bench.shares.claim("a", ""))
@@ -47,14 +47,14 @@ def test_share_of_one_is_whole_budget() -> None:
     assert bench.shares.has_room(claim, 100, uncharged_bytes=100)
 
 
-def test_request_larger_than_share_is_let_in_alone() -> None:
+def test_request_larger_than_share_is_admitted_alone() -> None:
     """It would never run otherwise."""
     bench = BudgetHarness()
 
     assert bench.shares.has_room(bench.shares.claim("a", ""), 1100, uncharged_bytes=1100)
 
 
-def test_tenant_has_share_of_all_models() -> None:
+def test_tenant_share_counts_all_its_models() -> None:
     """One tenant's requests to many models leave room for others; requests without one too."""
     bench = BudgetHarness(model_share=1, tenant_share=0.5)
     taken = sum(bench.fill(bench.shares.claim(model, "loud")) for model in ("a", "b", "c"))

@@ -57,7 +57,7 @@ def seats() -> Seats:
     return Seats(MemoryLog(), tracker)
 
 
-async def test_partition_that_waits_for_its_turn_holds_up_no_other(seats: Seats) -> None:
+async def test_commit_of_waiting_partition_delays_no_other(seats: Seats) -> None:
     """Their rests are sealed side by side."""
     async with MemoryLog().reader([]) as consumer:
         committing = asyncio.create_task(seats.committer.commit(consumer))
@@ -71,7 +71,7 @@ async def test_partition_that_waits_for_its_turn_holds_up_no_other(seats: Seats)
     assert sorted(seats.sealed) == [0, 1, 2]
 
 
-async def test_one_that_fails_is_tried_again_and_others_are_sealed(seats: Seats) -> None:
+async def test_failed_commit_of_partition_is_retried_and_others_are_committed(seats: Seats) -> None:
     """The commit as a whole has failed then."""
     seats.lost = {0}
     for free in seats.free.values():

@@ -51,7 +51,7 @@ async def seen(source: Source, **expected: object) -> SourceSnapshot:
     return source.snapshot()
 
 
-async def test_what_is_read_and_unanswered_is_backlog_and_lag() -> None:
+async def test_unanswered_record_counts_as_backlog_and_lag() -> None:
     """Until it is answered it is in flight; until it is committed it is lag."""
     async with MemoryLog() as log, reading(log) as source:
         await write_to(log, FIRST, *[b"value"] * 5)
@@ -81,7 +81,7 @@ async def test_what_is_read_and_unanswered_is_backlog_and_lag() -> None:
         assert snapshot.throughput_per_s is not None
 
 
-async def test_log_that_does_not_answer_leaves_last_ends() -> None:
+async def test_unreachable_log_keeps_last_known_ends() -> None:
     """What is known does not become unknown."""
     async with MemoryLog() as log, reading(log) as source:
         await write_to(log, FIRST, b"value")
@@ -92,7 +92,7 @@ async def test_log_that_does_not_answer_leaves_last_ends() -> None:
         log.faults.brokers.bring_back()
 
 
-async def test_commit_that_fails_grows_old() -> None:
+async def test_failed_commit_grows_commit_age() -> None:
     """Its age, its failures and their reason are there to see; success clears the age."""
     async with MemoryLog() as log, reading(log) as source:
         await seen(source, committed=0)
@@ -108,7 +108,7 @@ async def test_commit_that_fails_grows_old() -> None:
         await eventually(lambda: source.snapshot().commit.age_s == 0)
 
 
-async def test_stall_grows_while_records_wait_and_none_is_answered() -> None:
+async def test_stall_grows_while_no_waiting_record_is_answered() -> None:
     """An answer ends it, as does an empty log."""
     log = MemoryLog()
     async with reading(log) as source:
@@ -126,7 +126,7 @@ async def test_stall_grows_while_records_wait_and_none_is_answered() -> None:
         assert source.snapshot().stalled_s == 0
 
 
-async def test_what_is_void_is_no_answer() -> None:
+async def test_revoked_work_does_not_end_stall() -> None:
     """An owner that loses its partitions again and again does not count as one that gets on."""
     log = MemoryLog()
     async with reading(log) as source:
@@ -141,7 +141,7 @@ async def test_what_is_void_is_no_answer() -> None:
         assert source.snapshot().stalled_s > 0
 
 
-def test_stall_needs_something_that_waits() -> None:
+def test_stall_without_waiting_records_is_zero() -> None:
     """An idle source is not stalled, however long ago its last answer was."""
     stall = Stall()
     stall.observe(100.0, 5, waits=False)
@@ -152,7 +152,7 @@ def test_stall_needs_something_that_waits() -> None:
     assert stall.for_s(1040.0, 6) == 9
 
 
-async def test_end_that_is_no_record_is_not_waited_for() -> None:
+async def test_end_offset_without_record_is_not_lag() -> None:
     """The marker of a transaction takes an offset, and nobody will ever answer it."""
     log = MemoryLog()
     async with reading(log) as source:

@@ -12,7 +12,7 @@ from headrace.runtime.shutdown import Stop, stop_on_signals
 from tests.support.conditions import DEADLINE_S
 
 
-def test_first_ask_drains_and_second_ends() -> None:
+def test_first_stop_drains_and_second_stop_ends() -> None:
     """One asks for an orderly end, another one for an end at once; more change nothing."""
     stop = Stop()
     seen = []
@@ -24,7 +24,7 @@ def test_first_ask_drains_and_second_ends() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signals_ask(number: signal.Signals) -> None:
+async def test_signals_stop_process(number: signal.Signals) -> None:
     """SIGTERM and SIGINT ask to drain, and ask again to end."""
     stop = Stop()
     async with asyncio.timeout(DEADLINE_S):
@@ -36,7 +36,7 @@ async def test_signals_ask(number: signal.Signals) -> None:
             await stop.forced.wait()
 
 
-async def test_old_signal_handling_comes_back() -> None:
+async def test_previous_signal_handling_is_restored_after_context() -> None:
     """Outside of the context signals do what they did before."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 

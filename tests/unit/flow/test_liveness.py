@@ -33,7 +33,7 @@ def started() -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.mark.parametrize("how", ["exits", "is killed"])
-def test_process_is_gone_once_it_has_ended(how: str) -> None:
+def test_ended_process_is_gone(how: str) -> None:
     """However it ends, and not before; a remainder that nobody has waited for does not count."""
     process, name = started()
     with process:
@@ -54,7 +54,7 @@ def test_this_process_is_not_gone() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["host", "boot", "network"])
-def test_of_what_is_elsewhere_nothing_is_known(part: int) -> None:
+def test_process_of_other_machine_or_boot_is_not_gone(part: int) -> None:
     """Another machine, another boot of it, or a container with a network of its own: a process
     there may live, though nobody here holds its name.
     """
@@ -65,7 +65,7 @@ def test_of_what_is_elsewhere_nothing_is_known(part: int) -> None:
     assert not is_gone("/".join(parts))
 
 
-def test_each_process_has_name_of_its_own() -> None:
+def test_process_names_are_unique() -> None:
     """Whatever its host is called and whichever process id it has, as in containers."""
     (first, one), (second, two) = started(), started()
     for process in (first, second):

@@ -42,12 +42,12 @@ async def made() -> MemoryLog:
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(MARKS, st.builds(Owner, st.text(max_size=20), st.text(max_size=20)))
-def test_mark_is_read_as_it_was_written(mark: CrashMarker, owner: Owner) -> None:
+def test_crash_marker_survives_round_trip(mark: CrashMarker, owner: Owner) -> None:
     """All of it, and who wrote it."""
     assert decode_mark(encode_mark(mark, owner)) == (mark, owner)
 
 
-def test_many_attempts_fit_into_commit() -> None:
+def test_crash_marker_with_many_attempts_fits_into_commit() -> None:
     """Of more than fit, those with the most deaths are kept."""
     attempts = {(2**62 + offset, 9999): 1 + offset % 3 for offset in range(500)}
     mark = CrashMarker(True, 2**62, 99, SCATTERED, 0, attempts, SCATTERED)
@@ -59,7 +59,7 @@ def test_many_attempts_fit_into_commit() -> None:
 
 
 @pytest.mark.parametrize("count", [300, 1000, 5000])
-def test_ranges_that_do_not_fit_are_joined(count: int) -> None:
+def test_crash_marker_joins_ranges_that_do_not_fit(count: int) -> None:
     """None is left out, and those that are farthest apart stay apart."""
     ranges = ranges_of(Random(count).sample(range(100_000), count))
 
@@ -71,7 +71,7 @@ def test_ranges_that_do_not_fit_are_joined(count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["no json", "{}", '{"v":1}', '{"v":2}', "[]", '{"v":2,"open":1}'])
-async def test_text_that_is_no_mark_counts_for_nothing(text: str) -> None:
+async def test_unreadable_crash_marker_is_ignored(text: str) -> None:
     """Another version's, or somebody else's: a hint that nobody can read is none."""
     log = await made()
     await log.commit("group.marks", {ONE: Committed(0, text)})
@@ -79,7 +79,7 @@ async def test_text_that_is_no_mark_counts_for_nothing(text: str) -> None:
     assert await CrashMarkers(log, "group").read([ONE]) == {ONE: (CLEAN, NOBODY)}
 
 
-async def test_what_is_kept_already_is_not_written_again() -> None:
+async def test_unchanged_crash_marker_is_not_written_again() -> None:
     """The broker may be away then, and nobody minds."""
     log = await made()
     marks, owner = CrashMarkers(log, "group"), Owner("member", "process")
@@ -92,7 +92,7 @@ async def test_what_is_kept_already_is_not_written_again() -> None:
         await marks.write({ONE: CrashMarker(True)}, Owner("another", "process"))
 
 
-async def test_mark_that_may_not_have_been_kept_is_written_again() -> None:
+async def test_crash_marker_of_unknown_outcome_is_written_again() -> None:
     """After a failure nobody knows what the log holds."""
     log = await made()
     marks, owner = CrashMarkers(log, "group"), Owner("member", "process")

@@ -62,7 +62,7 @@ def letters(found: Iterable[Record]) -> str:
     return "".join((record.value or b"?")[:1].decode() for record in found)
 
 
-async def test_records_are_written_in_their_order(log: MemoryLog) -> None:
+async def test_producing_writes_records_in_order(log: MemoryLog) -> None:
     """Without faults, each once, as handed over."""
     async with log.producer() as producer:
         assert await deliver(producer, ANSWERS, records(*[100] * 20)) == {}
@@ -70,7 +70,7 @@ async def test_records_are_written_in_their_order(log: MemoryLog) -> None:
     assert letters(await written(log)) == "abcdefghijklmnopqrst"
 
 
-async def test_only_records_that_are_too_large_by_themselves_are_refused(log: MemoryLog) -> None:
+async def test_producing_refuses_only_oversized_records(log: MemoryLog) -> None:
     """By their indexes, in order; the others of their batches are written."""
     async with log.producer() as producer:
         refused = await deliver(producer, ANSWERS, records(10, 2000, 500, 500, 3000, 10))
@@ -101,7 +101,7 @@ class BatchLimit:
         return [SentBatch(len(batch), future)]
 
 
-async def test_refused_batch_is_halved_until_it_is_taken() -> None:
+async def test_refused_batch_is_halved_until_accepted() -> None:
     """The limit is on batches: one that is refused may hold no record that is too large."""
     producer = BatchLimit(4)
 
@@ -112,7 +112,7 @@ async def test_refused_batch_is_halved_until_it_is_taken() -> None:
     assert max(producer.batches[1:]) <= 8
 
 
-async def test_outage_is_waited_out(log: MemoryLog) -> None:
+async def test_producing_waits_for_end_of_outage(log: MemoryLog) -> None:
     """While no broker answers it tries again; then everything is written once."""
     async with log.producer() as producer:
         log.faults.brokers.take_down()
@@ -125,7 +125,7 @@ async def test_outage_is_waited_out(log: MemoryLog) -> None:
     assert letters(await written(log)) == "abc"
 
 
-async def test_what_may_not_be_there_is_written_again(log: MemoryLog) -> None:
+async def test_records_with_lost_acknowledgement_are_written_again(log: MemoryLog) -> None:
     """A lost acknowledgement means a record twice, never none."""
     async with log.producer() as producer:
         log.faults.acknowledgements.lose(1)
@@ -134,7 +134,7 @@ async def test_what_may_not_be_there_is_written_again(log: MemoryLog) -> None:
     assert letters(await written(log)) in {"abcdab", "ababcd", "abcdabcd"}
 
 
-async def test_retry_does_not_repeat_what_is_acknowledged(log: MemoryLog) -> None:
+async def test_retry_does_not_repeat_acknowledged_records(log: MemoryLog) -> None:
     """Of several runs only those that failed are sent again."""
     async with log.producer() as producer:
         log.faults.acknowledgements.lose(1)
@@ -143,7 +143,7 @@ async def test_retry_does_not_repeat_what_is_acknowledged(log: MemoryLog) -> Non
     assert sorted(letters(await written(log))) == ["a", "a", "b", "c"]
 
 
-async def test_topic_that_wants_keys_refuses_those_without(log: MemoryLog) -> None:
+async def test_compacted_topic_refuses_records_without_key(log: MemoryLog) -> None:
     """A compacted topic takes the records with a key, whatever company they are in."""
     batch = [NewRecord(b"k", b"a"), NewRecord(None, b"b"), NewRecord(b"k", b"c")]
     async with log.producer() as producer:
@@ -154,7 +154,7 @@ async def test_topic_that_wants_keys_refuses_those_without(log: MemoryLog) -> No
     assert letters(await written(log, COMPACTED)) == "ac"
 
 
-async def test_partition_that_is_not_there_refuses_all(log: MemoryLog) -> None:
+async def test_missing_partition_refuses_all_records(log: MemoryLog) -> None:
     """A topic may be deleted while its name is remembered: nobody tries for ever."""
     async with log.producer() as producer:
         refused = await deliver(producer, TopicPartition("deleted", 0), records(1, 2, 3))
@@ -173,7 +173,7 @@ async def test_forbidden_topic_refuses_all_at_once(log: MemoryLog) -> None:
     assert all(isinstance(error, TopicForbidden) for error in refused.values())
 
 
-async def test_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None:
+async def test_own_topic_refusing_for_other_reason_than_size_is_fatal(log: MemoryLog) -> None:
     """Any other refusal means that the topic is not what was checked at the start."""
     async with log.producer() as producer:
         large = await deliver(producer, ANSWERS, records(10, 2000))
@@ -184,7 +184,7 @@ async def test_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None:
         too_large(TopicPartition("deleted", 0), gone)
 
 
-async def test_cancelling_ends_retries(log: MemoryLog) -> None:
+async def test_cancelling_producing_ends_retries(log: MemoryLog) -> None:
     """A process that must end at once does not wait for its broker."""
     async with log.producer() as producer:
         log.faults.brokers.take_down()

@@ -42,7 +42,7 @@ async def written(log: MemoryLog, topic: str = ANSWERS.topic) -> str:
     return "".join((one.value or b"?")[:1].decode() for one in await visible(log, topic))
 
 
-async def test_all_are_written_in_order_in_pieces_that_batch_holds(log: MemoryLog) -> None:
+async def test_records_in_order_are_written_in_pieces_of_batch_size(log: MemoryLog) -> None:
     """Each piece is acknowledged before the next one goes."""
     async with log.producer() as producer:
         log.faults.acknowledgements.hold()
@@ -58,7 +58,7 @@ async def test_all_are_written_in_order_in_pieces_that_batch_holds(log: MemoryLo
     assert await written(log) == "abcdefghi"
 
 
-async def test_nothing_after_refused_record_is_written(log: MemoryLog) -> None:
+async def test_records_after_refused_one_are_not_written_in_order(log: MemoryLog) -> None:
     """Its index says where to go on, once it was dealt with."""
     async with log.producer() as producer:
         refused = await deliver_in_order(producer, ANSWERS, records(10, 20, 2000, 30), METRICS)
@@ -68,7 +68,7 @@ async def test_nothing_after_refused_record_is_written(log: MemoryLog) -> None:
     assert await written(log) == "ab"
 
 
-async def test_refused_piece_is_halved_in_order(log: MemoryLog) -> None:
+async def test_refused_piece_in_order_is_halved(log: MemoryLog) -> None:
     """What is refused for another reason than its size is found among its neighbours."""
     compacted = TopicPartition("compacted", 0)
     keyed = [NewRecord(b"k", bytes([value])) for value in b"abcdefg"]
@@ -81,7 +81,7 @@ async def test_refused_piece_is_halved_in_order(log: MemoryLog) -> None:
     assert await written(log, "compacted") == "abcd"
 
 
-async def test_what_may_not_be_there_goes_before_what_follows(log: MemoryLog) -> None:
+async def test_unacknowledged_records_are_repeated_before_following_ones(log: MemoryLog) -> None:
     """A lost acknowledgement may mean a record twice; what comes after it waits."""
     async with log.producer() as producer:
         log.faults.acknowledgements.lose(1)
@@ -91,7 +91,7 @@ async def test_what_may_not_be_there_goes_before_what_follows(log: MemoryLog) ->
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-async def test_topic_that_may_not_be_written_to_refuses_first(log: MemoryLog, hidden: bool) -> None:
+async def test_forbidden_topic_refuses_first_record_in_order(log: MemoryLog, hidden: bool) -> None:
     """Whether we may know of it or not."""
     log.faults.topics.forbid(ANSWERS.topic, hidden=hidden)
     async with log.producer() as producer:
@@ -101,7 +101,7 @@ async def test_topic_that_may_not_be_written_to_refuses_first(log: MemoryLog, hi
     assert (refused[0], type(refused[1])) == (0, TopicForbidden)
 
 
-async def test_partition_that_is_not_there_refuses_first(log: MemoryLog) -> None:
+async def test_missing_partition_refuses_first_record_in_order(log: MemoryLog) -> None:
     """Before anything is sent."""
     nowhere = TopicPartition("nowhere", 0)
     async with log.producer() as producer:

@@ -123,7 +123,7 @@ async def mark(log: MemoryLog, of: CrashMarker) -> None:
     await CrashMarkers(log, "group").write({ONE: of}, NOBODY)
 
 
-async def test_partition_is_marked_as_open_before_anything_is_let_in(log: MemoryLog) -> None:
+async def test_crash_marker_is_written_before_first_record_is_admitted(log: MemoryLog) -> None:
     """While the mark cannot be written, nothing comes."""
     log.faults.groups.hold_commits()
     async with reading_soon(log) as stage:
@@ -155,7 +155,7 @@ async def reading_soon(log: MemoryLog) -> AsyncIterator[Stage]:
         await running
 
 
-async def test_good_end_leaves_clean_mark(log: MemoryLog) -> None:
+async def test_clean_end_leaves_clean_crash_marker(log: MemoryLog) -> None:
     """The next owner suspects nothing."""
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
@@ -164,7 +164,7 @@ async def test_good_end_leaves_clean_mark(log: MemoryLog) -> None:
     assert await marked(log) == CLEAN
 
 
-async def test_good_end_with_work_left_leaves_clean_mark(log: MemoryLog) -> None:
+async def test_clean_end_with_unfinished_work_leaves_clean_crash_marker(log: MemoryLog) -> None:
     """What was read and not answered in time is no suspect: nothing has ended a process."""
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
@@ -172,7 +172,7 @@ async def test_good_end_with_work_left_leaves_clean_mark(log: MemoryLog) -> None
     assert await marked(log) == CLEAN
 
 
-async def test_unclean_end_holds_nothing_up(log: MemoryLog) -> None:
+async def test_first_unclean_end_delays_no_record(log: MemoryLog) -> None:
     """What was admitted is let in again with everything else, and the mark counts the end."""
     async with reading(log, dies=True) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
@@ -193,7 +193,7 @@ def _becomes(log: MemoryLog, mark: CrashMarker) -> Callable[[], Awaitable[bool]]
     return is_marked
 
 
-async def test_second_unclean_end_makes_process_careful(log: MemoryLog) -> None:
+async def test_second_unclean_end_starts_poison_search(log: MemoryLog) -> None:
     """What is read is marked as long as the stage is at it, and nothing is held up."""
     await mark(log, CrashMarker(True, 10, 1))
     async with reading(log) as stage:
@@ -208,7 +208,7 @@ async def test_second_unclean_end_makes_process_careful(log: MemoryLog) -> None:
     assert during == CrashMarker(True, 10, 2, ((0, 10),))
 
 
-async def test_what_ran_at_end_of_careful_process_comes_alone(log: MemoryLog) -> None:
+async def test_suspects_of_unclean_end_run_alone(log: MemoryLog) -> None:
     """Everything else comes as it would; each of these is marked, and survives by itself."""
     await mark(log, CrashMarker(True, 10, 2, ((3, 4), (6, 7))))
     await write_to(log, TWO, b"other")
@@ -224,7 +224,7 @@ async def test_what_ran_at_end_of_careful_process_comes_alone(log: MemoryLog) ->
     assert during == CrashMarker(True, 10, 3, ((3, 4),), 0, {}, ((3, 4), (6, 7)))
 
 
-async def test_end_while_one_ran_alone_condemns_at_max_attempts(log: MemoryLog) -> None:
+async def test_unclean_end_while_suspect_ran_alone_condemns_at_max_attempts(log: MemoryLog) -> None:
     """At the second one the stage is told, and it does not come alone any more."""
     await mark(log, CrashMarker(True, 10, 3, ((3, 4),), 0, {(3, 0): 1}, ((3, 4), (6, 7))))
     async with reading(log) as stage:
@@ -244,7 +244,7 @@ async def test_end_while_one_ran_alone_condemns_at_max_attempts(log: MemoryLog) 
     assert suspects is not None
 
 
-async def test_accused_offsets_without_request_are_forgotten(log: MemoryLog) -> None:
+async def test_suspect_offsets_without_request_are_forgotten(log: MemoryLog) -> None:
     """Records that nobody answers, and offsets without any, keep no search going."""
     await write_to(log, ONE, NO_REQUEST)
     log.faults.partitions.skip_offsets(ONE, 3)
@@ -270,7 +270,7 @@ async def test_suspects_beyond_what_log_holds_are_forgotten(log: MemoryLog) -> N
     assert await marked(log) == CLEAN
 
 
-async def test_search_goes_on_after_rebalance(log: MemoryLog) -> None:
+async def test_poison_search_continues_after_rebalance(log: MemoryLog) -> None:
     """What survived is acquitted, the rest is accused still, and nothing counts as an attempt."""
     await mark(log, CrashMarker(False, 10, 3, accused=((3, 5),)))
     async with reading(log) as stage:
@@ -283,7 +283,7 @@ async def test_search_goes_on_after_rebalance(log: MemoryLog) -> None:
     assert attempts == 0
 
 
-async def test_mark_that_cannot_be_written_is_tried_again(log: MemoryLog) -> None:
+async def test_failed_crash_marker_write_is_retried(log: MemoryLog) -> None:
     """Meanwhile nothing is let in; no suspect ever runs unmarked."""
     await mark(log, CrashMarker(True, 10, 1))
     async with reading(log) as stage:

@@ -53,7 +53,7 @@ class Reader:
         return found
 
 
-async def test_what_comes_behind_what_waits_joins_it() -> None:
+async def test_polled_records_join_waiting_records_of_partition() -> None:
     """Of each partition the first stage gets all at once, in the order of offsets."""
     reader = Reader()
     for partition in (ONE, TWO, ONE, TWO, ONE):
@@ -62,7 +62,7 @@ async def test_what_comes_behind_what_waits_joins_it() -> None:
     assert await reader.taken() == [(0, [0, 1, 2, 3, 4, 5]), (1, [0, 1, 2, 3])]
 
 
-async def test_what_was_taken_does_not_grow() -> None:
+async def test_taken_delivery_does_not_grow() -> None:
     """The first stage has its delivery; what is read from then on is another one."""
     reader = Reader()
     reader.read(ONE, 2)
@@ -84,7 +84,7 @@ async def test_delivery_has_no_more_than_poll() -> None:
     assert sizes == [TUNING.consumer.max_poll_records, TUNING.consumer.max_poll_records // 2]
 
 
-async def test_records_read_carefully_stay_by_themselves() -> None:
+async def test_records_read_carefully_join_no_others() -> None:
     """What is known of them holds for none of the others."""
     reader = Reader()
     isolation = Isolation(frozenset(), frozenset(), lambda _: None)
@@ -94,7 +94,7 @@ async def test_records_read_carefully_stay_by_themselves() -> None:
     assert await reader.taken() == [(0, [0]), (0, [1]), (0, [2]), (0, [3])]
 
 
-async def test_what_was_skipped_stays_in_its_place() -> None:
+async def test_records_behind_gap_do_not_join_those_before() -> None:
     """Records behind a gap do not join those before it."""
     reader = Reader()
     reader.read(ONE, 1)
@@ -104,7 +104,7 @@ async def test_what_was_skipped_stays_in_its_place() -> None:
     assert await reader.taken() == [(0, [0]), (0, []), (0, [1])]
 
 
-async def test_another_assignment_of_partition_is_apart() -> None:
+async def test_records_of_other_epoch_do_not_join() -> None:
     """What was read for the one before is revoked, and is not to be mixed with what is ours."""
     reader = Reader()
     reader.read(ONE, 1)
@@ -116,7 +116,7 @@ async def test_another_assignment_of_partition_is_apart() -> None:
 
 
 @pytest.mark.parametrize("dropped", [frozenset([ONE]), None])
-async def test_bytes_that_wait_are_those_of_what_is_left(
+async def test_waiting_bytes_follow_taken_and_added_records(
     dropped: frozenset[TopicPartition] | None,
 ) -> None:
     """They fall when a partition goes, and what joins later is counted as well."""
@@ -145,7 +145,7 @@ async def turns_of(work: Coroutine[Any, Any, None]) -> int:
     return turns
 
 
-async def test_reading_lets_stages_finish_what_was_read() -> None:
+async def test_reading_waits_while_small_chunks_are_in_flight() -> None:
     """While something is in flight the next poll is as many turns away as an answer is."""
     reader = Reader()
     ack_handle = reader.assignments[ONE].admit(0, 10)
@@ -156,7 +156,7 @@ async def test_reading_lets_stages_finish_what_was_read() -> None:
     ack_handle.ack()
 
 
-async def test_who_reads_much_at_time_goes_on_reading() -> None:
+async def test_reading_of_large_chunks_does_not_wait() -> None:
     """Where large chunks come there is nothing to gather, and the next poll follows at once."""
     reader = Reader()
     reader.read(ONE, TUNING.consumer.large_chunk_bytes // 1024)
@@ -164,7 +164,7 @@ async def test_who_reads_much_at_time_goes_on_reading() -> None:
     assert await turns_of(reader.arrivals.yield_to_stages(reader.tracker.budget)) <= 2
 
 
-async def test_reading_goes_on_when_all_is_answered() -> None:
+async def test_reading_resumes_when_all_is_answered() -> None:
     """With nothing in flight and nothing that waits there is no pause."""
     reader = Reader()
 

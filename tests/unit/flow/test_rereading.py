@@ -139,7 +139,7 @@ class RereadingHarness:
         return delivery
 
 
-async def test_records_are_read_again_one_after_other_as_there_is_room() -> None:
+async def test_deferred_records_are_read_again_as_budget_allows() -> None:
     """In their order, each when the one before it is answered; all is covered in the end."""
     bench = RereadingHarness()
     (first,) = await bench.read(3)
@@ -160,7 +160,7 @@ async def test_records_are_read_again_one_after_other_as_there_is_room() -> None
     assert bench.budget.used_bytes == 0
 
 
-async def test_deleted_records_are_skipped_and_counted() -> None:
+async def test_rereading_skips_and_counts_deleted_records() -> None:
     """Retention may take what is deferred; nobody can answer it then, and the base goes on."""
     bench = RereadingHarness()
     (first,) = await bench.read(3)
@@ -177,7 +177,7 @@ async def test_deleted_records_are_skipped_and_counted() -> None:
     assert bench.assignment.progress == AckedOffsets(2)
 
 
-async def test_unreadable_records_are_skipped_and_counted() -> None:
+async def test_rereading_skips_and_counts_unreadable_records() -> None:
     """A record that a broker damaged while it was deferred is passed over, as it is at first."""
     bench = RereadingHarness()
     await bench.log.create_topics([TopicInfo(ONE.topic, 2, {})], replication_factor=1)
@@ -202,7 +202,7 @@ async def test_unreadable_records_are_skipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("end", [0, 1])
-async def test_lost_end_of_log_is_reported(end: int) -> None:
+async def test_rereading_reports_lost_end_of_log(end: int) -> None:
     """The next deferred record lies beyond the new end, or exactly there."""
     bench = RereadingHarness()
     (first,) = await bench.read(4)
@@ -214,7 +214,7 @@ async def test_lost_end_of_log_is_reported(end: int) -> None:
     assert bench.lost_ends[ONE] >= end
 
 
-async def test_revoked_assignment_gives_back_what_is_reserved() -> None:
+async def test_rereading_of_revoked_partition_frees_reserved_budget() -> None:
     """A record that was read again for nobody keeps no room from others."""
     bench = RereadingHarness()
     (first,) = await bench.read(2)
@@ -229,7 +229,7 @@ async def test_revoked_assignment_gives_back_what_is_reserved() -> None:
     assert not bench.deferral.records.partitions()
 
 
-async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> None:
+async def test_rereading_error_of_one_partition_leaves_others_read() -> None:
     """What was picked of both is given back, and picked again when the log can be asked."""
     bench = RereadingHarness(UnsureLog())
     (first,) = await bench.read(2)
@@ -245,7 +245,7 @@ async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> No
     assert lost == {ONE, TWO}
 
 
-async def test_answered_requests_are_forgotten_long_before_their_deadlines() -> None:
+async def test_answered_deferred_requests_are_forgotten_before_their_deadlines() -> None:
     """However far a caller's deadline lies ahead, no memory is kept until then."""
     bench = RereadingHarness()
     (first,) = await bench.let_in([bench.request(0)])
@@ -258,7 +258,7 @@ async def test_answered_requests_are_forgotten_long_before_their_deadlines() -> 
     assert _living(Deferred) < 2500
 
 
-async def test_refusals_of_requests_that_ended_otherwise_are_forgotten() -> None:
+async def test_refusals_of_ended_deferred_requests_are_forgotten() -> None:
     """A record that was read again, since it would be late, may be refused before it is asked."""
     is_late = False
     bench = RereadingHarness(

@@ -56,7 +56,7 @@ async def start(*runs: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
     return tasks
 
 
-async def test_run_is_marked_before_it_begins() -> None:
+async def test_suspect_run_is_marked_before_it_begins() -> None:
     """While the mark cannot be written, nothing begins; what waits shares a write."""
     bench, ended = RunGateHarness(), asyncio.Event()
     bench.may_keep.clear()
@@ -70,7 +70,7 @@ async def test_run_is_marked_before_it_begins() -> None:
     assert bench.story == ["mark [1, 2, 3]", "run 1", "mark [2, 3]", "run 2", "run 3"]
 
 
-async def test_accused_run_waits_until_all_others_have_left() -> None:
+async def test_suspect_run_waits_until_all_others_have_left() -> None:
     """And is marked to be alone then, not before."""
     bench, first, second = RunGateHarness(), asyncio.Event(), asyncio.Event()
     runs = await start(bench.beside(1, first), bench.alone(7, second))
@@ -84,7 +84,7 @@ async def test_accused_run_waits_until_all_others_have_left() -> None:
     assert bench.story[2:] == ["mark [] alone 7", "run 7 alone"]
 
 
-async def test_others_go_on_between_two_accused_runs() -> None:
+async def test_other_runs_pass_between_two_suspect_runs() -> None:
     """What waited for the first runs before the second may."""
     bench, ends = RunGateHarness(), [asyncio.Event() for _ in range(3)]
     runs = await start(bench.alone(7, ends[0]), bench.alone(8, ends[1]), bench.beside(1, ends[2]))
@@ -101,7 +101,7 @@ async def test_others_go_on_between_two_accused_runs() -> None:
     assert bench.story[-1] == "run 8 alone"
 
 
-async def test_run_that_ends_its_process_lets_nothing_else_in() -> None:
+async def test_run_gate_stays_closed_when_run_ends_its_process() -> None:
     """What would be marked to run alone in its last moments would be taken for the culprit."""
     bench, never = RunGateHarness(), asyncio.Event()
     dying, accused = await start(bench.beside(1, never), bench.alone(7, never))

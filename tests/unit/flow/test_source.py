@@ -44,7 +44,7 @@ async def log() -> MemoryLog:
     return log
 
 
-async def test_it_starts_at_base_and_passes_over_what_is_answered(log: MemoryLog) -> None:
+async def test_source_starts_at_base_and_skips_answered_records(log: MemoryLog) -> None:
     """A successor reads from the committed base, and runs nothing that the metadata has."""
     await fill(log, 8)
     await commit(log, AckedOffsets(2, [(4, 6)]).committable())
@@ -60,7 +60,7 @@ async def _is(log: MemoryLog, expected: AckedOffsets) -> bool:
     return await progress(log) == expected
 
 
-async def test_without_commit_it_starts_at_beginning(log: MemoryLog) -> None:
+async def test_source_without_commit_starts_at_beginning(log: MemoryLog) -> None:
     """Nothing that the log holds is left out."""
     await fill(log, 3)
     log.faults.partitions.trim(ONE, 1)
@@ -69,7 +69,7 @@ async def test_without_commit_it_starts_at_beginning(log: MemoryLog) -> None:
         await eventually(lambda: stage.offsets == [1, 2])
 
 
-async def test_what_is_settled_is_committed_in_background(log: MemoryLog) -> None:
+async def test_acked_records_are_committed_in_background(log: MemoryLog) -> None:
     """The base and what is answered above it, without anybody waiting for it."""
     await fill(log, 5)
     async with reading(log) as stage:
@@ -80,7 +80,7 @@ async def test_what_is_settled_is_committed_in_background(log: MemoryLog) -> Non
         await eventually(lambda: _is(log, AckedOffsets(4)))
 
 
-async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
+async def test_only_one_commit_is_in_flight(log: MemoryLog) -> None:
     """While the log answers slowly there is no second commit, not at the end either."""
     await fill(log, 5)
     under_way = most = 0
@@ -111,7 +111,7 @@ async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
     assert await progress(log) == AckedOffsets(5)
 
 
-async def test_failed_commit_is_made_up_for(log: MemoryLog) -> None:
+async def test_failed_commit_is_retried(log: MemoryLog) -> None:
     """When the broker is back, what is true then is committed."""
     await fill(log, 3)
     async with reading(log) as stage:
@@ -123,7 +123,7 @@ async def test_failed_commit_is_made_up_for(log: MemoryLog) -> None:
         await eventually(lambda: _is(log, AckedOffsets(3)))
 
 
-async def test_what_does_not_change_is_committed_again(log: MemoryLog) -> None:
+async def test_unchanged_offsets_are_committed_again(log: MemoryLog) -> None:
     """A broker forgets offsets of topics that nobody subscribes to, so that they are renewed."""
     delivery = replace(QUICK.delivery, commit_refresh_interval_s=0.05)
     async with reading(log, tuning=replace(QUICK, delivery=delivery)):
@@ -145,7 +145,7 @@ async def test_reading_pauses_over_budget_and_resumes(log: MemoryLog) -> None:
         await eventually(lambda: len(stage.offsets) > before)
 
 
-async def test_small_records_that_wait_are_counted_as_what_they_take(log: MemoryLog) -> None:
+async def test_waiting_small_records_are_charged_their_overhead(log: MemoryLog) -> None:
     """Behind a slow stage, empty records fill the budget as well: reading does not run away."""
     source = make_source(log, budget_bytes=100 * RECORD_OVERHEAD_BYTES)
     async with asyncio.TaskGroup() as tasks, source:
@@ -169,7 +169,7 @@ async def test_small_records_that_wait_are_counted_as_what_they_take(log: Memory
     ],
     ids=["key", "header", "header name", "many headers"],
 )
-async def test_large_keys_and_headers_that_wait_pause_reading(
+async def test_waiting_large_keys_and_headers_pause_reading(
     log: MemoryLog, large: NewRecord
 ) -> None:
     """Nothing takes what waits out of the ready queue; the budget counts more than its values."""
@@ -204,7 +204,7 @@ async def test_revoked_partition_drains_and_is_committed(log: MemoryLog) -> None
         assert (await progress(log) or AckedOffsets(0)).base == 4
 
 
-async def test_nothing_is_answered_behind_last_commit(log: MemoryLog) -> None:
+async def test_work_unanswered_at_stop_deadline_is_revoked(log: MemoryLog) -> None:
     """What a stop finds unanswered when its time is over is revoked: the next owner answers it."""
     await fill(log, 3)
     async with reading(log) as stage:
@@ -217,7 +217,7 @@ async def test_nothing_is_answered_behind_last_commit(log: MemoryLog) -> None:
         assert await progress(log) == AckedOffsets(1)
 
 
-async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
+async def test_work_undrained_at_deadline_is_revoked(log: MemoryLog) -> None:
     """After the deadline an ack moves nothing, and the next owner reads the records again."""
     await fill(log, 4)
     async with reading(log, drain_timeout_s=0.05) as stage, AsyncExitStack() as stack:
@@ -236,7 +236,7 @@ async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
         assert await progress(log) == AckedOffsets(0, [(1, 2)])
 
 
-async def test_it_is_assigned_once_broker_answers(log: MemoryLog) -> None:
+async def test_assignment_waits_for_broker(log: MemoryLog) -> None:
     """A broker that is away while partitions are assigned delays reading, and ends nothing."""
     await fill(log, 3)
     async with reading(log) as stage:
@@ -264,7 +264,7 @@ async def test_it_is_assigned_once_broker_answers(log: MemoryLog) -> None:
         await eventually(lambda: stage.offsets == [0, 1, 2, 3])
 
 
-async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) -> None:
+async def test_records_deleted_while_reading_are_skipped_and_counted(log: MemoryLog) -> None:
     """Records that are gone are skipped; what follows closes the gap."""
     await fill(log, 3)
     async with reading(log, budget_bytes=20) as stage:
@@ -280,7 +280,7 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
         assert registry.get_sample_value("headrace_skipped_records_total") == 5
 
 
-async def test_retention_that_passed_base_is_skipped_at_start(log: MemoryLog) -> None:
+async def test_records_deleted_before_start_are_skipped(log: MemoryLog) -> None:
     """A base below what the log still holds moves up."""
     await fill(log, 10)
     await commit(log, AckedOffsets(2, [(3, 4)]).committable())
@@ -292,7 +292,7 @@ async def test_retention_that_passed_base_is_skipped_at_start(log: MemoryLog) ->
         await eventually(lambda: _is(log, AckedOffsets(10)))
 
 
-async def test_topic_made_anew_between_polls_is_read_from_its_beginning(log: MemoryLog) -> None:
+async def test_topic_recreated_between_polls_is_read_from_beginning(log: MemoryLog) -> None:
     """Its requests get their answers, although others with their offsets had theirs."""
     await fill(log, 9)
     async with reading(log) as stage:
@@ -307,7 +307,7 @@ async def test_topic_made_anew_between_polls_is_read_from_its_beginning(log: Mem
         await eventually(lambda: _is(log, AckedOffsets(3)))
 
 
-async def test_lost_end_of_log_keeps_what_was_answered(log: MemoryLog) -> None:
+async def test_lost_end_of_log_keeps_answered_offsets(log: MemoryLog) -> None:
     """Reading goes on at the new end, and what is written there is answered."""
     await fill(log, 9)
     async with reading(log) as stage:
@@ -323,7 +323,7 @@ async def test_lost_end_of_log_keeps_what_was_answered(log: MemoryLog) -> None:
         await eventually(lambda: _is(log, AckedOffsets(9)))
 
 
-async def test_work_on_lost_record_is_not_counted_for_its_successor(log: MemoryLog) -> None:
+async def test_ack_of_lost_record_does_not_count_for_its_successor(log: MemoryLog) -> None:
     """It is awaited until the drain deadline, and revoked from then on."""
     await fill(log, 9)
     async with reading(log, drain_timeout_s=0.01) as stage:
@@ -339,7 +339,7 @@ async def test_work_on_lost_record_is_not_counted_for_its_successor(log: MemoryL
         await eventually(lambda: _is(log, AckedOffsets(8)))
 
 
-async def test_end_lost_while_no_process_ran_keeps_what_was_answered(log: MemoryLog) -> None:
+async def test_log_end_lost_before_start_keeps_answered_offsets(log: MemoryLog) -> None:
     """What was committed beyond the end is of records that are gone."""
     await fill(log, 9)
     await commit(log, AckedOffsets(3, [(4, 5), (7, 9)]).committable())
@@ -352,7 +352,7 @@ async def test_end_lost_while_no_process_ran_keeps_what_was_answered(log: Memory
         stage.ack_all()
 
 
-async def test_topic_made_anew_begins_like_assignment(log: MemoryLog) -> None:
+async def test_recreated_topic_begins_like_assignment(log: MemoryLog) -> None:
     """Its keys keep their order, and those who hold something of the former one are told."""
     await fill(log, 3)
     told: list[bool] = []
@@ -371,7 +371,7 @@ async def test_topic_made_anew_begins_like_assignment(log: MemoryLog) -> None:
         stage.ack_all()
 
 
-async def test_ingest_alone_starts_where_answers_end_and_commits_nothing(
+async def test_separate_ingest_starts_at_answers_and_commits_nothing(
     log: MemoryLog,
 ) -> None:
     """Its membership is in a group of its own; the progress is the responder's."""
@@ -386,7 +386,7 @@ async def test_ingest_alone_starts_where_answers_end_and_commits_nothing(
     assert await log.committed("group.ingest", [ONE]) == {ONE: None}
 
 
-async def test_stop_drops_what_was_only_read(log: MemoryLog) -> None:
+async def test_stop_drops_records_not_admitted(log: MemoryLog) -> None:
     """Records that no stage has admitted are the next owner's; what is in flight is awaited."""
     await fill(log, 1)
     async with reading(log) as stage:
@@ -435,7 +435,7 @@ async def test_draining_and_last_commit_share_one_deadline() -> None:
         stage.ack_handles.clear()
 
 
-async def test_partition_paused_for_share_continues_when_its_end_was_lost(
+async def test_partition_paused_for_share_resumes_after_lost_end(
     log: MemoryLog,
 ) -> None:
     """The deferred records are gone, so that it need not wait until the log has grown."""
@@ -521,7 +521,7 @@ class ReluctantSourceOffsets(SourceOffsets):
             raise LogUnavailable("expected what is committed, got no answer")
 
 
-async def test_assignment_that_is_tried_again_shows_for_how_long(log: MemoryLog) -> None:
+async def test_retried_assignment_shows_its_duration(log: MemoryLog) -> None:
     """Until the partitions are taken up, and not afterwards."""
     source_offsets = ReluctantSourceOffsets(log, TOPIC)
     settings = SourceSettings(TOPIC, GROUP, GROUP, True, 1_000_000, 5.0)

@@ -49,7 +49,7 @@ def at(offset: int, previous: int | None = None) -> Request:
     return request
 
 
-async def test_origin_is_claimed_once(log: MemoryLog) -> None:
+async def test_source_offset_is_claimed_once(log: MemoryLog) -> None:
     """Of two results for one request only the first one is answered."""
     source_offsets = await assigned(log)
 
@@ -60,7 +60,7 @@ async def test_origin_is_claimed_once(log: MemoryLog) -> None:
     ] == [True, False, True]
 
 
-async def test_what_is_answered_is_not_claimed_again(log: MemoryLog) -> None:
+async def test_answered_offset_is_not_claimed_again(log: MemoryLog) -> None:
     """After the answer too, and after the base has passed it."""
     source_offsets = await assigned(log)
     for offset in (0, 2):
@@ -75,7 +75,7 @@ async def test_what_is_answered_is_not_claimed_again(log: MemoryLog) -> None:
     ]
 
 
-async def test_answers_of_many_requests_cover_each_of_them(log: MemoryLog) -> None:
+async def test_range_of_answers_covers_each_offset(log: MemoryLog) -> None:
     """In whatever order they come, with what was never there between them."""
     source_offsets = await assigned(log)
 
@@ -84,7 +84,7 @@ async def test_answers_of_many_requests_cover_each_of_them(log: MemoryLog) -> No
     assert source_offsets.progress(0) == AckedOffsets(9)
 
 
-async def test_what_was_committed_is_not_claimed(log: MemoryLog) -> None:
+async def test_committed_offset_is_not_claimed(log: MemoryLog) -> None:
     """A new owner knows what its predecessor has answered, above the base as well."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
 
@@ -97,7 +97,7 @@ async def test_what_was_committed_is_not_claimed(log: MemoryLog) -> None:
     ]
 
 
-async def test_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> None:
+async def test_answer_stays_pending_until_committed(log: MemoryLog) -> None:
     """What the log acknowledged is not committed again, unless it is to be renewed."""
     source_offsets = await assigned(log)
     first = source_offsets.committable()
@@ -114,7 +114,7 @@ async def test_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> None:
     assert source_offsets.committable() == {SOURCE: Committed(1)}
 
 
-async def test_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
+async def test_offset_of_revoked_partition_is_not_claimed(log: MemoryLog) -> None:
     """Another process answers for it now; a straggler's answer is no news here."""
     source_offsets = await assigned(log)
     source_offsets.is_first_delivery(0, 0)
@@ -126,7 +126,7 @@ async def test_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
     assert source_offsets.committable() == {}
 
 
-async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
+async def test_base_passes_records_deleted_by_retention(log: MemoryLog) -> None:
     """A base below the source's beginning moves up to it."""
     log.faults.partitions.trim(SOURCE, 6)
 
@@ -135,7 +135,7 @@ async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
     assert source_offsets.committable() == {SOURCE: Committed(6)}
 
 
-async def test_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
+async def test_recreated_topic_resets_answered_offsets(log: MemoryLog) -> None:
     """Other requests stand at its offsets, and none of them is answered."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
     before = await source_offsets.has_other_records()
@@ -149,7 +149,7 @@ async def test_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
     assert source_offsets.committable() == {SOURCE: Committed(0)}
 
 
-async def test_lost_end_of_requests_is_found_out(log: MemoryLog) -> None:
+async def test_lost_end_of_requests_truncates_answered_offsets(log: MemoryLog) -> None:
     """Other requests get the offsets above it, and what is answered below stays so."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 8)]).committable())
     log.faults.partitions.truncate(SOURCE, 6)
@@ -164,7 +164,7 @@ async def test_lost_end_of_requests_is_found_out(log: MemoryLog) -> None:
     ]
 
 
-async def test_topic_that_is_gone_is_not_replaced(log: MemoryLog) -> None:
+async def test_deleted_topic_keeps_answered_offsets(log: MemoryLog) -> None:
     """What is on its way still is of the one that was."""
     source_offsets = await assigned(log, Committed(3))
     log.faults.topics.delete("requests")

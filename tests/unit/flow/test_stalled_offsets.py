@@ -40,7 +40,7 @@ def looked(tracker: InFlightTracker, *looks: tuple[int, float]) -> StalledOffset
     return bases
 
 
-def test_base_that_was_passed_on_and_stands_is_stuck_after_while(
+def test_passed_on_base_that_stands_still_is_stalled(
     tracker: InFlightTracker,
 ) -> None:
     """It is told of once, with the record that has no answer."""
@@ -59,7 +59,7 @@ def test_base_that_was_passed_on_and_stands_is_stuck_after_while(
     ]
 
 
-def test_base_that_moves_is_not(tracker: InFlightTracker) -> None:
+def test_moving_base_is_not_stalled(tracker: InFlightTracker) -> None:
     """However slowly; and whoever was told of before is forgotten."""
     pass_on(tracker, 10)
     bases = looked(tracker, (5, 0.0), (5, 120.0), (6, 150.0))
@@ -67,14 +67,14 @@ def test_base_that_moves_is_not(tracker: InFlightTracker) -> None:
     assert (bases.age_s(ONE, 160.0), bases.is_stuck(ONE, 160.0)) == (10.0, False)
 
 
-def test_what_is_still_to_be_read_is_not_stuck(tracker: InFlightTracker) -> None:
+def test_unread_backlog_is_not_stalled(tracker: InFlightTracker) -> None:
     """A backlog may be older than any retention."""
     bases = looked(tracker, (3, 0.0), (3, 1000.0))
 
     assert (bases.age_s(ONE, 1000.0), bases.is_stuck(ONE, 1000.0)) == (0.0, False)
 
 
-def test_new_assignment_passes_base_on_again(tracker: InFlightTracker) -> None:
+def test_new_assignment_sends_records_from_base_again(tracker: InFlightTracker) -> None:
     """So the time begins anew."""
     pass_on(tracker, 10)
     bases = looked(tracker, (5, 0.0), (5, 120.0))

@@ -28,7 +28,7 @@ async def owner_of(log: MemoryLog, offsets: int = 10) -> Owner:
     return owner
 
 
-async def test_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
+async def test_failed_fencing_leaves_no_producer(log: MemoryLog) -> None:
     """It is tried again as a whole."""
     owner = Owner(log)
     log.faults.brokers.take_down()
@@ -43,7 +43,7 @@ async def test_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
     assert await answers(log) == {0: 1}
 
 
-async def test_partition_goes_on_after_seal_that_was_cancelled(log: MemoryLog) -> None:
+async def test_partition_gets_new_producer_after_cancelled_transaction(log: MemoryLog) -> None:
     """The producer of the one that was under way is not used again."""
     owner = await owner_of(log)
     log.faults.transactions.hold()
@@ -59,7 +59,7 @@ async def test_partition_goes_on_after_seal_that_was_cancelled(log: MemoryLog) -
     assert await answers(log) == {0: 1, 1: 1}
 
 
-async def test_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
+async def test_transaction_in_flight_is_lost_with_its_partition(log: MemoryLog) -> None:
     """Whatever the producer says when it is closed: the answers are the next owner's."""
     owner = await owner_of(log)
     log.faults.transactions.hold()
@@ -75,7 +75,7 @@ async def test_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
     assert await answers(log) == {0: 1}
 
 
-async def test_group_is_asked_until_it_answers(log: MemoryLog) -> None:
+async def test_membership_is_asked_until_group_answers(log: MemoryLog) -> None:
     """A fenced producer has no successor before it is known whether the partition is ours."""
     owner = await owner_of(log)
     log.faults.transactions.hold()
@@ -92,7 +92,7 @@ async def test_group_is_asked_until_it_answers(log: MemoryLog) -> None:
     assert await answers(log) == {0: 1}
 
 
-async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> None:
+async def test_evicted_member_loses_all_partitions(log: MemoryLog) -> None:
     """It is told once, and seals nothing any more."""
     owner = await owner_of(log)
     await owner_of(log)
@@ -106,7 +106,7 @@ async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> Non
     assert await answers(log) == {}
 
 
-async def test_what_turns_out_to_be_sealed_counts_as_sealed(log: MemoryLog) -> None:
+async def test_transaction_found_committed_counts_as_committed(log: MemoryLog) -> None:
     """The caller tells of these answers as of any others; they are no duplicates."""
     owner = await owner_of(log)
     log.faults.transactions.fail(TransactionFault.UNKNOWN_BUT_COMMITTED)
@@ -117,7 +117,7 @@ async def test_what_turns_out_to_be_sealed_counts_as_sealed(log: MemoryLog) -> N
     assert await answers(log) == {0: 1, 1: 1}
 
 
-async def test_successor_knows_what_another_owner_has_answered(log: MemoryLog) -> None:
+async def test_successor_knows_answers_of_previous_owner(log: MemoryLog) -> None:
     """An owner that comes back finds these answered, and gives the others."""
     owner = await owner_of(log)
     between = await owner_of(log)
@@ -127,7 +127,7 @@ async def test_successor_knows_what_another_owner_has_answered(log: MemoryLog) -
     assert await answers(log) == dict.fromkeys(range(4), 1)
 
 
-async def test_leftovers_are_committed_without_answers(log: MemoryLog) -> None:
+async def test_offsets_without_answers_are_committed(log: MemoryLog) -> None:
     """The base that a process starts from, and what is renewed."""
     owner = await owner_of(log)
     await owner.transactions.commit_remaining(0)
@@ -137,7 +137,7 @@ async def test_leftovers_are_committed_without_answers(log: MemoryLog) -> None:
         await owner.transactions.commit_remaining(1)
 
 
-async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
+async def test_unchanged_transactional_offsets_are_renewed(log: MemoryLog) -> None:
     """A broker forgets it otherwise; nothing is written as long as nothing is to be renewed."""
     owner = await owner_of(log)
     await owner.commit_transaction([0])
@@ -150,7 +150,7 @@ async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
     assert (await log.committed("group", [owner.source]))[owner.source] == (1, "")
 
 
-async def test_step_of_last_assignment_waits_for_next_one_and_gives_nothing(
+async def test_step_of_previous_assignment_writes_no_answer(
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may come back while the same partition is being assigned anew: that one has the seat."""
@@ -190,7 +190,7 @@ async def test_step_of_last_assignment_waits_for_next_one_and_gives_nothing(
     assert await answers(log) == {}
 
 
-async def test_group_that_answers_too_late_voids_nothing_of_next_assignment(
+async def test_late_membership_denial_does_not_revoke_next_assignment(
     log: MemoryLog,
 ) -> None:
     """What it denies is the membership that has ended meanwhile."""

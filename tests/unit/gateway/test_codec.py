@@ -37,7 +37,7 @@ def answer_of(array: np.ndarray[Any, Any]) -> Response:
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_binary_tensor_is_read_and_written_unchanged(datatype: str) -> None:
+def test_binary_tensor_survives_http_codec(datatype: str) -> None:
     """Of every datatype, with the JSON before it."""
     array = values_of(datatype)
     content = bytes(from_array("x", array).data)
@@ -57,7 +57,7 @@ def test_binary_tensor_is_read_and_written_unchanged(datatype: str) -> None:
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_tensor_in_json_is_written_as_it_can_be_read(datatype: str) -> None:
+def test_json_tensor_survives_http_codec(datatype: str) -> None:
     """An output in JSON, sent as an input, is the same array."""
     array = values_of(datatype)
     (output,) = msgspec.json.decode(encode_answer(answer_of(array)).body)["outputs"]
@@ -66,7 +66,7 @@ def test_tensor_in_json_is_written_as_it_can_be_read(datatype: str) -> None:
     np.testing.assert_array_equal(decode_call(encoded(output)).inputs["y"], array)
 
 
-def test_each_output_has_form_that_is_asked_for() -> None:
+def test_output_has_requested_encoding() -> None:
     """`binary_data` of an output goes before `binary_data_output` of the request."""
     outputs = [{"name": "y", "parameters": {"binary_data": False}}, {"name": "z"}]
     call = decode_call(encoded(ONE, outputs=outputs, parameters={"binary_data_output": True}))
@@ -79,7 +79,7 @@ def test_each_output_has_form_that_is_asked_for() -> None:
     assert z["parameters"] == {"binary_data_size": 4}
 
 
-def test_parameters_of_others_are_passed_on_and_timeout_is_not() -> None:
+def test_unknown_parameters_are_passed_on_and_timeout_is_not() -> None:
     """The stages get what the gateway has no use for."""
     call = decode_call(encoded(ONE, id="a", parameters={"timeout": 1500, "mine": True}))
 
@@ -126,7 +126,9 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize(("body", "json_bytes", "told"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
-def test_bad_body_is_refused_with_sentence(body: bytes, json_bytes: int | None, told: str) -> None:
+def test_bad_http_body_is_refused_with_reason(
+    body: bytes, json_bytes: int | None, told: str
+) -> None:
     """The place, what was expected, and what was found; a size below 1 is counted from the end."""
     if json_bytes is not None and json_bytes <= 0:
         json_bytes += len(body)
@@ -143,7 +145,7 @@ def test_bad_body_is_refused_with_sentence(body: bytes, json_bytes: int | None, 
         ("BYTES", (-1, 1), b"text", [1, 1]),
     ],
 )
-def test_bare_tensor_gets_its_shape_from_model(
+def test_bare_tensor_takes_its_shape_from_model(
     datatype: str, shape: tuple[int, ...], body: bytes, expected: list[int]
 ) -> None:
     """One row; one other dimension follows from the size; a text is one element."""
@@ -164,7 +166,7 @@ def test_bare_tensor_gets_its_shape_from_model(
         ([("BYTES", (-1, 2))], b"text", "several elements"),
     ],
 )
-def test_bare_tensor_that_does_not_fit_is_refused(
+def test_bare_tensor_of_wrong_size_is_refused(
     inputs: list[tuple[str, tuple[int, ...]]], body: bytes, told: str
 ) -> None:
     """The model's inputs must leave no doubt, and the size must fit."""

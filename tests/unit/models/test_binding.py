@@ -39,7 +39,7 @@ def mask(*shape: int) -> Any:
     return zeros("mask", *shape, dtype=np.int64)
 
 
-def test_fitting_request_is_bound() -> None:
+def test_request_fitting_signature_is_bound() -> None:
     """Rows, bytes and tensors of a request that fits; its bytes are not copied."""
     given = zeros("pixels", 3, 64)
     bound = Binder(DIGITS).bind([given])
@@ -54,7 +54,7 @@ def test_inputs_are_put_in_signatures_order() -> None:
     assert [each.name for each in bound.tensors] == ["ids", "mask"]
 
 
-def test_shape_class_has_free_sizes_but_rows() -> None:
+def test_shape_class_is_free_sizes_without_rows() -> None:
     """Requests of equal length have equal classes, however many rows they have."""
     binder = Binder(TOKENS)
     assert binder.bind([ids(1, 7), mask(1, 7)]).shape_class == (7, 7)
@@ -62,7 +62,7 @@ def test_shape_class_has_free_sizes_but_rows() -> None:
     assert binder.bind([ids(1, 8), mask(1, 8)]).shape_class == (8, 8)
 
 
-def test_unbatched_model_takes_its_shape_as_it_is() -> None:
+def test_request_of_unbatched_model_is_one_row() -> None:
     """Without a batch dimension a request is one row, and all free sizes are its class."""
     bound = Binder(FIXED).bind([zeros("x", 4, 9)])
     assert (bound.rows, bound.shape_class, bound.size_bytes) == (1, (9,), 144)
@@ -79,7 +79,7 @@ def test_wanted_outputs_are_kept_in_order_asked() -> None:
     assert Binder(DIGITS).bind([zeros("pixels", 1, 64)], wanted).wanted == ("label", "scores")
 
 
-def test_no_wanted_outputs_are_all_outputs() -> None:
+def test_request_without_wanted_outputs_gets_all() -> None:
     """An empty list asks for nothing in particular."""
     assert Binder(DIGITS).bind([zeros("pixels", 1, 64)], []).wanted is None
 
@@ -113,7 +113,7 @@ def test_wrong_wanted_outputs_are_refused(names: list[str], message: str) -> Non
     ],
     ids=["none", "missing", "twice", "unknown", "one more"],
 )
-def test_wrong_names_are_invalid_request(inputs: list[Any], message: str) -> None:
+def test_wrong_input_names_are_invalid_request(inputs: list[Any], message: str) -> None:
     """Each input of the signature has to be there, once, and no other."""
     assert refusal(Binder(TOKENS), *inputs) == (Code.INVALID_REQUEST, message)
 
@@ -147,12 +147,12 @@ def test_wrong_names_are_invalid_request(inputs: list[Any], message: str) -> Non
     ],
     ids=["datatype", "size", "rank low", "rank high", "no rows", "negative", "bytes", "huge"],
 )
-def test_wrong_tensor_is_refused_with_what_was_expected(given: Any, message: str) -> None:
+def test_wrong_tensor_is_refused_with_expected_form(given: Any, message: str) -> None:
     """Datatype, rank, sizes and bytes are checked; the message says where, what and how."""
     assert refusal(Binder(DIGITS), given) == (Code.INVALID_TENSOR, message)
 
 
-def test_message_has_place_in_request() -> None:
+def test_binding_error_names_place_in_request() -> None:
     """The index is that of the request as sent, not of the signature."""
     code, message = refusal(Binder(TOKENS), mask(1, 7), ids(1, 7, 1))
     assert code == Code.INVALID_TENSOR
@@ -179,7 +179,7 @@ def test_inputs_must_agree_on_their_dimensions(second: Any, message: str) -> Non
     assert refusal(Binder(TOKENS), ids(1, 7), second) == (Code.INVALID_TENSOR, message)
 
 
-def test_remembered_shapes_do_not_let_wrong_bytes_through() -> None:
+def test_cached_shape_does_not_accept_wrong_bytes() -> None:
     """A shape that fitted once is remembered; the bytes are counted every time."""
     binder = Binder(DIGITS)
     binder.bind([zeros("pixels", 1, 64)])
@@ -187,7 +187,7 @@ def test_remembered_shapes_do_not_let_wrong_bytes_through() -> None:
     assert code == Code.INVALID_TENSOR
 
 
-def test_remembered_shapes_are_bounded() -> None:
+def test_cache_of_shapes_is_bounded() -> None:
     """Callers cannot fill the memory with ever new shapes."""
     binder = Binder(FIXED, tuning=replace(TUNING.models, cached_layouts=4))
     for length in range(20):
@@ -195,13 +195,13 @@ def test_remembered_shapes_are_bounded() -> None:
     assert len(binder._checked) <= 4
 
 
-def test_strings_that_are_utf8_are_bound() -> None:
+def test_utf8_strings_are_bound() -> None:
     """Elements of `BYTES` are counted with their lengths."""
     bound = words().bind([tensor("words", np.array([["é"], ["b"]], dtype=object))])
     assert (bound.rows, bound.size_bytes) == (2, 11)
 
 
-def test_strings_that_are_not_utf8_are_refused_where_they_must_be() -> None:
+def test_other_than_utf8_strings_are_refused_where_required() -> None:
     """A model of ONNX could not take them."""
     given = tensor("words", np.array([[b"a"], [b"b\xff"]], dtype=object))
     assert refusal(words(), given) == (
@@ -210,20 +210,20 @@ def test_strings_that_are_not_utf8_are_refused_where_they_must_be() -> None:
     )
 
 
-def test_strings_need_not_be_utf8_elsewhere() -> None:
+def test_other_than_utf8_strings_are_accepted_elsewhere() -> None:
     """A model in Python takes any bytes."""
     given = tensor("words", np.array([[b"\xff"]], dtype=object))
     assert words(utf8=False).bind([given]).rows == 1
 
 
-def test_lengths_within_bytes_are_checked() -> None:
+def test_lengths_of_bytes_elements_are_checked() -> None:
     """An element may not reach past the end."""
     given = tensor("words", np.array([[b"abc"]], dtype=object))
     given.data = given.data[:-1]
     assert refusal(words(), given)[0] == Code.INVALID_TENSOR
 
 
-def test_bool_is_zero_or_one() -> None:
+def test_bool_input_other_than_zero_or_one_is_refused() -> None:
     """Another byte is no truth value, and models do what they like with it."""
     given = tensor("words", np.array([[2]], dtype=np.uint8), datatype="BOOL")
     assert refusal(words("BOOL"), given)[0] == Code.INVALID_TENSOR
@@ -241,7 +241,7 @@ def test_bool_is_zero_or_one() -> None:
     ],
     ids=["above", "below", "unsigned", "nan", "infinite", "bfloat16"],
 )
-def test_value_out_of_range_is_refused(values: NDArray[Any], got: str) -> None:
+def test_input_value_out_of_range_is_refused(values: NDArray[Any], got: str) -> None:
     """The first value outside is named, with its index."""
     given = tensor("x", values)
     signature = make_signature([spec("x", given.datatype, [-1, -1])], [SCORES])
@@ -251,13 +251,13 @@ def test_value_out_of_range_is_refused(values: NDArray[Any], got: str) -> None:
     )
 
 
-def test_values_at_limits_are_in_range() -> None:
+def test_input_values_at_limits_are_in_range() -> None:
     """Both limits are inclusive."""
     given = tensor("ids", np.array([[0, 30521]]))
     assert Binder(TOKENS, {"ids": (0, 30521)}).bind([given, mask(1, 2)]).rows == 1
 
 
-def test_empty_tensor_is_in_every_range() -> None:
+def test_empty_input_is_in_every_range() -> None:
     """There is no value that could be outside."""
     bound = Binder(TOKENS, {"ids": (0, 3)}).bind([ids(1, 0), mask(1, 0)])
     assert bound.size_bytes == 0
@@ -270,7 +270,7 @@ def test_empty_tensor_is_in_every_range() -> None:
         ("words", "range.words: expected an input of numbers, got BYTES"),
     ],
 )
-def test_range_that_fits_no_input_is_refused(name: str, message: str) -> None:
+def test_range_of_unknown_input_is_refused(name: str, message: str) -> None:
     """A range is of an input that has numbers."""
     signature = make_signature([spec("words", "BYTES", [-1])], [SCORES])
     with pytest.raises(ConfigurationError, match=message):
@@ -279,9 +279,7 @@ def test_range_that_fits_no_input_is_refused(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused_where_model_wants_that(
-    datatype: str, value: float
-) -> None:
+def test_nonfinite_inputs_are_refused_where_model_wants_finite(datatype: str, value: float) -> None:
     """The message says which value, and where."""
     dtype = ml_dtypes.bfloat16 if datatype == "BF16" else f"f{int(datatype[2:]) // 8}"
     array = np.zeros((2, 3), dtype)
@@ -293,7 +291,7 @@ def test_values_that_are_not_finite_are_refused_where_model_wants_that(
     )
 
 
-def test_values_that_are_not_finite_are_taken_otherwise() -> None:
+def test_nonfinite_inputs_are_accepted_otherwise() -> None:
     """NaN may be a legitimate input."""
     signature = make_signature([spec("x", "FP32", [-1, 3])], [SCORES])
     given = tensor("x", np.full((1, 3), np.nan, np.float32))

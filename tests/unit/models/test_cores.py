@@ -19,14 +19,14 @@ def test_instances_get_disjoint_cores() -> None:
     assert first | second == {0, 1, 2, 3}
 
 
-def test_another_model_begins_where_fewest_are() -> None:
+def test_second_model_gets_least_used_cores() -> None:
     """Models may share cores, but not while there are others."""
     cores = Cores(range(4))
     taken = cores.reserve(3)
     assert cores.reserve(1) == {0, 1, 2, 3} - taken
 
 
-def test_cores_that_were_given_back_are_free_again() -> None:
+def test_returned_cores_are_free_again() -> None:
     """As when a version is unloaded."""
     cores = Cores(range(2))
     first = cores.reserve(1)
@@ -34,21 +34,21 @@ def test_cores_that_were_given_back_are_free_again() -> None:
     assert cores.reserve(1) == first
 
 
-def test_too_many_instances_are_refused_with_figures() -> None:
+def test_more_instances_than_cores_are_refused_with_counts() -> None:
     """They would not be apart."""
     cores = Cores(range(3))
     with pytest.raises(ConfigurationError, match=r"expected 2 cores .* got 1 of 3"):
         cores.reserve(2, beside=cores.reserve(2))
 
 
-def test_gpu_has_one_instance_of_model() -> None:
+def test_more_than_one_instance_on_gpu_is_refused() -> None:
     """Until it was measured that more are of use."""
     values = {"device": "cuda:0", "experimental_cuda": True, "instances": 2}
     with pytest.raises(ConfigurationError, match="instances: expected 1 on cuda:0"):
         make_model_config(values, settings_for(ROOT))
 
 
-def test_only_threads_on_cpu_are_pinned() -> None:
+def test_gpu_instances_are_not_pinned() -> None:
     """There are no cores to choose from on a GPU."""
     values = {"device": "cuda:0", "experimental_cuda": True, "pinned": True}
     with pytest.raises(ConfigurationError, match="pinned: expected device cpu, got cuda:0"):

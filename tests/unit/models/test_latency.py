@@ -24,7 +24,7 @@ def seeded(us_of: dict[int, int], times: int = 1) -> Latency:
     return latency
 
 
-def test_nothing_is_predicted_before_run() -> None:
+def test_latency_before_first_run_is_unknown() -> None:
     """What is not known is said to be unknown, and limits nothing."""
     latency = Latency()
 
@@ -34,7 +34,7 @@ def test_nothing_is_predicted_before_run() -> None:
     assert latency.table() == []
 
 
-def test_known_sizes_are_predicted_and_others_lie_between() -> None:
+def test_latency_of_unseen_size_lies_between_seen_ones() -> None:
     """Straight lines join the sizes that were seen; the fitted slope leads out of them."""
     latency = seeded({2: 1100, 4: 1200, 8: 1400})
 
@@ -48,7 +48,7 @@ def test_known_sizes_are_predicted_and_others_lie_between() -> None:
     ]
 
 
-def test_run_that_was_held_up_changes_nothing() -> None:
+def test_single_delayed_run_leaves_latency() -> None:
     """One run in ten that takes a hundred times as long does not move the median."""
     latency = Latency()
     for number in range(200):
@@ -58,7 +58,7 @@ def test_run_that_was_held_up_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("before_us", "after_us"), [(1000, 3000), (3000, 1000)])
-def test_change_is_followed_within_sixteen_runs(before_us: int, after_us: int) -> None:
+def test_latency_follows_change_within_sixteen_runs(before_us: int, after_us: int) -> None:
     """When runs take longer or shorter from now on, so does the prediction."""
     latency = seeded({8: before_us}, times=500)
 
@@ -68,7 +68,7 @@ def test_change_is_followed_within_sixteen_runs(before_us: int, after_us: int) -
     assert latency.predict_us(CLASS, 8) == after_us
 
 
-def test_larger_batch_is_never_predicted_to_be_quicker() -> None:
+def test_latency_never_falls_with_batch_size() -> None:
     """Noise between neighbouring sizes is evened out by how often each was seen."""
     chance = random.Random(3)
     latency = Latency()
@@ -81,7 +81,7 @@ def test_larger_batch_is_never_predicted_to_be_quicker() -> None:
     assert times[31] == pytest.approx(2600, rel=0.25)
 
 
-def test_slower_machine_is_slower_for_sizes_that_did_not_come_since() -> None:
+def test_slowdown_applies_to_sizes_not_seen_since() -> None:
     """When runs of one size take five times as long, others are predicted to do so as well."""
     latency = seeded({16: 1000, 32: 1500}, times=20)
 
@@ -92,7 +92,7 @@ def test_slower_machine_is_slower_for_sizes_that_did_not_come_since() -> None:
     assert latency.predict_us(CLASS, 32) == 7500
 
 
-def test_what_was_seen_long_ago_yields_to_what_is_seen_now() -> None:
+def test_old_observation_yields_to_recent_one() -> None:
     """A size that once was slower than a larger one is now is not any more."""
     latency = seeded({8: 1000, 16: 1800, 32: 1900}, times=20)
 
@@ -103,7 +103,7 @@ def test_what_was_seen_long_ago_yields_to_what_is_seen_now() -> None:
     assert latency.predict_us(CLASS, 16) == pytest.approx(1500, rel=0.02)
 
 
-def test_sizes_are_compared_with_what_ran_beside_them() -> None:
+def test_sizes_are_compared_with_concurrent_observations() -> None:
     """A size that only ran while the machine was at half its speed is not taken for a slow one."""
     latency = seeded({8: 8000}, times=20)
     for number in range(40):
@@ -116,7 +116,7 @@ def test_sizes_are_compared_with_what_ran_beside_them() -> None:
     assert latency.best_rows(CLASS, 8) == 4
 
 
-def test_machine_that_gets_ever_slower_keeps_sizes_apart() -> None:
+def test_steady_slowdown_keeps_sizes_apart() -> None:
     """What is kept is scaled before it gets out of bounds, and that moves no prediction."""
     latency = seeded({8: 800, 16: 1200}, times=20)
     slowdown = 1.0
@@ -130,7 +130,7 @@ def test_machine_that_gets_ever_slower_keeps_sizes_apart() -> None:
     assert latency.predict_us(CLASS, 8) == pytest.approx(800 * slowdown, rel=0.2)
 
 
-def test_best_size_is_found_where_larger_batches_cost_more_per_row() -> None:
+def test_best_size_is_that_of_least_cost_per_row() -> None:
     """As with magika on a CPU: 406 rows a second at 8, and 312 at 64."""
     magika = {1: 3300, 2: 5500, 4: 10_200, 8: 19_700, 16: 44_400, 32: 97_000, 64: 205_000}
     latency = seeded(magika, times=3)
@@ -140,27 +140,27 @@ def test_best_size_is_found_where_larger_batches_cost_more_per_row() -> None:
 
 
 @pytest.mark.parametrize(("us", "best"), [(16_100, 8), (16_500, 16)])
-def test_more_rows_have_to_be_worth_one_percent(us: int, best: int) -> None:
+def test_larger_best_size_needs_one_percent_gain(us: int, best: int) -> None:
     """Of 16 rows in 32 ms: batches of 8 are 0.6 or 3 % slower for each row."""
     assert seeded({8: us, 16: 32_000}).best_rows(CLASS, 16) == best
 
 
-def test_one_size_says_nothing_of_others() -> None:
+def test_best_size_with_one_seen_size_is_limit() -> None:
     """Where all runs until now had two rows, as many are taken as may be."""
     assert seeded({2: 10_000}).best_rows(CLASS, 16) == 16
 
 
-def test_of_quick_runs_largest_is_best() -> None:
+def test_best_size_of_quick_runs_is_largest() -> None:
     """What a batch costs beside its run is more than the run, whatever that took."""
     assert seeded({8: 15, 16: 40, 32: 95}).best_rows(CLASS, 32) == 32
 
 
-def test_limit_is_best_size_where_batching_pays() -> None:
+def test_best_size_is_limit_where_batching_pays() -> None:
     """With a fixed cost for each run, more rows are always better."""
     assert seeded({1: 1050, 8: 1400, 32: 2600}).best_rows(CLASS, 32) == 32
 
 
-def test_batch_is_no_larger_than_its_time_allows() -> None:
+def test_batch_size_is_cut_to_slack() -> None:
     """The size is cut to what is done within the slack, and to one row at worst."""
     latency = seeded({1: 1050, 8: 1400, 32: 2600})
 
@@ -168,7 +168,7 @@ def test_batch_is_no_larger_than_its_time_allows() -> None:
     assert latency.best_rows(CLASS, 32, slack_us=5) == 1
 
 
-def test_unknown_shape_is_taken_for_nearest_smaller_one() -> None:
+def test_latency_of_unknown_shape_is_that_of_nearest_smaller() -> None:
     """A shape that never ran is not refused for what a longer one took."""
     latency = Latency()
     latency.observe((16,), 1, 100)
@@ -179,7 +179,7 @@ def test_unknown_shape_is_taken_for_nearest_smaller_one() -> None:
     assert latency.predict_us((4,), 1) == 100
 
 
-def test_shapes_without_end_take_bounded_memory() -> None:
+def test_latency_of_endless_shapes_takes_bounded_memory() -> None:
     """The class that was seen longest ago makes room."""
     latency = Latency()
     for size in range(10 * TUNING.models.shape_classes):
@@ -191,7 +191,7 @@ def test_shapes_without_end_take_bounded_memory() -> None:
     assert len(latency.table()) == TUNING.models.shown_shape_classes
 
 
-def test_table_is_for_people() -> None:
+def test_latency_table_is_readable_text() -> None:
     """It has the line, the best size, and each size that was seen."""
     assert seeded({2: 1100, 4: 1200, 8: 1400}).table() == [
         {
@@ -206,7 +206,7 @@ def test_table_is_for_people() -> None:
 
 
 @given(st.integers(1, 100_000))
-def test_bucket_is_little_larger_than_what_it_holds(rows: int) -> None:
+def test_latency_bucket_exceeds_size_by_less_than_sixteenth(rows: int) -> None:
     """Sizes up to 64 are exact, and others rounded up by less than a sixteenth."""
     bucket = round_up_rows(rows, 64)
 
@@ -215,7 +215,7 @@ def test_bucket_is_little_larger_than_what_it_holds(rows: int) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0.01, 100)), min_size=1, max_size=40))
-def test_isotonic_is_monotone_and_keeps_weighted_mean(
+def test_isotonic_regression_is_monotone_and_keeps_weighted_mean(
     values: list[tuple[float, float]],
 ) -> None:
     """Pooling adjacent violators moves weight about and loses none of it."""
@@ -230,7 +230,7 @@ def test_isotonic_is_monotone_and_keeps_weighted_mean(
     ) == pytest.approx(total)
 
 
-def test_margin_is_what_nearly_all_batches_kept_to() -> None:
+def test_margin_covers_all_but_two_latest_batches() -> None:
     """Of the last batches all but the latest two ended within it; early ones are no credit."""
     latency = Latency()
     assert latency.margin_us == 0

@@ -60,7 +60,7 @@ class Counting:
         """Nothing is held."""
 
 
-def test_only_first_backend_is_asked(tmp_path: Path) -> None:
+def test_batch_probe_runs_only_first_backend(tmp_path: Path) -> None:
     """It runs before its warm-up, to be tried out, and after it, to be timed."""
     version = version_of(tmp_path)
     preparation = BackendLoader(version, Cores(()))
@@ -72,14 +72,14 @@ def test_only_first_backend_is_asked(tmp_path: Path) -> None:
     assert second.steps == ["load", "warm up"]
 
 
-def test_runs_are_timed_for_batcher_to_begin_with(tmp_path: Path) -> None:
+def test_loader_times_runs_for_batcher(tmp_path: Path) -> None:
     """Each size of the warm-up is known before the first request."""
     version = version_of(tmp_path)
     BackendLoader(version, Cores(())).load(version.new_backend())
     assert version.latency.predict_us((), 8) is not None
 
 
-def test_times_are_kept_under_requests_own_shape_class(tmp_path: Path) -> None:
+def test_loader_keeps_times_under_shape_class_of_requests(tmp_path: Path) -> None:
     """The sizes of all free dimensions of all inputs but the batch."""
     add_version(tmp_path, "model", 1, tokens())
     version = opened(tmp_path)
@@ -87,7 +87,7 @@ def test_times_are_kept_under_requests_own_shape_class(tmp_path: Path) -> None:
     assert version.latency.predict_us((1, 1), 1) is not None
 
 
-def test_fault_at_warm_up_is_verdict(tmp_path: Path) -> None:
+def test_warm_up_fault_turns_batching_off(tmp_path: Path) -> None:
     """A size that was not tried out before may be too large."""
     version = version_of(tmp_path)
     preparation = BackendLoader(version, Cores(()))
@@ -97,7 +97,7 @@ def test_fault_at_warm_up_is_verdict(tmp_path: Path) -> None:
     assert preparation.verdict.reason == "a run of 8 rows failed"
 
 
-def test_model_that_is_not_to_be_tried_out_is_only_warmed_up(tmp_path: Path) -> None:
+def test_model_without_probe_is_only_warmed_up(tmp_path: Path) -> None:
     """Where `probe` is off."""
     version = version_of(tmp_path, "probe = false")
     preparation = BackendLoader(version, Cores(()))
@@ -107,7 +107,7 @@ def test_model_that_is_not_to_be_tried_out_is_only_warmed_up(tmp_path: Path) -> 
     assert preparation.verdict is None
 
 
-def test_later_backends_go_by_what_first_has_shown(tmp_path: Path) -> None:
+def test_later_backends_use_verdict_of_first(tmp_path: Path) -> None:
     """A model whose dimension 0 is not the batch is none for all of them."""
     add_version(tmp_path, "model", 1, falsely_batched())
     version = opened(tmp_path)
@@ -121,7 +121,7 @@ def test_later_backends_go_by_what_first_has_shown(tmp_path: Path) -> None:
         assert outputs["y"].tolist() == [[5.0, 5.0]]
 
 
-def test_instances_that_cannot_have_cores_of_their_own_are_not_loaded(tmp_path: Path) -> None:
+def test_instances_without_own_cores_are_not_loaded(tmp_path: Path) -> None:
     """Nothing has run by then."""
     version = version_of(tmp_path, "pinned = true\nintra_op_threads = 2")
     backend = Counting(version.signature)

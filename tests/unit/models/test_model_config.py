@@ -25,13 +25,13 @@ def faults_of(values: dict[str, Any]) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_missing_file_leaves_all_to_settings(tmp_path: Path) -> None:
+def test_missing_model_config_uses_settings(tmp_path: Path) -> None:
     """Without a `model.toml` the settings' defaults hold."""
     config = read_model_config(tmp_path / "model.toml", SETTINGS)
     assert (config.max_batch_size, config.instances, config.backend) == (16, 2, "onnx")
 
 
-def test_file_goes_over_settings(tmp_path: Path) -> None:
+def test_model_config_overrides_settings(tmp_path: Path) -> None:
     """What the file says holds for its model; the rest stays with the settings."""
     path = tmp_path / "model.toml"
     path.write_text("max_batch_size = 4\nrange.input_ids = [0, 30521]\n", encoding="utf-8")
@@ -40,7 +40,7 @@ def test_file_goes_over_settings(tmp_path: Path) -> None:
     assert config.range == {"input_ids": (0, 30521)}
 
 
-def test_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
+def test_model_config_of_invalid_toml_is_refused(tmp_path: Path) -> None:
     """The message has the path and the place."""
     path = tmp_path / "model.toml"
     path.write_text("max_batch_size =", encoding="utf-8")
@@ -48,7 +48,7 @@ def test_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
         read_model_config(path, SETTINGS)
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_model_config_faults_are_reported_together() -> None:
     """One line for each fault, each with its key."""
     lines = faults_of({"max_batch_size": 0, "colour": "red", "device": "gpu"})
     assert len(lines) == 3
@@ -97,7 +97,7 @@ def test_all_faults_are_told_at_once() -> None:
         *("ring", "graphs"),
     ],
 )
-def test_values_that_do_not_agree_are_refused(values: dict[str, Any], fault: str) -> None:
+def test_contradicting_model_config_values_are_refused(values: dict[str, Any], fault: str) -> None:
     """What each value allows alone may not go together."""
     assert faults_of(values) == [f"model.toml: {fault}"]
 
@@ -133,13 +133,13 @@ FLOAT = "expected a finite number, got"
         ),
     ],
 )
-def test_number_out_of_bounds_is_refused(toml: str, fault: str) -> None:
+def test_model_config_number_out_of_bounds_is_refused(toml: str, fault: str) -> None:
     """With what is expected and what the file has."""
     assert any(line.startswith(f"model.toml: {fault}") for line in faults_of(tomllib.loads(toml)))
 
 
 @pytest.mark.parametrize("model", [ModelConfig, Settings])
-def test_every_number_is_bounded(model: type[BaseModel]) -> None:
+def test_model_config_numbers_have_bounds(model: type[BaseModel]) -> None:
     """Below and above: a number without a bound ends a process, or fills its memory."""
     schema = model.model_json_schema()
     # Options are ONNX Runtime's own, and are only required to be finite.
@@ -194,14 +194,14 @@ def test_unknown_datatype_is_refused() -> None:
     ],
     ids=["cpu", "cuda", "tensorrt"],
 )
-def test_device_says_providers_unless_they_are_named(
+def test_providers_follow_device_unless_named(
     values: dict[str, Any], providers: tuple[str, ...]
 ) -> None:
     """`device` is enough; `providers` says more."""
     assert make_model_config(values, SETTINGS).execution_providers == providers
 
 
-def test_configuration_is_frozen() -> None:
+def test_model_config_is_frozen() -> None:
     """Nobody changes a model's configuration while it serves."""
     with pytest.raises(ValueError, match="frozen"):
         ModelConfig().instances = 3  # type: ignore[misc]  # that it cannot be set is the test

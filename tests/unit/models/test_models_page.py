@@ -29,7 +29,7 @@ def keys() -> dict[str, object]:
     return told
 
 
-def test_every_key_is_told_with_its_default() -> None:
+def test_models_page_lists_every_key_with_default() -> None:
     """The table has all keys of `model.toml`, no others, and what they are when left out."""
     declared = {name: field.get_default() for name, field in ModelConfig.model_fields.items()}
 
@@ -40,7 +40,7 @@ def test_every_key_is_told_with_its_default() -> None:
     }
 
 
-def test_model_in_python_can_be_served(tmp_path: Path) -> None:
+def test_python_model_of_page_can_be_served(tmp_path: Path) -> None:
     """`headrace models check` finds the page's example ready."""
     example = re.search(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
     assert example is not None

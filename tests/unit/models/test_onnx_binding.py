@@ -36,7 +36,7 @@ def placed(**arrays: np.ndarray[Any, Any]) -> ReusedInputs:
 
 
 @pytest.mark.parametrize("datatype", [name for name in DATATYPES if name != "BYTES"])
-def test_bound_run_equals_plain_one(tmp_path: Path, datatype: str) -> None:
+def test_bound_run_equals_plain_run(tmp_path: Path, datatype: str) -> None:
     """For every datatype whose elements have a size."""
     backend = load(tmp_path, models.identity(datatype))
     inputs = placed(x=np.array([[0, 1], [1, 0]]).astype(DATATYPES[datatype].dtype))
@@ -47,7 +47,7 @@ def test_bound_run_equals_plain_one(tmp_path: Path, datatype: str) -> None:
     assert bound["y"].tobytes() == plain["y"].tobytes() == inputs["x"].tobytes()
 
 
-def test_run_reads_what_lies_there_now(tmp_path: Path) -> None:
+def test_bound_run_reads_current_values(tmp_path: Path) -> None:
     """The addresses are bound, not the values."""
     backend = load(tmp_path, models.digits())
     inputs = placed(pixels=np.ones((2, 64), np.float32))
@@ -57,7 +57,7 @@ def test_run_reads_what_lies_there_now(tmp_path: Path) -> None:
     assert backend.run(inputs)["scores"][0, 1] == 128
 
 
-def test_outputs_are_not_overwritten_by_next_run(tmp_path: Path) -> None:
+def test_bound_outputs_are_not_overwritten_by_next_run(tmp_path: Path) -> None:
     """Answers are written after other batches have run."""
     backend = load(tmp_path, models.digits())
     inputs = placed(pixels=np.ones((2, 64), np.float32))
@@ -69,7 +69,7 @@ def test_outputs_are_not_overwritten_by_next_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"io_binding": True}, {"io_binding": False}])
-def test_first_run_in_place_is_not_overwritten_either(
+def test_bound_outputs_of_in_place_model_are_not_overwritten(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     """Not even by a model whose output is its input."""
@@ -80,7 +80,7 @@ def test_first_run_in_place_is_not_overwritten_either(
     assert earlier["y"].tolist() == [[1, 1], [1, 1]]
 
 
-def test_sizes_share_memory_of_outputs(tmp_path: Path) -> None:
+def test_bound_batch_sizes_share_output_memory(tmp_path: Path) -> None:
     """A smaller batch after a larger one gives its own rows."""
     backend = load(tmp_path, models.digits())
     for rows in (1, 8, 3, 1):
@@ -113,7 +113,7 @@ def test_output_that_is_not_as_declared_is_not_bound(tmp_path: Path) -> None:
         assert backend.run(inputs)["y"].shape == (1, 6)
 
 
-def test_nothing_is_bound_on_plain_path(tmp_path: Path) -> None:
+def test_backend_without_io_binding_binds_nothing(tmp_path: Path) -> None:
     """`io_binding = false` is one line away."""
     backend = load(tmp_path, models.digits(), io_binding=False)
     inputs = placed(pixels=np.ones((2, 64), np.float32))

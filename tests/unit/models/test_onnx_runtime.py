@@ -59,14 +59,14 @@ def sample_of(datatype: str) -> np.ndarray[Any, Any]:
     return np.array([[0, 1], [1, 0]]).astype(DATATYPES[datatype].dtype)
 
 
-def test_outputs_come_by_name(load: Make) -> None:
+def test_onnx_outputs_are_returned_by_name(load: Make) -> None:
     """A run gives every output of the signature."""
     outputs = load(models.digits()).run({"pixels": np.ones((3, 64), np.float32)})
     np.testing.assert_array_equal(outputs["scores"], np.tile(np.arange(10) * 64.0, (3, 1)))
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_every_datatype_goes_through_unchanged(load: Make, datatype: str) -> None:
+def test_every_datatype_passes_onnx_runtime_unchanged(load: Make, datatype: str) -> None:
     """What goes in as a datatype comes out as it, `BYTES` and bfloat16 included."""
     given = sample_of(datatype)
     [output] = load(models.identity(datatype)).run({"x": given}).values()
@@ -74,7 +74,7 @@ def test_every_datatype_goes_through_unchanged(load: Make, datatype: str) -> Non
     np.testing.assert_array_equal(output, given)
 
 
-def test_read_only_bfloat16_is_taken(load: Make) -> None:
+def test_read_only_bfloat16_input_is_accepted(load: Make) -> None:
     """Arrays are views of records, which cannot be written to."""
     given = np.frombuffer(b"\x80\x3f\x00\x40", ml_dtypes.bfloat16).reshape(1, 2)
     outputs = load(models.identity("BF16")).run({"x": given})
@@ -103,7 +103,7 @@ def test_string_that_is_not_utf8_is_rejected(load: Make) -> None:
     assert caught.value.code == Code.INVALID_TENSOR
 
 
-def test_failing_run_raises(load: Make) -> None:
+def test_failing_onnx_run_raises(load: Make) -> None:
     """An index out of range is an exception, not another provider and not a wrong answer."""
     backend = load(models.embedding(rows=8))
     with pytest.raises(Exception, match="indices element out of data bounds, idx=8"):
@@ -111,7 +111,7 @@ def test_failing_run_raises(load: Make) -> None:
     assert backend.run({"index": np.array([[7]])})["vector"].shape == (1, 1, 4)
 
 
-def test_output_that_does_not_scale_with_rows_is_failure(load: Make) -> None:
+def test_output_of_other_row_count_is_failure(load: Make) -> None:
     """Splitting it would give each request another's numbers."""
     backend = load(models.falsely_batched())
     with pytest.raises(ModelFailed, match=r"output y: expected 3 rows in dimension 0, got.*\[1, 2"):
@@ -140,7 +140,7 @@ def test_warm_up_runs_powers_of_two_up_to_limit(
     assert rows == [1, 2, 4, 8, 12]
 
 
-def test_warm_up_keeps_limit_of_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_stays_within_byte_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch never has more bytes than `max_batch_bytes`, so a larger one is not tried."""
     backend = make(models.digits(), max_batch_bytes=5 * 256)
     rows: list[int] = []
@@ -149,13 +149,13 @@ def test_warm_up_keeps_limit_of_bytes(make: Make, monkeypatch: pytest.MonkeyPatc
     assert rows == [1, 2, 4, 5]
 
 
-def test_warm_up_keeps_to_range(load: Make) -> None:
+def test_warm_up_inputs_stay_within_range(load: Make) -> None:
     """Made-up values are allowed ones."""
     backend = load(models.embedding(), range={"index": [3, 7]}, max_batch_size=1)
     assert backend.warm_up() == WarmUp()
 
 
-def test_warm_up_that_fails_with_made_up_rows_is_omitted(load: Make) -> None:
+def test_warm_up_failing_with_synthetic_rows_is_skipped(load: Make) -> None:
     """A model need not accept them; the reason says how real ones are given."""
     backend = load(models.embedding(rows=8), range={"index": [8, 9]})
     omitted = backend.warm_up().omitted
@@ -165,7 +165,7 @@ def test_warm_up_that_fails_with_made_up_rows_is_omitted(load: Make) -> None:
     )
 
 
-def test_warm_up_runs_samples_that_are_there(load: Make, tmp_path: Path) -> None:
+def test_warm_up_runs_samples_of_model(load: Make, tmp_path: Path) -> None:
     """Samples in `warmup/*.npz` take the place of made-up inputs."""
     backend = load(models.embedding(rows=8))
     directory = tmp_path / "model" / "1" / "warmup"
@@ -184,7 +184,7 @@ def test_warm_up_runs_samples_that_are_there(load: Make, tmp_path: Path) -> None
     ],
     ids=["name", "shape", "dtype"],
 )
-def test_sample_that_does_not_fit_is_refused(
+def test_warm_up_sample_that_does_not_fit_is_refused(
     load: Make, tmp_path: Path, arrays: dict[str, Any], message: str
 ) -> None:
     """The message names the file, and what was expected."""
@@ -196,7 +196,7 @@ def test_sample_that_does_not_fit_is_refused(
         backend.warm_up()
 
 
-def test_cancel_ends_run(load: Make) -> None:
+def test_cancel_ends_onnx_run(load: Make) -> None:
     """A run that would take minutes ends with an exception, and the next one is not affected."""
     backend = load(models.slow())
     pixels = np.ones((1, 64), np.float32)
@@ -208,7 +208,7 @@ def test_cancel_ends_run(load: Make) -> None:
     assert backend.run({"times": np.array(1), "x": pixels})["y"].shape == (1, 64)
 
 
-def test_cancel_that_comes_too_late_does_not_end_next_run(load: Make) -> None:
+def test_late_cancel_does_not_end_next_onnx_run(load: Make) -> None:
     """A cancel is for the run under way."""
     backend = load(models.digits())
     backend.cancel()
@@ -232,7 +232,7 @@ def test_provider_that_is_not_installed_is_refused(make: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
-def test_session_that_is_silently_on_cpu_is_refused(
+def test_session_falling_back_to_cpu_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ONNX Runtime lists providers whose device is missing and then makes a session without."""
@@ -271,7 +271,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("told")
-def test_gpu_is_told_what_holds_for_all_models(make: Make) -> None:
+def test_gpu_session_gets_common_options(make: Make) -> None:
     """Nothing moves to another provider, no thread spins, and the model's own options go over."""
     own = {"CUDAExecutionProvider": {"cudnn_conv_algo_search": "EXHAUSTIVE", "use_tf32": False}}
     backend = make(models.digits(), **CUDA, gpu_memory_limit_bytes=2**30, provider_options=own)
@@ -291,7 +291,7 @@ def test_gpu_is_told_what_holds_for_all_models(make: Make) -> None:
 
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_gpu_is_told_of_its_stream_where_there_is_ring(make: Make, graphs: bool) -> None:
+def test_gpu_session_gets_stream_of_ring(make: Make, graphs: bool) -> None:
     """And captures graphs where that is asked for."""
     backend = make(models.digits(), **CUDA)
     backend.use_stream(1234, graphs=graphs)

@@ -59,12 +59,12 @@ def request_of(length: int, first: int = 1, rows: int = 1) -> Request:
 
 
 @pytest.mark.parametrize(("size", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 9)])
-def test_size_goes_up_to_next_length(size: int, bucket: int) -> None:
+def test_padded_size_is_next_length(size: int, bucket: int) -> None:
     """One beyond the largest stays as it is."""
     assert find_bucket(size, (4, 8)) == bucket
 
 
-def test_requests_of_one_length_have_one_shape_class() -> None:
+def test_requests_padded_to_one_length_share_shape_class() -> None:
     """So they share batches, though their own sizes differ."""
     binder = Binder(padded())
 
@@ -80,7 +80,7 @@ def test_requests_of_one_length_have_one_shape_class() -> None:
     assert shape_class(9) == (9, 9)
 
 
-def test_what_is_added_is_what_configuration_says() -> None:
+def test_padding_has_configured_values() -> None:
     """Behind each row, in every input with a free dimension, and nowhere else."""
     arrays = gather([request_of(2, first=1), request_of(3, first=5, rows=2)], padded())
 
@@ -89,7 +89,7 @@ def test_what_is_added_is_what_configuration_says() -> None:
     assert arrays["shift"].shape == (3, 1)
 
 
-def test_outputs_have_sizes_of_request() -> None:
+def test_outputs_are_cut_to_sizes_of_request() -> None:
     """Free dimensions of the name of an input's are cut back; a fixed size that happens to be
     the same as a length is not.
     """
@@ -106,7 +106,7 @@ def test_outputs_have_sizes_of_request() -> None:
     np.testing.assert_array_equal(outputs[1][1], summary[1:])
 
 
-def test_what_is_not_finite_in_padding_fails_nobody() -> None:
+def test_nonfinite_outputs_of_padding_fail_no_request() -> None:
     """Models may give minus infinity where the mask is 0; it is cut off before any answer."""
     fine, bad, signature = request_of(2), request_of(3), padded()
     gather([fine, bad], signature)
@@ -122,7 +122,7 @@ def test_what_is_not_finite_in_padding_fails_nobody() -> None:
     assert bad.failure.message.startswith("output hidden: expected finite values")
 
 
-def test_gathering_again_pads_once() -> None:
+def test_repeated_gathering_pads_once() -> None:
     """A run that is repeated, or a part of a batch that failed, starts from what is there."""
     request, signature = request_of(3), padded()
     first = gather([request], signature)
@@ -133,7 +133,7 @@ def test_gathering_again_pads_once() -> None:
     assert request.own_sizes == {"sequence": (4, 3)}
 
 
-def test_unnamed_dimensions_count_together_only_if_they_are_equal() -> None:
+def test_unnamed_dimensions_are_padded_together_only_if_equal() -> None:
     """With two lengths nothing says to which of them an output belongs; it stays as it is."""
     signature = make_signature(
         [TensorSpec("a", "FP32", (-1, -1)), TensorSpec("b", "FP32", (-1, -1))],
@@ -163,7 +163,9 @@ def test_unnamed_dimensions_count_together_only_if_they_are_equal() -> None:
         ({"mask": "shift"}, "mask: expected one of ids, mask, got 'shift'"),
     ],
 )
-def test_what_does_not_fit_model_is_refused(values: dict[str, Any], told: str) -> None:
+def test_configuration_that_does_not_fit_model_is_refused(
+    values: dict[str, Any], told: str
+) -> None:
     """At load, with the key and what was expected."""
     with pytest.raises(ConfigurationError, match=told.replace("[", r"\[")):
         padded(**values)
@@ -177,12 +179,12 @@ def test_what_does_not_fit_model_is_refused(values: dict[str, Any], told: str) -
         (PADDED | {"pad": {"mask": 1}}, "pad.mask: expected 0, since it is the mask, got 1"),
     ],
 )
-def test_what_does_not_go_together_is_refused(values: dict[str, Any], told: str) -> None:
+def test_contradicting_padding_keys_are_refused(values: dict[str, Any], told: str) -> None:
     """Before any model is looked at."""
     with pytest.raises(ConfigurationError, match=told):
         config_of(**values)
 
 
-def test_without_lengths_nothing_is_padded() -> None:
+def test_model_without_lengths_is_not_padded() -> None:
     """The signature is the model's own, and requests of different sizes do not meet."""
     assert add_padding(TEXT, config_of()) == TEXT

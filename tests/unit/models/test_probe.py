@@ -67,7 +67,7 @@ def test_dynamically_quantised_transformer_leaks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BOOL", "BF16", "FP16", "FP64", "INT8", "UINT64"])
-def test_every_datatype_can_be_asked_about(tmp_path: Path, datatype: str) -> None:
+def test_probe_compares_every_datatype(tmp_path: Path, datatype: str) -> None:
     """Rows are made up of any of them, and compared."""
     assert ask_onnx(models.identity(datatype), tmp_path).batching is Batching.BATCHABLE
 
@@ -82,20 +82,20 @@ def test_every_datatype_can_be_asked_about(tmp_path: Path, datatype: str) -> Non
         (lambda x: np.isnan(x).any(), "not a number"),
     ],
 )
-def test_leak_is_seen_with_mates_that_show_it(tmp_path: Path, leak: Rule, mates: str) -> None:
+def test_probe_finds_leak_shown_by_special_mates(tmp_path: Path, leak: Rule, mates: str) -> None:
     """Some models leak only what is large, empty or no number."""
     verdict = ask(lambda x: x + np.float32(leak(x)), tmp_path)
     assert verdict.batching is Batching.NOT_BATCHABLE
     assert verdict.reason.endswith(f"when the other rows of its batch are {mates}")
 
 
-def test_leak_below_tolerance_is_leak(tmp_path: Path) -> None:
+def test_probe_reports_leak_below_tolerance(tmp_path: Path) -> None:
     """One bit is enough: that it is small with these mates says nothing of others."""
     verdict = ask(lambda x: x + np.float32(1e-6) * x.sum(), tmp_path)
     assert verdict.reason.startswith("rows leak: y of a row changes by ")
 
 
-def test_rounding_within_tolerance_is_no_leak(tmp_path: Path) -> None:
+def test_rounding_within_tolerance_is_not_leak(tmp_path: Path) -> None:
     """Alone and batched differ a little, and no mate changes anything."""
     verdict = ask(lambda x: x * np.float32(1 + 1e-5 * (len(x) > 1)), tmp_path)
     assert verdict.batching is Batching.BATCHABLE
@@ -110,13 +110,13 @@ def test_rounding_beyond_tolerance_decides_against_batching(tmp_path: Path) -> N
     assert verdict.reason.endswith("batch_tolerance is 1e-04")
 
 
-def test_declared_tolerance_is_one_that_counts(tmp_path: Path) -> None:
+def test_probe_uses_declared_tolerance(tmp_path: Path) -> None:
     """Who has given one knows the model."""
     verdict = ask(lambda x: x * np.float32(1 + 1e-3 * (len(x) > 1)), tmp_path, batch_tolerance=0.01)
     assert verdict.batching is Batching.BATCHABLE
 
 
-def test_noise_of_model_itself_is_no_leak(tmp_path: Path) -> None:
+def test_noise_of_model_is_not_leak(tmp_path: Path) -> None:
     """Where the identical batch gives other bits each time, so may one with other mates."""
     random = np.random.default_rng(1)
     verdict = ask(lambda x: x + np.float32(1e-6) * random.random(x.shape, np.float32), tmp_path)
@@ -130,14 +130,14 @@ def test_noise_beyond_tolerance_decides_against_batching(tmp_path: Path) -> None
     assert verdict.reason.startswith("two runs of the same batch differ by ")
 
 
-def test_same_answer_to_everything_proves_nothing(tmp_path: Path) -> None:
+def test_model_with_constant_output_is_undecided(tmp_path: Path) -> None:
     """Rows that differ have to give outputs that differ."""
     verdict = ask(np.zeros_like, tmp_path)
     assert verdict.batching is Batching.UNDECIDED
     assert verdict.reason == "rows that differ give the same outputs"
 
 
-def test_model_that_fails_with_what_is_made_up_is_undecided(tmp_path: Path) -> None:
+def test_model_failing_with_synthetic_inputs_is_undecided(tmp_path: Path) -> None:
     """Its own requests will tell."""
 
     def choosy(x: Any) -> Any:
@@ -150,7 +150,7 @@ def test_model_that_fails_with_what_is_made_up_is_undecided(tmp_path: Path) -> N
     )
 
 
-def test_mates_that_model_does_not_take_are_passed_over(tmp_path: Path) -> None:
+def test_probe_skips_mates_refused_by_model(tmp_path: Path) -> None:
     """A model may refuse NaN; that is no fault of its batches."""
 
     def strict(x: Any) -> Any:
@@ -161,7 +161,7 @@ def test_mates_that_model_does_not_take_are_passed_over(tmp_path: Path) -> None:
     assert ask(strict, tmp_path).batching is Batching.BATCHABLE
 
 
-def test_model_that_takes_one_row_only_is_not_batchable(tmp_path: Path) -> None:
+def test_model_of_one_row_is_unbatchable(tmp_path: Path) -> None:
     """The reason is what it raised."""
 
     def single(x: Any) -> Any:
@@ -174,20 +174,20 @@ def test_model_that_takes_one_row_only_is_not_batchable(tmp_path: Path) -> None:
     assert not verdict.has_no_batch
 
 
-def test_rows_that_do_not_come_back_are_no_batch(tmp_path: Path) -> None:
+def test_model_returning_other_row_count_is_unbatchable(tmp_path: Path) -> None:
     """Where two rows give one, dimension 0 means something else."""
     verdict = ask_onnx(models.falsely_batched(), tmp_path)
     assert verdict.has_no_batch
     assert verdict.reason.startswith("dimension 0 is not the batch: output y: expected 2 rows")
 
 
-def test_fixed_dimension_is_not_even_asked_about(tmp_path: Path) -> None:
+def test_model_of_fixed_dimension_is_not_probed(tmp_path: Path) -> None:
     """The signature says it all."""
     verdict = ask_onnx(models.unbatched(), tmp_path)
     assert verdict.reason == "dimension 0 of x is fixed at 4"
 
 
-def test_rows_of_other_shapes_in_company_are_leak(tmp_path: Path) -> None:
+def test_outputs_of_other_shape_in_batch_are_leak(tmp_path: Path) -> None:
     """A batch that is padded to its longest row changes the shape of the others."""
 
     def longest(x: Any) -> Any:
@@ -198,7 +198,7 @@ def test_rows_of_other_shapes_in_company_are_leak(tmp_path: Path) -> None:
     assert verdict.reason.startswith("rows leak: y of a row changes its shape")
 
 
-def test_recorded_inputs_are_asked_first(tmp_path: Path) -> None:
+def test_probe_uses_recorded_inputs_first(tmp_path: Path) -> None:
     """What is recorded can tell where random values are all alike to the model."""
     (tmp_path / "warmup").mkdir()
     np.savez(tmp_path / "warmup" / "one.npz", x=np.full((1, 8), 1000.0, np.float32))
@@ -207,7 +207,7 @@ def test_recorded_inputs_are_asked_first(tmp_path: Path) -> None:
     assert (verdict.batching, verdict.seen_with) == (Batching.BATCHABLE, "warmup/one.npz")
 
 
-def test_values_stay_within_their_range(tmp_path: Path) -> None:
+def test_probe_inputs_stay_within_range(tmp_path: Path) -> None:
     """Neither made-up rows nor their mates have a value that ingest would refuse."""
     seen: list[float] = []
 
@@ -237,7 +237,7 @@ def test_slow_model_is_undecided_after_time_limit(tmp_path: Path) -> None:
     assert f"{TUNING.models.probe_budget_s:.0f} s were not enough" in verdict.reason
 
 
-def test_with_batching_off_only_dimension_is_asked_about(tmp_path: Path) -> None:
+def test_probe_with_batching_off_checks_only_dimension(tmp_path: Path) -> None:
     """A leak does no harm there."""
     verdict = ask(lambda x: x + x.sum(), tmp_path, max_batch_size=1)
     assert verdict.batching is Batching.BATCHABLE
@@ -258,7 +258,7 @@ def half_precision() -> onnx.ModelProto:
     )
 
 
-def test_tolerance_goes_by_precision_of_weights(tmp_path: Path) -> None:
+def test_probe_tolerance_follows_precision_of_weights(tmp_path: Path) -> None:
     """Inputs and outputs in FP32 may have FP16 between them."""
     assert ask_onnx(half_precision(), tmp_path).tolerance == 1e-2
 
@@ -275,7 +275,9 @@ def test_tolerance_goes_by_precision_of_weights(tmp_path: Path) -> None:
         ({"device": "cuda:0", "providers": ["TensorrtExecutionProvider"]}, 1e-2),
     ],
 )
-def test_tolerance_goes_by_device(tmp_path: Path, config: dict[str, Any], tolerance: float) -> None:
+def test_probe_tolerance_follows_device(
+    tmp_path: Path, config: dict[str, Any], tolerance: float
+) -> None:
     """A GPU multiplies FP32 as TF32 unless it is told not to."""
     chosen = make_model_config({"experimental_cuda": True} | config, settings_for(tmp_path))
     assert choose_tolerance(chosen, make_signature([X], [Y])) == tolerance

@@ -78,7 +78,7 @@ def softmax(values: NDArray[Any]) -> NDArray[Any]:
     return shares
 
 
-def test_softmax_takes_place_of_output(tmp_path: Path) -> None:
+def test_softmax_replaces_output(tmp_path: Path) -> None:
     """The signature says so too."""
     backend = load(tmp_path, scores(), postprocess="softmax")
     [spec] = backend.signature.outputs
@@ -87,7 +87,7 @@ def test_softmax_takes_place_of_output(tmp_path: Path) -> None:
         np.testing.assert_allclose(outputs["scores_softmax"], softmax(SCORES), rtol=1e-6)
 
 
-def test_argmax_is_one_index_row(tmp_path: Path) -> None:
+def test_argmax_gives_index_of_highest_value(tmp_path: Path) -> None:
     """Of the highest value."""
     backend = load(tmp_path, scores(), postprocess="argmax")
     assert [spec.shape for spec in backend.signature.outputs] == [(-1,)]
@@ -115,7 +115,7 @@ def test_best_classes_come_with_their_labels(tmp_path: Path) -> None:
         )
 
 
-def test_other_outputs_stay(tmp_path: Path) -> None:
+def test_postprocessing_keeps_other_outputs(tmp_path: Path) -> None:
     """In their order."""
     backend = load(tmp_path, two_outputs(), postprocess="argmax", postprocess_output="scores")
     assert [spec.name for spec in backend.signature.outputs] == ["scores_argmax", "double"]
@@ -124,7 +124,7 @@ def test_other_outputs_stay(tmp_path: Path) -> None:
         np.testing.assert_array_equal(outputs["double"], 2 * SCORES)
 
 
-def test_tensors_in_other_files_are_found(tmp_path: Path) -> None:
+def test_external_tensor_files_are_found(tmp_path: Path) -> None:
     """A model with something appended is not read from its file by ONNX Runtime."""
     directory = tmp_path / "model" / "1"
     directory.mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_tensors_in_other_files_are_found(tmp_path: Path) -> None:
     assert backend.run({"x": SCORES})["scores_argmax"].tolist() == [6, 9]
 
 
-def test_request_may_carry_bytes(tmp_path: Path) -> None:
+def test_widened_input_accepts_bytes(tmp_path: Path) -> None:
     """The model gets its floats, its channels where it has them, and values in its range."""
     backend = load(
         tmp_path,
@@ -174,7 +174,7 @@ def test_request_may_carry_bytes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(outputs["y"], np.moveaxis(wanted, 3, 1))
 
 
-def test_run_reads_what_request_carries_now(tmp_path: Path) -> None:
+def test_bound_widened_run_reads_current_values(tmp_path: Path) -> None:
     """The place of the inputs is bound, not their values."""
     backend = load(tmp_path, pictures(), preprocess={"x": {"datatype": "UINT8"}})
     inputs = ReusedInputs()
@@ -210,7 +210,7 @@ def test_run_reads_what_request_carries_now(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_model_is_refused(
+def test_configuration_that_does_not_fit_model_is_refused(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     """With the key, what was expected and what came."""
@@ -222,7 +222,7 @@ def test_what_does_not_fit_model_is_refused(
         plan_processing(read_onnx_signature(directory / "model.onnx"), made, directory)
 
 
-def test_integers_cannot_be_widened_to(tmp_path: Path) -> None:
+def test_widening_to_integers_is_refused(tmp_path: Path) -> None:
     """A table's indices are not scaled."""
     directory = models.add_version(tmp_path, "model", 1, models.embedding())
     made = make_model_config(
@@ -248,7 +248,7 @@ def test_old_operators_are_refused_at_load(tmp_path: Path) -> None:
         ({"preprocess": {"x": {"datatype": "UINT8", "model_layout": "NCHW"}}}, "expected layout"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(values: dict[str, Any], fault: str) -> None:
+def test_contradicting_processing_keys_are_refused(values: dict[str, Any], fault: str) -> None:
     """Before any model is looked at."""
     with pytest.raises(ConfigurationError, match=fault):
         make_model_config(values, models.settings_for(Path()))

@@ -43,7 +43,7 @@ def model(run: str = 'return {"y": inputs["x"].sum(axis=1)}', more: str = "pass"
     return f"{INPUTS}\n{OUTPUTS}\n{more}\ndef run(self, inputs):\n    {run}\n"
 
 
-def test_signature_comes_from_class(make: Make) -> None:
+def test_python_signature_comes_from_class(make: Make) -> None:
     """`inputs` and `outputs` of the class are the signature."""
     signature = make(model()).signature
     assert signature.inputs == (spec("x", "FP32", [-1, 2]),)
@@ -75,7 +75,7 @@ def test_wrong_signature_is_refused(make: Make, body: str, message: str) -> None
         make(body)
 
 
-def test_run_gives_outputs(make: Make) -> None:
+def test_python_model_run_returns_outputs(make: Make) -> None:
     """The class is made once, loaded once, and run for each batch."""
     backend = make(
         model('return {"y": inputs["x"].sum(axis=1) + self.bias}', "def load(self): self.bias = 1")
@@ -99,7 +99,7 @@ def test_run_gives_outputs(make: Make) -> None:
     ],
     ids=["none", "list", "name", "datatype", "no datatype", "rows", "scalar", "shape"],
 )
-def test_outputs_that_break_signature_are_failure(make: Make, run: str, message: str) -> None:
+def test_python_outputs_breaking_signature_are_failure(make: Make, run: str, message: str) -> None:
     """The output is named, with what was expected."""
     backend = make(model(run))
     backend.load()
@@ -115,7 +115,7 @@ def test_outputs_that_break_signature_are_failure(make: Make, run: str, message:
     ],
     ids=["load", "constructor"],
 )
-def test_model_that_cannot_be_loaded_is_refused(make: Make, more: str, message: str) -> None:
+def test_python_model_that_cannot_be_loaded_is_refused(make: Make, more: str, message: str) -> None:
     """What a user's code raises is told with the file."""
     with pytest.raises(ConfigurationError, match=rf"model\.py: {message}"):
         make(model(more=more)).load()
@@ -127,21 +127,21 @@ def test_model_without_run_is_refused(make: Make) -> None:
         make(f"{INPUTS}\n{OUTPUTS}").load()
 
 
-def test_own_warm_up_takes_place_of_usual_one(make: Make) -> None:
+def test_warm_up_of_python_model_replaces_default(make: Make) -> None:
     """A model that knows better what it needs is left to it."""
     backend = make(model("raise ValueError", "def warm_up(self): self.warm = True"))
     backend.load()
     assert backend.warm_up() == WarmUp()
 
 
-def test_usual_warm_up_finds_that_larger_batches_fail(make: Make) -> None:
+def test_default_warm_up_finds_that_larger_batches_fail(make: Make) -> None:
     """As for every backend: one row runs, two do not, batching is off."""
     backend = make(model("assert len(inputs['x']) < 2; return {'y': inputs['x'][:, 0]}"))
     backend.load()
     assert backend.warm_up().batching_fault.startswith("a run of 2 rows failed")
 
 
-def test_cancel_reaches_model(make: Make) -> None:
+def test_cancel_is_passed_to_python_model(make: Make) -> None:
     """A model with a `cancel` of its own is told."""
     backend = make(
         model("return {'y': np.full(1, self.n, 'f4')}", "n = 0\ndef cancel(self): self.n = 1")
@@ -160,7 +160,7 @@ def test_output_of_texts_with_something_else_is_failure(make: Make) -> None:
         backend.run({"x": np.ones((3, 2), np.float32)})
 
 
-def test_unload_reaches_model(make: Make, tmp_path: Path) -> None:
+def test_unload_is_passed_to_python_model(make: Make, tmp_path: Path) -> None:
     """A model with an `unload` of its own can close what it has opened."""
     backend = make(model(more=f"def unload(self): open('{tmp_path}/closed', 'w').close()"))
     backend.load()
@@ -186,7 +186,7 @@ def test_import_that_raises_anything_is_refused(tmp_path: Path, raised: str) -> 
         python_signature(path, config)
 
 
-def test_import_that_does_not_end_is_refused_after_max_load_s(tmp_path: Path) -> None:
+def test_endless_import_is_refused_after_max_load_s(tmp_path: Path) -> None:
     """It is interrupted then, where it is written in Python."""
     path = tmp_path / "model.py"
     path.write_text("while True: pass", encoding="utf-8")
@@ -199,7 +199,7 @@ def test_import_that_does_not_end_is_refused_after_max_load_s(tmp_path: Path) ->
     assert not caught.value.thread.is_alive()
 
 
-def test_fatal_error_of_model_is_its_failure(make: Make) -> None:
+def test_fatal_error_raised_by_model_is_model_failure(make: Make) -> None:
     """It would end the process, which is not for a model to say."""
     backend = make(model("from headrace.errors import Fatal; raise Fatal('no more')"))
     backend.load()

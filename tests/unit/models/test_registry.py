@@ -32,7 +32,7 @@ def opened(tmp_path: Path) -> Open:
 # --- look-up ----------------------------------------------------------------------------------
 
 
-def test_lookup_without_version_gives_highest(tmp_path: Path, opened: Open) -> None:
+def test_lookup_without_version_returns_highest(tmp_path: Path, opened: Open) -> None:
     """Nine is before ten."""
     for number in (9, 10):
         add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
@@ -42,7 +42,7 @@ def test_lookup_without_version_gives_highest(tmp_path: Path, opened: Open) -> N
     assert models.catalog.lookup("digits", "9").version == "9"
 
 
-def test_unknown_model_is_refused_with_what_there_is(tmp_path: Path, opened: Open) -> None:
+def test_unknown_model_is_refused_with_known_names(tmp_path: Path, opened: Open) -> None:
     """The caller sees the names to choose from."""
     add_version(tmp_path, "digits", 1, digits())
     error = refusal(opened(), "digit")
@@ -50,19 +50,19 @@ def test_unknown_model_is_refused_with_what_there_is(tmp_path: Path, opened: Ope
     assert error.message == 'model_name: expected one of digits, got "digit"'
 
 
-def test_unknown_model_of_none_is_refused(opened: Open) -> None:
+def test_unknown_model_in_empty_repository_is_refused(opened: Open) -> None:
     """An empty repository is said to be empty."""
     assert "expected a model, of which there is none" in refusal(opened(), "digits").message
 
 
-def test_long_list_of_models_is_cut(tmp_path: Path, opened: Open) -> None:
+def test_long_list_of_known_models_is_cut(tmp_path: Path, opened: Open) -> None:
     """An answer does not grow with the repository."""
     for number in range(23):
         (tmp_path / f"model{number:02}").mkdir()
     assert refusal(opened(), "x").message.endswith('model19 and 3 more, got "x"')
 
 
-def test_unknown_version_is_refused_with_what_there_is(tmp_path: Path, opened: Open) -> None:
+def test_unknown_version_is_refused_with_known_versions(tmp_path: Path, opened: Open) -> None:
     """A version that is not selected is not there."""
     for number in (1, 2):
         add_version(tmp_path, "digits", number, digits())
@@ -108,7 +108,7 @@ def test_missing_repository_is_refused(tmp_path: Path) -> None:
 # --- limits -----------------------------------------------------------------------------------
 
 
-def test_limits_come_from_configuration(tmp_path: Path, opened: Open) -> None:
+def test_model_limits_come_from_configuration(tmp_path: Path, opened: Open) -> None:
     """`model.toml` over the settings."""
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 4\nmax_queue_delay_ms = 2.5")
     version = opened().catalog.lookup("digits")
@@ -136,7 +136,7 @@ def test_fault_at_warm_up_switches_batching_off(tmp_path: Path) -> None:
 # --- the executor's word ----------------------------------------------------------------------
 
 
-def test_version_is_not_ready_before_executor_says_so(tmp_path: Path) -> None:
+def test_version_is_not_ready_before_executor_announces_it(tmp_path: Path) -> None:
     """Until then requests are told to come again."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -156,7 +156,7 @@ def test_version_that_fails_is_not_ready_with_reason(tmp_path: Path) -> None:
     assert (error.message, error.retry_after_ms) == ("model digits/1: digits/1: no memory", None)
 
 
-def test_ready_version_that_fails_takes_no_more_requests(tmp_path: Path) -> None:
+def test_failed_version_refuses_requests(tmp_path: Path) -> None:
     """A device may be lost later."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -189,7 +189,7 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
     [("", True), ('device = "cuda:0"\nexperimental_cuda = true', False)],
     ids=["cpu", "cuda"],
 )
-def test_only_sessions_on_cpu_run_in_any_thread(
+def test_cuda_sessions_are_bound_to_one_thread(
     tmp_path: Path, opened: Open, config: str, inline: bool
 ) -> None:
     """CUDA's state belongs to one thread."""
@@ -197,7 +197,7 @@ def test_only_sessions_on_cpu_run_in_any_thread(
     assert opened().catalog.lookup("digits").may_inline is inline
 
 
-def test_declared_batch_size_goes_over_verdict(tmp_path: Path) -> None:
+def test_declared_batch_size_overrides_probe(tmp_path: Path) -> None:
     """The model's file is believed, and what speaks against it is told."""
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
     executor = Executor(tmp_path)
@@ -207,7 +207,7 @@ def test_declared_batch_size_goes_over_verdict(tmp_path: Path) -> None:
     assert version.contradiction == ("max_batch_size is declared as 8; not batchable: rows leak")
 
 
-def test_undecided_versions_are_put_is_undecided(tmp_path: Path) -> None:
+def test_undecided_version_has_reduced_batch_size(tmp_path: Path) -> None:
     """Requests come a few at a time, so that they can decide."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -217,7 +217,7 @@ def test_undecided_versions_are_put_is_undecided(tmp_path: Path) -> None:
     assert (version.max_batch_size, version.batching_off) == (4, "undecided: all alike")
 
 
-def test_model_without_batch_takes_its_tensors_as_they_are(tmp_path: Path) -> None:
+def test_unbatched_verdict_overrides_declared_batch_size(tmp_path: Path) -> None:
     """Declared or not: where two rows are not two answers, dimension 0 is one more dimension."""
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
     executor = Executor(tmp_path)

@@ -32,7 +32,7 @@ async def test_reload_without_change_changes_nothing(tmp_path: Path) -> None:
     assert executor.models.catalog.lookup("digits") is before
 
 
-async def test_new_model_is_found(tmp_path: Path) -> None:
+async def test_reload_loads_new_model(tmp_path: Path) -> None:
     """The executor is told to load it."""
     executor = Executor(tmp_path)
     add_version(tmp_path, "digits", 1, digits())
@@ -40,7 +40,7 @@ async def test_new_model_is_found(tmp_path: Path) -> None:
     assert executor.told() == [("load", "1")]
 
 
-async def test_removed_model_is_unloaded(tmp_path: Path) -> None:
+async def test_reload_unloads_removed_model(tmp_path: Path) -> None:
     """It takes no more requests, and the executor lets it go."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -52,7 +52,7 @@ async def test_removed_model_is_unloaded(tmp_path: Path) -> None:
     assert refusal(executor.models, "digits").code == Code.UNKNOWN_MODEL
 
 
-async def test_old_version_serves_until_new_one_is_ready(tmp_path: Path) -> None:
+async def test_old_version_serves_until_new_version_is_ready(tmp_path: Path) -> None:
     """Then the old one is unloaded: there is no moment without a ready one."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -67,7 +67,7 @@ async def test_old_version_serves_until_new_one_is_ready(tmp_path: Path) -> None
     assert executor.told() == [("unload", "1")]
 
 
-async def test_bad_new_version_does_not_take_old_ones_place(tmp_path: Path) -> None:
+async def test_broken_new_version_leaves_old_one_serving(tmp_path: Path) -> None:
     """A version that fails to load leaves the old one where it is."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -79,7 +79,7 @@ async def test_bad_new_version_does_not_take_old_ones_place(tmp_path: Path) -> N
     assert executor.told() == [("load", "2")]
 
 
-async def test_unreadable_new_version_does_not_take_old_ones_place(tmp_path: Path) -> None:
+async def test_unreadable_new_version_leaves_old_one_serving(tmp_path: Path) -> None:
     """Nor does one whose file cannot even be opened; the fault is told."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -91,7 +91,7 @@ async def test_unreadable_new_version_does_not_take_old_ones_place(tmp_path: Pat
     assert executor.told() == []
 
 
-async def test_version_broken_in_place_goes_on_serving(tmp_path: Path) -> None:
+async def test_version_broken_in_place_continues_serving(tmp_path: Path) -> None:
     """It is still wanted; what lies on the disk now cannot take its place."""
     for number in (1, 2):
         directory = add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
@@ -105,7 +105,7 @@ async def test_version_broken_in_place_goes_on_serving(tmp_path: Path) -> None:
     assert executor.told() == []
 
 
-async def test_failed_version_is_tried_again_at_reload(tmp_path: Path) -> None:
+async def test_reload_retries_failed_version(tmp_path: Path) -> None:
     """What made it fail may have gone."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -128,7 +128,7 @@ async def test_version_changed_in_place_is_loaded_beside_old_one(tmp_path: Path)
     assert (old.state, new.state) == (State.UNLOADING, State.READY)
 
 
-async def test_version_that_is_superseded_while_it_loads_is_let_go(tmp_path: Path) -> None:
+async def test_version_superseded_while_loading_is_dropped(tmp_path: Path) -> None:
     """Its readiness comes too late and is of no interest."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -140,7 +140,7 @@ async def test_version_that_is_superseded_while_it_loads_is_let_go(tmp_path: Pat
     assert refusal(executor.models, "digits").message == "model digits is loading"
 
 
-async def test_version_no_longer_selected_waits_for_those_that_are(tmp_path: Path) -> None:
+async def test_deselected_version_serves_until_selected_ones_are_ready(tmp_path: Path) -> None:
     """With several selected, the old one goes when all of them have acknowledged."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -155,7 +155,7 @@ async def test_version_no_longer_selected_waits_for_those_that_are(tmp_path: Pat
     assert refusal(executor.models, "digits", "1").code == Code.UNKNOWN_MODEL
 
 
-async def test_broken_configuration_leaves_model_as_it_was(tmp_path: Path) -> None:
+async def test_broken_configuration_leaves_model_unchanged(tmp_path: Path) -> None:
     """A slip of the pen in `model.toml` stops nothing; the fault is told."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
@@ -167,7 +167,7 @@ async def test_broken_configuration_leaves_model_as_it_was(tmp_path: Path) -> No
     assert executor.models.catalog.lookup("digits") is version
 
 
-async def test_missing_repository_leaves_all_models_as_they_were(tmp_path: Path) -> None:
+async def test_missing_repository_leaves_all_models_unchanged(tmp_path: Path) -> None:
     """A directory that is away for a moment does not unload everything."""
     add_version(tmp_path / "models", "digits", 1, digits())
     executor = Executor(tmp_path / "models")
@@ -178,7 +178,7 @@ async def test_missing_repository_leaves_all_models_as_they_were(tmp_path: Path)
     assert executor.models.catalog.lookup("digits") is version
 
 
-async def test_version_retired_during_scan_is_opened_anew(tmp_path: Path) -> None:
+async def test_version_retired_during_scan_is_opened_again(tmp_path: Path) -> None:
     """The disk is read in another thread while the executor goes on reporting."""
     add_version(tmp_path, "digits", 1, digits())
     scanner = InterruptedScanner(Repository(tmp_path, settings_for(tmp_path)))

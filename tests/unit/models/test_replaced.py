@@ -45,7 +45,7 @@ async def test_replaced_version_is_found_by_its_number_alone(tmp_path: Path) -> 
     assert repository.first in repository.models.catalog.versions(State.READY)
 
 
-async def test_replaced_version_is_unloaded_once_it_is_not_used_any_more(tmp_path: Path) -> None:
+async def test_replaced_version_is_unloaded_after_last_use(tmp_path: Path) -> None:
     """The time counts from its last use."""
     repository = Repository(tmp_path)
     await repository.replace_first()
@@ -74,7 +74,7 @@ async def test_replaced_version_is_kept_while_executor_announces_it(tmp_path: Pa
     assert repository.models.catalog.lookup("digits", "1").max_batch_size == 4
 
 
-async def test_replaced_version_that_is_wanted_again_serves_without_loading(tmp_path: Path) -> None:
+async def test_reselected_version_serves_without_loading(tmp_path: Path) -> None:
     """A new version that turned out badly is undone at once."""
     repository = Repository(tmp_path)
     await repository.replace_first()
@@ -87,7 +87,7 @@ async def test_replaced_version_that_is_wanted_again_serves_without_loading(tmp_
     assert [version.version for version in repository.unloaded] == ["2"]
 
 
-async def test_replaced_version_gives_way_to_another_one_of_its_number(tmp_path: Path) -> None:
+async def test_replaced_version_is_dropped_for_another_of_its_number(tmp_path: Path) -> None:
     """Batches name a version by its number, which can mean one version only."""
     repository = Repository(tmp_path)
     await repository.replace_first()
@@ -98,7 +98,7 @@ async def test_replaced_version_gives_way_to_another_one_of_its_number(tmp_path:
     assert repository.first in repository.unloaded
 
 
-async def test_model_that_was_removed_is_kept_like_replaced_version(tmp_path: Path) -> None:
+async def test_removed_model_is_kept_like_replaced_version(tmp_path: Path) -> None:
     """Ingest may learn of the removal later."""
     repository = Repository(tmp_path)
     shutil.rmtree(tmp_path / "digits")

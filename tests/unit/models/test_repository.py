@@ -41,7 +41,7 @@ def test_versions_are_selected_by_number(tmp_path: Path, config: str, versions: 
     assert selected(tmp_path) == versions
 
 
-def test_other_directories_are_no_versions(tmp_path: Path) -> None:
+def test_directories_without_version_number_are_ignored(tmp_path: Path) -> None:
     """A version's name is a positive number without leading zeros."""
     add_version(tmp_path, "digits", 1, digits())
     for name in ("assets", "0", "02", "3.1", "__pycache__"):
@@ -49,7 +49,7 @@ def test_other_directories_are_no_versions(tmp_path: Path) -> None:
     assert selected(tmp_path) == ["1"]
 
 
-def test_hidden_directories_and_files_are_no_models(tmp_path: Path) -> None:
+def test_hidden_directories_and_files_are_ignored(tmp_path: Path) -> None:
     """`.git` and a README may lie beside the models."""
     add_version(tmp_path, "digits", 1, digits())
     (tmp_path / ".git").mkdir()
@@ -57,7 +57,7 @@ def test_hidden_directories_and_files_are_no_models(tmp_path: Path) -> None:
     assert [model.name for model in scan(tmp_path)] == ["digits"]
 
 
-def test_broken_model_hides_no_other(tmp_path: Path) -> None:
+def test_broken_model_leaves_others_listed(tmp_path: Path) -> None:
     """Each model has its own fault."""
     add_version(tmp_path, "bad", 1, digits(), "colour = 1")
     add_version(tmp_path, "good", 1, digits())
@@ -70,14 +70,14 @@ def test_broken_model_hides_no_other(tmp_path: Path) -> None:
     ("name", "fault"),
     [("empty", "expected a version, a directory such as 1, got none"), ("a b", "got 'a b'")],
 )
-def test_directory_that_is_no_model_has_fault(tmp_path: Path, name: str, fault: str) -> None:
+def test_directory_without_model_has_fault(tmp_path: Path, name: str, fault: str) -> None:
     """A model needs a name that fits into a header, and a version."""
     (tmp_path / name).mkdir()
     [model] = scan(tmp_path)
     assert fault in model.fault
 
 
-def test_version_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
+def test_selected_version_that_is_missing_is_fault(tmp_path: Path) -> None:
     """A list of versions names existing ones."""
     add_version(tmp_path, "digits", 1, digits(), "versions = [1, 4]")
     [model] = scan(tmp_path)
@@ -99,7 +99,7 @@ def test_version_without_its_file_cannot_be_opened(tmp_path: Path) -> None:
         read_signature(model.versions[0], model.config)
 
 
-def test_stamp_changes_with_file(tmp_path: Path) -> None:
+def test_version_stamp_changes_with_file(tmp_path: Path) -> None:
     """A change of the version, or of a file beside it, is seen without reading the content."""
     directory = add_version(tmp_path, "digits", 1, digits())
     before = scan(tmp_path)[0].versions[0].stamp

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from headrace.errors import ConfigurationError
-from headrace.models.signature import Signature, make_signature, read_onnx_signature
+from headrace.models.signature import Signature, TensorSpec, make_signature, read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
 from tests.support import models
 from tests.unit.models.requests import spec
@@ -29,7 +29,7 @@ def with_values(*values: onnx.ValueInfoProto) -> onnx.ModelProto:
     return model
 
 
-def test_inputs_and_outputs_are_read(tmp_path: Path) -> None:
+def test_signature_has_inputs_and_outputs_of_model(tmp_path: Path) -> None:
     """Names, datatypes, fixed sizes and names of free dimensions come from the graph."""
     signature = read(tmp_path, models.digits())
     assert signature.inputs == (spec("pixels", "FP32", [-1, 64], ["batch", ""]),)
@@ -37,12 +37,12 @@ def test_inputs_and_outputs_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("datatype", DATATYPES)
-def test_every_datatype_has_protocols_name(tmp_path: Path, datatype: str) -> None:
+def test_signature_names_datatypes_by_protocol(tmp_path: Path, datatype: str) -> None:
     """An element type of ONNX becomes the Open Inference Protocol's datatype."""
     assert read(tmp_path, models.identity(datatype)).inputs[0].datatype == datatype
 
 
-def test_constants_are_no_inputs(tmp_path: Path) -> None:
+def test_constants_are_not_inputs_of_signature(tmp_path: Path) -> None:
     """Old exporters list weights among the inputs; a request need not bring them."""
     model = models.digits()
     model.graph.input.append(helper.make_tensor_value_info("weights", TensorProto.FLOAT, [64, 10]))
@@ -92,7 +92,7 @@ def test_strings_of_onnx_are_utf8(tmp_path: Path) -> None:
     ],
     ids=["complex", "float8", "sequence", "sparse", "optional", "map", "rank"],
 )
-def test_what_cannot_travel_is_refused_by_name(
+def test_type_without_protocol_name_is_refused_by_name(
     tmp_path: Path, value: onnx.ValueInfoProto, message: str
 ) -> None:
     """A type without a name in the protocol is refused, and the input is named."""
@@ -100,7 +100,7 @@ def test_what_cannot_travel_is_refused_by_name(
         read(tmp_path, with_values(value))
 
 
-def test_broken_file_is_refused(tmp_path: Path) -> None:
+def test_broken_model_file_is_refused(tmp_path: Path) -> None:
     """A file that is no ONNX model is refused with its path."""
     path = tmp_path / "model.onnx"
     path.write_bytes(b"\xff\xff\xff no model")
@@ -108,7 +108,7 @@ def test_broken_file_is_refused(tmp_path: Path) -> None:
         read_onnx_signature(path)
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_model_file_is_refused(tmp_path: Path) -> None:
     """A file that is not there is refused with its path."""
     with pytest.raises(ConfigurationError, match=r"model\.onnx: No such file"):
         read_onnx_signature(tmp_path / "model.onnx")
@@ -130,7 +130,7 @@ def test_model_without_outputs_is_refused() -> None:
     ],
     ids=["nameless", "same name", "output nameless", "output named by an exporter"],
 )
-def test_free_dimension_0_is_batch(inputs: list, outputs: list) -> None:  # type: ignore[type-arg]  # specs
+def test_free_dimension_0_is_batch_dimension(inputs: list, outputs: list) -> None:  # type: ignore[type-arg]  # specs
     """A model is batched when dimension 0 is free everywhere and no name speaks against it."""
     assert make_signature(inputs, outputs).batched
 
@@ -159,7 +159,9 @@ def test_free_dimension_0_is_batch(inputs: list, outputs: list) -> None:  # type
     ],
     ids=["fixed input", "fixed output", "scalar", "two names", "other dimension", "square"],
 )
-def test_batching_is_off_with_its_reason(inputs: list, outputs: list, reason: str) -> None:  # type: ignore[type-arg]  # specs
+def test_signature_without_batch_dimension_has_reason(
+    inputs: list[TensorSpec], outputs: list[TensorSpec], reason: str
+) -> None:
     """Where dimension 0 cannot be the batch, the signature says why."""
     signature = make_signature(inputs, outputs)
     assert (signature.batched, signature.unbatched_reason) == (False, reason)

@@ -46,7 +46,7 @@ def refusal(transform: Transform, payload: bytes = b"payload") -> str:
     return caught.value.message
 
 
-def test_text_is_one_element() -> None:
+def test_text_payload_becomes_one_element() -> None:
     """The whole payload is one string, which the model's signature then takes."""
     signature = model_of(spec("text", "BYTES", [-1, 1]))
     inputs = transform_of("text", signature)("Größe".encode(), "text/plain")
@@ -54,20 +54,20 @@ def test_text_is_one_element() -> None:
     assert to_array(bound.tensors[0]).tolist() == [["Größe".encode()]]
 
 
-def test_text_must_be_utf8() -> None:
+def test_text_payload_of_other_encoding_is_refused() -> None:
     """The byte and its place are told."""
     transform = transform_of("text", model_of(spec("text", "BYTES", [-1])))
     assert refusal(transform, b"a\xff") == "payload: expected UTF-8, got byte 0xff at 1"
 
 
-def test_octets_are_row_of_bytes() -> None:
+def test_octet_payload_becomes_row_of_bytes() -> None:
     """A UINT8 input takes the payload as a row of its length."""
     signature = model_of(spec("image", "UINT8", [-1, -1]))
     [given] = transform_of("octets", signature)(b"\x01\x02\x03", "image/jpeg")
     assert (given.datatype, given.shape, bytes(given.data)) == ("UINT8", [1, 3], b"\x01\x02\x03")
 
 
-def test_octets_may_be_element() -> None:
+def test_octet_payload_becomes_element_where_configured() -> None:
     """A BYTES input takes the payload as an element, whatever is in it."""
     [given] = transform_of("octets", model_of(spec("file", "BYTES", [-1])))(b"\xff\0", "")
     array = to_array(Tensor(given.name, given.datatype, tuple(given.shape), given.data))
@@ -87,7 +87,7 @@ def test_octets_may_be_element() -> None:
     ],
     ids=["text", "octets", "two inputs"],
 )
-def test_transform_that_does_not_fit_is_fault(
+def test_transform_not_fitting_model_is_fault(
     kind: str, signature: Signature, message: str
 ) -> None:
     """It is found when the model is opened, not by the first request."""
@@ -128,7 +128,7 @@ def test_faulty_python_transform_refuses_request(tmp_path: Path, body: str, mess
     assert refusal(python_transform(tmp_path, body)) == message
 
 
-def test_refusal_of_python_transform_is_kept(tmp_path: Path) -> None:
+def test_refusal_by_python_transform_keeps_its_message(tmp_path: Path) -> None:
     """A transform may refuse with a code of its own."""
     transform = python_transform(
         tmp_path,
@@ -148,9 +148,7 @@ def test_refusal_of_python_transform_is_kept(tmp_path: Path) -> None:
     ],
     ids=["no file", "no function", "raises", "syntax"],
 )
-def test_python_file_that_cannot_be_used_is_fault(
-    tmp_path: Path, source: str | None, message: str
-) -> None:
+def test_unusable_transform_file_is_fault(tmp_path: Path, source: str | None, message: str) -> None:
     """It is found when the model is opened."""
     if source is not None:
         (tmp_path / "transform.py").write_text(source, encoding="utf-8")

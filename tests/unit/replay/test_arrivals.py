@@ -28,7 +28,7 @@ def body(*shapes: list[int], **fields: Any) -> dict[str, Any]:
     return {"model_name": "m", "inputs": inputs} | fields
 
 
-async def test_requests_of_one_millisecond_are_spread_over_it() -> None:
+async def test_arrivals_within_one_millisecond_are_spread() -> None:
     """All timestamps are whole milliseconds; a step back counts as none."""
     stamps = [0, 0, 0, 0, 2, 1, 3]
     records = [recorded(number, timestamp=START_MS + stamp) for number, stamp in enumerate(stamps)]
@@ -38,7 +38,7 @@ async def test_requests_of_one_millisecond_are_spread_over_it() -> None:
     assert after_us.tolist() == [0, 250, 500, 750, 2000, 2500, 3000]
 
 
-async def test_rows_bytes_and_shapes_are_those_of_inputs() -> None:
+async def test_arrivals_have_rows_bytes_and_shapes_of_inputs() -> None:
     """In MessagePack and JSON, whatever the order of the inputs."""
     packed = msgpack.packb(body([3, 8], [3]))
     as_json = body([2, 8], [2], model_version="7")
@@ -60,7 +60,7 @@ async def test_rows_bytes_and_shapes_are_those_of_inputs() -> None:
     assert found.size_bytes.tolist() == [3 * 9 * 4, 2 * 9 * 4]
 
 
-async def test_payload_is_one_item_of_its_model() -> None:
+async def test_arrival_of_payload_has_one_row() -> None:
     """What its transform makes of it is not known."""
     headers = (("content-type", b"image/png"), ("x-model", b"magika/2"))
     record = recorded(0, value=b"x" * 70, headers=headers)
@@ -70,7 +70,7 @@ async def test_payload_is_one_item_of_its_model() -> None:
     assert (found.rows.tolist(), found.size_bytes.tolist()) == ([1], [70])
 
 
-async def test_deadlines_count_from_arrival() -> None:
+async def test_arrival_deadlines_count_from_arrival() -> None:
     """Of both kinds, and by default; a deadline before the arrival is none left."""
     headers: list[tuple[tuple[str, bytes], ...]] = [
         (("x-timeout-ms", b"250"),),
@@ -102,7 +102,7 @@ async def test_deadlines_count_from_arrival() -> None:
     ],
     ids=["null", "junk", "no-inputs", "no-rows", "scalar", "rows", "negative", "no-model"],
 )
-async def test_what_is_no_request_is_left_out_and_counted(value: bytes | None) -> None:
+async def test_records_that_are_not_requests_are_left_out_and_counted(value: bytes | None) -> None:
     """The others are read."""
     found = await read_arrivals(GivenRecording([recorded(0, value=value), recorded(1)]), 0)
 

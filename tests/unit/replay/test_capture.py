@@ -65,12 +65,12 @@ def test_capture_file_is_readable_by_its_owner_alone(capture: Path) -> None:
     assert stat.S_IMODE(capture.stat().st_mode) == 0o600
 
 
-def test_what_was_written_is_read(capture: Path) -> None:
+def test_capture_file_survives_round_trip(capture: Path) -> None:
     """Keys, values, headers and numbers come back as they were, nulls and odd ones included."""
     assert read(capture) == RECORDS
 
 
-def test_index_counts_what_is_there(capture: Path) -> None:
+def test_capture_index_counts_partitions_offsets_and_bytes(capture: Path) -> None:
     """Without reading a frame: partitions, offsets, bytes and times."""
     contents = read_contents(capture)
     assert contents.complete
@@ -82,7 +82,7 @@ def test_index_counts_what_is_there(capture: Path) -> None:
     assert (second.first_ms, second.last_ms) == (START_MS + 1, START_MS + len(RECORDS) - 1)
 
 
-def test_any_reader_of_messagepack_reads_file(capture: Path) -> None:
+def test_capture_file_is_stream_of_messagepack(capture: Path) -> None:
     """It is a stream of MessagePack objects: header, heads and frames in turn, index, footer."""
     objects = list(msgpack.Unpacker(io.BytesIO(capture.read_bytes())))
     assert objects[0]["version"] == 1
@@ -91,7 +91,7 @@ def test_any_reader_of_messagepack_reads_file(capture: Path) -> None:
     assert isinstance(objects[-1], msgpack.ExtType)
 
 
-def test_file_cut_off_anywhere_is_read_to_its_last_whole_record(tmp_path: Path) -> None:
+def test_truncated_capture_file_is_read_to_last_whole_record(tmp_path: Path) -> None:
     """At every length the records are the first ones, never fewer than at the length before, and
     the loss is told.
     """
@@ -111,7 +111,7 @@ def test_file_cut_off_anywhere_is_read_to_its_last_whole_record(tmp_path: Path) 
     assert before == 12
 
 
-def test_records_of_frame_that_is_cut_are_not_lost(tmp_path: Path) -> None:
+def test_records_of_truncated_frame_are_read(tmp_path: Path) -> None:
     """Of one large frame that lacks its last bytes, nearly all records are read."""
     path = write(tmp_path / "capture", frame_bytes=10**6)
     frame = read_contents(path).frames[0]
@@ -119,7 +119,7 @@ def test_records_of_frame_that_is_cut_are_not_lost(tmp_path: Path) -> None:
     assert 0 < read_contents(path).records < len(RECORDS)
 
 
-def test_writer_that_fails_leaves_what_it_had_written(tmp_path: Path) -> None:
+def test_failed_capture_writer_keeps_written_frames(tmp_path: Path) -> None:
     """Without an index, the frames that were closed are read."""
     path = tmp_path / "capture"
     writer = CaptureWriter(path, "t").__enter__()
@@ -130,7 +130,7 @@ def test_writer_that_fails_leaves_what_it_had_written(tmp_path: Path) -> None:
     assert read(path) == RECORDS[:5]
 
 
-def test_damaged_frame_is_refused_by_its_place(capture: Path) -> None:
+def test_damaged_frame_is_refused_with_its_position(capture: Path) -> None:
     """A changed byte in a frame's content is met by its CRC-32."""
     frame = read_contents(capture).frames[1]
     content = bytearray(capture.read_bytes())
@@ -140,7 +140,7 @@ def test_damaged_frame_is_refused_by_its_place(capture: Path) -> None:
         read(capture)
 
 
-def test_no_changed_byte_gives_other_records(tmp_path: Path) -> None:
+def test_changed_byte_never_gives_other_records(tmp_path: Path) -> None:
     """Whichever byte is changed, what is read are the records, the first of them, or an error."""
     whole = write(tmp_path / "whole", RECORDS[:6], frame_bytes=800).read_bytes()
     damaged = tmp_path / "damaged"
@@ -167,7 +167,7 @@ def test_no_changed_byte_gives_other_records(tmp_path: Path) -> None:
         ([1, 2], "expected a capture file"),
     ],
 )
-def test_foreign_files_are_refused(tmp_path: Path, header: object, said: str) -> None:
+def test_foreign_capture_files_are_refused(tmp_path: Path, header: object, said: str) -> None:
     """By their header, before anything else of them is read."""
     path = tmp_path / "file"
     path.write_bytes(msgpack.packb(header))
@@ -175,7 +175,7 @@ def test_foreign_files_are_refused(tmp_path: Path, header: object, said: str) ->
         read_contents(path)
 
 
-def test_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+def test_empty_or_missing_capture_file_is_refused(tmp_path: Path) -> None:
     """Nothing is no capture file, and neither is a file that is not there."""
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigurationError, match="expected a capture file"):
@@ -184,7 +184,7 @@ def test_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
         read_contents(tmp_path / "missing")
 
 
-def test_file_that_is_there_is_not_overwritten(capture: Path) -> None:
+def test_existing_capture_file_is_not_overwritten(capture: Path) -> None:
     """A capture goes into a new file."""
     with pytest.raises(ConfigurationError, match="File exists"), CaptureWriter(capture, "t"):
         pass
@@ -203,14 +203,14 @@ def test_file_that_is_there_is_not_overwritten(capture: Path) -> None:
         (Selection(filters=Filters(key=b"key-7")), [7]),
     ],
 )
-async def test_selection_is_read_from_file(
+async def test_capture_file_is_read_by_selection(
     capture: Path, selection: Selection, numbers: Sequence[int]
 ) -> None:
     """Bounds, filters and limit mean for a file what they mean for a topic."""
     assert await select(capture, selection) == list(numbers)
 
 
-async def test_recording_is_read_again_from_its_beginning(capture: Path) -> None:
+async def test_capture_file_can_be_read_again(capture: Path) -> None:
     """Each reading gives all of it."""
     async with open_capture(capture, Selection()) as recording:
         first = [record async for record in recording]
@@ -218,7 +218,7 @@ async def test_recording_is_read_again_from_its_beginning(capture: Path) -> None
     assert first == second == RECORDS
 
 
-async def test_cut_off_recording_says_so(capture: Path) -> None:
+async def test_truncated_recording_is_reported(capture: Path) -> None:
     """Its notice has the file's name and how much was read."""
     content = await asyncio.to_thread(capture.read_bytes)
     await asyncio.to_thread(capture.write_bytes, content[:-20])

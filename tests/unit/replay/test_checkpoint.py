@@ -25,19 +25,19 @@ OPTIONS = {"source": "t", "limit": None, "from_offsets": {"None": 3}}
 CHECKPOINT = Checkpoint("run", OPTIONS, (Span(P0, 3, 10), Span(P1, 0, 5)), {0: 7, 1: 0}, 4)
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_checkpoint_survives_round_trip(tmp_path: Path) -> None:
     """Every field comes back."""
     path = tmp_path / "checkpoint"
     write_checkpoint(path, CHECKPOINT)
     assert read_checkpoint(path, OPTIONS) == replace(CHECKPOINT, spans=list(CHECKPOINT.spans))
 
 
-def test_no_file_is_no_checkpoint(tmp_path: Path) -> None:
+def test_missing_checkpoint_file_starts_new_run(tmp_path: Path) -> None:
     """A run that finds none begins."""
     assert read_checkpoint(tmp_path / "checkpoint", OPTIONS) is None
 
 
-def test_run_with_other_options_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_run_with_other_options_is_refused(tmp_path: Path) -> None:
     """By the option, what it was and what it is."""
     path = tmp_path / "checkpoint"
     write_checkpoint(path, CHECKPOINT)
@@ -46,7 +46,7 @@ def test_run_with_other_options_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 2}'])
-def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+def test_foreign_file_as_checkpoint_is_refused(tmp_path: Path, content: str) -> None:
     """What is no checkpoint is not taken for the beginning of a run."""
     path = tmp_path / "checkpoint"
     path.write_text(content)
@@ -54,7 +54,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         read_checkpoint(path, OPTIONS)
 
 
-def test_write_that_fails_leaves_last_one(tmp_path: Path) -> None:
+def test_failed_checkpoint_write_keeps_last_one(tmp_path: Path) -> None:
     """It is put in place whole, or not at all."""
     path = tmp_path / "checkpoint"
     write_checkpoint(path, CHECKPOINT)
@@ -64,7 +64,7 @@ def test_write_that_fails_leaves_last_one(tmp_path: Path) -> None:
     assert read_checkpoint(path, OPTIONS) == replace(CHECKPOINT, spans=list(CHECKPOINT.spans))
 
 
-def test_rest_of_selection_is_what_is_not_done() -> None:
+def test_resumed_selection_leaves_out_done_offsets() -> None:
     """Offsets that are done, and those that came after the run began, are left out."""
     advanced = CHECKPOINT.advanced({P0: 8})
     rest = advanced.rest_of(Selection(Window(from_offsets={None: 2}), limit=6))
@@ -74,7 +74,7 @@ def test_rest_of_selection_is_what_is_not_done() -> None:
     assert rest.window.span(TopicPartition("t", 2), 0, 99) == Span(TopicPartition("t", 2), 0, 0)
 
 
-async def test_floor_waits_for_all_that_was_handed_over(
+async def test_checkpoint_floor_waits_for_all_sent_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """End offsets become the floor when nothing below them is unknown to the checkpoint."""

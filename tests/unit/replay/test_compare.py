@@ -66,7 +66,7 @@ def test_equal_arrays_are_exact() -> None:
     assert (found.max_abs, found.mean_abs, found.cosine, found.top1) == (0.0, 0.0, 1.0, 1.0)
 
 
-def test_differences_are_those_of_elements() -> None:
+def test_difference_is_largest_of_elements() -> None:
     """Largest and mean; the scale is the reference's."""
     found = compare_arrays(_scores([3.0, 4.0]), _scores([3.0, 5.0]), K)
 
@@ -75,12 +75,12 @@ def test_differences_are_those_of_elements() -> None:
 
 
 @pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])
-def test_number_that_becomes_none_is_infinitely_far(other: float) -> None:
+def test_number_against_nan_differs_infinitely(other: float) -> None:
     """So that no threshold lets it pass."""
     assert compare_arrays(_scores([1.0, 2.0]), _scores([1.0, other]), K).max_abs == math.inf
 
 
-def test_agreement_is_counted_by_rows() -> None:
+def test_label_agreement_is_counted_by_rows() -> None:
     """Top-1 by the place of the largest; top-k by the places that both have, in any order."""
     left = _scores([3.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0])
     right = _scores([2.0, 3.0, 1.0, 0.0], [3.0, 0.0, 1.0, 2.0])
@@ -99,7 +99,7 @@ def test_agreement_is_counted_by_rows() -> None:
         (np.zeros(2, np.float32), np.zeros(2, np.float64)),
     ],
 )
-def test_what_is_no_float_of_one_shape_is_compared_exactly(
+def test_other_than_equal_shaped_floats_are_compared_exactly(
     left: NDArray[Any], right: NDArray[Any]
 ) -> None:
     """Integers, texts, other shapes and other datatypes."""
@@ -108,14 +108,14 @@ def test_what_is_no_float_of_one_shape_is_compared_exactly(
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-300, 1e300])
-def test_cosine_holds_at_ends_of_numbers(value: float) -> None:
+def test_cosine_is_exact_for_extreme_values(value: float) -> None:
     """Squares neither overflow nor vanish; two zeros point the same way."""
     array = np.array([value, value])
 
     assert compare_arrays(array, array, K).cosine == pytest.approx(1.0)
 
 
-def test_output_that_one_side_lacks_differs() -> None:
+def test_output_missing_on_one_side_differs() -> None:
     """Whichever side it is."""
     with_two, with_one = _answer(_scores([1.0, 2.0])), TimedAnswer("ok")
 
@@ -137,7 +137,7 @@ def test_float_beyond_noise_and_rounding_fails() -> None:
     ]
 
 
-def test_noise_widens_what_is_allowed() -> None:
+def test_noise_of_reference_widens_tolerance() -> None:
     """By its margin: what the current model does to itself is not held against the candidate."""
     second = _answer(_scores([1.0, 2.0, 3.01]))
     candidate = _answer(_scores([1.0, 2.0, 3.03]))
@@ -146,7 +146,7 @@ def test_noise_widens_what_is_allowed() -> None:
     assert _failed(_compared(candidate, second=second), Thresholds(margin=2.0)) != []
 
 
-def test_half_precision_may_round_by_more() -> None:
+def test_half_precision_has_wider_tolerance() -> None:
     """A few of its own steps."""
     bfloat16 = ml_dtypes.bfloat16
     reference = _answer(_scores([1.0, 2.0], dtype=bfloat16))
@@ -155,14 +155,14 @@ def test_half_precision_may_round_by_more() -> None:
     assert _failed(_compared(candidate, reference=reference)) == []
 
 
-def test_another_label_fails() -> None:
+def test_other_label_fails_comparison() -> None:
     """Labels are exact."""
     found = _failed(_compared(_answer(_scores([1.0, 2.0, 3.0]), label=2)))
 
     assert found == ["output label: share that differs"]
 
 
-def test_another_code_fails() -> None:
+def test_other_error_code_fails_comparison() -> None:
     """And hides the outputs, of which there are none to compare."""
     assert _failed(_compared(TimedAnswer("MODEL_FAILED", "out of range"))) == [
         "answers: share with another code",
@@ -189,7 +189,7 @@ def test_small_delay_is_not_slower_whatever_its_ratio() -> None:
     assert _failed(_compared(candidate, reference=reference)) == []
 
 
-def test_noisy_latency_widens_what_is_allowed() -> None:
+def test_noisy_latency_widens_latency_tolerance() -> None:
     """Two runs of the same model that differ by half cannot tell another one apart by less."""
     second = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2000)
     candidate = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2500)
@@ -220,12 +220,12 @@ def test_recorded_refusals_need_no_outputs() -> None:
     assert _failed(comparison) == []
 
 
-def test_nothing_compared_is_no_pass() -> None:
+def test_empty_comparison_does_not_pass() -> None:
     """Which would be the easiest way to get one."""
     assert _failed(Comparison()) == ["requests: compared"]
 
 
-def test_worst_are_kept_and_told() -> None:
+def test_worst_differences_are_kept_in_order() -> None:
     """Other codes before other labels before larger differences; equal ones not at all."""
     reference = _answer(_scores([1.0, 2.0, 3.0]))
     others = [
@@ -247,7 +247,7 @@ def test_worst_are_kept_and_told() -> None:
     ]
 
 
-def test_page_escapes_what_it_is_told() -> None:
+def test_compare_report_escapes_names() -> None:
     """Names come from records, and records from anybody."""
     comparison = _compared(TimedAnswer("<b>", "<script>alert(1)</script>"))
     findings = judge(comparison.sides(), Thresholds())
@@ -259,7 +259,7 @@ def test_page_escapes_what_it_is_told() -> None:
     assert "&lt;t&gt;/0/0" in page
 
 
-def test_summary_is_json_of_all_that_was_found() -> None:
+def test_compare_summary_json_has_all_findings() -> None:
     """Infinity, which JSON lacks, is its name."""
     comparison = _compared(_answer(_scores([1.0, 2.0, math.nan])))
     findings = judge(comparison.sides(), Thresholds())

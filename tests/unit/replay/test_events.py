@@ -30,20 +30,20 @@ def p99_ms(load: float, count: int, seed: int) -> float:
 
 
 @pytest.mark.parametrize("load", GREEDY_P99_MS)
-def test_greedy_batching_has_latency_that_is_known_of_it(load: float) -> None:
+def test_simulated_greedy_batching_matches_known_latency(load: float) -> None:
     """The 99th percentile, within 5 %, at every load of the table."""
     assert p99_ms(load, 200_000, seed=1) == pytest.approx(GREEDY_P99_MS[load], rel=0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", GREEDY_P99_MS)
-def test_million_arrivals_come_closer(load: float) -> None:
+def test_million_simulated_arrivals_match_known_latency_closer(load: float) -> None:
     """Within 2 %: what differs in the shorter run is chance."""
     assert p99_ms(load, 1_000_000, seed=2) == pytest.approx(GREEDY_P99_MS[load], rel=0.02)
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.8])
-def test_mean_is_that_of_closed_form(rho: float) -> None:
+def test_simulated_mean_matches_closed_form(rho: float) -> None:
     """Inoue's phi1 (arXiv 1912.06322), which is tight where rho is not small, without a limit:
     3 t0 / (2 (1 - rho)) + (a / 2) (rho + 2) / (1 - rho^2), with rho the arrival rate times a.
     """
@@ -58,7 +58,7 @@ def test_mean_is_that_of_closed_form(rho: float) -> None:
     assert seen.latency_us.mean() == pytest.approx(phi1_us, rel=0.02)
 
 
-def test_what_arrives_during_run_rides_together_in_next() -> None:
+def test_requests_arriving_during_run_share_next_batch() -> None:
     """The first request goes alone at once; the other two wait for its end."""
     seen = simulated(arrivals([0, 300, 500]), line)
 
@@ -68,7 +68,7 @@ def test_what_arrives_during_run_rides_together_in_next() -> None:
     assert seen.busy_us[("m", "1")] == 1050 + 1100
 
 
-def test_limit_of_rows_holds() -> None:
+def test_simulated_batches_keep_row_limit() -> None:
     """Five at once, two to a batch, one batch after the other."""
     seen = simulated(arrivals([0] * 5), line, Setup(max_batch_size=2))
 
@@ -76,14 +76,14 @@ def test_limit_of_rows_holds() -> None:
     assert seen.latency_us.max() == 1100 + 1100 + 1050
 
 
-def test_instances_work_side_by_side() -> None:
+def test_simulated_instances_run_side_by_side() -> None:
     """Two requests, one to a batch, on two instances: neither waits."""
     seen = simulated(arrivals([0, 0]), line, Setup(instances=2, max_batch_size=1))
 
     assert seen.latency_us.tolist() == [1050, 1050]
 
 
-def test_delay_is_waited_out_by_idle_instance() -> None:
+def test_idle_simulated_instance_waits_for_queue_delay() -> None:
     """A batch that is not full closes when its first request has waited so long."""
     seen = simulated(arrivals([0, 400, 9000]), line, Setup(max_queue_delay_ms=2))
 
@@ -91,7 +91,7 @@ def test_delay_is_waited_out_by_idle_instance() -> None:
     assert dict(seen.reasons) == {"delay": 2}
 
 
-def test_what_expires_while_it_waits_costs_no_run() -> None:
+def test_request_expiring_while_waiting_costs_no_run() -> None:
     """The second request's deadline passes behind the first, which is late but was begun."""
     seen = simulated(arrivals([0, 10], timeout_us=1000), line)
 
@@ -100,7 +100,7 @@ def test_what_expires_while_it_waits_costs_no_run() -> None:
     assert seen.batch_rows.total() == 1
 
 
-def test_shapes_do_not_share_batches_and_models_not_even_instances() -> None:
+def test_simulated_shapes_share_no_batch_and_models_no_instance() -> None:
     """Four kinds in turn: two shapes of one model in sequence, and two other versions beside."""
     kinds = (
         Kind("m", "1", (8,)),
@@ -113,7 +113,7 @@ def test_shapes_do_not_share_batches_and_models_not_even_instances() -> None:
     assert seen.latency_us.tolist() == [1050, 2100, 1050, 1050]
 
 
-def test_faster_recording_keeps_its_timeouts() -> None:
+def test_faster_simulation_keeps_timeouts() -> None:
     """Only the gaps between the requests are shorter."""
     faster = arrivals([0, 100, 500], timeout_us=1000).faster(2)
 
@@ -121,7 +121,7 @@ def test_faster_recording_keeps_its_timeouts() -> None:
     assert faster.timeout_us.tolist() == [1000] * 3
 
 
-def test_batch_is_prepared_while_one_before_it_runs() -> None:
+def test_simulated_batch_is_prepared_during_previous_run() -> None:
     """Just in time: the second batch closes 200 us before the first is done, and loses nothing."""
     seen = simulated(arrivals([0, 300, 900, 1100]), line, Setup(prepare_us=200, ahead=True))
 
@@ -134,7 +134,7 @@ def test_batch_is_prepared_while_one_before_it_runs() -> None:
     assert dict(seen.reasons) == {"idle": 1, "just_in_time": 2}
 
 
-def test_preparing_afterwards_takes_its_time_from_instance() -> None:
+def test_simulated_preparation_without_overlap_delays_instance() -> None:
     """Without it the instance computes nothing while a batch is gathered and copied."""
     seen = simulated(arrivals([0, 300]), line, Setup(prepare_us=200))
 

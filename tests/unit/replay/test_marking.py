@@ -18,14 +18,14 @@ def copied(headers: Headers, marking: Marking | None = None) -> list[tuple[str, 
     return list(copy.headers)
 
 
-def test_key_value_and_other_headers_are_kept() -> None:
+def test_replayed_copy_keeps_key_value_and_headers() -> None:
     """The copy is stamped by the log, and says whose copy it is; all else is the original's."""
     original = recorded(1, headers=(("kafka_correlationId", b"1"), ("own", None), ("own", b"b")))
     copy = Marking("run").copy_of(original, LATER_MS)
     assert copy == (original.key, original.value, [*original.headers, *MARKS], None)
 
 
-def test_marks_of_earlier_replay_are_replaced() -> None:
+def test_replayed_copy_replaces_headers_of_earlier_replay() -> None:
     """A copy of a copy names what it was read from, once."""
     assert copied([("x-replay-of", b"a/0/0"), ("x-replay-run", b"first"), ("b", b"")]) == [
         ("b", b""),
@@ -43,12 +43,14 @@ def test_marks_of_earlier_replay_are_replaced() -> None:
         (None, None),
     ],
 )
-def test_deadlines_move_by_time_since(deadline: bytes | None, moved: bytes | None) -> None:
+def test_replayed_deadlines_move_by_elapsed_time(
+    deadline: bytes | None, moved: bytes | None
+) -> None:
     """The copy has as long as its original had; what cannot be read stays."""
     assert copied([("x-deadline-ms", deadline)]) == [("x-deadline-ms", moved), *MARKS]
 
 
-def test_deadline_of_record_without_timestamp_stays() -> None:
+def test_replayed_deadline_without_timestamp_is_unchanged() -> None:
     """There is nothing to measure from."""
     original = recorded(1, timestamp=-1, headers=(("x-deadline-ms", b"5"),))
     assert Marking("run").copy_of(original, LATER_MS).headers[0] == ("x-deadline-ms", b"5")
@@ -66,6 +68,6 @@ REPLY = [("kafka_replyTopic", b"theirs"), ("kafka_replyPartition", b"\0\0\0\1")]
         (Marking("run", keep_reply=True, reply_to="mine"), [("kafka_replyTopic", b"mine")]),
     ],
 )
-def test_replies_do_not_go_to_who_asked_first(marking: Marking, kept: Headers) -> None:
+def test_replayed_copy_drops_reply_headers(marking: Marking, kept: Headers) -> None:
     """Reply topic and partition are dropped, unless they are to be kept or replaced."""
     assert copied(REPLY, marking) == [*kept, *MARKS]

@@ -27,19 +27,19 @@ def at(*offsets_ms: int) -> list[Record]:
 
 
 @pytest.mark.parametrize(("speed", "dues"), [(1, [50, 50.2, 51]), (4, [50, 50.05, 50.25])])
-def test_original_spacing_is_divided_by_speed(speed: float, dues: list[float]) -> None:
+def test_replay_speed_divides_original_spacing(speed: float, dues: list[float]) -> None:
     """Records are due after the first as they came after it, so many times as fast."""
     schedule = Schedule(OriginalSpacing(speed), 50.0)
     assert schedule.plan(at(0, 200, 1000)) == pytest.approx(dues)
 
 
-def test_timestamp_that_goes_back_is_due_at_once() -> None:
+def test_record_with_earlier_timestamp_is_due_at_once() -> None:
     """It is due with the record that it follows, and moves none of those after it."""
     schedule = Schedule(OriginalSpacing(), 0.0)
     assert schedule.plan(at(0, 500, 100, 600)) == pytest.approx([0, 0.5, 0.5, 0.6])
 
 
-def test_schedule_goes_on_over_chunks() -> None:
+def test_schedule_continues_across_chunks() -> None:
     """The second chunk continues the timeline of the first."""
     schedule = Schedule(FixedRate(500), 10.0)
     first, second = schedule.plan(at(0, 0)), schedule.plan(at(0))
@@ -51,7 +51,7 @@ def test_unpaced_records_are_all_due() -> None:
     assert Schedule(Unpaced(), 7.0).plan(at(0, 5000)) == [7.0, 7.0]
 
 
-def test_all_that_is_due_is_found_at_once() -> None:
+def test_all_due_records_are_returned_at_once() -> None:
     """After a delay, a chunk goes out together; one that is not due yet stays."""
     dues = [1.0, 1.1, 1.2, 9.0]
     assert (due_until(dues, 0, 0.9), due_until(dues, 0, 1.1), due_until(dues, 2, 5.0)) == (0, 2, 3)
@@ -59,7 +59,7 @@ def test_all_that_is_due_is_found_at_once() -> None:
 
 @pytest.mark.parametrize("make", [OriginalSpacing, FixedRate])
 @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
-def test_pace_is_positive_number(make: type[Pace], value: float) -> None:
+def test_nonpositive_pace_is_refused(make: type[Pace], value: float) -> None:
     """Others are refused with the reason."""
     with pytest.raises(ValueError, match="expected a positive number"):
         make(value)  # type: ignore[call-arg]  # both take the number

@@ -90,7 +90,7 @@ async def test_records_are_sent_when_they_are_due(pace: Pace, turns: list[tuple[
     assert sink.records == RECORDS
 
 
-async def test_what_is_late_is_sent_together_and_moves_nothing_after_it() -> None:
+async def test_late_records_are_sent_together_without_delaying_others() -> None:
     """After sending took 15 ms, the next two are due at 10 and 20 ms as before."""
     sleeper = Sleeper()
     sink = KeepingSink(sleeper, takes_ms=[25])
@@ -99,7 +99,7 @@ async def test_what_is_late_is_sent_together_and_moves_nothing_after_it() -> Non
     assert outcome.spacing_max_ms == pytest.approx(25)
 
 
-async def test_account_is_of_what_was_sent() -> None:
+async def test_replay_report_counts_sent_records() -> None:
     """Counts, bytes, and the rate that was reached."""
     sleeper = Sleeper()
     outcome = await replay(KeepingSink(sleeper), OriginalSpacing(), sleeper).run()
@@ -109,14 +109,14 @@ async def test_account_is_of_what_was_sent() -> None:
     assert outcome.spacing_p50_ms == pytest.approx(0, abs=0.01)
 
 
-async def test_no_pace_has_no_spacing_error() -> None:
+async def test_unpaced_replay_has_no_spacing_error() -> None:
     """As fast as possible cannot be late."""
     sleeper = Sleeper()
     outcome = await replay(KeepingSink(sleeper), Unpaced(), sleeper).run()
     assert (outcome.spacing_p50_ms, outcome.rate_per_s) == (None, 0.0)
 
 
-async def test_records_that_are_there_already_are_passed_over() -> None:
+async def test_replay_skips_records_already_sent() -> None:
     """They keep their place in the pace, and are counted apart."""
     sleeper = Sleeper()
     sink = KeepingSink(sleeper)
@@ -126,7 +126,7 @@ async def test_records_that_are_there_already_are_passed_over() -> None:
     assert (outcome.records, outcome.skipped) == (2, 2)
 
 
-async def test_what_is_not_acknowledged_ends_run() -> None:
+async def test_unacknowledged_record_ends_replay() -> None:
     """The producer's error comes out of it."""
     sleeper = Sleeper()
     sink = KeepingSink(sleeper)
@@ -136,7 +136,7 @@ async def test_what_is_not_acknowledged_ends_run() -> None:
     assert caught.group_contains(LogUnavailable)
 
 
-async def test_nothing_recorded_is_nothing_sent() -> None:
+async def test_empty_recording_sends_nothing() -> None:
     """An empty recording ends well."""
     outcome = await Replay(GivenRecording([]), OriginalSpacing(), KeepingSink(Sleeper())).run()
     assert (outcome.records, outcome.seconds) == (0, 0.0)

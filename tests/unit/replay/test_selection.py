@@ -41,13 +41,13 @@ def with_headers(*headers: tuple[str, bytes | None], value: bytes | None = b"") 
         (Filters(key=b"key-0", status="TOO_LARGE"), False),
     ],
 )
-def test_every_filter_that_is_given_must_fit(filters: Filters, fits: bool) -> None:
+def test_selection_joins_filters_by_and(filters: Filters, fits: bool) -> None:
     """Filters are joined by and; the last value of a repeated header counts."""
     headers = (("a", b"1"), ("a", b"2"), ("x-status", b"ok"), ("traceparent", TRACEPARENT))
     assert filters.fits(recorded(0, headers=headers)) is fits
 
 
-def test_record_without_key_fits_pattern_of_nothing() -> None:
+def test_selection_by_key_leaves_out_record_without_key() -> None:
     """Its key is empty to a regular expression, and equal to no key."""
     keyless = recorded(0, key=None)
     assert Filters(key_pattern=re.compile(b"^$")).fits(keyless)
@@ -72,7 +72,7 @@ def test_record_without_key_fits_pattern_of_nothing() -> None:
         (with_headers(value=None), ("", "")),
     ],
 )
-def test_model_is_found_in_body_and_header(record: Record, model: tuple[str, str]) -> None:
+def test_selection_finds_model_in_body_or_header(record: Record, model: tuple[str, str]) -> None:
     """The body counts first; what cannot be read names no model, and harms nobody."""
     assert model_of(record) == model
 
@@ -92,12 +92,12 @@ def test_model_is_found_in_body_and_header(record: Record, model: tuple[str, str
         (Window(fixed={P1: (14, 16)}), (0, 0)),
     ],
 )
-def test_offsets_bound_what_is_there(window: Window, span: tuple[int, int]) -> None:
+def test_selection_offsets_bound_existing_records(window: Window, span: tuple[int, int]) -> None:
     """A partition's own bounds count before those for all, and never widen what there is."""
     assert window.span(P0, 10, 20) == Span(P0, *span)
 
 
-def test_records_before_time_are_left_out() -> None:
+def test_selection_leaves_out_records_before_time() -> None:
     """A late timestamp behind the window's first record does not come in by its offset."""
     selection = Selection(Window(from_ms=START_MS + 5))
     assert [selection.fits(recorded(number)) for number in (4, 5, 6)] == [False, True, True]

@@ -32,14 +32,14 @@ def answers(*values: bytes) -> GivenRecording:
     return GivenRecording([recorded(number, value=each) for number, each in enumerate(values)])
 
 
-def test_known_sizes_are_as_they_were_measured_and_others_lie_between() -> None:
+def test_service_time_of_unmeasured_size_lies_between_measured() -> None:
     """Straight lines between the points, whatever line fits all of them."""
     service_time = ServiceTime([BatchTime(1, 100), BatchTime(4, 400), BatchTime(8, 500)])
 
     assert [service_time(rows) for rows in (1, 2, 4, 6, 8)] == [100, 200, 400, 450, 500]
 
 
-def test_beyond_largest_size_slope_of_line_goes_on() -> None:
+def test_service_time_beyond_largest_size_follows_slope() -> None:
     """By least squares, weighted by how often each size was seen."""
     service_time = ServiceTime([BatchTime(8, 500, 10), BatchTime(16, 900, 10)])
 
@@ -48,7 +48,7 @@ def test_beyond_largest_size_slope_of_line_goes_on() -> None:
     assert service_time(1) == 150
 
 
-def test_larger_batches_never_take_less() -> None:
+def test_service_time_never_falls_with_size() -> None:
     """A median that is below its neighbour's is noise."""
     service_time = ServiceTime([BatchTime(1, 100), BatchTime(2, 90), BatchTime(4, 120)])
 
@@ -60,12 +60,12 @@ def test_larger_batches_never_take_less() -> None:
     [([BatchTime(1, 400), BatchTime(8, 100)], 0.0), ([BatchTime(8, 300)], 0.0)],
     ids=["falling", "single"],
 )
-def test_no_row_costs_less_than_nothing(points: list[BatchTime], expected: float) -> None:
+def test_service_time_slope_is_never_negative(points: list[BatchTime], expected: float) -> None:
     """A line that would fall, or that one point alone gives, is level."""
     assert ServiceTime(points).a_us == expected
 
 
-def test_runs_are_like_those_that_were_seen() -> None:
+def test_drawn_run_times_resemble_recorded_ones() -> None:
     """Every size has the spread of all."""
     known = ServiceTime([BatchTime(1, 100), BatchTime(2, 200)])
     spread = known.spread([(1, 50), (1, 100), (2, 600)])
@@ -75,7 +75,7 @@ def test_runs_are_like_those_that_were_seen() -> None:
     assert spread(4) == 400
 
 
-def test_runs_come_in_their_order_from_any_of_them_on() -> None:
+def test_drawn_run_times_keep_recorded_order() -> None:
     """Of a thousand, each slower than the one before it, all neighbours stay neighbours."""
     runs = [(1, 100.0 + number) for number in range(1000)]
     known, chance = ServiceTime([BatchTime(1, 100)]).spread(runs), random.Random(1)
@@ -91,7 +91,7 @@ def test_runs_come_in_their_order_from_any_of_them_on() -> None:
     ("text", "model", "us"),
     [("1000+50", "", 1100), ("digits=60+1.5", "digits", 63), ("a=b=7", "a=b", 7)],
 )
-def test_line_can_be_given(text: str, model: str, us: int) -> None:
+def test_service_time_line_can_be_given(text: str, model: str, us: int) -> None:
     """For one model, or for all; without a part per row it is the same for all sizes."""
     name, service_time = parse_service_time(text)
 
@@ -99,13 +99,13 @@ def test_line_can_be_given(text: str, model: str, us: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "1+", "-1+5", "nan", "inf+1", "0", "m="])
-def test_what_is_no_line_is_refused(text: str) -> None:
+def test_invalid_service_time_line_is_refused(text: str) -> None:
     """With what was expected, and what came."""
     with pytest.raises(ValueError, match="expected \\[MODEL=\\]T0\\+A"):
         parse_service_time(text)
 
 
-async def test_medians_of_answers_are_learned_by_model() -> None:
+async def test_service_times_are_medians_of_answers_by_model() -> None:
     """Errors, and bytes that are no answer, tell nothing."""
     values = [answer(1, 90)] * 5 + [answer(1, 110)] * 5 + [answer(1, 100)]
     values += [answer(2, 200)] * 10 + [answer(1, 7, "other")] * 5 + [b"\xc1", b"\x80"]
@@ -117,14 +117,14 @@ async def test_medians_of_answers_are_learned_by_model() -> None:
     }
 
 
-async def test_what_is_around_runs_is_learned_besides() -> None:
+async def test_overhead_around_runs_is_learned_apart() -> None:
     """The quickest quarter waited for no run before their own. It is no part of S(b)."""
     learned = await learn(answers(*(answer(1, 100, around_us=each) for each in range(10, 19))))
 
     assert (learned["digits"].around_us, learned["digits"](1)) == (12, 100)
 
 
-async def test_run_that_many_answers_tell_of_is_one() -> None:
+async def test_answers_of_one_run_count_as_one_run() -> None:
     """Ten runs of two rows have twenty answers; those of one of them follow each other."""
     learned = await learn(answers(*[answer(2, 100)] * 10, *[answer(2, 300)] * 10))
 
@@ -132,7 +132,7 @@ async def test_run_that_many_answers_tell_of_is_one() -> None:
     assert (point.rows, point.us, point.seen) == (2, 200, 10)
 
 
-async def test_sizes_that_were_hardly_seen_are_left_out() -> None:
+async def test_rarely_seen_sizes_are_left_out() -> None:
     """A single slow run of 32 rows has 32 answers."""
     values = [answer(1, 100)] * 20 + [answer(2, 120)] * 20 + [answer(32, 9000)] * 32
     learned = await learn(answers(*values))
@@ -140,7 +140,7 @@ async def test_sizes_that_were_hardly_seen_are_left_out() -> None:
     assert [each.rows for each in learned["digits"].points] == [1, 2]
 
 
-async def test_answers_that_tell_nothing_are_refused() -> None:
+async def test_answers_without_timings_are_refused() -> None:
     """There is nothing to simulate with."""
     with pytest.raises(ConfigurationError, match="expected answers with compute_us"):
         await learn(answers(b"\x80"))

@@ -26,7 +26,7 @@ def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None
     return simulate(arriving, {KIND.key: served}, scenario or Scenario(), policy)
 
 
-def test_what_is_around_run_is_its_requests_and_not_its_instances() -> None:
+def test_overhead_around_run_delays_request_and_not_instance() -> None:
     """The second request waits for the first one's run alone."""
     times = ServiceTime((), (1000, 0))
     times.around_us = 300
@@ -37,7 +37,7 @@ def test_what_is_around_run_is_its_requests_and_not_its_instances() -> None:
 
 
 @pytest.mark.parametrize(("instances", "reason"), [(1, "just_in_time"), (2, "idle")])
-def test_only_instance_has_its_next_batch_closed_just_in_time(instances: int, reason: str) -> None:
+def test_single_instance_closes_next_batch_just_in_time(instances: int, reason: str) -> None:
     """Of two, the other one takes what comes."""
     arriving = arrivals([0, 100, 200, 5000])
 
@@ -46,7 +46,7 @@ def test_only_instance_has_its_next_batch_closed_just_in_time(instances: int, re
     assert set(found.reasons) == {"idle", reason}
 
 
-def test_batches_are_as_large_as_is_best() -> None:
+def test_simulated_batches_have_best_size() -> None:
     """A model that is quickest at 4 rows is given 4, since its runs are known."""
     times = ServiceTime(
         [BatchTime(1, 900), BatchTime(4, 1200), BatchTime(8, 4800), BatchTime(32, 19_200)]
@@ -57,7 +57,7 @@ def test_batches_are_as_large_as_is_best() -> None:
     assert 3.5 < found.mean_batch < 4.5
 
 
-def test_slow_stretches_make_tail_that_they_made() -> None:
+def test_simulated_slow_stretches_reproduce_latency_tail() -> None:
     """A tenth of the runs is slow, in one piece: the queue that they leave is simulated as well."""
     runs = [(1, 1000.0)] * 900 + [(1, 3000.0)] * 100
     shuffled = [runs[place] for place in np.random.default_rng(1).permutation(len(runs))]

@@ -22,7 +22,7 @@ def taken(timeline: Timeline, most: int = 100) -> list[tuple[int, int]]:
     return [(record.partition, record.timestamp) for record in timeline.take(most)]
 
 
-def test_lowest_timestamp_comes_first() -> None:
+def test_timeline_returns_lowest_timestamp_first() -> None:
     """Two partitions become one order of time; equal times go by partition."""
     timeline = Timeline([P0, P1])
     timeline.add(P0, of(P0, 10, 30, 40))
@@ -33,7 +33,7 @@ def test_lowest_timestamp_comes_first() -> None:
     assert timeline.finished
 
 
-def test_nothing_is_given_before_every_partition_is_heard_of() -> None:
+def test_timeline_waits_for_every_partition() -> None:
     """A partition that may still have an earlier record holds the others back."""
     timeline = Timeline([P0, P1])
     timeline.add(P0, of(P0, 10, 30))
@@ -43,7 +43,7 @@ def test_nothing_is_given_before_every_partition_is_heard_of() -> None:
     assert (timeline.is_waiting_for(P0), timeline.is_waiting_for(P1)) == (False, True)
 
 
-def test_finished_partition_holds_nobody_back() -> None:
+def test_finished_partition_holds_no_other_back() -> None:
     """Whether it had records or not."""
     timeline = Timeline([P0, P1])
     timeline.add(P0, of(P0, 10))
@@ -54,7 +54,7 @@ def test_finished_partition_holds_nobody_back() -> None:
     assert timeline.finished
 
 
-def test_what_waits_is_counted_in_bytes() -> None:
+def test_timeline_counts_waiting_bytes() -> None:
     """What a partition holds grows by what is added, and goes with what is taken."""
     timeline = Timeline([P0])
     timeline.add(P0, of(P0, 1, 2))
@@ -65,6 +65,6 @@ def test_what_waits_is_counted_in_bytes() -> None:
     assert timeline.held_bytes(P0) == 0
 
 
-def test_no_partitions_are_finished() -> None:
+def test_timeline_without_partitions_is_finished() -> None:
     """A recording of nothing ends at once."""
     assert Timeline([]).finished

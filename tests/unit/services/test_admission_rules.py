@@ -17,7 +17,7 @@ from tests.support.batching import (
 from tests.support.work import NOW_US, Limits, make_request
 
 
-def test_request_that_would_be_late_is_refused_on_arrival() -> None:
+def test_request_predicted_late_is_refused_on_arrival() -> None:
     """80 rows at 1 ms each lie before it, so 50 ms are too few, and 100 ms are not."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     late, fine = request_of(in_ms=50), request_of(in_ms=100)
@@ -33,7 +33,7 @@ def test_request_that_would_be_late_is_refused_on_arrival() -> None:
     assert "expected an answer within 50 ms" in late.failure.message
 
 
-def test_requests_beside_refused_one_wait() -> None:
+def test_refused_request_leaves_others_waiting() -> None:
     """Nothing of their kind waits yet: the refused one opened no queue for the others."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     late = request_of(in_ms=1, shape_class=(7,))

@@ -27,7 +27,7 @@ from tests.support.services import counted
 from tests.support.work import make_request, receipt_of
 
 
-async def test_target_that_does_not_acknowledge_holds_up_nobody_else() -> None:
+async def test_stalled_target_delays_no_other_answers() -> None:
     """However many chunks wait for it: its answers stand aside, and go when it is back."""
     tuning = replace(TUNING.responder, target_stalled_after_s=0.02)
     async with running(tuning=tuning) as bench:
@@ -44,7 +44,7 @@ async def test_target_that_does_not_acknowledge_holds_up_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("order", ["none", "partition"])
-async def test_what_was_revoked_is_not_tried_again(order: OrderBy) -> None:
+async def test_revoked_answers_are_not_retried(order: OrderBy) -> None:
     """Another process answers it; of those that have failed before, the others are answered."""
     ours, revoked = answerable(), answerable()
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
@@ -70,7 +70,7 @@ async def test_what_was_revoked_is_not_tried_again(order: OrderBy) -> None:
 
 
 @pytest.mark.parametrize("order", ["key", "partition"])
-async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
+async def test_chunk_in_order_is_acked_only_whole(
     order: OrderBy,
 ) -> None:
     """One that counted while an earlier one on another topic did not would let a later one pass
@@ -93,7 +93,7 @@ async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
         await eventually(lambda: assignment.progress == AckedOffsets(2))
 
 
-async def test_outputs_that_wait_are_charged_to_budget() -> None:
+async def test_waiting_outputs_are_charged_to_budget() -> None:
     """A broker that is slow to take answers makes reading pause, before memory runs out."""
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
     assignment = tracker.assign(TopicPartition("headrace.requests", 0), AckedOffsets(0))

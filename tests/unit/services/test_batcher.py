@@ -54,7 +54,7 @@ def limited(limits: Limits) -> Any:
     return lambda _name, _version: limits
 
 
-async def test_batch_is_there_for_who_pulls_and_for_who_waits() -> None:
+async def test_waiting_batch_is_pulled_and_new_batch_wakes_consumer() -> None:
     """What has come is pulled at once; a consumer that waits is given what comes."""
     async with running(limited(Limits())) as bench:
         first = [make_request(), make_request()]
@@ -71,7 +71,7 @@ async def test_batch_is_there_for_who_pulls_and_for_who_waits() -> None:
         assert batch.requests == second
 
 
-async def test_delay_wakes_who_waits() -> None:
+async def test_end_of_queue_delay_wakes_consumer() -> None:
     """When the delay is over the batch closes without anything new coming in."""
     async with running(limited(Limits(max_queue_delay_ms=20))) as bench:
         waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
@@ -136,7 +136,7 @@ class SteppingClock(StillClock):
 
 
 @pytest.mark.parametrize("readings", range(6))
-async def test_delay_that_ends_between_two_looks_at_clock_wakes_who_waits(
+async def test_queue_delay_ending_between_clock_reads_wakes_consumer(
     readings: int,
 ) -> None:
     """The timer is early by a moment, and the delay is over before the next one is set."""
@@ -153,7 +153,7 @@ async def test_delay_that_ends_between_two_looks_at_clock_wakes_who_waits(
     assert batch is not None
 
 
-async def test_expired_request_is_answered_while_nobody_pulls() -> None:
+async def test_request_expiring_without_consumer_is_answered() -> None:
     """Its answer does not wait for an executor to become free."""
     async with running(limited(Limits())) as bench:
         request = make_request(deadline_ms=NOW_US // 1000 + 20)
@@ -166,7 +166,7 @@ async def test_expired_request_is_answered_while_nobody_pulls() -> None:
     assert request.failure.stage == "batcher"
 
 
-async def test_it_sleeps_while_what_is_due_waits_for_executor() -> None:
+async def test_batcher_sleeps_while_due_batch_waits_for_executor() -> None:
     """With every instance busy a batch that is due is no reason to look at the clock."""
     async with running(limited(Limits(max_queue_delay_ms=1))) as bench:
         await bench.items.send([make_request(ingested_us=NOW_US)])
@@ -183,7 +183,7 @@ async def test_it_sleeps_while_what_is_due_waits_for_executor() -> None:
         assert await bench.batch_queue.consumer(KEY).pull() is not None
 
 
-async def test_request_of_model_that_has_gone_is_answered() -> None:
+async def test_request_of_unloaded_model_is_answered() -> None:
     """Nobody would pull it."""
 
     def gone(name: str, version: str) -> Limits:
@@ -197,7 +197,7 @@ async def test_request_of_model_that_has_gone_is_answered() -> None:
     assert bench.answers.requests[0].failure.code == Code.MODEL_NOT_READY
 
 
-async def test_void_request_is_passed_on_to_be_settled() -> None:
+async def test_revoked_request_is_passed_on_and_joins_no_batch() -> None:
     """It joins no batch, and its bytes are given back by whoever answers."""
     async with running(limited(Limits())) as bench:
         revoked, good = make_request(), make_request()
@@ -210,7 +210,7 @@ async def test_void_request_is_passed_on_to_be_settled() -> None:
     assert batch.requests == [good]
 
 
-async def test_at_end_all_that_waits_is_pulled_without_delay() -> None:
+async def test_draining_batcher_releases_all_waiting_requests() -> None:
     """A stop waits for no delay; the pulls end when nothing is left."""
     bench = BatcherHarness(limited(Limits(max_batch_size=2, max_queue_delay_ms=3_600_000)))
     requests = [make_request() for _ in range(5)]
@@ -231,7 +231,7 @@ async def test_at_end_all_that_waits_is_pulled_without_delay() -> None:
     assert bench.answers.closed
 
 
-async def test_end_does_not_come_before_last_deadline_is_answered() -> None:
+async def test_draining_batcher_waits_for_last_deadline() -> None:
     """With nobody to pull, draining ends when what waits has expired."""
     bench = BatcherHarness(limited(Limits()))
     request = make_request(deadline_ms=NOW_US // 1000 + 5)
@@ -245,7 +245,7 @@ async def test_end_does_not_come_before_last_deadline_is_answered() -> None:
     assert bench.answers.requests == [request]
 
 
-async def test_busy_instance_gets_its_batch_at_moment_that_it_named() -> None:
+async def test_batch_for_busy_instance_closes_at_its_announced_time() -> None:
     """Nothing comes in, and nobody asks again: the moment alone closes the batch."""
     async with running(limited(Limits())) as bench:
         await bench.items.send([make_request()])
@@ -261,7 +261,7 @@ async def test_busy_instance_gets_its_batch_at_moment_that_it_named() -> None:
     assert batch.reason == "just_in_time"
 
 
-async def test_instance_that_is_free_early_gets_what_is_there() -> None:
+async def test_instance_free_early_gets_waiting_requests() -> None:
     """Its run was shorter than predicted."""
     async with running(limited(Limits())) as bench:
         await bench.items.send([make_request()])
@@ -276,7 +276,7 @@ async def test_instance_that_is_free_early_gets_what_is_there() -> None:
     assert batch.reason == "idle"
 
 
-async def test_cancelled_request_is_answered_and_record_that_says_so_is_not() -> None:
+async def test_cancelled_request_is_answered_and_cancelling_record_is_not() -> None:
     """By its place or by its correlation id; the records are acknowledged and counted."""
     async with running(limited(Limits())) as bench:
         by_place, kept = make_request(), make_request()

@@ -37,7 +37,7 @@ def test_earliest_deadline_goes_first_across_shapes() -> None:
     assert pulled(forming).requests == [old]
 
 
-def test_request_without_deadline_does_not_starve() -> None:
+def test_request_without_deadline_becomes_urgent_after_patience() -> None:
     """It counts as one with a deadline some seconds after it came."""
     old = request_of(shape_class=(1,), arrived_us=NOW_US - TUNING.batcher.patience_us)
     urgent = request_of(shape_class=(2,), in_ms=20)
@@ -162,7 +162,7 @@ def test_batch_size_has_best_throughput() -> None:
     assert (batch.rows, batch.reason) == (8, "full")
 
 
-def test_other_sizes_are_explored_at_intervals() -> None:
+def test_batcher_explores_other_sizes_at_intervals() -> None:
     """They may have become better since they were last seen: one batch in 128 has another size,
     and of the first 128 batches sixteen have.
     """
@@ -177,7 +177,7 @@ def test_other_sizes_are_explored_at_intervals() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
-def test_badly_measured_size_is_found_again(wrong: float) -> None:
+def test_batch_size_measured_badly_recovers(wrong: float) -> None:
     """All sizes but the largest had one wrong time each; of all runs after them the times are
     right, and two rows are best.
     """
@@ -223,7 +223,7 @@ def test_batches_under_backlog_stay_large_and_refuse_late_requests() -> None:
     assert hopeless.failure.retry_after_ms == 2
 
 
-def test_only_request_runs_although_it_would_be_late() -> None:
+def test_single_request_runs_though_predicted_late() -> None:
     """The prediction may be wrong, and nothing else would show it."""
     alone = request_of(in_ms=1)
 

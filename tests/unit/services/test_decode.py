@@ -86,7 +86,7 @@ def tracker(assignment: AssignedPartition) -> tuple[object, ...]:
     )
 
 
-def test_requests_read_together_are_those_read_alone(models: Models) -> None:
+def test_requests_decoded_together_equal_requests_decoded_alone(models: Models) -> None:
     """Whether their layout is known by then or not, with all kinds of headers among them."""
     rules = IngestRules(models.catalog, LimitSettings())
     together, alone = make_assignment(), make_assignment()
@@ -99,7 +99,7 @@ def test_requests_read_together_are_those_read_alone(models: Models) -> None:
     assert tracker(together) == tracker(alone)
 
 
-def test_default_timeout_holds_for_requests_read_together(models: Models) -> None:
+def test_requests_decoded_together_have_default_timeout(models: Models) -> None:
     """A record without headers has a deadline as well."""
     rules = IngestRules(models.catalog, LimitSettings(default_timeout_ms=500))
     read = decode_records(records(2), make_assignment(), rules, NOW_US)
@@ -107,7 +107,7 @@ def test_default_timeout_holds_for_requests_read_together(models: Models) -> Non
     assert read[len(UNLIKE)].envelope.deadline_ms == NOW_US // 1000 + 500
 
 
-def test_values_of_known_layout_are_refused_where_they_are_too_large(models: Models) -> None:
+def test_oversized_value_of_known_layout_is_refused(models: Models) -> None:
     """The limit of another process, or of another time, may be lower."""
     value = digits_value(rows=7)
     some = [Record(*REQUESTS, each, NOW_US // 1000, None, value, []) for each in range(3)]
@@ -127,7 +127,7 @@ class Gone:
         raise Rejected(Code.UNKNOWN_MODEL, f"no {name}/{version}")
 
 
-def test_values_of_known_layout_are_refused_when_their_model_is_gone(models: Models) -> None:
+def test_value_of_known_layout_is_refused_after_model_is_removed(models: Models) -> None:
     """Each by the reason that holds now."""
     some = records_of_one_layout()
     rules = IngestRules(models.catalog, LimitSettings())
@@ -138,7 +138,7 @@ def test_values_of_known_layout_are_refused_when_their_model_is_gone(models: Mod
     assert [each.failure and each.failure.code for each in read] == [Code.UNKNOWN_MODEL] * 3
 
 
-def test_reloaded_version_binds_for_itself(models: Models, tmp_path: Path) -> None:
+def test_reloaded_version_does_not_use_old_layouts(models: Models, tmp_path: Path) -> None:
     """What was found with one set of files does not hold for another."""
     some = records_of_one_layout()
     rules = IngestRules(models.catalog, LimitSettings())

@@ -27,7 +27,7 @@ def learn(layouts: DecodeCache, value: bytes) -> None:
     layouts.learn(value, decode_request(value, Envelope(), LimitSettings()))
 
 
-def test_request_that_differs_in_its_bytes_alone_is_known() -> None:
+def test_request_with_other_tensor_bytes_has_known_layout() -> None:
     """Once one was learned, others of its layout are found, and no others."""
     layouts = DecodeCache()
     learn(layouts, request(1.0))
@@ -56,7 +56,7 @@ def test_request_that_differs_in_its_bytes_alone_is_known() -> None:
     ],
     ids=["an id", "two inputs", "BYTES", "BOOL", "no bytes", "much around it"],
 )
-def test_what_has_no_layout_is_not_learned(value: bytes) -> None:
+def test_value_without_layout_is_not_cached(value: bytes) -> None:
     """It is decoded each time."""
     layouts = DecodeCache()
     learn(layouts, value)
@@ -64,7 +64,7 @@ def test_what_has_no_layout_is_not_learned(value: bytes) -> None:
     assert layouts.find(value) is None
 
 
-def test_layout_gives_way_when_others_come_instead() -> None:
+def test_unused_layout_is_evicted() -> None:
     """Of two layouts of one length the one that comes is the one that is known, in the end."""
     layouts = DecodeCache()
     first, second = request(model="first-"), request(model="second")
@@ -77,7 +77,7 @@ def test_layout_gives_way_when_others_come_instead() -> None:
     assert layouts.find(first) is None
 
 
-def test_layouts_are_bounded() -> None:
+def test_number_of_layouts_is_bounded() -> None:
     """However many lengths come, no more than a number of layouts is kept."""
     layouts = DecodeCache()
     sizes = range(1, TUNED.max_cached_layouts + 2)

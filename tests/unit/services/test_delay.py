@@ -38,7 +38,7 @@ def test_queue_delay_ends_in_time_for_earliest_deadline() -> None:
     assert (batch.rows, forming.ended) == (3, [])
 
 
-def test_queue_delay_of_next_batch_is_whole() -> None:
+def test_next_batch_gets_whole_queue_delay() -> None:
     """What was urgent has gone."""
     forming = forming_with(20)
     assert forming.next(KEY, NOW_US + 10_000) is not None

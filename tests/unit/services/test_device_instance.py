@@ -104,7 +104,7 @@ async def answer(instance: DeviceInstance, requests: Sequence[Request]) -> list[
 
 
 @pytest.mark.parametrize("count", range(1, MAX_ROWS + 1))
-async def test_outputs_belong_to_their_rows(tmp_path: Path, count: int) -> None:
+async def test_device_outputs_belong_to_their_rows(tmp_path: Path, count: int) -> None:
     """For every number of rows, those that are padded to a bucket included."""
     async with make(tmp_path, models.digits()) as instance:
         for first in (0, 10):
@@ -233,7 +233,7 @@ async def test_error_while_enqueueing_is_fatal(tmp_path: Path) -> None:
                 await answer(instance, digits(1))
 
 
-async def test_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+async def test_model_larger_than_device_memory_is_refused(tmp_path: Path) -> None:
     """With all figures, before anything is loaded."""
     gpu = Gpu(free_bytes=600 * 2**20)
     instance = make(
@@ -276,7 +276,7 @@ async def test_device_memory_is_freed_on_dispatcher_thread(tmp_path: Path) -> No
     assert given_back == ["instance"]
 
 
-async def test_missing_device_is_refused(tmp_path: Path) -> None:
+async def test_instance_on_missing_device_is_refused(tmp_path: Path) -> None:
     """Its threads end."""
 
     def absent() -> Device:

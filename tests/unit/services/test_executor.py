@@ -21,7 +21,7 @@ from tests.support.services import counted
 from tests.support.work import NOW_US, make_request, receipt_of
 
 
-async def test_each_request_gets_its_own_rows(tmp_path: Path) -> None:
+async def test_executor_gives_each_request_its_own_rows(tmp_path: Path) -> None:
     """Several rows of one request stay together; timings and the batch's rows are noted."""
     add_python_model(tmp_path, "")
     async with running(tmp_path) as bench:
@@ -38,7 +38,7 @@ async def test_each_request_gets_its_own_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 3, 7])
-async def test_only_culprit_fails(tmp_path: Path, place: int) -> None:
+async def test_faulty_request_fails_alone_in_batch(tmp_path: Path, place: int) -> None:
     """A batch that fails is halved until the culprit stands alone; the others get their answers."""
     add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('thirteen')")
     async with running(tmp_path) as bench:
@@ -88,7 +88,9 @@ async def test_fresh_batches_pass_while_failed_one_is_halved(tmp_path: Path) -> 
         ("return None", "ModelFailed"),
     ],
 )
-async def test_whatever_model_raises_is_answer(tmp_path: Path, run: str, told: str) -> None:
+async def test_any_exception_of_model_becomes_error_answer(
+    tmp_path: Path, run: str, told: str
+) -> None:
     """Nothing that a model does to end its thread ends the task, or the process."""
     add_python_model(tmp_path, run)
     async with running(tmp_path) as bench:
@@ -100,7 +102,7 @@ async def test_whatever_model_raises_is_answer(tmp_path: Path, run: str, told: s
     assert told in request.failure.message
 
 
-async def test_long_error_is_cut(tmp_path: Path) -> None:
+async def test_long_error_message_is_cut(tmp_path: Path) -> None:
     """An answer has room for the beginning; the whole could be too large for any topic."""
     add_python_model(tmp_path, "raise ValueError('x' * 10_000_000)")
     async with running(tmp_path) as bench:
@@ -111,7 +113,7 @@ async def test_long_error_is_cut(tmp_path: Path) -> None:
     assert len(request.failure.message) < MAX_ERROR_TEXT_CHARS + 100
 
 
-async def test_what_is_late_or_void_does_not_run(tmp_path: Path) -> None:
+async def test_late_or_revoked_request_is_not_run(tmp_path: Path) -> None:
     """Neither costs the model anything, and both are passed on to the responder."""
     add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('it ran')")
     async with running(tmp_path) as bench:
@@ -127,7 +129,7 @@ async def test_what_is_late_or_void_does_not_run(tmp_path: Path) -> None:
     assert counted(bench.instruments, "bisections_total") == 0
 
 
-async def test_model_that_does_not_load_holds_up_nobody(tmp_path: Path) -> None:
+async def test_model_that_does_not_load_delays_no_other(tmp_path: Path) -> None:
     """The others are served; the registry tells why that one is not."""
     add_python_model(tmp_path, "")
     add_python_model(tmp_path, "", name="broken")
@@ -208,7 +210,7 @@ def expect_long_runs(bench: ExecutorHarness) -> None:
     bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 
 
-async def test_next_batch_is_pulled_while_one_computes(
+async def test_single_instance_pulls_next_batch_during_run(
     tmp_path: Path, meeting: threading.Barrier
 ) -> None:
     """Its rows are ready when the instance is."""
@@ -228,7 +230,7 @@ async def test_next_batch_is_pulled_while_one_computes(
     assert [outcome(one) for one in first + second] == [2.0, 4.0]
 
 
-async def test_batch_that_was_pulled_ahead_does_not_run_too_late(
+async def test_expired_batch_pulled_ahead_is_not_run(
     tmp_path: Path, meeting: threading.Barrier
 ) -> None:
     """A deadline that passes between gathering and running counts; its mate runs."""
@@ -264,7 +266,7 @@ async def test_ring_gives_each_request_its_own_rows(tmp_path: Path) -> None:
     assert scores == [64.0 * value for value in range(40)]
 
 
-async def test_of_several_instances_none_pulls_ahead(
+async def test_several_instances_do_not_pull_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits behind a slow run could have gone to another one."""

@@ -58,14 +58,14 @@ def test_large_tensors_are_copied_one_by_one() -> None:
     np.testing.assert_array_equal(arrays["x"], np.concatenate(rows))
 
 
-def test_same_shapes_return_same_arrays(block: HostBlock) -> None:
+def test_host_block_of_same_shapes_returns_same_arrays(block: HostBlock) -> None:
     """A backend can bind their addresses once."""
     first = block.gather([request(0), request(5)])
     second = block.gather([request(7), request(9)])
     assert second is first
 
 
-def test_other_shapes_return_other_arrays(block: HostBlock) -> None:
+def test_host_block_of_other_shapes_returns_other_arrays(block: HostBlock) -> None:
     """They lie in the same memory."""
     narrow, wide = block.gather([request(0)]), block.gather([request(0, width=3)])
     assert narrow is not None
@@ -103,7 +103,7 @@ def test_inputs_are_aligned_to_cache_lines(block: HostBlock) -> None:
 
 
 @pytest.mark.parametrize(("datatype", "fits"), [("FP32", True), ("BYTES", False)])
-def test_only_fixed_size_elements_fit_block(datatype: str, fits: bool) -> None:
+def test_strings_are_not_gathered_into_host_block(datatype: str, fits: bool) -> None:
     """Strings are objects, each of its own size."""
     signature: Signature = make_signature(
         [TensorSpec("x", datatype, (-1, 4))], [TensorSpec("y", "FP32", (-1,))]

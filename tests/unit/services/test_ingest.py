@@ -61,7 +61,7 @@ async def ingest(
     return items.requests, answers.requests
 
 
-async def test_good_request_goes_on(models: Models) -> None:
+async def test_good_request_is_passed_on(models: Models) -> None:
     """With its origin, its inputs and its model's version."""
     able, ended = await ingest(models, delivery(digits_value(rows=3, id="mine"), first=7))
 
@@ -72,7 +72,7 @@ async def test_good_request_goes_on(models: Models) -> None:
     assert (request.rows, request.size_bytes, request.ingested_us) == (3, 3 * 256, NOW_US)
 
 
-async def test_bad_request_among_good_ones_goes_to_its_answer(models: Models) -> None:
+async def test_bad_request_among_good_ones_fails_alone(models: Models) -> None:
     """Refused with its code, value kept for the dead letter; its neighbours go on."""
     values = [digits_value(), b"junk", None, digits_value("unknown"), digits_value()]
     able, ended = await ingest(models, delivery(*values))
@@ -104,7 +104,7 @@ async def test_late_request_is_not_charged_for_its_value(models: Models) -> None
     assert assignment.budget.used_bytes == RECORD_OVERHEAD_BYTES + beside
 
 
-async def test_request_is_charged_for_all_that_it_keeps(models: Models) -> None:
+async def test_request_is_charged_for_all_bytes_it_holds(models: Models) -> None:
     """Key and headers count: a small value may come with a large header."""
     assignment = make_assignment()
     value = digits_value()
@@ -115,7 +115,7 @@ async def test_request_is_charged_for_all_that_it_keeps(models: Models) -> None:
     assert assignment.budget.used_bytes == expected
 
 
-async def test_what_is_answered_above_base_is_passed_over(models: Models) -> None:
+async def test_ingest_skips_answered_records_above_base(models: Models) -> None:
     """A successor runs only what is left; the next record's origin knows of what was skipped."""
     assignment = make_assignment(AckedOffsets(0, [(1, 3)]))
     able, _ = await ingest(models, delivery(*[digits_value()] * 4, assignment=assignment))
@@ -124,7 +124,7 @@ async def test_what_is_answered_above_base_is_passed_over(models: Models) -> Non
     assert assignment.in_flight == 2
 
 
-async def test_versions_that_are_not_there_are_not_remembered(models: Models) -> None:
+async def test_missing_versions_are_not_cached(models: Models) -> None:
     """A caller's made-up version would become a label of its own in every metric."""
     _, ended = await ingest(
         models, delivery(digits_value(), headers=[("x-model", b"digits/123456789")])
@@ -134,7 +134,7 @@ async def test_versions_that_are_not_there_are_not_remembered(models: Models) ->
     assert ended[0].version == ""
 
 
-async def test_slow_records_do_not_hold_loop(models: Models) -> None:
+async def test_slow_records_do_not_block_event_loop(models: Models) -> None:
     """Between records that take long, others run: a delivery may hold hundreds."""
     tuning = replace(TUNING.ingest, hold_loop_s=0.0)
     turns = 0
@@ -153,7 +153,7 @@ async def test_slow_records_do_not_hold_loop(models: Models) -> None:
     assert turns >= 50
 
 
-async def test_revoked_partition_is_not_read_on(models: Models) -> None:
+async def test_ingest_stops_reading_revoked_partition(models: Models) -> None:
     """Records of an assignment that is over are another process's."""
     assignment = make_assignment()
     assignment.revoked = True
@@ -161,7 +161,7 @@ async def test_revoked_partition_is_not_read_on(models: Models) -> None:
     assert await ingest(models, delivery(digits_value(), assignment=assignment)) == ([], [])
 
 
-async def test_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -> None:
+async def test_cancelling_record_is_passed_on_without_answer(models: Models) -> None:
     """It is passed over as if it were not there: only the requests around it are in flight."""
     assignment = make_assignment()
     cancel = [("x-cancel", b"headrace.requests/0/0")]
@@ -181,7 +181,7 @@ async def test_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -> 
     assert assignment.progress == AckedOffsets(3)
 
 
-async def test_cancelling_record_is_of_no_model(models: Models) -> None:
+async def test_cancelling_record_has_no_model(models: Models) -> None:
     """Also where its headers name one, whose requests may wait: it must not join them."""
     headers = [("x-cancel", b"headrace.requests/0/0"), ("x-model", b"digits/1")]
 
@@ -190,7 +190,7 @@ async def test_cancelling_record_is_of_no_model(models: Models) -> None:
     assert (record.model, record.version) == ("", "")
 
 
-async def test_no_request_waits_for_cancelling_record_with_its_key(models: Models) -> None:
+async def test_cancelling_record_delays_no_request_of_its_key(models: Models) -> None:
     """It has no answer that could go before; who answers elsewhere knows nothing of it."""
     assignment = make_assignment()
     assignment.chains = KeyChains(lambda _: False)
@@ -216,7 +216,7 @@ async def test_no_request_waits_for_cancelling_record_with_its_key(models: Model
         (b"", "or a kafka_correlationId beside it"),
     ],
 )
-async def test_cancelling_record_that_names_nothing_is_answered(
+async def test_cancelling_record_without_target_is_refused(
     models: Models, value: bytes, told: str
 ) -> None:
     """As a request that is wrong: nobody else would tell its sender."""
@@ -228,7 +228,7 @@ async def test_cancelling_record_that_names_nothing_is_answered(
     assert told in ended.failure.message
 
 
-async def test_what_would_be_late_is_refused_by_its_headers(models: Models) -> None:
+async def test_request_predicted_late_is_refused_by_headers(models: Models) -> None:
     """The batcher beside is asked before the value is read or charged."""
     asked: list[str] = []
 
@@ -253,7 +253,7 @@ async def test_what_would_be_late_is_refused_by_its_headers(models: Models) -> N
     assert asked == ["digits"]
 
 
-async def test_reading_far_ahead_leaves_time_for_what_was_read(models: Models) -> None:
+async def test_ingest_far_ahead_pauses_between_chunks(models: Models) -> None:
     """With many requests of the partition in flight, a pause follows in proportion to a chunk."""
     assignment = make_assignment()
     values = [digits_value()] * 500

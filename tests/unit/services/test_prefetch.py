@@ -129,7 +129,7 @@ async def test_prefetched_batch_alternates_with_halves() -> None:
         assert [await bench.next_id() for _ in range(3)] == ["x", "a", "y"]
 
 
-async def test_halves_are_run_before_end() -> None:
+async def test_pending_halves_are_run_before_drain_ends() -> None:
     """Also when the pull ahead has learned already that nothing more comes."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)

@@ -33,7 +33,7 @@ from tests.support.tuning import QUICK
 from tests.support.work import NOW_US, make_request, receipt_of
 
 
-async def test_answer_carries_outputs_and_says_whose_it_is() -> None:
+async def test_answer_carries_outputs_and_identity_of_request() -> None:
     """On `responses`, in the request's partition modulo the topic's, with its key."""
     request = answerable(kafka_correlationId=b"c7", order_line=b"5")
     request.partition = 5
@@ -51,7 +51,7 @@ async def test_answer_carries_outputs_and_says_whose_it_is() -> None:
     assert answer.outputs["y"].tolist() == [[1.5]]
 
 
-async def test_answer_goes_where_caller_wants_it() -> None:
+async def test_answer_goes_to_reply_topic_and_partition() -> None:
     """To the reply topic, in the partition asked for, or in the request's own modulo."""
     asked = answerable(kafka_replyTopic=b"headrace.mine", kafka_replyPartition=struct.pack(">i", 2))
     left_open = answerable(kafka_replyTopic=b"headrace.mine")
@@ -77,7 +77,7 @@ async def test_answer_goes_where_caller_wants_it() -> None:
         ({"kafka_replyTopic": b"headrace.compacted"}, "expected a key"),
     ],
 )
-async def test_answer_that_cannot_go_there_says_so_on_responses(
+async def test_answer_for_unusable_reply_topic_becomes_error_on_responses(
     headers: dict[str, bytes], told: str
 ) -> None:
     """The request has failed then, and is kept as a dead letter; others are as before."""
@@ -93,7 +93,7 @@ async def test_answer_that_cannot_go_there_says_so_on_responses(
     assert len(letters) == 1
 
 
-async def test_reply_topic_that_is_deleted_ends_nothing() -> None:
+async def test_deleted_reply_topic_does_not_end_process() -> None:
     """While its partitions are remembered the log refuses it: the answer goes to `responses`."""
     async with running() as bench:
         await bench.answer(answerable(kafka_replyTopic=b"headrace.mine"))
@@ -104,7 +104,7 @@ async def test_reply_topic_that_is_deleted_ends_nothing() -> None:
     assert [status(record) for record in records] == ["INVALID_REQUEST"]
 
 
-async def test_looking_for_reply_topic_delays_nobody() -> None:
+async def test_reply_topic_lookup_delays_no_other_answers() -> None:
     """While one topic's partitions are asked for, all other answers go out."""
     waiting, good = answerable(kafka_replyTopic=b"headrace.mine"), answerable()
     async with running() as bench:
@@ -134,7 +134,7 @@ async def test_looking_for_reply_topic_delays_nobody() -> None:
     assert [status(record) for record in records] == ["ok"]
 
 
-async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answer_here() -> None:
+async def test_answer_revoked_during_reply_topic_lookup_is_dropped() -> None:
     """Its partition's new owner gives it, and knows nothing of this one."""
     request = answerable(kafka_replyTopic=MINE.topic.encode())
     async with running(tuning=QUICK.responder) as bench:
@@ -149,7 +149,7 @@ async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answ
         assert counted(bench.instruments, "revoked_requests_total") == 1
 
 
-async def test_late_answer_is_expiry() -> None:
+async def test_late_answer_becomes_deadline_error() -> None:
     """Outputs that come after the deadline are not sent as if they were in time."""
     request = answerable(x_deadline_ms=str(NOW_US // 1000 + 5).encode())
     async with running() as bench:
@@ -161,7 +161,7 @@ async def test_late_answer_is_expiry() -> None:
     assert "responder" in error_of(record)
 
 
-async def test_failure_that_is_final_is_kept_as_it_came() -> None:
+async def test_final_failure_becomes_dead_letter_unchanged() -> None:
     """Key, value and headers untouched, with where and why in Spring's headers."""
     request = failed(order_line=b"5", kafka_correlationId=b"\x00\xff")
     request.value = memoryview(b"\x00the value\xff")
@@ -179,7 +179,7 @@ async def test_failure_that_is_final_is_kept_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("code", sorted(Code))
-async def test_only_what_can_never_succeed_is_kept(code: Code) -> None:
+async def test_retriable_failure_makes_no_dead_letter(code: Code) -> None:
     """A request that may be sent again is answered, and no more."""
     async with running() as bench:
         await bench.answer(failed(code))
@@ -190,7 +190,7 @@ async def test_only_what_can_never_succeed_is_kept(code: Code) -> None:
     assert len(letters) == code.is_dead_letter
 
 
-async def test_answer_that_does_not_fit_becomes_error_that_says_so() -> None:
+async def test_oversized_answer_becomes_error() -> None:
     """The others of its chunk are sent."""
     large, good = answerable(), answerable()
     large.outputs = make_request(inputs={"y": np.zeros((1, 2000), np.float32)}).inputs
@@ -202,7 +202,7 @@ async def test_answer_that_does_not_fit_becomes_error_that_says_so() -> None:
     assert counted(bench.instruments, "unanswerable_requests_total") == 0
 
 
-async def test_error_that_does_not_fit_goes_without_callers_headers() -> None:
+async def test_oversized_error_is_sent_without_headers_of_caller() -> None:
     """A key or headers that fill a record must not keep an answer from being given."""
     request = answerable(long=b"x" * LIMIT_BYTES)
     async with running() as bench:
@@ -214,7 +214,7 @@ async def test_error_that_does_not_fit_goes_without_callers_headers() -> None:
     assert [name for name, _ in record.headers] == ["content-type", "x-status", "x-request"]
 
 
-async def test_dead_letter_that_does_not_fit_is_counted() -> None:
+async def test_oversized_dead_letter_is_counted() -> None:
     """The answer is given all the same."""
     request = failed()
     request.value = b"x" * LIMIT_BYTES
@@ -224,7 +224,7 @@ async def test_dead_letter_that_does_not_fit_is_counted() -> None:
         assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
-async def test_void_request_gets_no_answer_here() -> None:
+async def test_revoked_request_is_not_answered() -> None:
     """Its partition's new owner gives it."""
     revoked, good = answerable(), answerable()
     receipt_of(revoked).revoked = True
@@ -248,7 +248,7 @@ async def origins_of(log: MemoryLog) -> SourceOffsets:
     return source_offsets
 
 
-async def test_result_that_comes_twice_is_answered_once() -> None:
+async def test_repeated_result_is_answered_once() -> None:
     """At once, and after the answer; both records of `results` are acknowledged."""
     log = MemoryLog()
     source_offsets = await origins_of(log)
@@ -263,7 +263,7 @@ async def test_result_that_comes_twice_is_answered_once() -> None:
 
 
 @pytest.mark.parametrize("order", ["none", "partition"])
-async def test_range_that_is_gone_moves_base_though_its_end_is_answered(
+async def test_deleted_range_with_answered_end_moves_base(
     order: OrderBy,
 ) -> None:
     """What lies before its end would be waited for for ever otherwise."""
@@ -279,7 +279,7 @@ async def test_range_that_is_gone_moves_base_though_its_end_is_answered(
         assert await bench.responses() == []
 
 
-async def test_nothing_is_settled_before_it_is_acknowledged() -> None:
+async def test_record_is_acked_only_after_answer_is_acknowledged() -> None:
     """Only what the log has taken may be committed."""
     request = answerable()
     async with running() as bench:

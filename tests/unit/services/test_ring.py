@@ -81,7 +81,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_planted_bug_is_caught(bug: str) -> None:
+def test_race_detector_finds_planted_bug(bug: str) -> None:
     """Under each of a hundred schedules, whatever the bytes happened to be."""
     for seed in range(100):
         with pytest.raises(RaceError):

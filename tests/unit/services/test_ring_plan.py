@@ -22,7 +22,7 @@ from headrace.tuning import TUNING
         (30, (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 30)),
     ],
 )
-def test_buckets_grow_in_small_steps(max_rows: int, expected: tuple[int, ...]) -> None:
+def test_ring_buckets_grow_in_small_steps(max_rows: int, expected: tuple[int, ...]) -> None:
     """Each number up to four, then every fourth, and the largest batch."""
     assert buckets(max_rows, TUNING.executor) == expected
 

@@ -22,25 +22,27 @@ TUNED = TUNING.responder
         (100, 0.0, 10_000),  # the first transaction of a partition
     ],
 )
-def test_without_backlog_next_transaction_begins_at_once(
+def test_transaction_without_backlog_begins_at_once(
     answers: int, elapsed_s: float, in_flight: int
 ) -> None:
     """There is nothing to wait for, or its callers would wait."""
     assert linger_after(answers, elapsed_s, in_flight, TUNED) == 0.0
 
 
-def test_with_backlog_thousand_answers_gather() -> None:
+def test_transaction_with_backlog_gathers_thousand_answers() -> None:
     """At 20,000 a second they take 51 ms."""
     assert linger_after(400, 0.020, 100_000, TUNED) == pytest.approx(TUNED.linger_answers / 20_000)
 
 
-def test_where_answers_are_slow_pause_is_bounded() -> None:
+def test_transaction_linger_is_bounded_for_slow_answers() -> None:
     """A transaction does not wait a second for the next answer."""
     assert linger_after(10, 1.0, 100_000, TUNED) == TUNED.max_linger_s
 
 
 @given(st.integers(1, 5000), st.floats(1e-4, 60.0), st.integers(0, 1_000_000))
-def test_nobody_waits_tenth_longer(answers: int, elapsed_s: float, in_flight: int) -> None:
+def test_transaction_linger_is_at_most_tenth_of_latency(
+    answers: int, elapsed_s: float, in_flight: int
+) -> None:
     """The pause is a tenth of the time that the last of those under way takes, at most."""
     linger_s = linger_after(answers, elapsed_s, in_flight, TUNED)
     assert linger_s == 0.0 or TUNED.min_linger_s <= linger_s <= TUNED.max_linger_s
@@ -54,7 +56,7 @@ def test_step_after_silence_does_not_linger() -> None:
     assert linger.ended(10.5, 10.52, answers=400, in_flight=100_000) == 0.0
 
 
-def test_step_that_follows_another_lingers_under_backlog() -> None:
+def test_following_step_lingers_under_backlog() -> None:
     """The time since the last step's end counts, and the linger itself is no silence."""
     linger = TransactionLinger(TUNED)
     linger.ended(10.0, 10.02, answers=400, in_flight=100_000)

@@ -34,14 +34,14 @@ def quick_transactions_until(size: TransactionSize, limit_bytes: int | None) -> 
     raise AssertionError(f"{size.limit_bytes} after 10,000 quick transactions")
 
 
-def test_size_that_timed_out_is_tried_again_after_patience() -> None:
+def test_transaction_size_that_timed_out_is_tried_again_later() -> None:
     """What kept it from ending may have passed."""
     assert (
         quick_transactions_until(after_timeout(20_000), 20_000) == SIZING.transaction_size_patience
     )
 
 
-def test_size_that_timed_out_again_is_tried_half_as_often() -> None:
+def test_transaction_size_that_timed_out_again_is_tried_half_as_often() -> None:
     """Each try costs a whole timeout; what worked below it goes on meanwhile."""
     size = after_timeout(20_000)
     quick_transactions_until(size, 20_000)
@@ -50,7 +50,7 @@ def test_size_that_timed_out_again_is_tried_half_as_often() -> None:
     assert quick_transactions_until(size, 20_000) == 2 * SIZING.transaction_size_patience
 
 
-def test_what_worked_is_halved_when_it_times_out_itself() -> None:
+def test_working_transaction_size_is_halved_when_it_times_out() -> None:
     """The quota was lowered, for instance."""
     size = after_timeout(20_000)
     size.committed(10_000, QUICK_S)
@@ -58,7 +58,7 @@ def test_what_worked_is_halved_when_it_times_out_itself() -> None:
     assert size.limit_bytes == 4_500
 
 
-def test_size_before_any_timeout_is_unlimited() -> None:
+def test_transaction_size_before_any_timeout_is_unlimited() -> None:
     """Nothing is known that would speak for less."""
     size = TransactionSize(TIMEOUT_S, SIZING)
     size.committed(10, SLOW_S)
@@ -66,7 +66,7 @@ def test_size_before_any_timeout_is_unlimited() -> None:
     assert size.count([10**9] * 50) == 50
 
 
-def test_step_that_timed_out_is_halved() -> None:
+def test_transaction_that_timed_out_is_halved() -> None:
     """And halved again, where that was not enough."""
     size = after_timeout(20_000)
     assert size.limit_bytes == 10_000
@@ -75,35 +75,35 @@ def test_step_that_timed_out_is_halved() -> None:
     assert size.limit_bytes == 5_000
 
 
-def test_single_answer_that_timed_out_leaves_size() -> None:
+def test_single_answer_timeout_leaves_transaction_size() -> None:
     """It cannot be divided, and says nothing of steps of several."""
     size = after_timeout(20_000)
     size.timed_out(30_000, answers=1)
     assert size.limit_bytes == 10_000
 
 
-def test_size_that_worked_slowly_is_kept() -> None:
+def test_slow_transaction_keeps_size() -> None:
     """A larger step could time out."""
     size = after_timeout(20_000)
     size.committed(10_000, SLOW_S)
     assert size.limit_bytes == 10_000
 
 
-def test_step_that_was_small_by_itself_lets_size_be() -> None:
+def test_small_transaction_leaves_size() -> None:
     """That few answers were quickly written says nothing of more."""
     size = after_timeout(20_000)
     size.committed(400, QUICK_S)
     assert size.limit_bytes == 10_000
 
 
-def test_size_near_one_that_timed_out_grows_by_eighth() -> None:
+def test_transaction_size_near_timeout_grows_by_eighth() -> None:
     """Each further time-out would cost `transaction_timeout_ms`."""
     size = after_timeout(20_000)
     size.committed(10_000, QUICK_S)
     assert size.limit_bytes == 11_251
 
 
-def test_size_far_below_one_that_timed_out_doubles() -> None:
+def test_transaction_size_far_below_timeout_doubles() -> None:
     """What was halved in an outage is large again after a few transactions."""
     size = after_timeout(20_000)
     size.timed_out(800, answers=4)
@@ -118,7 +118,7 @@ def test_size_far_below_one_that_timed_out_doubles() -> None:
     ),
     st.integers(5_000, 50_000),
 )
-def test_size_stays_within_its_bounds(
+def test_transaction_size_stays_within_bounds(
     steps: list[tuple[list[int], float]], capacity_bytes: int
 ) -> None:
     """Whatever comes, a step has an answer, keeps to the limit, and shrinks with each time-out."""
@@ -139,7 +139,7 @@ def test_size_stays_within_its_bounds(
 
 
 @given(st.lists(st.integers(1, 5_000), min_size=1, max_size=200), st.integers(5_000, 50_000))
-def test_backlog_is_finished_where_each_answer_fits(sizes: list[int], capacity_bytes: int) -> None:
+def test_backlog_of_fitting_answers_is_finished(sizes: list[int], capacity_bytes: int) -> None:
     """With a time-out for each halving, and no more after that while transactions are slow."""
     size = TransactionSize(TIMEOUT_S, SIZING)
     left, timeouts = list(sizes), 0

@@ -23,7 +23,7 @@ ANSWER_BYTES = 1100
 
 
 @pytest.mark.parametrize("place", [0, 7, 15])
-async def test_answer_that_only_brokers_know_to_be_too_large_gives_way_alone(place: int) -> None:
+async def test_answer_refused_as_too_large_by_broker_fails_alone(place: int) -> None:
     """The topic's limit was lowered a moment ago: halving finds the one that does not fit."""
     async with running() as bench:
         bench.log.faults.topics.keep_limits_from_producers(RESPONSES.topic)
@@ -35,7 +35,7 @@ async def test_answer_that_only_brokers_know_to_be_too_large_gives_way_alone(pla
         assert len(await visible(bench.log, RESPONSES.topic)) == 16
 
 
-async def test_answers_that_are_too_large_cost_no_producer() -> None:
+async def test_oversized_answers_cost_no_producer() -> None:
     """They give way before the transaction begins, with whatever else its topic refuses."""
     async with running() as bench:
         entered = bench.log.faults.transactions.entered_producers(TRANSACTIONAL_ID)
@@ -75,9 +75,7 @@ def encoded_answers() -> int:
 
 @pytest.mark.parametrize("size", [1, 2000])
 @pytest.mark.parametrize("knows_limits", [True, False])
-async def test_failed_step_frees_its_answers_without_collector(
-    size: int, knows_limits: bool
-) -> None:
+async def test_failed_transaction_leaves_no_reference_cycle(size: int, knows_limits: bool) -> None:
     """Neither a time-out nor a refusal leaves a reference cycle that holds what was encoded."""
     async with running() as bench:
         bench.log.faults.transactions.slow_down(0)
@@ -93,7 +91,7 @@ async def test_failed_step_frees_its_answers_without_collector(
 
 
 @pytest.mark.parametrize("exactly_once", [True, False])
-async def test_refused_answers_are_freed_without_collector(exactly_once: bool) -> None:
+async def test_refused_answers_leave_no_reference_cycle(exactly_once: bool) -> None:
     """Once they were answered in another form, nothing of what was encoded is left."""
     async with running(exactly_once=exactly_once) as bench:
         with no_collector():
@@ -103,7 +101,7 @@ async def test_refused_answers_are_freed_without_collector(exactly_once: bool) -
             await eventually(lambda: encoded_answers() == before)
 
 
-async def test_step_that_does_not_end_in_time_is_halved() -> None:
+async def test_transaction_over_its_time_is_halved() -> None:
     """Where a producer quota lets no larger transaction end, all are answered, each once."""
     async with running() as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
@@ -114,7 +112,7 @@ async def test_step_that_does_not_end_in_time_is_halved() -> None:
         assert counted(bench.instruments, "transaction_timeouts_total") == 5
 
 
-async def test_size_that_worked_is_kept_for_next_step() -> None:
+async def test_transaction_size_that_worked_is_used_again() -> None:
     """A second burst costs no time-out that the first one has paid for."""
     async with running(tuning=replace(QUICK.responder, quick_transaction_share=0.0)) as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
@@ -124,7 +122,7 @@ async def test_size_that_worked_is_kept_for_next_step() -> None:
         assert counted(bench.instruments, "transaction_timeouts_total") == 5
 
 
-async def test_size_grows_again_once_transactions_are_quick() -> None:
+async def test_transaction_size_grows_after_quick_transactions() -> None:
     """From two answers at a time to as many as there are."""
     async with running() as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
@@ -140,7 +138,7 @@ async def test_size_grows_again_once_transactions_are_quick() -> None:
         assert counted(bench.instruments, "commit_duration_seconds_count") == sealed_before + 1
 
 
-async def test_slow_reply_topic_is_answered_in_smaller_steps() -> None:
+async def test_slow_reply_topic_shrinks_transactions() -> None:
     """A time-out could as well be that of a lost partition: both give all of their answers."""
     tuning = replace(
         QUICK.responder,

@@ -134,7 +134,7 @@ async def running(
 
 
 @pytest.mark.parametrize("place", [0, 7, 15])
-async def test_only_answer_that_does_not_fit_gives_way(place: int) -> None:
+async def test_oversized_answer_fails_alone_in_transaction(place: int) -> None:
     """The transaction is taken apart; all others of it go as they are, each once."""
     async with running() as bench:
         requests = [bench.request(size=2000 if each == place else 1) for each in range(16)]
@@ -147,7 +147,7 @@ async def test_only_answer_that_does_not_fit_gives_way(place: int) -> None:
 
 
 @pytest.mark.parametrize("topic", ["headrace.compacted", "headrace.gone"])
-async def test_what_its_reply_topic_refuses_is_answered_on_responses(topic: str) -> None:
+async def test_answer_refused_by_reply_topic_goes_to_responses(topic: str) -> None:
     """A compacted topic wants a key; one that was deleted meanwhile takes nothing."""
     async with running() as bench:
         if topic == "headrace.gone":
@@ -184,7 +184,7 @@ async def test_forbidden_reply_topic_costs_one_producer() -> None:
         assert bench.log.faults.transactions.entered_producers(transactional_id) == entered + 1
 
 
-async def test_error_that_does_not_fit_goes_bare() -> None:
+async def test_oversized_error_is_sent_without_headers() -> None:
     """A key or headers that fill a record must not keep an answer from being given."""
     async with running() as bench:
         request = bench.request(long=b"x" * LIMIT_BYTES)
@@ -197,7 +197,7 @@ async def test_error_that_does_not_fit_goes_bare() -> None:
     assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
-async def test_dead_letter_goes_with_its_answer() -> None:
+async def test_dead_letter_is_in_transaction_of_its_answer() -> None:
     """In the same transaction; one that does not fit is left out and counted."""
     async with running() as bench:
         small, large = bench.request(), bench.request()
@@ -212,7 +212,7 @@ async def test_dead_letter_goes_with_its_answer() -> None:
         assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
-async def test_failed_transaction_takes_nothing_from_answer_whose_letter_does_not_fit() -> None:
+async def test_failed_transaction_keeps_answer_whose_dead_letter_does_not_fit() -> None:
     """It was tried without the letter, and is so again: its caller knows it by its headers."""
     async with running() as bench:
         await bench.log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
@@ -228,7 +228,7 @@ async def test_failed_transaction_takes_nothing_from_answer_whose_letter_does_no
     assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
-async def test_answer_that_nothing_fits_is_given_up_and_committed() -> None:
+async def test_answer_too_large_in_every_form_is_dropped_and_committed() -> None:
     """The partition goes on without it."""
     async with running() as bench:
         await bench.log.create_topics(
@@ -241,7 +241,7 @@ async def test_answer_that_nothing_fits_is_given_up_and_committed() -> None:
         assert counted(bench.instruments, "unanswerable_requests_total") == 1
 
 
-async def test_responses_that_refuse_for_good_end_process() -> None:
+async def test_permanent_refusal_by_responses_ends_process() -> None:
     """A topic of ours that takes nothing is for a person to fix."""
     with pytest.raises(ExceptionGroup) as ended:
         await answer_where_responses_are_forbidden()
@@ -256,7 +256,7 @@ async def answer_where_responses_are_forbidden() -> None:
         await bench.acked()
 
 
-async def test_answers_whose_offsets_have_no_room_wait() -> None:
+async def test_answers_whose_offsets_do_not_fit_metadata_wait() -> None:
     """Unsealed, until lower ones make room; nothing that is visible is missing in the commit."""
     async with running(offsets_tuning=TIGHT) as bench:
         requests = [bench.request() for _ in range(80)]
@@ -275,7 +275,7 @@ async def test_answers_whose_offsets_have_no_room_wait() -> None:
         assert await bench.committed() == AckedOffsets(80)
 
 
-async def test_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
+async def test_lost_partition_writes_no_answer_and_frees_its_bytes() -> None:
     """What waited for its turn is revoked, and charged no more."""
     async with running() as bench:
         bench.log.faults.transactions.hold()
@@ -301,7 +301,7 @@ async def offsets_in_order(
 
 
 @pytest.mark.parametrize("exactly_once", [True, False])
-async def test_in_order_of_partition_nothing_overtakes(exactly_once: bool) -> None:
+async def test_transactional_answers_in_order_do_not_overtake(exactly_once: bool) -> None:
     """Not when a transaction is taken apart, or an answer is refused, either."""
     async with running("partition", exactly_once=exactly_once) as bench:
         requests = [bench.request(size=2000 if each % 5 == 3 else 1) for each in range(20)]
@@ -311,7 +311,7 @@ async def test_in_order_of_partition_nothing_overtakes(exactly_once: bool) -> No
         assert await offsets_in_order(bench) == list(range(20))
 
 
-async def test_step_takes_no_more_than_is_encoded_in_one_go() -> None:
+async def test_transaction_is_limited_to_one_encoded_chunk() -> None:
     """What is left goes with the next one, and the offsets tell how far it has come."""
     async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
         bench.log.faults.transactions.hold()

@@ -48,7 +48,7 @@ class LeaderlessLog(MemoryLog):
         return producer
 
 
-async def test_reply_partition_without_leader_holds_up_nobody_else() -> None:
+async def test_reply_partition_without_leader_delays_no_other_answers() -> None:
     """Its answers are put aside, and are given once it has a leader again."""
     log = LeaderlessLog()
     log.leaderless = "headrace.mine"
@@ -68,7 +68,7 @@ async def test_reply_partition_without_leader_holds_up_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("topic", ["headrace.mine", RESPONSES.topic])
-async def test_partition_that_is_known_to_have_no_leader_costs_no_transaction(
+async def test_known_leaderless_partition_costs_no_transaction(
     topic: str,
 ) -> None:
     """What goes elsewhere is sealed at once, by the same producer."""
@@ -92,7 +92,7 @@ async def test_partition_that_is_known_to_have_no_leader_costs_no_transaction(
         assert await bench.statuses(topic) == dict.fromkeys(sorted(stuck), "ok")
 
 
-async def test_in_order_partition_without_leader_holds_up_what_follows() -> None:
+async def test_leaderless_partition_in_order_delays_following_answers() -> None:
     """Nothing is put aside, and nothing fenced: the answers come in order once it has one."""
     async with running("partition") as bench:
         bench.log.faults.topics.take_leaders(RESPONSES.topic)

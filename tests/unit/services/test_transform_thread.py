@@ -84,7 +84,7 @@ async def ingest(
     return items.requests, answers.requests
 
 
-async def test_payloads_become_inputs(repository: Path) -> None:
+async def test_transform_thread_turns_payloads_into_inputs(repository: Path) -> None:
     """In order, with the model's version and what they are charged."""
     able, ended = await ingest(repository, b"a", b"bb", b"ccc")
 
@@ -107,7 +107,7 @@ def ledgers(request: Request) -> InFlightAck:
     return request.ack_handle
 
 
-async def test_one_without_end_is_interrupted_and_others_go_on(repository: Path) -> None:
+async def test_endless_transform_is_interrupted_and_others_continue(repository: Path) -> None:
     """Only its own request fails, with the limit that it has passed."""
     able, ended = await ingest(repository, b"a", b"endless", b"bb")
 
@@ -118,7 +118,7 @@ async def test_one_without_end_is_interrupted_and_others_go_on(repository: Path)
     assert "max_execution_s = 0.5 s" in request.failure.message
 
 
-async def test_one_that_catches_everything_ends_as_late_and_others_go_on(
+async def test_transform_that_catches_interruption_fails_late_and_others_continue(
     repository: Path,
 ) -> None:
     """A bare `except` swallows the interruption; what comes after it is too late."""
@@ -131,7 +131,7 @@ async def test_one_that_catches_everything_ends_as_late_and_others_go_on(
     assert "max_execution_s = 0.5 s" in request.failure.message
 
 
-async def test_one_that_ends_its_thread_is_refused(repository: Path) -> None:
+async def test_transform_that_raises_system_exit_is_refused(repository: Path) -> None:
     """`SystemExit` is an error like any other."""
     able, ended = await ingest(repository, b"wrong", b"a")
 
@@ -139,7 +139,7 @@ async def test_one_that_ends_its_thread_is_refused(repository: Path) -> None:
     assert [one.failure.code for one in ended if one.failure] == [Code.INVALID_REQUEST]
 
 
-async def test_one_that_cannot_be_interrupted_ends_process(repository: Path) -> None:
+async def test_uninterruptible_transform_ends_process(repository: Path) -> None:
     """Native code hears of nothing; what it is at is found by the next owner."""
     tuning = replace(TUNING.ingest, interrupt_grace_s=0.1)
 
@@ -147,7 +147,7 @@ async def test_one_that_cannot_be_interrupted_ends_process(repository: Path) -> 
         await ingest(repository, b"waits", tuning=tuning, max_execution_s=0.1)
 
 
-async def test_event_loop_turns_meanwhile(repository: Path) -> None:
+async def test_event_loop_runs_during_transform(repository: Path) -> None:
     """A transform that waits for something that happens on the loop gets it, and ends."""
     with shut_gate():
         ingesting = asyncio.create_task(ingest(repository, b"waits", max_execution_s=3600.0))
@@ -158,7 +158,7 @@ async def test_event_loop_turns_meanwhile(repository: Path) -> None:
     assert len(able) == 1
 
 
-async def test_tensors_need_no_thread(repository: Path) -> None:
+async def test_tensor_requests_use_no_transform_thread(repository: Path) -> None:
     """What comes as MessagePack goes on as ever."""
     models = digits_models(repository, 'transform = "python"\n')
     items, answers = Tray(), Tray()

@@ -77,7 +77,7 @@ async def test_failed_batch_is_halved_until_faulty_request_is_alone(tmp_path: Pa
     assert len(bench.answers.requests) == 4
 
 
-async def test_responder_that_is_full_leaves_batch_to_worker(tmp_path: Path) -> None:
+async def test_full_responder_leaves_batch_to_worker(tmp_path: Path) -> None:
     """It is answered once the responder takes it."""
     async with quick(tmp_path) as bench:
         bench.answers.full = True

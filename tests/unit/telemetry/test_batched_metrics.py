@@ -27,7 +27,7 @@ def scraped(
     ]
 
 
-def test_value_counts_as_often_as_it_came() -> None:
+def test_batched_histogram_counts_repeated_values() -> None:
     """Buckets are cumulative and inclusive; the sum counts each time."""
     histogram = BatchedHistogram(WAITS, (0.1, 1.0))
     histogram.observe(("m",), 0.1, 3)
@@ -43,7 +43,7 @@ def test_value_counts_as_often_as_it_came() -> None:
     ]
 
 
-def test_shown_value_is_its_buckets_exemplar() -> None:
+def test_histogram_bucket_shows_its_last_exemplar() -> None:
     """The last trace of a bucket stands there, with its value and time."""
     histogram = BatchedHistogram(WAITS, (0.1, 1.0))
     histogram.observe(("m",), 0.5, 2)
@@ -64,7 +64,7 @@ def test_histogram_without_observations_has_no_samples() -> None:
     assert scraped(BatchedHistogram(WAITS, (1.0,))) == []
 
 
-def test_counter_adds_up_by_its_labels() -> None:
+def test_batched_counter_adds_up_by_labels() -> None:
     """In a scrape and in `/status` alike."""
     counter = BatchedCounter(THINGS)
     counter.add(("m", "a"), 3)
@@ -80,7 +80,7 @@ def test_counter_adds_up_by_its_labels() -> None:
     ]
 
 
-def test_totals_name_unit() -> None:
+def test_metric_names_of_totals_contain_unit() -> None:
     """A mean is `seconds` over `count`."""
     histogram = BatchedHistogram(WAITS, (1.0,))
     histogram.observe(("m",), 0.25, 4)

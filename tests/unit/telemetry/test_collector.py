@@ -57,7 +57,7 @@ def _settings(endpoint: str) -> Settings:
         ("http://c:4318", {"OTEL_TRACES_EXPORTER": "none"}, None),
     ],
 )
-def test_collector_is_found(
+def test_collector_of_environment_is_used(
     monkeypatch: pytest.MonkeyPatch,
     endpoint: str,
     variables: dict[str, str],
@@ -83,19 +83,19 @@ def test_endpoint_that_is_no_url_is_refused() -> None:
         find_collector(_settings("jaeger:4318"))
 
 
-def test_process_is_called_after_its_stages() -> None:
+def test_service_name_lists_stages() -> None:
     """Unless it has all of them."""
     assert service_name(STAGES) == "headrace"
     assert service_name([Stage.BATCHER, Stage.EXECUTOR]) == "headrace-batcher-executor"
 
 
-async def test_without_endpoint_there_is_no_tracing() -> None:
+async def test_tracing_without_endpoint_is_off() -> None:
     """None is what the stages get."""
     async with open_tracing(_settings(""), STAGES, Metrics(CollectorRegistry())) as tracing:
         assert tracing is None
 
 
-def test_without_tracing_opentelemetry_is_not_loaded() -> None:
+def test_opentelemetry_is_not_imported_without_tracing() -> None:
     """The composition root and all stages are imported without it."""
     code = (
         "import sys, headrace.runtime.process; "
@@ -107,7 +107,7 @@ def test_without_tracing_opentelemetry_is_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-async def test_collector_that_is_away_costs_count_and_two_seconds_at_most(
+async def test_unreachable_collector_delays_stop_by_two_seconds_at_most(
     monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
     """Nobody listens there: the spans are counted as lost, and the end is not held up."""

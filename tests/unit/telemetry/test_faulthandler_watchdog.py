@@ -35,7 +35,7 @@ HOLDS_THE_LOCK = "ctypes.PyDLL(None).sleep(20)"  # PyDLL keeps the interpreter l
     ],
     ids=["holds-the-lock", "blocks-the-loop", "turns", "left", "never"],
 )
-async def test_only_loop_that_stands_still_ends_its_process(
+async def test_faulthandler_ends_process_only_when_loop_is_blocked(
     limit_s: str, body: str, after: str, code: int
 ) -> None:
     """It says where each thread was."""

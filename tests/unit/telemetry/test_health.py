@@ -34,7 +34,7 @@ def test_liveness_is_apart_from_readiness(phases: list[Phase], live: bool, ready
         ([Phase.STOPPED, Phase.DRAINING], "cannot go from stopped to draining"),
     ],
 )
-def test_there_is_no_way_back(phases: list[Phase], message: str) -> None:
+def test_draining_process_never_becomes_ready_again(phases: list[Phase], message: str) -> None:
     """A process that drains never becomes ready again."""
     health = Health()
     health.enter(phases[0])
@@ -42,7 +42,7 @@ def test_there_is_no_way_back(phases: list[Phase], message: str) -> None:
         health.enter(phases[1])
 
 
-def test_reason_belongs_to_its_phase() -> None:
+def test_new_phase_replaces_reason() -> None:
     """A new phase has a new reason, and the present one can be explained."""
     health = Health()
     health.explain("loading models")

@@ -53,7 +53,7 @@ async def get(session: ClientSession, path: str) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("prefix", ["/health", "/v2/health"])
-async def test_health_is_shown(session: ClientSession, health: Health, prefix: str) -> None:
+async def test_health_endpoints_answer(session: ClientSession, health: Health, prefix: str) -> None:
     """A starting process is alive and not ready, with what it waits for."""
     health.explain("loading models")
     state = {"state": "starting", "reason": "loading models"}
@@ -61,7 +61,9 @@ async def test_health_is_shown(session: ClientSession, health: Health, prefix: s
     assert await get(session, f"{prefix}/ready") == (503, {"ready": False, **state})
 
 
-async def test_ready_process_says_so(session: ClientSession, health: Health) -> None:
+async def test_ready_process_answers_readiness_with_200(
+    session: ClientSession, health: Health
+) -> None:
     """200 is what makes a load balancer or Kubernetes send traffic."""
     health.enter(Phase.READY)
     status, body = await get(session, "/health/ready")
@@ -74,14 +76,16 @@ async def test_stopped_process_is_not_alive(session: ClientSession, health: Heal
     assert (await get(session, "/health/live"))[0] == 503
 
 
-async def test_server_metadata(session: ClientSession) -> None:
+async def test_server_metadata_names_server_and_extensions(session: ClientSession) -> None:
     """Name, version and extensions, as the protocol has them."""
     status, body = await get(session, "/v2")
     assert (status, body["name"], body["extensions"]) == (200, "headrace", ["model_repository"])
 
 
 @pytest.mark.parametrize("path", ["/v2/models/digits", "/v2/models/digits/versions/1"])
-async def test_model_metadata(session: ClientSession, path: str) -> None:
+async def test_model_metadata_has_inputs_outputs_and_versions(
+    session: ClientSession, path: str
+) -> None:
     """Inputs and outputs with datatype and shape, and the ready versions."""
     assert await get(session, path) == (
         200,
@@ -106,12 +110,14 @@ async def test_model_metadata(session: ClientSession, path: str) -> None:
         ("/v2/models/broken/ready", 503),
     ],
 )
-async def test_readiness_of_model(session: ClientSession, path: str, status: int) -> None:
+async def test_model_readiness_follows_its_versions(
+    session: ClientSession, path: str, status: int
+) -> None:
     """Ready, not there, or there and not ready."""
     assert (await get(session, path))[0] == status
 
 
-async def test_error_has_protocols_form(session: ClientSession) -> None:
+async def test_http_error_has_form_of_protocol(session: ClientSession) -> None:
     """`error` is the message."""
     assert await get(session, "/v2/models/nope") == (
         404,
@@ -119,18 +125,18 @@ async def test_error_has_protocols_form(session: ClientSession) -> None:
     )
 
 
-async def test_unknown_path_has_same_form(session: ClientSession) -> None:
+async def test_unknown_http_path_has_form_of_protocol(session: ClientSession) -> None:
     """A client parses one kind of error."""
     assert await get(session, "/v3") == (404, {"error": "GET /v3: Not Found"})
 
 
-async def test_wrong_method_says_which_are_allowed(session: ClientSession) -> None:
+async def test_wrong_http_method_names_allowed_ones(session: ClientSession) -> None:
     """As HTTP wants it, in the header `Allow`."""
     async with session.post("/v2") as response:
         assert (response.status, response.headers["Allow"]) == (405, "GET,HEAD")
 
 
-async def test_index_shows_every_version_with_its_state(session: ClientSession) -> None:
+async def test_repository_index_shows_every_version_with_its_state(session: ClientSession) -> None:
     """The words are those of Triton's model repository extension."""
     async with session.post("/v2/repository/index") as response:
         broken, *versions = await response.json()
@@ -142,7 +148,9 @@ async def test_index_shows_every_version_with_its_state(session: ClientSession) 
     ]
 
 
-async def test_index_of_ready_ones(session: ClientSession) -> None:
+async def test_repository_index_lists_only_ready_versions_on_request(
+    session: ClientSession,
+) -> None:
     """`{"ready": true}` leaves out the others."""
     async with session.post("/v2/repository/index", json={"ready": True}) as response:
         assert [each["name"] for each in await response.json()] == ["digits", "digits"]
@@ -161,9 +169,7 @@ async def test_index_of_ready_ones(session: ClientSession) -> None:
     ],
     ids=["malformed", "array", "number", "no UTF-8", "UTF-16", "deep", "deep elsewhere"],
 )
-async def test_index_refuses_what_it_does_not_understand(
-    session: ClientSession, body: bytes
-) -> None:
+async def test_repository_index_refuses_unknown_body(session: ClientSession, body: bytes) -> None:
     """The message says what was expected."""
     async with session.post("/v2/repository/index", data=body) as response:
         assert response.status == 400
@@ -179,7 +185,7 @@ async def test_index_refuses_what_it_does_not_understand(
     ],
     ids=["gzip", "deflate", "charset"],
 )
-async def test_body_in_encoding_that_it_is_not_in_is_not_fault_of_server(
+async def test_body_of_wrong_encoding_is_client_error(
     session: ClientSession, headers: dict[str, str]
 ) -> None:
     """What cannot be read is the client's fault; a charset changes nothing, JSON is UTF-8."""
@@ -190,7 +196,7 @@ async def test_body_in_encoding_that_it_is_not_in_is_not_fault_of_server(
 
 
 @pytest.mark.parametrize("host", ["rebound.example", "rebound.example:80", "10.0.0.1", "[::1", ""])
-async def test_host_of_somebody_else_is_refused_on_loopback(
+async def test_foreign_host_header_is_refused_on_loopback(
     session: ClientSession, host: str
 ) -> None:
     """A page of another site cannot read it by a name that was made to lead here."""
@@ -200,20 +206,20 @@ async def test_host_of_somebody_else_is_refused_on_loopback(
 
 
 @pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1", "[::1]:80", "LOCALHOST"])
-async def test_loopback_host_is_answered(session: ClientSession, host: str) -> None:
+async def test_loopback_host_header_is_accepted(session: ClientSession, host: str) -> None:
     """Under any of its names."""
     async with session.get("/health/live", headers={"Host": host}) as response:
         assert response.status == 200
 
 
-async def test_metrics_are_shown(session: ClientSession) -> None:
+async def test_metrics_endpoint_answers(session: ClientSession) -> None:
     """In Prometheus' text format."""
     async with session.get("/metrics") as response:
         assert response.content_type == "text/plain"
         assert "answers_total 3.0" in await response.text()
 
 
-async def test_taken_port_is_refused(tmp_path: Path, health: Health) -> None:
+async def test_taken_http_port_is_refused(tmp_path: Path, health: Health) -> None:
     """The message names the setting and the address."""
     models, metrics = Models(settings_for(tmp_path)), CollectorRegistry()
     async with HttpServer((HOST, 0), health, models.catalog, metrics) as first:
@@ -238,7 +244,7 @@ async def limited(tmp_path: Path, health: Health, tuning: RuntimeTuning) -> Asyn
         yield server.port
 
 
-async def test_connection_without_whole_head_is_closed(tmp_path: Path, health: Health) -> None:
+async def test_connection_with_incomplete_head_is_closed(tmp_path: Path, health: Health) -> None:
     """After the time that it has for it."""
     async with limited(tmp_path, health, LIMITS) as port:
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -248,7 +254,7 @@ async def test_connection_without_whole_head_is_closed(tmp_path: Path, health: H
         writer.close()
 
 
-async def test_request_without_its_whole_body_is_refused(tmp_path: Path, health: Health) -> None:
+async def test_request_with_incomplete_body_is_refused(tmp_path: Path, health: Health) -> None:
     """The client is told why, and the connection is of no more use."""
     async with limited(tmp_path, health, LIMITS) as port:
         reader, writer = await asyncio.open_connection(HOST, port)

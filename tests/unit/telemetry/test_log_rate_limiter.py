@@ -15,7 +15,7 @@ TUNED = replace(
 )
 
 
-def test_burst_passes_and_no_more() -> None:
+def test_log_rate_limiter_passes_burst_and_no_more() -> None:
     """What is held back is counted."""
     limiter = LogRateLimiter(TUNED)
     passed = [limiter.admit("event", 0.0) for _ in range(BURST + 30)]
@@ -23,7 +23,7 @@ def test_burst_passes_and_no_more() -> None:
     assert limiter.suppressed == {"event": 30}
 
 
-def test_next_one_says_how_many_were_held_back() -> None:
+def test_next_log_line_counts_suppressed_ones() -> None:
     """And the one after that says none."""
     limiter = LogRateLimiter(TUNED)
     for _ in range(BURST + 5):
@@ -31,7 +31,7 @@ def test_next_one_says_how_many_were_held_back() -> None:
     assert [limiter.admit("event", 2 / PER_S) for _ in range(2)] == [5, 0]
 
 
-def test_kinds_do_not_hold_each_other_back() -> None:
+def test_flood_of_one_event_does_not_suppress_another() -> None:
     """A flood of one hides no other."""
     limiter = LogRateLimiter(TUNED)
     for _ in range(BURST + 1):
@@ -39,7 +39,7 @@ def test_kinds_do_not_hold_each_other_back() -> None:
     assert limiter.admit("rare", 0.0) == 0
 
 
-def test_made_up_kinds_share_one_bucket() -> None:
+def test_events_over_limit_share_one_bucket() -> None:
     """Memory is bounded, whatever libraries write."""
     limiter = LogRateLimiter(TUNED)
     passed = [limiter.admit(f"kind {number}", 0.0) for number in range(MAX_KINDS + BURST + 10)]

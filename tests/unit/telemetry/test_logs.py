@@ -36,7 +36,7 @@ def lines(stream: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_lines_for_machines_are_json() -> None:
+def test_json_log_lines_are_json() -> None:
     """Without a terminal every line is one JSON object with event, level, logger and time."""
     stream = io.StringIO()
     configure_logging("info", stream)
@@ -51,7 +51,7 @@ def test_lines_for_machines_are_json() -> None:
     }
 
 
-def test_lines_for_people_are_key_and_value() -> None:
+def test_console_log_lines_are_key_and_value() -> None:
     """On a terminal fields are written as key=value."""
     stream = Terminal()
     configure_logging("info", stream)
@@ -60,7 +60,7 @@ def test_lines_for_people_are_key_and_value() -> None:
     assert "{" not in stream.getvalue()
 
 
-def test_control_characters_are_escaped_for_people() -> None:
+def test_console_log_escapes_control_characters() -> None:
     """In fields, and in the text of an exception."""
     stream = Terminal()
     configure_logging("info", stream)
@@ -75,7 +75,7 @@ def test_control_characters_are_escaped_for_people() -> None:
     assert "\x07" not in stream.getvalue()
 
 
-def test_level_is_kept() -> None:
+def test_log_lines_below_level_are_dropped() -> None:
     """Lines below the level are not written."""
     stream = io.StringIO()
     configure_logging("warning", stream)
@@ -83,7 +83,7 @@ def test_level_is_kept() -> None:
     assert stream.getvalue() == ""
 
 
-def test_lines_of_libraries_take_same_form() -> None:
+def test_log_lines_of_libraries_have_same_format() -> None:
     """A warning of aiokafka is JSON too, and its chatter is left out."""
     stream = io.StringIO()
     configure_logging("info", stream)
@@ -93,7 +93,7 @@ def test_lines_of_libraries_take_same_form() -> None:
     assert (line["event"], line["logger"]) == ("node 1 away", "aiokafka.cluster")
 
 
-def test_what_aiokafka_says_at_debug_is_left_out() -> None:
+def test_debug_lines_of_aiokafka_are_dropped() -> None:
     """Even where debug lines are wanted: at that level it logs the bytes of SASL exchanges."""
     stream = io.StringIO()
     configure_logging("debug", stream)
@@ -102,7 +102,7 @@ def test_what_aiokafka_says_at_debug_is_left_out() -> None:
     assert [line["event"] for line in lines(stream)] == ["connected"]
 
 
-def test_exceptions_do_not_show_local_variables() -> None:
+def test_logged_exceptions_hide_local_variables() -> None:
     """A traceback in the log does not give away what a secret variable held."""
     stream = io.StringIO()
     configure_logging("info", stream)
@@ -115,7 +115,7 @@ def test_exceptions_do_not_show_local_variables() -> None:
     assert "hunter2" not in stream.getvalue()
 
 
-def test_flood_is_held_back() -> None:
+def test_flood_of_log_lines_is_limited() -> None:
     """Our own lines and those of libraries alike; the next one says how many were left out."""
     stream = io.StringIO()
     flood = configure_logging("info", stream)
@@ -126,7 +126,7 @@ def test_flood_is_held_back() -> None:
     assert flood.suppressed == {"commit.failed": 10, "aiokafka: node %s away": 10}
 
 
-def test_debug_is_never_held_back() -> None:
+def test_debug_lines_are_never_limited() -> None:
     """Whoever asks for every request gets every request."""
     stream = io.StringIO()
     configure_logging("debug", stream)

@@ -60,7 +60,7 @@ def answer(metrics: Metrics, *requests: Request) -> None:
         (Code.INTERNAL, "failed"),
     ],
 )
-def test_outcome_and_code(
+def test_request_metrics_have_outcome_and_code(
     metrics: Metrics, registry: CollectorRegistry, code: Code | None, outcome: str
 ) -> None:
     """Each code belongs to one outcome."""
@@ -78,7 +78,7 @@ def test_outcome_and_code(
         ("answer_duration", 0.005),
     ],
 )
-def test_times_of_request(
+def test_request_metrics_have_time_of_each_stage(
     metrics: Metrics, registry: CollectorRegistry, name: str, seconds: float
 ) -> None:
     """Every request counts, those of one chunk together."""
@@ -89,7 +89,7 @@ def test_times_of_request(
     assert total == pytest.approx(3 * seconds)
 
 
-def test_name_that_no_model_has_is_no_label(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_unknown_model_name_is_no_label(metrics: Metrics, registry: CollectorRegistry) -> None:
     """However many names callers make up, there is one series for them."""
     answer(
         metrics,
@@ -106,7 +106,9 @@ def test_name_that_no_model_has_is_no_label(metrics: Metrics, registry: Collecto
     assert names == {""}
 
 
-def test_expiries_and_refusals_name_stage(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_expiry_and_refusal_metrics_name_stage(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
     """Where it was found tells where time is lost."""
     answer(metrics, request(code=Code.DEADLINE_EXCEEDED), request(code=Code.TOO_LARGE))
     value = registry.get_sample_value
@@ -115,7 +117,9 @@ def test_expiries_and_refusals_name_stage(metrics: Metrics, registry: CollectorR
     assert value("headrace_refused_requests_total", labels) == 1
 
 
-def test_slack_is_what_was_left_of_deadline(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_slack_metric_is_time_left_to_deadline(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
     """Only requests with a deadline have some; a late one has none."""
     late, early = ANSWERED_US // 1000 - 50, ANSWERED_US // 1000 + 250
     answer(metrics, request(), request(deadline_ms=late), request(deadline_ms=early))
@@ -125,7 +129,7 @@ def test_slack_is_what_was_left_of_deadline(metrics: Metrics, registry: Collecto
     assert total == pytest.approx(0.25)
 
 
-def test_sampled_request_is_exemplar(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_sampled_request_becomes_exemplar(metrics: Metrics, registry: CollectorRegistry) -> None:
     """Its trace leads from the bucket to what happened."""
     sampled = request()
     sampled.trace = Trace(new_trace())

@@ -30,19 +30,19 @@ ROWS = {
 }
 
 
-def test_page_lists_exactly_what_there_is() -> None:
+def test_metrics_page_lists_exactly_metrics_of_code() -> None:
     """No metric is missing on the page, and none is there that the code does not have."""
     assert set(ROWS) == {spec.exposed_name for spec in METRIC_SPECS.values()}
 
 
 @pytest.mark.parametrize("spec", METRIC_SPECS.values(), ids=lambda spec: spec.name)
-def test_row_says_what_catalogue_says(spec: MetricSpec) -> None:
+def test_metrics_page_rows_match_catalogue(spec: MetricSpec) -> None:
     """Type, labels and meaning are the same."""
     assert ROWS[spec.exposed_name] == Row(spec.type, spec.labels, spec.meaning)
 
 
 @pytest.mark.parametrize("spec", METRIC_SPECS.values(), ids=lambda spec: spec.name)
-def test_names_follow_conventions(spec: MetricSpec) -> None:
+def test_metric_names_follow_conventions(spec: MetricSpec) -> None:
     """Ours begin with `headrace_`; units are base units in full; only counters end in `_total`."""
     assert re.fullmatch(r"headrace(_[a-z]+)+", spec.name)
     assert not re.search(r"_(ms|us|milliseconds|kb|mb|total|count|sum|bucket)$", spec.name)
@@ -51,12 +51,12 @@ def test_names_follow_conventions(spec: MetricSpec) -> None:
 @pytest.mark.parametrize(
     "query", re.findall(r"headrace_\w+", PAGE[PAGE.index("```promql") :]), ids=lambda name: name
 )
-def test_queries_name_what_there_is(query: str) -> None:
+def test_queries_of_metrics_page_name_existing_metrics(query: str) -> None:
     """Each query on the page can be copied."""
     assert query.removesuffix("_bucket") in ROWS
 
 
-def test_everything_counted_has_spec() -> None:
+def test_every_registered_metric_has_spec() -> None:
     """What the registry of a process has was made from the specs."""
     registry = CollectorRegistry()
     Metrics(registry)

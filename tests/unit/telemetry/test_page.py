@@ -53,7 +53,7 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-async def test_page_is_served_at_root(session: ClientSession) -> None:
+async def test_status_page_is_served_at_root(session: ClientSession) -> None:
     """A browser gets HTML that it neither guesses at nor keeps."""
     async with session.get("/") as answer:
         assert (answer.status, answer.content_type) == (200, "text/html")
@@ -63,7 +63,7 @@ async def test_page_is_served_at_root(session: ClientSession) -> None:
 
 
 @pytest.mark.parametrize("element", ["script", "style"])
-async def test_only_page_s_own_script_and_style_may_run(
+async def test_status_page_policy_allows_only_its_own_script_and_style(
     session: ClientSession, text: str, element: str
 ) -> None:
     """The policy names their hashes, and allows nothing by default."""
@@ -77,7 +77,7 @@ async def test_only_page_s_own_script_and_style_may_run(
     assert "unsafe" not in policy
 
 
-def test_page_needs_nothing_from_outside(text: str) -> None:
+def test_status_page_loads_no_external_resource(text: str) -> None:
     """No address of another host, no second file, no font, no frame."""
     outside = [
         url for url in re.findall(r"\bhttps?://[^\s\"'<]+|url\(|@import", text) if url != SVG
@@ -93,12 +93,12 @@ def test_page_needs_nothing_from_outside(text: str) -> None:
     assert loading == [("link", "data:,"), ("a", "status")]
 
 
-def test_page_makes_no_markup_of_text(text: str) -> None:
+def test_status_page_inserts_no_markup(text: str) -> None:
     """Messages of callers become text nodes: nothing that parses a string is used."""
     assert [name for name in MARKUP_FROM_TEXT if name in text] == []
 
 
-def test_script_finds_elements_that_it_fills(text: str) -> None:
+def test_status_page_has_elements_that_its_script_fills(text: str) -> None:
     """Every id that the script asks for is an element's."""
     ids = {attributes.get("id") for _, attributes in Elements(text).found}
     asked = set(re.findall(r'(?:byId|table)\(\s*"(\w+)"', text))
@@ -107,7 +107,7 @@ def test_script_finds_elements_that_it_fills(text: str) -> None:
     assert asked <= ids
 
 
-def test_page_can_be_read_without_seeing_it(text: str) -> None:
+def test_status_page_is_accessible(text: str) -> None:
     """It has a language, a title, headings in order, and a name for each region that scrolls."""
     elements = Elements(text).found
     levels = [int(tag[1]) for tag, _ in elements if re.fullmatch(r"h[1-6]", tag)]

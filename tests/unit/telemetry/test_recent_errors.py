@@ -28,7 +28,7 @@ def errors() -> Iterator[RecentErrors]:
     structlog.reset_defaults()
 
 
-def test_warning_is_kept_with_what_leads_to_it(errors: RecentErrors) -> None:
+def test_recent_errors_keep_warning_with_its_trace(errors: RecentErrors) -> None:
     """Time, event, reason and trace; nothing of fields that are not known to be harmless."""
     structlog.get_logger("t").warning(
         Event.REQUEST_FAILED, reason="why", trace_id="ab", partition=1, offset=2, key="secret"
@@ -45,7 +45,7 @@ def test_warning_is_kept_with_what_leads_to_it(errors: RecentErrors) -> None:
     }
 
 
-def test_refused_request_is_kept_and_other_news_are_not(errors: RecentErrors) -> None:
+def test_recent_errors_keep_refusals_and_drop_info(errors: RecentErrors) -> None:
     """A request without outputs is an error for the one who asked, whatever its level."""
     logger = structlog.get_logger("t")
     logger.info(Event.READY)
@@ -53,14 +53,14 @@ def test_refused_request_is_kept_and_other_news_are_not(errors: RecentErrors) ->
     assert [entry["event"] for entry in errors.entries()] == ["request.refused"]
 
 
-def test_lines_of_libraries_are_kept(errors: RecentErrors) -> None:
+def test_recent_errors_keep_lines_of_libraries(errors: RecentErrors) -> None:
     """Under the name of their logger."""
     logging.getLogger("aiokafka.client").warning("node %s away", 1)
     (entry,) = errors.entries()
     assert (entry["event"], entry["reason"]) == ("aiokafka.client", "node 1 away")
 
 
-def test_same_again_takes_one_place(errors: RecentErrors) -> None:
+def test_recent_errors_merge_repeated_error(errors: RecentErrors) -> None:
     """So that one fault does not push all others out."""
     logger = structlog.get_logger("t")
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_same_again_takes_one_place(errors: RecentErrors) -> None:
     assert [entry.get("times") for entry in errors.entries()] == [3]
 
 
-def test_oldest_go_first() -> None:
+def test_recent_errors_drop_oldest_over_limit() -> None:
     """Memory is bounded."""
     ring = RecentErrors(replace(TUNING.runtime, recent_errors=10))
     for number in range(10 + 5):
@@ -77,7 +77,7 @@ def test_oldest_go_first() -> None:
     assert names == [f"e{number}" for number in range(5, 10 + 5)]
 
 
-def test_it_stops_listening() -> None:
+def test_recent_errors_stop_listening_after_context() -> None:
     """Leaving takes the ring off the log."""
     ring = RecentErrors()
     with ring.listening():

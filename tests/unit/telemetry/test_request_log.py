@@ -43,14 +43,14 @@ def request(code: Code | None = None, *, offset: int = 7) -> Request:
     return made
 
 
-def test_nothing_is_said_of_what_went_well(caplog: pytest.LogCaptureFixture) -> None:
+def test_answered_request_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Unless debug is on."""
     with caplog.at_level(logging.INFO), capture_logs() as lines:
         log_answered([request(), request()], NOW_US)
     assert lines == []
 
 
-def test_at_debug_each_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_answered_request_is_logged_once_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     """It says where the time went."""
     with caplog.at_level(logging.DEBUG), capture_logs() as lines:
         log_answered([request()], NOW_US)
@@ -81,7 +81,7 @@ def test_at_debug_each_request_has_one_line(caplog: pytest.LogCaptureFixture) ->
         (Code.MODEL_FAILED, "request.failed", "warning"),
     ],
 )
-def test_each_failure_is_told_with_requests_identity(code: Code, event: str, level: str) -> None:
+def test_failed_request_is_logged_with_its_identity(code: Code, event: str, level: str) -> None:
     """And with the trace, where there is one."""
     failed = request(code)
     failed.trace = Trace(new_trace())
@@ -102,7 +102,7 @@ def test_each_failure_is_told_with_requests_identity(code: Code, event: str, lev
     ]
 
 
-def test_message_of_failure_is_logged_at_debug_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_message_of_failure_is_logged_only_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     """It may quote what the caller sent."""
     with caplog.at_level(logging.DEBUG), capture_logs() as debug:
         log_answered([request(Code.INVALID_TENSOR)], NOW_US)
@@ -113,7 +113,7 @@ def test_message_of_failure_is_logged_at_debug_alone(caplog: pytest.LogCaptureFi
     assert "got that" not in repr(info)
 
 
-def test_chunk_of_failures_is_told_in_few_lines() -> None:
+def test_failures_of_chunk_are_logged_in_few_lines() -> None:
     """The last line says how many more there are."""
     failed = [request(Code.INTERNAL, offset=offset) for offset in range(MAX_LINES + 12)]
     with capture_logs() as lines:
@@ -122,7 +122,7 @@ def test_chunk_of_failures_is_told_in_few_lines() -> None:
     assert [line.get("more") for line in lines] == [None] * (MAX_LINES - 1) + [12]
 
 
-def test_nothing_that_caller_sent_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_data_of_caller_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """No value, key or header, at any level."""
     with caplog.at_level(logging.DEBUG), capture_logs() as lines:
         log_answered([request(), request(Code.INTERNAL)], NOW_US)

@@ -31,7 +31,7 @@ FAILED = Failure(Code.MODEL_FAILED, "it fell over", Stage.EXECUTOR)
 STAGES = ("ingest", "batcher", "executor", "responder")
 
 
-def test_request_that_is_not_sampled_makes_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsampled_request_allocates_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
     """From ingest to the acknowledgement, neither a trace nor a span is made for it."""
     made: list[str] = []
     for name in ("Trace", "FinishedSpan"):
@@ -45,7 +45,7 @@ def test_request_that_is_not_sampled_makes_no_object(monkeypatch: pytest.MonkeyP
     assert [request.trace for request in requests] == [None, None]
 
 
-def test_answer_that_is_not_sampled_passes_callers_context_on() -> None:
+def test_answer_of_unsampled_request_carries_context_of_caller() -> None:
     """Byte by byte."""
     request = make_traced(traceparent("00"))
     with tracing_spans() as (tracing, _):
@@ -54,7 +54,7 @@ def test_answer_that_is_not_sampled_passes_callers_context_on() -> None:
     assert answer_traceparent(request).encode() == traceparent("00")
 
 
-def test_callers_decision_goes_over_ratio() -> None:
+def test_sampling_decision_of_caller_overrides_ratio() -> None:
     """A sampled context is continued even where no root is sampled."""
     with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
         pass_through(tracing, make_traced(traceparent("01")))
@@ -76,7 +76,7 @@ def test_callers_decision_goes_over_ratio() -> None:
         b"00-0af7651916cd43dd8448eb211c80319c-" + b"0" * 16 + b"-01",
     ],
 )
-def test_without_readable_context_trace_begins_here(header: bytes | None) -> None:
+def test_request_without_readable_context_starts_trace(header: bytes | None) -> None:
     """It has no parent, and its id is nobody's."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(header))
@@ -86,7 +86,7 @@ def test_without_readable_context_trace_begins_here(header: bytes | None) -> Non
     assert id_of(ingest)[0] not in (0, TRACE_ID)
 
 
-def test_later_version_of_header_is_read_as_far_as_it_is_known() -> None:
+def test_traceparent_of_later_version_is_read() -> None:
     """As W3C Trace Context demands."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(b"cc" + traceparent()[2:] + b"-what-comes"))
@@ -104,7 +104,7 @@ def test_roots_are_sampled_in_their_share() -> None:
     assert abs(sampled - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5
 
 
-def test_callers_decisions_leave_share_of_others_alone() -> None:
+def test_sampling_by_callers_does_not_change_ratio_of_others() -> None:
     """Every other request has a context that is not sampled; of those without, a quarter is."""
     requests = [make_traced(traceparent("00") if one % 2 else None) for one in range(8000)]
     with tracing_spans(tracing_settings(ratio=0.25)) as (tracing, _):
@@ -118,7 +118,7 @@ def test_callers_decisions_leave_share_of_others_alone() -> None:
 @pytest.mark.parametrize(
     ("ratio", "expected"), [(1.0, 0), (0.0, sys.maxsize), (5e-324, sys.maxsize)]
 )
-def test_ratio_at_its_ends_is_no_matter_of_chance(ratio: float, expected: int) -> None:
+def test_ratio_of_zero_or_one_samples_none_or_all(ratio: float, expected: int) -> None:
     """Each is sampled, or none ever."""
     assert until_sampled(ratio) == expected
 
@@ -160,7 +160,7 @@ def test_failures_over_their_rate_get_no_trace_and_are_counted() -> None:
     assert _rate_limited(metrics, "failure") == 17
 
 
-def test_callers_that_sample_everything_leave_rate_of_others_alone() -> None:
+def test_callers_that_sample_all_do_not_use_rate_of_others() -> None:
     """Requests without a context get their three traces all the same."""
     rates = {"traces_per_second": 3.0, "caller_traces_per_second": 2.0}
     requests = [make_traced(traceparent("01") if one % 2 else None) for one in range(40)]
@@ -171,7 +171,7 @@ def test_callers_that_sample_everything_leave_rate_of_others_alone() -> None:
     assert sum(request.trace is not None for request in requests[1::2]) == 2
 
 
-def test_failure_over_callers_rate_is_kept_in_callers_trace() -> None:
+def test_failure_over_rate_is_traced_in_trace_of_caller() -> None:
     """Its rate is another one."""
     request = make_traced(traceparent("01"))
     with tracing_spans(tracing_settings(caller_traces_per_second=0.0)) as (tracing, _):

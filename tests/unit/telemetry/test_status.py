@@ -10,7 +10,7 @@ from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.status import ProcessState, StateGauges
 
 
-def test_memory_of_device_is_shown_once() -> None:
+def test_status_shows_device_memory_once() -> None:
     """By kind and pool, however many instances tell of it."""
     state = ProcessState(["executor"], Health(), Metrics(CollectorRegistry()), list)
     seen = DeviceSnapshot("cuda:0", {"free": 5, "total": 8, "cupy": 2})
@@ -29,7 +29,7 @@ def test_memory_of_device_is_shown_once() -> None:
     }
 
 
-def test_process_without_gpu_shows_no_memory_of_one() -> None:
+def test_status_without_gpu_shows_no_device_memory() -> None:
     """The metric is explained, and has no values."""
     state = ProcessState(["executor"], Health(), Metrics(CollectorRegistry()), list)
     registry = CollectorRegistry()

@@ -60,7 +60,7 @@ def _count(metrics: Metrics, name: str) -> float | None:
     return metrics.registry.get_sample_value(f"headrace_{name}_total")
 
 
-def test_what_collector_takes_is_counted(metrics: Metrics) -> None:
+def test_exported_spans_are_counted(metrics: Metrics) -> None:
     """Leaving sends what is queued."""
     exporter = InMemorySpanExporter()
     export = TraceExport(exporter, "s", "n", metrics)
@@ -72,7 +72,7 @@ def test_what_collector_takes_is_counted(metrics: Metrics) -> None:
     assert (_count(metrics, "trace_spans"), _count(metrics, "trace_spans_dropped")) == (5, 0)
 
 
-def test_collector_that_refuses_costs_count_and_one_line(
+def test_refused_spans_are_counted_and_logged_once(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two failed exports: both counted, said once, with the exporter's own reason."""
@@ -95,7 +95,7 @@ def test_collector_that_refuses_costs_count_and_one_line(
     ]
 
 
-def test_exporter_that_raises_is_failed_export(metrics: Metrics) -> None:
+def test_raising_exporter_counts_as_failed_export(metrics: Metrics) -> None:
     """Its spans are counted as lost, and the reason is told."""
 
     def raise_(_: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -110,7 +110,7 @@ def test_exporter_that_raises_is_failed_export(metrics: Metrics) -> None:
     assert [line["reason"] for line in lines] == ["OSError: the disk is full"]
 
 
-def test_full_queue_drops_and_counts(
+def test_full_span_queue_drops_and_counts(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch, stuck: threading.Event
 ) -> None:
     """With room for four, and the exporter busy with one, five more lose one."""
@@ -134,7 +134,7 @@ def test_full_queue_drops_and_counts(
     export.close()
 
 
-def test_closing_does_not_wait_for_collector_that_hangs(
+def test_closing_tracing_does_not_wait_for_hung_collector(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch, stuck: threading.Event
 ) -> None:
     """It gives up, and what is left is counted as lost."""
@@ -156,7 +156,7 @@ def test_closing_does_not_wait_for_collector_that_hangs(
     assert _count(metrics, "trace_spans_dropped") == 1
 
 
-def test_links_over_limit_are_dropped_and_counted(
+def test_span_links_over_limit_are_dropped_and_counted(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The span says how many it lost, and so does the metric."""
@@ -171,7 +171,7 @@ def test_links_over_limit_are_dropped_and_counted(
     assert _count(metrics, "trace_links_dropped") == 3
 
 
-def test_without_limit_large_batch_keeps_all_its_links() -> None:
+def test_span_of_large_batch_keeps_all_links_without_limit() -> None:
     """The SDK's own limit of 128 is not in force."""
     requests = [make_traced(traceparent(), offset=offset) for offset in range(300)]
     with tracing_spans() as (tracing, spans):
@@ -182,7 +182,7 @@ def test_without_limit_large_batch_keeps_all_its_links() -> None:
     assert spans.one("run").dropped_links == 0
 
 
-def test_failure_is_status_and_type_of_its_span(metrics: Metrics) -> None:
+def test_failed_span_has_error_status_and_type(metrics: Metrics) -> None:
     """The message is the status' description, the code `error.type`."""
     exporter = InMemorySpanExporter()
     export = TraceExport(exporter, "s", "n", metrics)
@@ -194,7 +194,9 @@ def test_failure_is_status_and_type_of_its_span(metrics: Metrics) -> None:
     assert (span.attributes or {})["error.type"] == "MODEL_FAILED"
 
 
-def test_environment_says_who_we_are(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resource_attributes_come_from_environment(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`OTEL_SERVICE_NAME` goes over our name, `OTEL_RESOURCE_ATTRIBUTES` adds to it."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "scoring")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
@@ -218,7 +220,7 @@ def test_environment_says_who_we_are(metrics: Metrics, monkeypatch: pytest.Monke
         ("OTEL_SPAN_LINK_COUNT_LIMIT", "-1"),
     ],
 )
-def test_variable_that_cannot_be_is_refused_by_name(
+def test_invalid_otel_variable_is_refused_by_name(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     """The process does not start with a limit that nobody set."""

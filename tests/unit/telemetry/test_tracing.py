@@ -36,7 +36,7 @@ FAILED = Failure(Code.MODEL_FAILED, "model digits version 1: it fell over", Stag
 # --- the path ----------------------------------------------------------------------------------
 
 
-def test_each_stage_is_child_of_one_before() -> None:
+def test_span_of_stage_is_child_of_previous_stage() -> None:
     """The first is the child of the caller's span, of another process; all are of its trace."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(traceparent()))
@@ -54,7 +54,7 @@ def test_each_stage_is_child_of_one_before() -> None:
     ]
 
 
-def test_stages_follow_each_other_without_gap() -> None:
+def test_stage_spans_follow_without_gap() -> None:
     """From the record's timestamp until the answer is acknowledged and kept."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(traceparent()))
@@ -67,7 +67,7 @@ def test_stages_follow_each_other_without_gap() -> None:
     ]
 
 
-def test_answer_is_sent_until_it_is_acknowledged() -> None:
+def test_send_span_ends_at_acknowledgement() -> None:
     """The `send` span is the responder's child and ends with the acknowledgement."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(traceparent()))
@@ -90,7 +90,7 @@ def test_answer_carries_context_of_its_send_span() -> None:
     assert header == f"00-{trace_id:032x}-{span_id:016x}-03"
 
 
-def test_stage_that_reads_from_memory_consumes_no_message() -> None:
+def test_stage_reading_from_memory_has_internal_span() -> None:
     """Only ingest is a consumer where all stages are together."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(traceparent()))
@@ -103,7 +103,7 @@ def test_stage_that_reads_from_memory_consumes_no_message() -> None:
     ]
 
 
-def test_stage_that_reads_from_topic_is_its_consumer() -> None:
+def test_stage_reading_from_topic_has_consumer_span() -> None:
     """Each span has the topic's name where all stages are apart."""
     with tracing_spans() as (tracing, spans):
         split(tracing)
@@ -117,7 +117,7 @@ def test_stage_that_reads_from_topic_is_its_consumer() -> None:
     ]
 
 
-def test_reply_topic_is_no_part_of_name() -> None:
+def test_reply_topic_is_not_part_of_span_name() -> None:
     """Callers choose them, so there may be any number."""
     request = make_traced(traceparent())
     with tracing_spans() as (tracing, spans):
@@ -133,7 +133,7 @@ def test_reply_topic_is_no_part_of_name() -> None:
 # --- batches -----------------------------------------------------------------------------------
 
 
-def test_links_lead_from_run_to_its_requests_and_back() -> None:
+def test_run_span_and_request_spans_link_to_each_other() -> None:
     """The run has a trace of its own and a link to each; each has a link, and its ids."""
     requests = [make_traced(traceparent(), offset=offset) for offset in range(3)]
     with tracing_spans() as (tracing, spans):
@@ -155,7 +155,7 @@ def test_links_lead_from_run_to_its_requests_and_back() -> None:
         assert attributes["headrace.batch.span_id"] == f"{span_id:016x}"
 
 
-def test_run_links_to_those_that_are_sampled_and_counts_all() -> None:
+def test_run_span_links_sampled_requests_and_counts_all() -> None:
     """One sampled request is enough for the run to have a span."""
     requests = [make_traced(traceparent("00")), make_traced(traceparent("01"))]
     with tracing_spans() as (tracing, spans):
@@ -166,7 +166,7 @@ def test_run_links_to_those_that_are_sampled_and_counts_all() -> None:
     assert (ran.attributes or {})["headrace.batch.requests"] == 2
 
 
-def test_bisecting_is_visible() -> None:
+def test_bisected_batch_has_span_for_each_run() -> None:
     """A request has links to all its runs; the failed one is an error, and so is its own end."""
     requests = [make_traced(traceparent(), offset=offset) for offset in range(2)]
     with tracing_spans() as (tracing, spans):
@@ -198,7 +198,7 @@ def test_bisecting_is_visible() -> None:
 
 
 @pytest.mark.parametrize("header", [None, traceparent("00")], ids=["root", "unsampled-caller"])
-def test_failure_is_kept_when_decision_was_no(header: bytes | None) -> None:
+def test_unsampled_failure_is_traced(header: bytes | None) -> None:
     """The responder makes the spans behind it, in order, from the times of the request."""
     request = make_traced(header)
     with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
@@ -221,7 +221,7 @@ def test_failure_is_kept_when_decision_was_no(header: bytes | None) -> None:
     assert [span.status.is_ok for span in path] == [True, True, False, False]
 
 
-def test_missed_deadline_is_kept() -> None:
+def test_unsampled_missed_deadline_is_traced() -> None:
     """An answer that is late at the last moment has its whole way told, and by how much."""
     request = make_traced(None, deadline_ms=T // 1000 + 1)
     with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
@@ -239,7 +239,7 @@ def test_missed_deadline_is_kept() -> None:
     assert [len(spans.of(stage)) for stage in STAGES] == [1, 1, 1, 1]
 
 
-def test_what_ingest_refuses_has_no_spans_of_later_stages() -> None:
+def test_refusal_at_ingest_has_no_spans_of_later_stages() -> None:
     """A kept refusal was at ingest and at the responder, and there is its dead letter."""
     request = make_traced(None)
     request.fail(Failure(Code.INVALID_TENSOR, "inputs[0].shape: wrong", Stage.INGEST))
@@ -254,7 +254,7 @@ def test_what_ingest_refuses_has_no_spans_of_later_stages() -> None:
     ]
 
 
-def test_what_expires_in_batcher_ends_there() -> None:
+def test_request_expired_in_batcher_has_error_on_batcher_span() -> None:
     """Its batcher's span has the error, whether it was sampled or is kept after the fact."""
     requests = [make_traced(traceparent(flags)) for flags in ("01", "00")]
     with tracing_spans() as (tracing, spans):
@@ -271,7 +271,7 @@ def test_what_expires_in_batcher_ends_there() -> None:
     assert spans.of("executor") == []
 
 
-def test_failure_that_was_sampled_is_not_told_twice() -> None:
+def test_sampled_failure_is_traced_once() -> None:
     """Keeping it adds nothing to what its stages have told."""
     request = make_traced(traceparent("01"))
     with tracing_spans() as (tracing, spans):
@@ -282,7 +282,7 @@ def test_failure_that_was_sampled_is_not_told_twice() -> None:
     assert [len(spans.of(stage)) for stage in STAGES] == [1, 1, 1, 1]
 
 
-def test_record_without_timestamp_begins_when_it_is_read() -> None:
+def test_span_of_record_without_timestamp_begins_at_read() -> None:
     """There is nothing earlier to begin at."""
     request = make_traced(traceparent())
     request.timestamp_ms = -1

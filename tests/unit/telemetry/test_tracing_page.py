@@ -66,7 +66,7 @@ def spans() -> list[Spans]:
     return [apart, after]
 
 
-def test_table_has_every_attribute_of_every_span_and_no_other(spans: list[Spans]) -> None:
+def test_tracing_page_lists_exactly_span_attributes(spans: list[Spans]) -> None:
     """For each kind of span, the attributes seen are those that the table gives it."""
     seen: defaultdict[str, set[str]] = defaultdict(set)
     for run_ in spans:
@@ -80,7 +80,7 @@ def test_table_has_every_attribute_of_every_span_and_no_other(spans: list[Spans]
     assert dict(seen) == dict(described)
 
 
-def test_every_name_and_kind_of_span_is_in_table(spans: list[Spans]) -> None:
+def test_tracing_page_lists_every_span_name_and_kind(spans: list[Spans]) -> None:
     """Placeholders in braces stand for a topic or a model."""
     forms = {
         role.strip("`"): (
@@ -100,7 +100,7 @@ def test_every_name_and_kind_of_span_is_in_table(spans: list[Spans]) -> None:
             assert span.kind.name in kinds
 
 
-def test_messaging_attributes_are_current_names_of_conventions() -> None:
+def test_messaging_attributes_follow_current_conventions() -> None:
     """Each is in the conventions' own list, and not among the deprecated ones."""
     source = inspect.getsource(messaging_attributes)
     entries = re.findall(r'^MESSAGING_\w+: Final = "(.+)"\n"""\n(.+)', source, flags=re.MULTILINE)
@@ -110,7 +110,7 @@ def test_messaging_attributes_are_current_names_of_conventions() -> None:
     assert {name for name in ours if name.startswith("messaging.")} - current == set()
 
 
-def test_spans_say_which_version_of_conventions_they_follow(spans: list[Spans]) -> None:
+def test_spans_name_version_of_conventions(spans: list[Spans]) -> None:
     """The page names it as well."""
     assert {
         span.instrumentation_scope.schema_url

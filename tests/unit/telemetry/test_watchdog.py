@@ -43,7 +43,7 @@ def watched_loop(
         thread.join()
 
 
-async def test_blocked_loop_is_found_and_so_is_its_return() -> None:
+async def test_watchdog_reports_blocked_loop_and_its_recovery() -> None:
     """From another thread, which is where it can be seen; the log says where the loop is."""
     release = threading.Event()
 
@@ -65,21 +65,21 @@ def is_of_the_block(line: Mapping[str, Any]) -> bool:
     return any("block_on_purpose" in call for call in calls)
 
 
-async def test_loop_that_turns_is_not_stuck() -> None:
+async def test_watchdog_reports_nothing_for_running_loop() -> None:
     """It is asked again and again, and answers."""
     with watched_loop(replace(TUNED, loop_stall_s=3600.0)) as (_, watch):
         await eventually(lambda: watch.turns.begun >= 5)
         assert watch.turns.fault() == ""
 
 
-async def test_watch_that_is_left_leaves_no_thread() -> None:
+async def test_watchdog_leaves_no_thread() -> None:
     """Leaving waits for nothing but the thread's end."""
     with LoopWatchdog(replace(TUNED, loop_check_interval_s=0.01)) as watch:
         await eventually(lambda: watch.turns.begun)
     assert "loop-watch" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_activity_without_anything_to_do_is_not_stuck() -> None:
+def test_idle_activity_is_not_stuck() -> None:
     """Neither before its first thing nor after its last."""
     activity = Activity("reader", 0.0)
     assert activity.fault() == ""
@@ -88,14 +88,14 @@ def test_activity_without_anything_to_do_is_not_stuck() -> None:
     assert (activity.fault(), activity.for_s()) == ("", None)
 
 
-def test_activity_at_one_thing_for_too_long_is_stuck() -> None:
+def test_activity_without_progress_is_stuck() -> None:
     """The fault names it and says for how long."""
     activity = Activity("reader of requests", -1.0)
     activity.begin()
     assert activity.fault() == "reader of requests: no progress for 0 s"
 
 
-def test_progress_is_what_counts() -> None:
+def test_activity_with_progress_is_not_stuck() -> None:
     """Beginning the next thing is as good as having nothing to do."""
     activity = Activity("reader", 60.0)
     for _ in range(3):

@@ -19,20 +19,20 @@ def passed(
     return now_s + (times - 1) * every_s
 
 
-def test_first_run_leaves_at_once() -> None:
+def test_first_write_is_not_delayed() -> None:
     """Nobody waits for a second one."""
     assert BurstLimiter().delay_s(100.0) == 0
 
 
 @pytest.mark.parametrize("per_s", [500, 5000])
-def test_flow_that_is_no_flood_is_never_held_back(per_s: int) -> None:
+def test_flow_below_burst_is_never_delayed(per_s: int) -> None:
     """One request after the other, however long."""
     limiter = BurstLimiter()
     last_s = passed(limiter, 1, 1 / per_s, 1000)
     assert limiter.delay_s(last_s + 0.002) == 0
 
 
-def test_in_flood_what_gathers_in_while_leaves_together() -> None:
+def test_writes_in_burst_are_gathered() -> None:
     """The pause counts from when the run before record_write."""
     limiter = BurstLimiter()
     last_s = passed(limiter, 20, 0.001, 200)
@@ -40,7 +40,7 @@ def test_in_flood_what_gathers_in_while_leaves_together() -> None:
     assert limiter.delay_s(last_s + MAX_DELAY_S) == 0
 
 
-def test_after_flood_there_are_no_pauses_soon() -> None:
+def test_writes_after_burst_are_not_delayed() -> None:
     """However long the flood was."""
     limiter = BurstLimiter()
     last_s = passed(limiter, 500, 0.01, 1000)
@@ -48,14 +48,14 @@ def test_after_flood_there_are_no_pauses_soon() -> None:
     assert limiter.delay_s(last_s + 5 * MAX_DELAY_S + 0.002) == 0
 
 
-def test_burst_is_no_flood() -> None:
+def test_short_burst_is_not_delayed() -> None:
     """Sixty requests at once, and the next ones a moment later."""
     limiter = BurstLimiter()
     limiter.record_write(60, 100.0)
     assert limiter.delay_s(100.002) == 0
 
 
-def test_runs_to_several_partitions_leave_together() -> None:
+def test_writes_to_several_partitions_leave_together() -> None:
     """The second one of a moment does not wait for the first one's pause."""
     limiter = BurstLimiter()
     last_s = passed(limiter, 500, 0.01, 10)

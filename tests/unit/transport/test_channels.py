@@ -41,7 +41,7 @@ async def test_chunk_sent_is_received_in_same_turn() -> None:
     assert writer.is_full()
 
 
-async def test_input_ends_when_all_writers_are_closed() -> None:
+async def test_channel_ends_when_all_writers_are_closed() -> None:
     """Closing one twice does not close another."""
     writers: Writers[int] = Writers(Stage())
     first, second = writers.writer(), writers.writer()
@@ -55,7 +55,7 @@ async def test_input_ends_when_all_writers_are_closed() -> None:
     await closed
 
 
-async def test_pump_sends_everything_and_closes_outlet() -> None:
+async def test_pump_sends_everything_and_closes_its_target() -> None:
     """In order, up to the end of the inlet."""
     chunks: list[int | None] = [1, 2, None]
 
@@ -89,7 +89,7 @@ class Shelf:
         return None
 
 
-async def test_piece_goes_to_who_has_waited_longest() -> None:
+async def test_batch_goes_to_consumer_waiting_longest() -> None:
     """Consumers of one key are served in the order in which they began to wait."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -108,7 +108,7 @@ async def test_piece_goes_to_who_has_waited_longest() -> None:
     assert await second is None
 
 
-async def test_keys_do_not_wait_for_each_other() -> None:
+async def test_consumer_of_one_key_does_not_wait_for_another() -> None:
     """A consumer gets its own key's pieces, one without a key gets any."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -126,7 +126,7 @@ async def test_keys_do_not_wait_for_each_other() -> None:
     assert await a is None
 
 
-async def test_supply_is_asked_once_for_those_who_wait_for_same() -> None:
+async def test_supply_is_asked_once_for_consumers_of_same_key() -> None:
     """A hundred idle instances of a model cost one question per `notify`."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -141,7 +141,7 @@ async def test_supply_is_asked_once_for_those_who_wait_for_same() -> None:
     assert await asyncio.gather(*waiting) == [None] * 100
 
 
-async def test_cancelled_consumer_takes_no_piece_with_it() -> None:
+async def test_cancelled_consumer_loses_no_batch() -> None:
     """Pieces pass over a consumer that has gone while it waited."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -158,7 +158,7 @@ async def test_cancelled_consumer_takes_no_piece_with_it() -> None:
     assert await there == "one"
 
 
-async def test_after_close_what_is_left_is_pulled_and_then_nothing() -> None:
+async def test_closed_queue_hands_out_rest_and_ends() -> None:
     """Closing loses no piece."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -171,7 +171,7 @@ async def test_after_close_what_is_left_is_pulled_and_then_nothing() -> None:
     assert [await consumer.pull() for _ in range(3)] == ["one", "two", None]
 
 
-async def test_released_consumer_takes_what_was_held_back() -> None:
+async def test_released_consumer_gets_held_back_batch() -> None:
     """It is the last to ask for its key: what waits for company would wait for ever."""
     shelf = Shelf()
     shelf.later["a"] = ["one", "two"]
@@ -187,7 +187,7 @@ async def test_released_consumer_takes_what_was_held_back() -> None:
     assert [await consumer.pull(), await consumer.pull()] == ["two", None]
 
 
-async def test_instance_that_is_free_early_hurries() -> None:
+async def test_early_free_instance_hurries_supply() -> None:
     """Whoever waits until a moment gets what is there as soon as it is idle."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(
@@ -208,7 +208,7 @@ async def test_instance_that_is_free_early_hurries() -> None:
     assert await waiting == "one"
 
 
-async def test_piece_run_at_once_leaves_consumer_waiting() -> None:
+async def test_batch_run_at_once_leaves_consumer_waiting() -> None:
     """The first piece is run by the supplier; the consumer gets the next one."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -234,7 +234,7 @@ async def test_piece_run_at_once_leaves_consumer_waiting() -> None:
     assert shelf.pieces["a"] == ["fourth"]
 
 
-async def test_piece_that_cannot_be_run_at_once_goes_to_consumer() -> None:
+async def test_batch_that_cannot_run_at_once_goes_to_consumer() -> None:
     """No other piece is offered before it."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply)
@@ -246,7 +246,7 @@ async def test_piece_that_cannot_be_run_at_once_goes_to_consumer() -> None:
     assert await waiting == "first"
 
 
-async def test_consumer_waits_for_nothing_when_released_or_closed() -> None:
+async def test_released_or_closed_consumer_does_not_wait() -> None:
     """Whether it was released before or while it waits."""
     batch_queue: BatchQueue[str, str] = BatchQueue(Shelf().supply)
     consumer = batch_queue.consumer("a")

@@ -160,7 +160,7 @@ async def heard(bench: DispatcherHarness, count: int) -> None:
     bench.batch_queue.notify()
 
 
-async def test_executor_gets_two_batches_for_each_instance(tmp_path: Path) -> None:
+async def test_dispatcher_sends_two_batches_for_each_instance(tmp_path: Path) -> None:
     """No more until one of them has ended."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 1, 3, instances=2)
@@ -180,7 +180,7 @@ async def test_partitions_of_executor_take_turns(tmp_path: Path) -> None:
         assert [set(first.values()), later] in ([{1}, {3}], [{3}, {1}])
 
 
-async def test_next_batch_goes_when_one_has_ended(tmp_path: Path) -> None:
+async def test_completion_lets_dispatcher_send_next_batch(tmp_path: Path) -> None:
     """One completion makes room for one."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 2)
@@ -190,7 +190,7 @@ async def test_next_batch_goes_when_one_has_ended(tmp_path: Path) -> None:
         await bench.settles(3)
 
 
-async def test_completion_may_come_from_who_has_taken_over(tmp_path: Path) -> None:
+async def test_completion_by_new_owner_of_partition_counts(tmp_path: Path) -> None:
     """A batch of a partition that moved is run, and announced, by its new owner."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 0, 1)
@@ -202,7 +202,7 @@ async def test_completion_may_come_from_who_has_taken_over(tmp_path: Path) -> No
         assert sorted(later) == [0, 0, 1, 1]
 
 
-async def test_what_dead_executor_had_under_way_is_not_waited_for(tmp_path: Path) -> None:
+async def test_batches_of_dead_executor_do_not_fill_window(tmp_path: Path) -> None:
     """Another one has announced all its partitions, so that its room is open at once."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 0)
@@ -212,7 +212,7 @@ async def test_what_dead_executor_had_under_way_is_not_waited_for(tmp_path: Path
         await bench.settles(4)
 
 
-async def test_what_waits_for_model_that_is_gone_is_sent_to_who_says_so(tmp_path: Path) -> None:
+async def test_requests_of_removed_model_are_sent_to_be_refused(tmp_path: Path) -> None:
     """Nobody else will pull it: no executor has the model, and the repository neither."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 0)
@@ -225,7 +225,7 @@ async def test_what_waits_for_model_that_is_gone_is_sent_to_who_says_so(tmp_path
         await bench.settles(5)
 
 
-async def test_while_nobody_is_known_partitions_take_turns(tmp_path: Path) -> None:
+async def test_dispatcher_without_executors_alternates_partitions(tmp_path: Path) -> None:
     """A few batches at a time, as many as are acknowledged."""
     async with running(tmp_path) as bench:
         bench.left = 8
@@ -234,7 +234,7 @@ async def test_while_nobody_is_known_partitions_take_turns(tmp_path: Path) -> No
         assert set(written.values()) == {0, 1, 2, 3}
 
 
-async def test_when_last_executor_has_left_partitions_take_turns_again(tmp_path: Path) -> None:
+async def test_dispatcher_after_last_executor_left_alternates_partitions(tmp_path: Path) -> None:
     """Whoever comes next finds the batches."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 0)
@@ -246,7 +246,7 @@ async def test_when_last_executor_has_left_partitions_take_turns_again(tmp_path:
         await bench.settles(8)
 
 
-async def test_batcher_learns_from_what_executors_say(tmp_path: Path) -> None:
+async def test_batcher_learns_limits_and_run_times_from_events(tmp_path: Path) -> None:
     """How large batches may be, and how long runs take."""
     async with running(tmp_path) as bench:
         version = bench.models.catalog.lookup("digits")
@@ -255,7 +255,7 @@ async def test_batcher_learns_from_what_executors_say(tmp_path: Path) -> None:
         assert version.max_batch_size == 7
 
 
-async def test_records_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
+async def test_foreign_records_on_events_are_ignored(tmp_path: Path) -> None:
     """Whatever else may stand on the topic."""
     async with running(tmp_path) as bench:
         await write_to(bench._log, EVENTS, b"nonsense")
@@ -263,7 +263,7 @@ async def test_records_that_are_no_events_are_passed_over(tmp_path: Path) -> Non
         await eventually(lambda: bench.known() == 1)
 
 
-async def test_completion_that_never_comes_is_given_up(tmp_path: Path) -> None:
+async def test_missing_completion_times_out(tmp_path: Path) -> None:
     """An announcement may be lost; the room that it would have made is open again in the end."""
     tuning = replace(TUNING.transport, completion_timeout_s=0.05)
     async with running(tmp_path, tuning) as bench:

@@ -28,7 +28,9 @@ def announcement(executor: str) -> NewRecord:
     return NewRecord(None, encode_event(event))
 
 
-async def test_retention_and_outage_at_once_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_executor_events_survive_retention_during_outage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where the log no longer holds the position and says no other, it is asked again."""
     log = MemoryLog()
     await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)

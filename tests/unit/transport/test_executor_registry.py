@@ -53,65 +53,65 @@ def window_of(travel_us: int, busy_us: int, stay_us: int = 0) -> InFlightWindow:
     return window
 
 
-def test_two_batches_are_under_way_where_runs_take_longer_than_way() -> None:
+def test_window_of_long_runs_is_two_batches() -> None:
     """One runs and one is there when it ends; more would only wait elsewhere."""
     assert InFlightWindow().room(1) == 2
     assert window_of(travel_us=4000, busy_us=20_000).room(1) == 2
 
 
-def test_short_runs_have_as_many_under_way_as_cover_way() -> None:
+def test_window_of_short_runs_covers_round_trip() -> None:
     """And the time in which batches gather: an instance shall not wait for the log."""
     assert window_of(travel_us=4000, busy_us=2000).room(1) == 8
     assert window_of(travel_us=40_000, busy_us=50).room(1) == 64
 
 
-def test_room_of_many_instances_is_that_of_all_together() -> None:
+def test_window_adds_up_over_instances() -> None:
     """What ends between two batches of an executor ends at all of its instances."""
     assert InFlightWindow().room(3) == 6
     assert window_of(travel_us=40_000, busy_us=1000).room(3) == 53
     assert window_of(travel_us=40_000, busy_us=50).room(3) == 192
 
 
-def test_queue_at_executor_makes_window_no_larger() -> None:
+def test_queue_at_executor_does_not_grow_window() -> None:
     """Otherwise it would feed itself."""
     assert window_of(travel_us=4000, busy_us=2000, stay_us=500_000).room(1) == 8
 
 
-def test_one_batch_that_was_held_up_changes_nothing() -> None:
+def test_single_delayed_batch_leaves_window() -> None:
     """The median counts."""
     window = window_of(travel_us=4000, busy_us=20_000)
     window.observe([flight(10_000_000, 1)])
     assert window.room(1) == 2
 
 
-def test_executor_without_partitions_gets_nothing() -> None:
+def test_executor_without_partitions_gets_no_batch() -> None:
     """It would not read what is sent to it."""
     registry = registry_of(event("a"))
     assert registry.slots() == {}
     assert registry.partition_of("a") is None
 
 
-def test_its_partitions_take_turns() -> None:
+def test_partitions_of_executor_get_batches_in_turn() -> None:
     """None of them grows longer than the others."""
     registry = registry_of(event("a", 1, 4))
     assert {registry.partition_of("a"), registry.partition_of("a")} == {1, 4}
 
 
-def test_partition_is_its_last_announcers() -> None:
+def test_partition_belongs_to_executor_that_announced_it_last() -> None:
     """The group has moved it, and the former owner does not read it any more."""
     registry = registry_of(event("a", 0, 1), event("b", 1))
     assert [registry.partition_of("a") for _ in range(3)] == [0, 0, 0]
     assert registry.partition_of("b") == 1
 
 
-def test_who_has_lost_all_its_partitions_is_gone() -> None:
+def test_executor_that_lost_all_partitions_is_removed() -> None:
     """Its group has noticed that it died before its silence shows."""
     registry = registry_of(event("a", 0), event("b", 0, 1))
     assert not registry.knows("a")
     assert len(registry) == 1
 
 
-def test_who_is_silent_for_too_long_is_gone() -> None:
+def test_silent_executor_is_removed() -> None:
     """Each says how long that is."""
     registry = registry_of(event("a", 0, silent_after_ms=1000), event("b", 1, silent_after_ms=5000))
     registry.expire(1.5)
@@ -119,7 +119,7 @@ def test_who_is_silent_for_too_long_is_gone() -> None:
     assert registry.knows("b")
 
 
-def test_who_speaks_is_not_silent() -> None:
+def test_executor_with_heartbeats_is_kept() -> None:
     """Every announcement counts."""
     registry = registry_of(event("a", 0, silent_after_ms=1000))
     registry.apply(event("a", 0, silent_after_ms=1000), 0.9)
@@ -127,13 +127,13 @@ def test_who_speaks_is_not_silent() -> None:
     assert registry.knows("a")
 
 
-def test_who_leaves_is_gone_at_once() -> None:
+def test_leaving_executor_is_removed_at_once() -> None:
     """A stop needs no timeout."""
     registry = registry_of(event("a", 0), event("a", leaving=True))
     assert registry.slots() == {}
 
 
-def test_partition_that_was_given_up_can_be_announced_by_others() -> None:
+def test_released_partition_can_be_announced_by_another_executor() -> None:
     """And the one that has it again later is its owner again."""
     registry = registry_of(event("a", 0, 1), event("a", 1), event("b", 0), event("a", 0, 1))
     assert {registry.partition_of("a") for _ in range(4)} == {0, 1}

@@ -85,7 +85,7 @@ def ran(requests: list[Request], *, rows: int, compute_us: int) -> list[Request]
     return requests
 
 
-async def test_it_says_who_it_is_and_what_it_can_run(tmp_path: Path) -> None:
+async def test_heartbeat_carries_identity_and_models(tmp_path: Path) -> None:
     """With its timeout, so that others know how long its silence means nothing."""
     async with announcing(tmp_path) as bench:
         await eventually(lambda: bench.said)
@@ -94,7 +94,7 @@ async def test_it_says_who_it_is_and_what_it_can_run(tmp_path: Path) -> None:
     assert first.models == [HostedModel(name="digits", version="1", instances=1, max_batch_size=32)]
 
 
-async def test_partitions_are_told_as_soon_as_they_change_hands(tmp_path: Path) -> None:
+async def test_heartbeat_is_sent_when_partitions_change(tmp_path: Path) -> None:
     """Without waiting for the next heartbeat."""
     async with announcing(tmp_path, replace(TUNING.transport, heartbeat_s=3600.0)) as bench:
         await eventually(lambda: bench.said)
@@ -102,14 +102,14 @@ async def test_partitions_are_told_as_soon_as_they_change_hands(tmp_path: Path) 
         await eventually(lambda: bench.said[-1].partitions == [0, 3])
 
 
-async def test_at_end_it_says_that_it_leaves(tmp_path: Path) -> None:
+async def test_stopping_executor_announces_leaving(tmp_path: Path) -> None:
     """And only then."""
     async with announcing(tmp_path) as bench:
         await eventually(lambda: bench.said)
     assert [event.leaving for event in bench.said].index(True) == len(bench.said) - 1
 
 
-async def test_batch_that_ran_whole_is_told_with_its_time(tmp_path: Path) -> None:
+async def test_completion_of_whole_batch_carries_run_time(tmp_path: Path) -> None:
     """So that batchers learn how long runs take."""
     async with announcing(tmp_path) as bench:
         batch = batch_of(3)
@@ -120,7 +120,7 @@ async def test_batch_that_ran_whole_is_told_with_its_time(tmp_path: Path) -> Non
     assert (done.shape_class, done.rows, done.compute_us) == ([64], 3, 120)
 
 
-async def test_halved_batch_is_told_when_its_last_part_has_ended(tmp_path: Path) -> None:
+async def test_completion_of_halved_batch_follows_last_part(tmp_path: Path) -> None:
     """Once, and without a time, since it did not run as one."""
     async with announcing(tmp_path) as bench:
         batch = batch_of(3)
@@ -137,7 +137,7 @@ async def test_halved_batch_is_told_when_its_last_part_has_ended(tmp_path: Path)
     assert done[0].compute_us == 0
 
 
-async def test_batch_that_came_as_part_is_told_by_its_own_id(tmp_path: Path) -> None:
+async def test_completion_of_partial_batch_carries_its_own_id(tmp_path: Path) -> None:
     """A batch that was too large for a record travels as its single requests."""
     async with announcing(tmp_path) as bench:
         part = batch_of(1, "b-1.7")
@@ -147,7 +147,7 @@ async def test_batch_that_came_as_part_is_told_by_its_own_id(tmp_path: Path) -> 
     assert done.batch_id == "b-1.7"
 
 
-async def test_requests_of_batch_that_nobody_announced_are_passed_over(tmp_path: Path) -> None:
+async def test_requests_without_announced_batch_send_no_completion(tmp_path: Path) -> None:
     """There is nobody to tell of them."""
     async with announcing(tmp_path) as bench:
         bench.announcer.finished("b-9.0", [make_request()])
@@ -155,7 +155,7 @@ async def test_requests_of_batch_that_nobody_announced_are_passed_over(tmp_path:
     assert bench.completions() == []
 
 
-async def test_completions_of_short_runs_are_told_together(tmp_path: Path) -> None:
+async def test_completions_of_short_runs_are_sent_together(tmp_path: Path) -> None:
     """An announcement for many batches, and none of them late."""
     async with announcing(tmp_path) as bench:
         await eventually(lambda: bench.said)
@@ -168,7 +168,7 @@ async def test_completions_of_short_runs_are_told_together(tmp_path: Path) -> No
     assert [len(event.completions) for event in bench.said if event.completions] == [8]
 
 
-async def test_completion_of_long_run_is_told_at_once(tmp_path: Path) -> None:
+async def test_completion_of_long_run_is_sent_at_once(tmp_path: Path) -> None:
     """Its instance waits for what the batcher sends next."""
     tuning = replace(TUNING.transport, completion_delay_s=0.0)
     async with announcing(tmp_path, tuning) as bench:
@@ -180,7 +180,7 @@ async def test_completion_of_long_run_is_told_at_once(tmp_path: Path) -> None:
         await bench.completed(1)
 
 
-async def test_how_long_batch_keeps_executor_counts_from_one_before(
+async def test_batch_time_counts_from_previous_completion(
     tmp_path: Path,
 ) -> None:
     """Whatever it waited there."""

@@ -58,7 +58,7 @@ def bound_to_first(
 
 
 @pytest.mark.parametrize("content_type", ["application/msgpack", "application/json", "image/png"])
-def test_request_that_names_no_version_is_bound_to_current_one(
+def test_request_without_version_is_rebound_to_current_one(
     tmp_path: Path, content_type: str
 ) -> None:
     """With all that follows from the signature; the item that names the old one is dropped."""
@@ -80,7 +80,7 @@ def test_request_that_names_no_version_is_bound_to_current_one(
     ],
     ids=["msgpack", "json", "header"],
 )
-def test_request_that_names_its_version_is_refused(tmp_path: Path, request_: Request) -> None:
+def test_request_with_replaced_version_is_refused(tmp_path: Path, request_: Request) -> None:
     """It may be sent again: ingest decides then."""
     bench = RebinderHarness(tmp_path)
     with pytest.raises(Rejected) as caught:
@@ -95,7 +95,7 @@ def test_request_that_names_its_version_is_refused(tmp_path: Path, request_: Req
     [(embedding, 'expected one of index, got "pixels"'), (None, "expected a model")],
     ids=["other inputs", "no model"],
 )
-def test_request_that_fits_no_version_is_refused_with_both_reasons(
+def test_request_fitting_no_version_is_refused_with_both_reasons(
     tmp_path: Path, model: MakeModel | None, reason: str
 ) -> None:
     """That its version has gone, and why it cannot have the current one."""

@@ -78,7 +78,7 @@ async def received(source: Source, inlet: Any, count: int) -> list[Request]:
     return sorted(found, key=lambda request: request.offset)
 
 
-async def test_items_come_out_as_they_went_in() -> None:
+async def test_items_survive_topic() -> None:
     """Origin, model, inputs and headers; the sender's ack handles are acknowledged once
     acknowledged.
     """
@@ -101,7 +101,7 @@ async def test_items_come_out_as_they_went_in() -> None:
         assert bytes(after.inputs[0].data) == PIXELS["pixels"].tobytes()
 
 
-async def test_results_come_out_as_they_went_in() -> None:
+async def test_results_survive_topic() -> None:
     """Outputs of one, the failure of another, with its value for the dead letter."""
     log = await make_log()
     done, failed = make_request(inputs=PIXELS), make_request()
@@ -122,7 +122,7 @@ async def test_results_come_out_as_they_went_in() -> None:
 
 
 @pytest.mark.parametrize("part", ["key", "header"])
-async def test_keys_and_headers_of_items_are_charged(part: str) -> None:
+async def test_received_items_are_charged_for_keys_and_headers(part: str) -> None:
     """They lie in the record's value, and decoded a second time beside it."""
     log = await make_log()
     sent = make_request(inputs=PIXELS)
@@ -140,7 +140,7 @@ async def test_keys_and_headers_of_items_are_charged(part: str) -> None:
     assert charged_bytes >= 2 * 50_000
 
 
-async def test_item_that_does_not_fit_is_answered() -> None:
+async def test_oversized_item_becomes_error() -> None:
     """It becomes `TOO_LARGE`, its value kept for the dead letter, its ack handle not yet
     acknowledged.
     """
@@ -169,7 +169,7 @@ async def test_item_that_does_not_fit_is_answered() -> None:
     ],
     ids=["outputs", "value", "key", "headers"],
 )
-async def test_result_that_does_not_fit_goes_without_what_is_large(
+async def test_oversized_result_is_sent_as_error(
     change: Callable[[Request], None], kept: tuple[str, ...]
 ) -> None:
     """Whatever it is that is large, an error that can still be routed arrives, and all ends."""
@@ -193,7 +193,7 @@ async def test_result_that_does_not_fit_goes_without_what_is_large(
     assert receipt_of(request).acked == 1
 
 
-def test_topic_that_takes_nothing_ends_process() -> None:
+def test_intermediate_topic_that_refuses_records_ends_process() -> None:
     """When nothing is left that could go, trying again would never end."""
     request = make_request()
     request.headers = [("kafka_correlationId", b"7")]
@@ -226,7 +226,7 @@ class HeldProducer:
             each.set_result(None)
 
 
-async def test_what_comes_while_run_is_under_way_leaves_together() -> None:
+async def test_items_arriving_during_write_are_written_together() -> None:
     """Once that one is acknowledged; other partitions do not wait for it."""
     producer = HeldProducer()
     outlet = result_sender(cast(Producer, producer), TOPIC)
@@ -249,7 +249,7 @@ async def test_what_comes_while_run_is_under_way_leaves_together() -> None:
     assert producer.runs == [(0, 1), (1, 1), (0, 3)]
 
 
-async def test_void_requests_are_not_written() -> None:
+async def test_revoked_requests_are_not_written() -> None:
     """Their partition is another process's; only the budget gets its bytes back."""
     log = await make_log()
     revoked = make_request()
@@ -262,7 +262,7 @@ async def test_void_requests_are_not_written() -> None:
         assert await reader.end_offsets([TopicPartition(TOPIC, 0)]) == {TopicPartition(TOPIC, 0): 0}
 
 
-async def test_record_of_somebody_elses_is_passed_over() -> None:
+async def test_foreign_record_between_stages_is_passed_over() -> None:
     """What no request can be made out in is acknowledged, and holds up nobody."""
     log = await make_log()
     await write_to(log, TopicPartition(TOPIC, 0), b"junk")
@@ -285,7 +285,7 @@ async def write_batches(log: MemoryLog, *batches: Batch) -> Tray:
     return refused
 
 
-async def test_batches_come_out_for_those_who_pull_their_model() -> None:
+async def test_received_batches_go_to_consumers_of_their_model() -> None:
     """A batch's record is acknowledged when all of its requests are."""
     log = await make_log()
     sent = [make_request(inputs=PIXELS) for _ in range(3)]
@@ -311,7 +311,7 @@ async def test_batches_come_out_for_those_who_pull_their_model() -> None:
     assert refused.requests == []
 
 
-async def test_batch_that_does_not_fit_travels_in_parts() -> None:
+async def test_oversized_batch_is_sent_in_parts() -> None:
     """Each request alone; one that does not even fit alone is answered."""
     log = await make_log(max_message_bytes=2000)
     sent = [make_request(inputs=PIXELS) for _ in range(4)]
@@ -328,7 +328,7 @@ async def test_batch_that_does_not_fit_travels_in_parts() -> None:
     assert [receipt_of(one).acked for one in sent] == [1, 1, 0, 1]
 
 
-async def test_batch_of_model_that_is_not_here_is_answered() -> None:
+async def test_received_batch_of_unknown_model_is_answered() -> None:
     """Its requests fail with what the registry says, instead of waiting for an instance."""
     log = await make_log()
     await write_batches(log, Batch("b-1", [make_request(), make_request()], "full"))
