@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml $(LOCK)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK) --upgrade pip
 	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check \
 	  --constraint $(LOCK) --build-constraint $(LOCK) \
-	  --editable '.[cpu,demo,local-kafka,report]' --group test --group lint
+	  --editable '.[cpu,demo,grpc,local-kafka,report]' --group test --group lint
 	@touch $@
 	@echo "setup: done"
 
@@ -79,6 +79,10 @@ schemas: setup ## write schemas/ anew from the types in headrace/protocol/messag
 .PHONY: schemas-check
 schemas-check: setup ## fail if schemas/ differs from the types
 	@$(BIN)/python -m headrace.protocol.schemas --check
+
+.PHONY: stubs
+stubs: setup ## generate headrace/gateway/open_inference_pb2.py anew from the .proto
+	@$(BIN)/python tools/stubs.py
 
 .PHONY: deploy-check
 deploy-check: setup ## hold deploy/compose.yaml against the Compose specification

@@ -215,11 +215,13 @@ class ExecutorSettings(_Section):
 
 
 class GatewaySettings(_Section):
-    """Inference over HTTP, for clients that do not speak Kafka (docs/http.md)."""
+    """Inference for clients that do not speak Kafka (docs/http.md, docs/grpc.md)."""
 
     http_host: str = "127.0.0.1"
     http_port: Port | Literal["off"] = 8000
     """Port to listen on; 0 picks a free one, and prints it; `off` does not listen."""
+    grpc_host: str = "127.0.0.1"
+    grpc_port: Port | Literal["off"] = 8001
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000
     """Timeout of requests that give none."""
     max_in_flight: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 1024
@@ -229,7 +231,9 @@ class GatewaySettings(_Section):
     )
     """Limit of the decompressed bodies of concurrent requests; further ones are refused."""
     max_body_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 16 * 1024 * 1024
-    """Limit of one decompressed body. JSON takes several times the bytes of its tensors."""
+    """Limit of one body or gRPC message, decompressed. JSON takes several times the bytes of its
+    tensors.
+    """
     drain_notice_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 0.0
     """Time for balancers to see that a gateway is no longer ready, before it stops listening."""
 

@@ -721,6 +721,20 @@ class GatewayTuning:
     """Time from an answer to the end of the next request's head."""
     body_timeout_s: float = 30.0
     """Time from a request's head to the end of its body."""
+    max_streams: int = 1024
+    """Concurrent calls on one gRPC connection; a further one waits at its client."""
+    spare_calls: int = 256
+    """gRPC calls beside `gateway.max_in_flight`: health, metadata, and streams that are idle."""
+    requests_per_stream: int = 64
+    """Requests of one gRPC stream that are under way at once; further ones are read later."""
+    health_interval_s: float = 0.25
+    """Between two looks at the health for those that watch it over gRPC."""
+    ping_interval_s: float = 10.0
+    """Least time between two pings of a gRPC client without a call; more often is an attack."""
+    least_timeout_s: float = 0.001
+    """For a request whose gRPC deadline passes while its message is parsed."""
+    error_characters: int = 1000
+    """Of an error's text over gRPC, where it is a header and those are limited to 8 KiB."""
     compressed_from_bytes: int = 1024
     """Smaller answers are not compressed for callers that accept that."""
     retry_after_s: int = 1

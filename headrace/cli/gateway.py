@@ -28,6 +28,9 @@ from headrace.errors import ConfigurationError
 @click.option(
     "--gateway-port", type=int, metavar="N", help="Setting gateway.http_port; 0 takes a free one."
 )
+@click.option(
+    "--grpc-port", type=int, metavar="N", help="Setting gateway.grpc_port; 0 takes a free one."
+)
 @pass_invocation
 def command(
     invocation: Invocation,
@@ -35,8 +38,9 @@ def command(
     bootstrap_servers: str | None,
     http_port: int | None,
     gateway_port: int | None,
+    grpc_port: int | None,
 ) -> None:
-    """Take requests over HTTP, send them to the broker, and answer, until SIGTERM or SIGINT.
+    """Take requests over HTTP and gRPC, and send them to the broker, until SIGTERM or SIGINT.
 
     Any number of gateways may run. Each reads the model repository to describe the models to its
     callers; the stages (`headrace run`) decide about each request. The first signal drains: the
@@ -47,6 +51,7 @@ def command(
         Option("--bootstrap-servers", ("kafka", "bootstrap_servers"), bootstrap_servers),
         Option("--http-port", ("telemetry", "http_port"), http_port),
         Option("--gateway-port", ("gateway", "http_port"), gateway_port),
+        Option("--grpc-port", ("gateway", "grpc_port"), grpc_port),
     ]
     settings = invocation.settings_with([each for each in options if each.value is not None])
     if settings.kafka is None:

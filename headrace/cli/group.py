@@ -17,7 +17,7 @@ from headrace.cli.settings import everywhere, invocation
 COMMANDS = {
     "demo": "Show all of it on real files, in one process; needs no broker.",
     "run": "Serve: run all four services, or some of them, until a signal.",
-    "gateway": "Open a gateway to a broker: the Open Inference Protocol over HTTP.",
+    "gateway": "Open a gateway to a broker: the Open Inference Protocol, HTTP and gRPC.",
     "infer": "Send one request to a model and print the answer.",
     "topics": "Create, describe or check Headrace's topics on the broker.",
     "offsets": "Show or reset how far each source partition is answered.",

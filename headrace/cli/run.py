@@ -51,10 +51,15 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Sta
     "--http-port", type=int, metavar="N", help="Setting telemetry.http_port; 0 takes a free one."
 )
 @click.option(
-    "--gateway", is_flag=True, help="Open a gateway as well, in this process (docs/http.md)."
+    "--gateway",
+    is_flag=True,
+    help="Open a gateway as well, in this process (docs/http.md).",
 )
 @click.option(
     "--gateway-port", type=int, metavar="N", help="Setting gateway.http_port; 0 takes a free one."
+)
+@click.option(
+    "--grpc-port", type=int, metavar="N", help="Setting gateway.grpc_port; 0 takes a free one."
 )
 @pass_invocation
 def command(
@@ -65,6 +70,7 @@ def command(
     http_port: int | None,
     gateway: bool,
     gateway_port: int | None,
+    grpc_port: int | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT: run all four stages in this process, or those named.
 
@@ -83,6 +89,7 @@ def command(
         Option("--bootstrap-servers", ("kafka", "bootstrap_servers"), bootstrap_servers),
         Option("--http-port", ("telemetry", "http_port"), http_port),
         Option("--gateway-port", ("gateway", "http_port"), gateway_port),
+        Option("--grpc-port", ("gateway", "grpc_port"), grpc_port),
     ]
     settings = invocation.settings_with([each for each in options if each.value is not None])
     serve(invocation, settings, stages, gateway=gateway)
@@ -135,6 +142,8 @@ def _announce(settings: Settings, http_port: int, doors: Mapping[str, int]) -> N
     say(f"headrace: page       {_url(settings.telemetry.http_host, http_port)}", err=True)
     if "http" in doors:
         say(f"headrace: gateway    {_url(settings.gateway.http_host, doors['http'])}v2", err=True)
+    if "grpc" in doors:
+        say(f"headrace: grpc       {settings.gateway.grpc_host}:{doors['grpc']}", err=True)
 
 
 def _url(host: str, port: int) -> str:

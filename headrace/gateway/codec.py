@@ -148,9 +148,7 @@ def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
     if len(tail):
         _refuse("body", "no bytes after those of the tensors", f"{len(tail)} more")
     parameters = dict(request.parameters or {})
-    timeout_us = parameters.pop(TIMEOUT, 0)
-    if type(timeout_us) is not int or timeout_us < 0:
-        _refuse("parameters.timeout", "microseconds, 0 or more", shown(timeout_us))
+    timeout_us = take_timeout_us(parameters)
     return InferCall(
         id=request.id,
         inputs=inputs,
@@ -165,7 +163,7 @@ def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
 def _content(tensor: _Input, tail: memoryview, where: str) -> tuple[bytes | memoryview, memoryview]:
     """Return the raw bytes of an input, and what is left of the bytes after the JSON."""
     parameters = tensor.parameters or {}
-    _refuse_unsupported(parameters, where)
+    refuse_unsupported(parameters, where)
     size = parameters.get(BINARY_SIZE)
     if size is None:
         if tensor.data is UNSET:
@@ -186,7 +184,7 @@ def _requested_forms(outputs: Sequence[RequestedOutput]) -> dict[str, bool]:
     for number, output in enumerate(outputs):
         where = f"outputs[{number}]"
         parameters = dict(output.parameters or {})
-        _refuse_unsupported(parameters, where)
+        refuse_unsupported(parameters, where)
         wanted = _flag(parameters, BINARY, f"{where}.parameters")
         if wanted is not None:
             binary[output.name] = wanted
@@ -200,7 +198,24 @@ def _flag(parameters: dict[str, Parameter], name: str, where: str) -> bool | Non
     return value
 
 
-def _refuse_unsupported(parameters: Mapping[str, Parameter], where: str) -> None:
+def take_timeout_us(parameters: dict[str, Parameter]) -> int:
+    """Remove the parameter `timeout` of a request, and return it; 0 if there is none.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`: it is no number of microseconds.
+    """
+    timeout_us = parameters.pop(TIMEOUT, 0)
+    if type(timeout_us) is not int or timeout_us < 0:
+        _refuse("parameters.timeout", "microseconds, 0 or more", shown(timeout_us))
+    return timeout_us
+
+
+def refuse_unsupported(parameters: Mapping[str, Parameter], where: str) -> None:
+    """Refuse parameters of a tensor that ask for what a gateway cannot do.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`, with the name of the first of them.
+    """
     for name in parameters.keys() & _UNSUPPORTED.keys():
         if parameters[name]:
             _refuse(f"{where}.parameters.{name}", _UNSUPPORTED[name], shown(parameters[name]))

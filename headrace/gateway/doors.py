@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
@@ -21,6 +21,9 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import GatewaySnapshot
 from headrace.tuning import TUNING, GatewayTuning
 
+if TYPE_CHECKING:
+    from headrace.gateway.grpc_door import GrpcDoor
+
 log = structlog.get_logger(__name__)
 
 
@@ -29,7 +32,7 @@ class Door(Protocol):
 
     @property
     def port(self) -> int: ...
-    def stop_listening(self) -> None: ...
+    async def stop_listening(self, grace_s: float) -> None: ...
 
 
 class Doors:
@@ -64,13 +67,18 @@ class Doors:
         gateway = self._gateway
         gateway.draining.set()
         await asyncio.sleep(gateway.settings.drain_notice_s)
-        for door in self._doors.values():
-            door.stop_listening()
-        try:
-            async with asyncio.timeout(self._drain_timeout_s):
-                await gateway.under_way.wait_for_silence(gateway.tuning.drain_silence_s)
-        except TimeoutError:
-            log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
+        async with asyncio.TaskGroup() as tasks:
+            stopping = [
+                tasks.create_task(door.stop_listening(self._drain_timeout_s), name=f"stop-{name}")
+                for name, door in self._doors.items()
+            ]
+            try:
+                async with asyncio.timeout(self._drain_timeout_s):
+                    await gateway.under_way.wait_for_silence(gateway.tuning.drain_silence_s)
+            except TimeoutError:
+                log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
+            for task in stopping:
+                task.cancel()  # calls that ask for nothing, such as those of reflection, may last
 
 
 @asynccontextmanager
@@ -104,6 +112,25 @@ async def open_gateway(
         doors: dict[str, Door] = {}
         if chosen.http_port != "off":
             doors["http"] = await stack.enter_async_context(HttpDoor(gateway, chosen.http_port))
+        if chosen.grpc_port != "off":
+            grpc_door = _grpc_door(gateway, chosen.grpc_port)
+            doors["grpc"] = await stack.enter_async_context(grpc_door)
         if not doors:
             raise ConfigurationError("gateway: expected a door that is open, got all of them off")
         yield Doors(gateway, doors, settings.limits.drain_timeout_s)
+
+
+def _grpc_door(gateway: Gateway, port: int) -> GrpcDoor:
+    """Make the door for gRPC, whose packages are an extra.
+
+    Raises:
+        ConfigurationError: one of them is not installed.
+    """
+    try:
+        from headrace.gateway.grpc_door import GrpcDoor
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            "gateway.grpc_port: expected the packages of the extra `grpc` (pip install "
+            f"'headrace[grpc]'), or \"off\"; {error.name} is not installed"
+        ) from error
+    return GrpcDoor(gateway, port)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -15,6 +15,7 @@ from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.codec import InferCall
 from headrace.log.port import Log
+from headrace.protocol.headers import MAX_PRIORITY, HeaderName
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
 from headrace.telemetry.logs import Event
@@ -23,6 +24,10 @@ from headrace.telemetry.snapshots import GatewaySnapshot
 from headrace.tuning import TUNING, GatewayTuning
 
 log = structlog.get_logger(__name__)
+
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+COPIED_HEADERS = (HeaderName.TRACEPARENT, HeaderName.TRACESTATE)
+"""Headers of callers, over any protocol, that the request record gets unchanged."""
 
 UNAVAILABLE = "UNAVAILABLE"
 """Code of the gateway's own errors: its limits are reached, or it cannot reach the broker."""
@@ -167,6 +172,14 @@ class Gateway:
         under_way = self.under_way
         return GatewaySnapshot(under_way.requests, under_way.size_bytes, self._client.late_answers)
 
+    def urgency(self, given_s: Iterable[float], priority: int | None = None) -> Urgency:
+        """Return the earliest of the times that a caller gives, and its priority.
+
+        A caller that gives no time has `gateway.timeout_ms`; the longest one is a day.
+        """
+        timeout_s = min(given_s, default=self.settings.timeout_ms / 1e3)
+        return Urgency(min(timeout_s, MAX_TIMEOUT_MS / 1e3), priority or 0)
+
     async def infer(
         self,
         model: str,
@@ -211,6 +224,28 @@ class Gateway:
             priority=urgency.priority,
             headers=headers,
         )
+
+
+def read_number(name: str, text: str | None, lowest: int, highest: int) -> int | None:
+    """Return the integer in a header, None if it is absent.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`: it is no integer in the range.
+    """
+    if text is None:
+        return None
+    digits = text.strip().removeprefix("-")
+    number = int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else None
+    if number is None or not lowest <= number <= highest:
+        expected = f"an integer from {lowest} to {highest}"
+        got = repr(text[:40])
+        raise Rejected.mismatch(Code.INVALID_REQUEST, f"header {name}", expected=expected, got=got)
+    return number
+
+
+def read_priority(name: str, text: str | None) -> int | None:
+    """Return the priority in a header, see `read_number`."""
+    return read_number(name, text, -MAX_PRIORITY, MAX_PRIORITY)
 
 
 def answer_of_error(error: Exception) -> ErrorAnswer:

@@ -24,16 +24,20 @@ from headrace.client import Response
 from headrace.errors import Code, Rejected
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
+    COPIED_HEADERS,
+    MAX_TIMEOUT_MS,
     UNAVAILABLE,
     ErrorAnswer,
     Gateway,
     Held,
     Urgency,
     answer_of_error,
+    read_number,
+    read_priority,
 )
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
-from headrace.protocol.headers import JSON, MAX_PRIORITY, HeaderName
+from headrace.protocol.headers import JSON
 from headrace.telemetry.http_listener import Connections, HttpListener
 from headrace.telemetry.logs import Event
 
@@ -43,7 +47,6 @@ DOOR = "http"
 JSON_BYTES = "Inference-Header-Content-Length"
 TIMEOUT_MS = "X-Timeout-Ms"
 PRIORITY = "X-Priority"
-MAX_TIMEOUT_MS = 24 * 3600 * 1000
 CALLER_GONE = 499
 
 _STATUS = {
@@ -60,7 +63,6 @@ _STATUS = {
     UNAVAILABLE: 503,
 }
 _RETRY_AFTER = frozenset({429, 503})
-_COPIED_HEADERS = (HeaderName.TRACEPARENT, HeaderName.TRACESTATE)
 OCTETS = "application/octet-stream"
 
 _JSON_TYPES = frozenset({"", JSON, OCTETS, "application/x-www-form-urlencoded"})
@@ -118,8 +120,8 @@ class HttpDoor:
     async def __aexit__(self, *_: object) -> None:
         await self._listener.stop()
 
-    def stop_listening(self) -> None:
-        """Take no further connections."""
+    async def stop_listening(self, grace_s: float) -> None:
+        """Take no further connections; each of those that are open ends after its next answer."""
         self._listener.stop_listening()
 
     def _make_application(self) -> web.Application:
@@ -186,7 +188,7 @@ class HttpDoor:
             body = await self._read_body(request, held)
             headers = _copied_headers(request)
             content_type = _content_type(request)
-            json_bytes = _number(request, JSON_BYTES, 0, len(body))
+            json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
             call: InferCall | None = None
             if json_bytes is None and _media_type(content_type) not in _JSON_TYPES:
                 answer = await gateway.infer_payload(
@@ -228,12 +230,10 @@ class HttpDoor:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _urgency(self, request: web.Request, timeout_us: int = 0) -> Urgency:
-        timeout_ms = _number(request, TIMEOUT_MS, 1, MAX_TIMEOUT_MS)
-        given_s = [timeout_ms / 1e3] if timeout_ms else []
-        if timeout_us:
-            given_s.append(min(timeout_us / 1e6, MAX_TIMEOUT_MS / 1e3))
-        timeout_s = min(given_s, default=self._gateway.settings.timeout_ms / 1e3)
-        return Urgency(timeout_s, _number(request, PRIORITY, -MAX_PRIORITY, MAX_PRIORITY) or 0)
+        headers = request.headers
+        timeout_ms = read_number(TIMEOUT_MS, headers.get(TIMEOUT_MS), 1, MAX_TIMEOUT_MS)
+        given_s = (each for each in ((timeout_ms or 0) / 1e3, timeout_us / 1e6) if each)
+        return self._gateway.urgency(given_s, read_priority(PRIORITY, headers.get(PRIORITY)))
 
     def _answer_response(self, answer: Response, call: InferCall | None) -> web.Response:
         body, json_bytes = encode_answer(answer, call)
@@ -285,7 +285,7 @@ class HttpDoor:
 
 def _copied_headers(request: web.Request) -> list[tuple[str, bytes]]:
     """Return the trace context of the caller, which the request record gets unchanged."""
-    found = [(name, request.headers.get(name)) for name in _COPIED_HEADERS]
+    found = [(name, request.headers.get(name)) for name in COPIED_HEADERS]
     return [(name, value.encode("utf-8", "surrogateescape")) for name, value in found if value]
 
 
@@ -300,23 +300,6 @@ def _content_type(request: web.Request) -> str:
 
 def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
-
-
-def _number(request: web.Request, name: str, lowest: int, highest: int) -> int | None:
-    """Return the integer in a header, None if it is absent; refuse what is not in the range."""
-    text = request.headers.get(name)
-    if text is None:
-        return None
-    digits = text.strip().removeprefix("-")
-    number = int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else None
-    if number is None or not lowest <= number <= highest:
-        raise Rejected.mismatch(
-            Code.INVALID_REQUEST,
-            f"header {name}",
-            expected=f"an integer from {lowest} to {highest}",
-            got=repr(text[:40]),
-        )
-    return number
 
 
 class _Decompressor(Protocol):

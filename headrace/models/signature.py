@@ -100,7 +100,7 @@ def read_onnx_signature(path: Path) -> Signature:
             protocol has no name for; the message names it.
     """
     import onnx
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # no stubs
+    from google.protobuf.message import DecodeError
 
     try:
         model = onnx.load(path, load_external_data=False)

@@ -443,7 +443,7 @@ GATEWAY = (
         "counter",
         ("door", "status"),
         "Inference requests that a gateway ended, by door and by the status that it answered; "
-        "499: the caller had gone.",
+        "499 and CANCELLED: the caller had gone.",
     ),
     MetricSpec(
         "headrace_gateway_duration_seconds",

@@ -27,7 +27,7 @@ async def test_separate_gateways_answer_their_own_callers(
             "namespace": unique_name,
             "kafka": {"bootstrap_servers": kafka.bootstrap_servers},
             "models": {"repository": str(tmp_path)},
-            "gateway": {"http_port": 0},
+            "gateway": {"http_port": 0, "grpc_port": "off"},
         }
     )
 

@@ -58,6 +58,11 @@ class Served(NamedTuple):
     kafka: Client
 
     @property
+    def grpc(self) -> str:
+        """The address of the door for gRPC."""
+        return f"{HOST}:{self.doors.ports['grpc']}"
+
+    @property
     def url(self) -> str:
         return f"{HOST}:{self.doors.ports['http']}"
 
@@ -75,9 +80,10 @@ class Served(NamedTuple):
         async with self.http.get(path) as response:
             return Reply(response.status, response.headers, await response.read())
 
-    def counted(self, status: int) -> float:
-        """Number of requests that were answered with a status."""
-        labels = {"door": "http", "status": str(status)}
+    def counted(self, status: int | str) -> float:
+        """Number of requests that were answered with a status, of HTTP or of gRPC."""
+        door = "http" if isinstance(status, int) else "grpc"
+        labels = {"door": door, "status": str(status)}
         name = "headrace_gateway_requests_total"
         return self.pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
 
@@ -91,7 +97,10 @@ async def gateway_of(
 ) -> AsyncIterator[Served]:
     """Serve a repository behind a gateway while the context lasts; both drain when it is left."""
     settings = make_settings(
-        {"models": {"repository": str(repository)}, "gateway": {"http_port": 0, **gateway}}
+        {
+            "models": {"repository": str(repository)},
+            "gateway": {"http_port": 0, "grpc_port": "off", **gateway},
+        }
     )
     async with (
         open_log(settings) as log,

@@ -212,7 +212,7 @@ def test_image_can_be_built_for_each_device(dockerfile: DockerfileParser) -> Non
         if step["instruction"] == "ARG" and step["value"].startswith("EXTRAS=")
     ]
 
-    assert {default, "gpu"} <= set(project["optional-dependencies"])
+    assert {*default.split(","), "gpu"} <= set(project["optional-dependencies"])
 
 
 def instructions_of_last_stage(dockerfile: DockerfileParser) -> list[str]:

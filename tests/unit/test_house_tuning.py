@@ -56,7 +56,8 @@ FACTS = {
     "headrace/telemetry/watchdog.py": {"_STDERR"},
     # The contract with callers: limits of a request, and what an error text may quote of it.
     "headrace/protocol/codec/faults.py": {"_MAX_SHOWN"},
-    "headrace/gateway/http.py": {"MAX_TIMEOUT_MS", "CALLER_GONE"},
+    "headrace/gateway/gateway.py": {"MAX_TIMEOUT_MS"},
+    "headrace/gateway/http.py": {"CALLER_GONE"},
     "headrace/protocol/codec/responses.py": {"_FIXED_MAP"},
     "headrace/protocol/headers.py": {
         *("MAX_PRIORITY", "MAX_HEADER_BYTES", "MAX_SHOWN_NAME", "_LOOKED_AT_BYTES"),

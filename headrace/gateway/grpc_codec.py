@@ -1,0 +1,166 @@
+"""Messages of the Open Inference Protocol over gRPC: calls and answers.
+
+An input's elements are in its `contents` or, raw, in `raw_input_contents`; a request has one of
+both. Answers have `raw_output_contents`, which is what Triton's clients read. Sources: the Open
+Inference Protocol, gRPC (https://github.com/kserve/open-inference-protocol), and Triton's
+`grpc_service.proto` (https://github.com/triton-inference-server/common).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.client import Response
+from headrace.errors import Code, Rejected
+from headrace.gateway.codec import InferCall, refuse_unsupported, take_timeout_us
+from headrace.gateway.open_inference_pb2 import (
+    InferParameter,
+    ModelInferRequest,
+    ModelInferResponse,
+)
+from headrace.protocol.codec.faults import shown
+from headrace.protocol.messages import MAX_INPUTS, MAX_OUTPUTS, Parameter, Tensor
+from headrace.protocol.tensors import DATATYPES, check_shape, check_tensor, from_array, to_array
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field of `InferTensorContents` for each datatype; FP16 and BF16 have none."""
+
+_WIDER = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint32)}
+"""Dtype of the elements in fields that hold several datatypes."""
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+def decode_call(request: ModelInferRequest) -> InferCall:
+    """Return the call in a request message.
+
+    Raises:
+        Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the message.
+    """
+    raw = request.raw_input_contents
+    if len(request.inputs) > MAX_INPUTS:
+        _refuse("inputs", f"at most {MAX_INPUTS}", len(request.inputs))
+    if len(request.outputs) > MAX_OUTPUTS:
+        _refuse("outputs", f"at most {MAX_OUTPUTS}", len(request.outputs))
+    inputs: dict[str, NDArray[Any]] = {}
+    for number, tensor in enumerate(request.inputs):
+        where = f"inputs[{number}]"
+        refuse_unsupported(_parameters(tensor.parameters, f"{where}.parameters"), where)
+        if tensor.name in inputs:
+            _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
+        if not raw:
+            inputs[tensor.name] = _array_of_contents(tensor, where)
+            continue
+        if tensor.HasField("contents"):
+            _refuse(where, "contents or raw_input_contents", "both")
+        if number >= len(raw):
+            break
+        inputs[tensor.name] = _array_of_bytes(tensor, raw[number], where)
+    if raw and len(raw) != len(request.inputs):
+        _refuse("raw_input_contents", f"one for each of {len(request.inputs)} inputs", len(raw))
+    for number, output in enumerate(request.outputs):
+        where = f"outputs[{number}]"
+        refuse_unsupported(_parameters(output.parameters, f"{where}.parameters"), where)
+    parameters = _parameters(request.parameters, "parameters")
+    return InferCall(
+        id=request.id or None,
+        inputs=inputs,
+        outputs=[output.name for output in request.outputs] or None,
+        timeout_us=take_timeout_us(parameters),
+        parameters=parameters,
+        binary={},
+        binary_by_default=True,
+    )
+
+
+def _array_of_bytes(
+    tensor: ModelInferRequest.InferInputTensor, content: bytes, where: str
+) -> NDArray[Any]:
+    check_tensor(tensor.datatype, tensor.shape, content, where)
+    return to_array(Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content))
+
+
+def _array_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) -> NDArray[Any]:
+    """Return the elements of an input that is not raw, in their own dtype and shape."""
+    count = check_shape(tensor.datatype, tensor.shape, where)
+    field = _CONTENTS.get(tensor.datatype, "raw_input_contents")
+    found = [each.name for each, _ in tensor.contents.ListFields()]
+    if found and found != [field]:
+        _refuse(f"{where}.contents", f"{field} for {tensor.datatype}", ", ".join(found))
+    elements: Sequence[Any] = getattr(tensor.contents, field) if found else ()
+    if len(elements) != count:
+        expected = f"{count} elements for {tensor.datatype} {list(tensor.shape)}"
+        _refuse(f"{where}.contents", expected, len(elements), Code.INVALID_TENSOR)
+    dtype = DATATYPES[tensor.datatype].dtype
+    array = np.fromiter(elements, _WIDER.get(field, dtype), count)
+    if array.dtype != dtype:
+        narrow = array.astype(dtype)
+        wrong = np.flatnonzero(narrow != array)
+        if len(wrong):
+            place = f"{where}.contents.{field}[{wrong[0]}]"
+            _refuse(place, tensor.datatype, array[wrong[0]], Code.INVALID_TENSOR)
+        array = narrow
+    return array.reshape(tuple(tensor.shape))
+
+
+def _parameters(found: Mapping[str, InferParameter], where: str) -> dict[str, Parameter]:
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in found.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            _refuse(f"{where}.{name}", "a value", "none")
+        parameters[name] = getattr(parameter, choice)
+    return parameters
+
+
+def _refuse(where: str, expected: str, got: object, code: Code = Code.INVALID_REQUEST) -> NoReturn:
+    raise Rejected.mismatch(code, where, expected=expected, got=str(got))
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def encode_answer(answer: Response) -> ModelInferResponse:
+    """Return the message of an answer; its tensors are raw."""
+    message = ModelInferResponse(
+        model_name=answer.model_name, model_version=answer.model_version, id=answer.id or ""
+    )
+    for name, value in answer.parameters.items():
+        _set(message.parameters[name], value)
+    for name, array in answer.outputs.items():
+        tensor = from_array(name, array)
+        message.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+        message.raw_output_contents.append(bytes(tensor.data))
+    return message
+
+
+def _set(parameter: InferParameter, value: Parameter) -> None:
+    match value:
+        case bool():
+            parameter.bool_param = value
+        case int() if value < 2**63:
+            parameter.int64_param = value
+        case int():
+            parameter.uint64_param = value
+        case float():
+            parameter.double_param = value
+        case str():
+            parameter.string_param = value

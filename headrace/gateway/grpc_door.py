@@ -1,0 +1,494 @@
+"""The door for gRPC: `inference.GRPCInferenceService` of the Open Inference Protocol and Triton.
+
+`GrpcDoor._take` is a request's whole way through the door, alone (`ModelInfer`) or in a stream
+(`ModelStreamInfer`). The methods beside it answer from the models and the health of this process.
+Sources: https://github.com/kserve/open-inference-protocol (gRPC), Triton's extensions of it
+(https://github.com/triton-inference-server/server/tree/main/docs/protocol), and gRPC's own
+protocols for health (https://github.com/grpc/grpc/blob/master/doc/health-checking.md) and
+reflection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
+
+import grpc
+import structlog
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from headrace import __version__
+from headrace.errors import Code, Fatal, Rejected
+from headrace.gateway import open_inference_pb2 as messages
+from headrace.gateway.gateway import (
+    COPIED_HEADERS,
+    UNAVAILABLE,
+    ErrorAnswer,
+    Gateway,
+    answer_of_error,
+    read_priority,
+)
+from headrace.gateway.grpc_codec import decode_call, encode_answer
+from headrace.models.metadata import describe_config, describe_model
+from headrace.models.version import State
+from headrace.protocol.headers import HeaderName
+from headrace.telemetry.logs import Event
+from headrace.tuning import GatewayTuning
+
+log = structlog.get_logger(__name__)
+
+DOOR = "grpc"
+SERVICE = messages.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+DETAILS = "grpc-status-details-bin"
+PUSHBACK = "grpc-retry-pushback-ms"
+FINAL = "triton_final_response"
+WANTS_FINAL = "triton_enable_empty_final_response"
+
+_STATUS = {
+    Code.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.INVALID_TENSOR: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    Code.MODEL_NOT_READY: grpc.StatusCode.UNAVAILABLE,
+    Code.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.CANCELLED: grpc.StatusCode.CANCELLED,
+    Code.MODEL_FAILED: grpc.StatusCode.INTERNAL,
+    Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+}
+_SHARED_MEMORY = "tensors are in the messages"
+_UNSUPPORTED = {
+    "ModelStatistics": "the stages count; their metrics are at /metrics of their own processes",
+    "RepositoryModelLoad": "models are loaded when they appear in models.repository",
+    "RepositoryModelUnload": "models are unloaded when they are gone from models.repository",
+    "SystemSharedMemoryStatus": _SHARED_MEMORY,
+    "SystemSharedMemoryRegister": _SHARED_MEMORY,
+    "SystemSharedMemoryUnregister": _SHARED_MEMORY,
+    "CudaSharedMemoryStatus": _SHARED_MEMORY,
+    "CudaSharedMemoryRegister": _SHARED_MEMORY,
+    "CudaSharedMemoryUnregister": _SHARED_MEMORY,
+    "TraceSetting": "traces are set in [telemetry] of the settings",
+    "LogSettings": "logs are set in [telemetry] of the settings",
+}
+_INDEX_STATES = {
+    State.LOADING: "LOADING",
+    State.READY: "READY",
+    State.FAILED: "UNAVAILABLE",
+    State.UNLOADING: "UNLOADING",
+}
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+M = TypeVar("M", bound=Message)
+
+
+class Refusal(NamedTuple):
+    """How a call ends that gets no answer."""
+
+    status: grpc.StatusCode
+    message: str
+    metadata: tuple[tuple[str, str | bytes], ...]
+
+
+class GrpcDoor:
+    """A gRPC server in front of a gateway; entering starts it, leaving stops it.
+
+    Args:
+        gateway: an open one.
+        port: to listen on; 0 picks a free one.
+    """
+
+    def __init__(self, gateway: Gateway, port: int) -> None:
+        self._gateway = gateway
+        self._tuning = gateway.tuning
+        self._port = port
+        self._server: grpc.aio.Server | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once started."""
+        return self._port
+
+    async def __aenter__(self) -> Self:
+        settings = self._gateway.settings
+        host = settings.grpc_host
+        server = grpc.aio.server(
+            options=_options(settings.max_body_bytes, self._tuning),
+            maximum_concurrent_rpcs=settings.max_in_flight + self._tuning.spare_calls,
+        )
+        health = _HealthService(self._is_serving, self._stopping, self._tuning.health_interval_s)
+        server.add_generic_rpc_handlers((self._methods(), health.methods()))
+        _add_reflection(server)
+        try:
+            self._port = server.add_insecure_port(
+                f"[{host}]:{self._port}" if ":" in host else f"{host or '[::]'}:{self._port}"
+            )
+        except RuntimeError as error:
+            raise Fatal(
+                f"gateway.grpc_port: cannot listen on {host}:{self._port}: {error}"
+            ) from error
+        await server.start()
+        self._server = server
+        log.info(Event.GATEWAY_LISTENING, host=host, grpc_port=self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopping.set()
+        if self._server is not None:
+            await self._server.stop(self._tuning.stop_timeout_s)
+            self._server = None
+
+    async def stop_listening(self, grace_s: float) -> None:
+        """Send GOAWAY on each connection, and wait for its calls; streams end after those."""
+        self._stopping.set()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _is_serving(self, service: str) -> bool | None:
+        """Return whether a service is ready; None if there is no such service."""
+        return self._gateway.health.ready if service in ("", SERVICE.full_name) else None
+
+    def _methods(self) -> grpc.GenericRpcHandler:
+        """Return the service's methods, which take bytes and return bytes.
+
+        A message that cannot be parsed is the caller's fault; gRPC would call it an internal error.
+        """
+        shown: dict[str, Callable[[Any], Message]] = {
+            "ServerLive": self._show_live,
+            "ServerReady": self._show_ready,
+            "ServerMetadata": self._show_server,
+            "ModelReady": self._show_model_ready,
+            "ModelMetadata": self._show_model,
+            "ModelConfig": self._show_config,
+            "RepositoryIndex": self._show_index,
+        }
+        methods: dict[str, Any] = {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._infer_stream),
+        }
+        for name, show in shown.items():
+            kind = getattr(messages, f"{name}Request")
+            answer = partial(self._show, kind, show)
+            methods[name] = grpc.unary_unary_rpc_method_handler(answer)
+        for name, reason in _UNSUPPORTED.items():
+            refuse = partial(_refuse_method, f"{name} is not supported: {reason}")
+            methods[name] = grpc.unary_unary_rpc_method_handler(refuse)
+        return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
+    # --- inference ----------------------------------------------------------------------------
+
+    async def _infer(self, message: bytes, context: Context) -> bytes:
+        """Answer `ModelInfer`."""
+        answer = await self._take(message, context)
+        if isinstance(answer, Refusal):
+            await context.abort(*answer)
+        return answer.SerializeToString()
+
+    async def _infer_stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        """Answer each request of a `ModelStreamInfer`, in the order of the requests.
+
+        So many are under way at once. An error is the answer to its request alone; the stream ends
+        when its caller ends it, or when the door stops listening.
+        """
+        permits = asyncio.Semaphore(self._tuning.requests_per_stream)
+        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+
+        async def read() -> None:
+            await permits.acquire()
+            async for message in requests:
+                answer = self._take_from_stream(message, context)
+                answers.put_nowait(tasks.create_task(answer, name="grpc-stream-request"))
+                await permits.acquire()
+
+        async def read_until_stop() -> None:
+            stopping = asyncio.create_task(self._stopping.wait(), name="grpc-stream-stop")
+            reading = asyncio.create_task(read(), name="grpc-stream-read")
+            try:
+                await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopping.cancel()
+                reading.cancel()
+            answers.put_nowait(None)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(read_until_stop(), name="grpc-stream")
+            while (answer := await answers.get()) is not None:
+                await context.write(await answer)
+                permits.release()
+        if self._stopping.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway stops; open a new stream")
+
+    async def _take_from_stream(self, message: bytes, context: Context) -> bytes:
+        answer = await self._take(message, context)
+        if isinstance(answer, Refusal):
+            return messages.ModelStreamInferResponse(
+                error_message=answer.message,
+                infer_response=messages.ModelInferResponse(id=_id_of(message)),
+            ).SerializeToString()
+        answer.parameters[FINAL].bool_param = True
+        return messages.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+
+    async def _take(
+        self, message: bytes, context: Context
+    ) -> messages.ModelInferResponse | Refusal:
+        """Parse a request, send it to the log, wait for its answer, and encode that.
+
+        gRPC cancels this when the caller cancels, when its deadline passes, and when it is gone;
+        that cancels the request.
+        """
+        gateway = self._gateway
+        began_s = time.monotonic()
+        status = grpc.StatusCode.CANCELLED
+        try:
+            with gateway.under_way.taking() as held:
+                held.add(len(message))
+                request = _parse(messages.ModelInferRequest, message)
+                call = decode_call(request)
+                call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one
+                found = dict(context.invocation_metadata() or ())
+                given_s = [call.timeout_us / 1e6] if call.timeout_us else []
+                if (left_s := context.time_remaining()) is not None:
+                    given_s.append(max(left_s, self._tuning.least_timeout_s))
+                priority = _text(found.get(HeaderName.PRIORITY))
+                urgency = gateway.urgency(given_s, read_priority(HeaderName.PRIORITY, priority))
+                headers = [
+                    (name, value.encode())
+                    for name in COPIED_HEADERS
+                    if (value := _text(found.get(name)))
+                ]
+                version = request.model_version or None
+                answer = await gateway.infer(request.model_name, version, call, urgency, headers)
+                encoded = encode_answer(answer)
+            status = grpc.StatusCode.OK
+        except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
+            refusal = _refusal(error, self._tuning)
+            status = refusal.status
+            return refusal
+        else:
+            return encoded
+        finally:
+            gateway.metrics.ended_at_door(DOOR, status.name, time.monotonic() - began_s)
+
+    # --- health and metadata ------------------------------------------------------------------
+
+    async def _show(
+        self, kind: type[Message], show: Callable[[Any], Message], message: bytes, context: Context
+    ) -> bytes:
+        """Answer a method that only shows something."""
+        try:
+            answer = show(_parse(kind, message))
+        except Rejected as error:
+            await context.abort(*_refusal(error, self._tuning))
+        return answer.SerializeToString()
+
+    def _show_live(self, request: messages.ServerLiveRequest) -> Message:
+        return messages.ServerLiveResponse(live=self._gateway.health.live)
+
+    def _show_ready(self, request: messages.ServerReadyRequest) -> Message:
+        return messages.ServerReadyResponse(ready=self._gateway.health.ready)
+
+    def _show_server(self, request: messages.ServerMetadataRequest) -> Message:
+        return messages.ServerMetadataResponse(
+            name="headrace", version=__version__, extensions=["model_configuration"]
+        )
+
+    def _show_model_ready(self, request: messages.ModelReadyRequest) -> Message:
+        """A model that is not known is not ready, and no error: so does Triton."""
+        try:
+            self._gateway.models.lookup(request.name, request.version or None)
+        except Rejected:
+            return messages.ModelReadyResponse(ready=False)
+        return messages.ModelReadyResponse(ready=True)
+
+    def _show_model(self, request: messages.ModelMetadataRequest) -> Message:
+        models = self._gateway.models
+        version = models.lookup(request.name, request.version or None)
+        described = describe_model(version, models.versions(State.READY))
+        del described["batching"]
+        return messages.ModelMetadataResponse(**described)
+
+    def _show_config(self, request: messages.ModelConfigRequest) -> Message:
+        version = self._gateway.models.lookup(request.name, request.version or None)
+        config = messages.ModelConfig(**describe_config(version))
+        return messages.ModelConfigResponse(config=config)
+
+    def _show_index(self, request: messages.RepositoryIndexRequest) -> Message:
+        index = messages.RepositoryIndexResponse()
+        for version in self._gateway.models.versions(State.READY if request.ready else None):
+            index.models.add(
+                name=version.name,
+                version=version.version,
+                state=_INDEX_STATES[version.state],
+                reason=version.reason,
+            )
+        return index
+
+
+class _HealthService:
+    """`grpc.health.v1.Health` of the whole server ("") and of the inference service.
+
+    Args:
+        is_serving: whether a service is ready; None if there is no such service.
+        stopping: ends the watches.
+        interval_s: time between two looks at what is watched.
+    """
+
+    def __init__(
+        self,
+        is_serving: Callable[[str], bool | None],
+        stopping: asyncio.Event,
+        interval_s: float,
+    ) -> None:
+        self._is_serving = is_serving
+        self._stopping = stopping
+        self._interval_s = interval_s
+
+    def methods(self) -> grpc.GenericRpcHandler:
+        """Return the service's methods."""
+        kinds = {
+            "request_deserializer": health_pb2.HealthCheckRequest.FromString,
+            "response_serializer": health_pb2.HealthCheckResponse.SerializeToString,
+        }
+        return grpc.method_handlers_generic_handler(
+            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+            {
+                "Check": grpc.unary_unary_rpc_method_handler(self._check, **kinds),
+                "Watch": grpc.unary_stream_rpc_method_handler(self._watch, **kinds),
+            },
+        )
+
+    async def _check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Return whether a service is ready."""
+        status = self._status(request.service)
+        if status == _SERVICE_UNKNOWN:
+            message = f'service: expected {SERVICE.full_name} or "", got "{request.service[:80]}"'
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def _watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        """Send whether a service is ready, now and at each change, until the door stops."""
+        sent: int | None = None
+        while True:
+            status = self._status(request.service)
+            if status != sent:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                sent = status
+            if self._stopping.is_set():
+                return
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._stopping.wait()
+            except TimeoutError:
+                continue
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        serving = self._is_serving(service)
+        if serving is None:
+            return _SERVICE_UNKNOWN
+        return _SERVING if serving else _NOT_SERVING
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    """Let tools such as grpcurl ask for the services and their messages."""
+    pool = messages.DESCRIPTOR.pool
+    others = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
+    for each in others:
+        pool.AddSerializedFile(each.serialized_pb)
+    names = [SERVICE.full_name]
+    names += [service.full_name for each in others for service in each.services_by_name.values()]
+    reflection.enable_server_reflection(names, server, pool=pool)
+
+
+def _options(max_message_bytes: int, tuning: GatewayTuning) -> list[tuple[str, int]]:
+    """Return the channel arguments (https://grpc.github.io/grpc/core/group__grpc__arg__keys.html).
+
+    Without `grpc.so_reuseport` a port that is taken is an error.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", tuning.max_streams),
+        ("grpc.max_allowed_incoming_connections", tuning.max_connections),
+        ("grpc.max_connection_idle_ms", int(tuning.idle_timeout_s * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(tuning.head_timeout_s * 1000)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(tuning.ping_interval_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+# --- messages and metadata ----------------------------------------------------------------------
+
+
+def _parse(kind: type[M], message: bytes) -> M:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        name = kind.DESCRIPTOR.full_name
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST, "message", expected=name, got="other bytes"
+        ) from error
+
+
+def _id_of(message: bytes) -> str:
+    try:
+        return _parse(messages.ModelInferRequest, message).id
+    except Rejected:
+        return ""
+
+
+def _text(value: str | bytes | None) -> str | None:
+    """Return the value of a header; only those whose names end with `-bin` are bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+async def _refuse_method(message: str, request: bytes, context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+
+def _refusal(error: Exception, tuning: GatewayTuning) -> Refusal:
+    """Return how an error ends a call: its status, and whether and when to try again.
+
+    `grpc-retry-pushback-ms` steers the retries of gRPC's clients (gRFC A6): a time, or -1 against
+    them. The details are `google.rpc.Status` with `ErrorInfo` and `RetryInfo`.
+    """
+    answer = answer_of_error(error)
+    status = _STATUS.get(answer.code)
+    if status is None:
+        known = grpc.StatusCode
+        status = known.UNAVAILABLE if answer.retriable else known.INTERNAL
+    message = answer.message[: tuning.error_characters]
+    wait_ms = -1
+    if answer.retriable:
+        wait_ms = answer.retry_after_ms or tuning.retry_after_s * 1000
+    details = _details(answer, status, message, wait_ms)
+    return Refusal(status, message, ((PUSHBACK, str(wait_ms)), (DETAILS, details)))
+
+
+def _details(answer: ErrorAnswer, status: grpc.StatusCode, message: str, wait_ms: int) -> bytes:
+    details = Status(code=status.value[0], message=message)
+    retriable = "true" if answer.retriable else "false"
+    reason = ErrorInfo(reason=answer.code, domain="headrace", metadata={"retriable": retriable})
+    details.details.add().Pack(reason)
+    if wait_ms >= 0:
+        delay = Duration(seconds=wait_ms // 1000, nanos=wait_ms % 1000 * 1_000_000)
+        details.details.add().Pack(RetryInfo(retry_delay=delay))
+    content: bytes = details.SerializeToString()
+    return content

@@ -1,0 +1,566 @@
+"""The gateway's door for gRPC, in front of the four stages on the embedded log."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from headrace.errors import ConfigurationError, Fatal
+from headrace.gateway import grpc_door
+from headrace.gateway import open_inference_pb2 as messages
+from headrace.log.port import TopicPartition
+from tests.support.conditions import eventually
+from tests.support.gateways import Served, gateway_of
+from tests.support.logs import read
+from tests.support.models import add_version, digits
+from tests.support.python_models import GATE, add_gated_model
+
+SERVICE = grpc_door.SERVICE
+OK, NO, UNKNOWN = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+    health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
+)
+
+
+class Caller:
+    """A gRPC client of the service, by the names of its methods."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+
+    def call(self, method: str, request: Message | bytes, **options: Any) -> Any:
+        """Begin a call; awaiting it gives the answer, and `code()` the status."""
+        kind = getattr(messages, SERVICE.methods_by_name[method].output_type.name)
+        path = f"/{SERVICE.full_name}/{method}"
+        begin: Any = self.channel.unary_unary(path, response_deserializer=kind.FromString)
+        sent = request if isinstance(request, bytes) else request.SerializeToString()
+        return begin(sent, **options)
+
+    def infer(self, request: Message | bytes, **options: Any) -> Any:
+        return self.call("ModelInfer", request, **options)
+
+    def stream(self, **options: Any) -> Any:
+        """Begin a stream."""
+        return self.channel.stream_stream(
+            f"/{SERVICE.full_name}/ModelStreamInfer",
+            messages.ModelInferRequest.SerializeToString,
+            messages.ModelStreamInferResponse.FromString,
+        )(**options)
+
+
+@asynccontextmanager
+async def caller_of(
+    repository: Path, *options: tuple[str, Any], **gateway: Any
+) -> AsyncIterator[tuple[Served, Caller]]:
+    """A gateway with a door for gRPC, and a client of it."""
+    async with (
+        gateway_of(repository, grpc_port=0, **gateway) as served,
+        grpc.aio.insecure_channel(served.grpc, options=options) as channel,
+    ):
+        yield served, Caller(channel)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with `digits`, whose scores for 64 ones are 64 times 0 to 9."""
+    add_version(tmp_path, "digits", 1, digits())
+    return tmp_path
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[Path]:
+    """A repository with a model that doubles `x`, and whose runs wait for `GATE`."""
+    GATE.clear()
+    add_gated_model(tmp_path)
+    yield tmp_path
+    GATE.set()
+
+
+def pixels(**fields: Any) -> messages.ModelInferRequest:
+    """A request for `digits`, with raw contents unless there are others."""
+    tensor = {"name": "pixels", "datatype": "FP32", "shape": [1, 64]}
+    defaults = {
+        "model_name": "digits",
+        "inputs": [tensor],
+        "raw_input_contents": [np.ones(64, "<f4").tobytes()],
+    }
+    return messages.ModelInferRequest(**{**defaults, **fields})
+
+
+def number(value: float, **fields: Any) -> messages.ModelInferRequest:
+    """A request for the gated model."""
+    tensor = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [1, 1],
+        "contents": {"fp32_contents": [value]},
+    }
+    return messages.ModelInferRequest(model_name="gated", inputs=[tensor], **fields)
+
+
+def value_of(answer: messages.ModelInferResponse) -> float:
+    """The one element of an answer."""
+    (content,) = answer.raw_output_contents
+    return float(np.frombuffer(content, "<f4").item())
+
+
+def waiting(served: Served) -> int:
+    """Number of requests in the batcher."""
+    queue = served.pipeline.state.queue()
+    return 0 if queue is None else queue.requests
+
+
+def ended(served: Served, code: str) -> float:
+    """Number of requests of the gated model that the stages ended with a code."""
+    outcome = {"ok": "ok", "DEADLINE_EXCEEDED": "expired"}.get(code, "refused")
+    labels = {"model": "gated", "version": "1", "outcome": outcome, "code": code}
+    registry = served.pipeline.metrics.registry
+    return registry.get_sample_value("headrace_requests_total", labels) or 0.0
+
+
+async def test_tensors_of_both_forms_are_answered_raw(repository: Path) -> None:
+    """The answer has the protocol's fields, and the caller's id; the outputs' bytes are apart."""
+    tensor = {
+        "name": "pixels",
+        "datatype": "FP32",
+        "shape": [1, 64],
+        "contents": {"fp32_contents": [1.0] * 64},
+    }
+    async with caller_of(repository) as (_, caller):
+        raw = await caller.infer(pixels(id="seven"))
+        typed = await caller.infer(
+            pixels(inputs=[tensor], raw_input_contents=[], model_version="1")
+        )
+
+    for answer in (raw, typed):
+        (scores,) = answer.outputs
+        assert (scores.name, scores.datatype, list(scores.shape)) == ("scores", "FP32", [1, 10])
+        assert not scores.HasField("contents")
+        content = np.frombuffer(answer.raw_output_contents[0], "<f4")
+        np.testing.assert_allclose(content, 64.0 * np.arange(10))
+    assert (raw.model_name, raw.model_version, raw.id) == ("digits", "1", "seven")
+    assert raw.parameters["batch_size"].int64_param == 1
+
+
+SHAPE = {"name": "pixels", "datatype": "FP32", "shape": [1, 64]}
+TYPED = {**SHAPE, "contents": {"fp32_contents": [1.0] * 64}}
+BAD_REQUESTS: dict[str, tuple[Message | bytes, str, str]] = {
+    "no message": (b"\xff\xff", "INVALID_ARGUMENT", "inference.ModelInferRequest"),
+    "no text": (b"\x0a\x02\xff\xff", "INVALID_ARGUMENT", "inference.ModelInferRequest"),
+    "empty": (b"", "INVALID_ARGUMENT", "at least one input"),
+    "unknown model": (pixels(model_name="letters"), "NOT_FOUND", "letters"),
+    "unknown version": (pixels(model_version="7"), "NOT_FOUND", "7"),
+    "odd version": (pixels(model_version="../1"), "NOT_FOUND", "../1"),
+    "both forms": (pixels(inputs=[TYPED]), "INVALID_ARGUMENT", "got both"),
+    "neither form": (pixels(raw_input_contents=[]), "INVALID_ARGUMENT", "64 elements"),
+    "too many contents": (
+        pixels(raw_input_contents=[bytes(256)] * 2),
+        "INVALID_ARGUMENT",
+        "one for each",
+    ),
+    "too few bytes": (pixels(raw_input_contents=[b"1"]), "INVALID_ARGUMENT", "256 bytes"),
+    "negative dimension": (
+        pixels(inputs=[{**SHAPE, "shape": [-1, 64]}]),
+        "INVALID_ARGUMENT",
+        "no negative",
+    ),
+    "huge shape": (pixels(inputs=[{**SHAPE, "shape": [2**62, 8]}]), "INVALID_ARGUMENT", "2^63"),
+    "unknown datatype": (
+        pixels(inputs=[{**SHAPE, "datatype": "INT4"}]),
+        "INVALID_ARGUMENT",
+        "INT4",
+    ),
+    "unknown input": (pixels(inputs=[{**SHAPE, "name": "pixel"}]), "INVALID_ARGUMENT", "pixel"),
+    "unknown output": (pixels(outputs=[{"name": "z"}]), "INVALID_ARGUMENT", "z"),
+    "too many inputs": (pixels(inputs=[SHAPE] * 65), "INVALID_ARGUMENT", "at most 64"),
+    "same input twice": (
+        pixels(inputs=[TYPED, TYPED], raw_input_contents=[]),
+        "INVALID_ARGUMENT",
+        "each name once",
+    ),
+    "sequence": (
+        pixels(parameters={"sequence_id": {"int64_param": 1}}),
+        "INVALID_ARGUMENT",
+        "sequence_id",
+    ),
+    "timeout": (
+        pixels(parameters={"timeout": {"string_param": "1"}}),
+        "INVALID_ARGUMENT",
+        "timeout",
+    ),
+    "parameter without value": (pixels(parameters={"mine": {}}), "INVALID_ARGUMENT", "mine"),
+    "shared memory": (
+        pixels(
+            inputs=[{**SHAPE, "parameters": {"shared_memory_region": {"string_param": "r"}}}],
+            raw_input_contents=[],
+        ),
+        "INVALID_ARGUMENT",
+        "shared_memory_region",
+    ),
+    "classification": (
+        pixels(outputs=[{"name": "scores", "parameters": {"classification": {"int64_param": 3}}}]),
+        "INVALID_ARGUMENT",
+        "postprocess",
+    ),
+    "too large": (pixels(id="x" * 70_000), "RESOURCE_EXHAUSTED", "65536"),
+}
+
+
+async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
+    """Each has its status and a sentence that names the fault, and the door goes on."""
+    async with caller_of(repository, max_body_bytes=65536) as (_, caller):
+        for case, (request, status, text) in BAD_REQUESTS.items():
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await caller.infer(request)
+            told = error.value.details() or ""
+            assert (error.value.code().name, text in told) == (status, True), f"{case}: {told}"
+        assert len((await caller.infer(pixels())).outputs) == 1
+
+
+async def test_compressed_bomb_is_refused_as_too_large(repository: Path) -> None:
+    """The limit of a message is that of its decompressed bytes."""
+    async with caller_of(repository, max_body_bytes=65536) as (_, caller):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await caller.infer(pixels(id="x" * 10**7), compression=grpc.Compression.Gzip)
+        small = await caller.infer(pixels(id="x" * 200), compression=grpc.Compression.Gzip)
+
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert small.id == "x" * 200
+
+
+UNSUPPORTED = {
+    "ModelStatistics": "metrics",
+    "RepositoryModelLoad": "models.repository",
+    "RepositoryModelUnload": "models.repository",
+    "SystemSharedMemoryStatus": "in the messages",
+    "SystemSharedMemoryRegister": "in the messages",
+    "SystemSharedMemoryUnregister": "in the messages",
+    "CudaSharedMemoryStatus": "in the messages",
+    "CudaSharedMemoryRegister": "in the messages",
+    "CudaSharedMemoryUnregister": "in the messages",
+    "TraceSetting": "[telemetry]",
+    "LogSettings": "[telemetry]",
+}
+
+
+async def test_method_that_is_not_supported_is_refused_by_name(repository: Path) -> None:
+    """The status is UNIMPLEMENTED, and the sentence names the method and the reason."""
+    async with caller_of(repository) as (_, caller):
+        for method, reason in UNSUPPORTED.items():
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await caller.call(method, b"")
+            assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            told = error.value.details() or ""
+            assert told.startswith(f"{method} is not supported: ")
+            assert reason in told
+        other: Any = caller.channel.unary_unary(f"/{SERVICE.full_name}/ModelTrain")
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await other(b"")
+
+    assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_models_are_described_as_clients_expect(repository: Path) -> None:
+    """Metadata, configuration, index and health have the protocol's and Triton's names."""
+    async with caller_of(repository) as (_, caller):
+        live = await caller.call("ServerLive", messages.ServerLiveRequest())
+        ready = await caller.call("ServerReady", messages.ServerReadyRequest())
+        server = await caller.call("ServerMetadata", messages.ServerMetadataRequest())
+        named = messages.ModelReadyRequest(name="digits", version="1")
+        model_ready = await caller.call("ModelReady", named)
+        other_ready = await caller.call("ModelReady", messages.ModelReadyRequest(name="letters"))
+        about = messages.ModelMetadataRequest(name="digits")
+        metadata = await caller.call("ModelMetadata", about)
+        answer = await caller.call("ModelConfig", messages.ModelConfigRequest(name="digits"))
+        index = await caller.call("RepositoryIndex", messages.RepositoryIndexRequest())
+        with pytest.raises(grpc.aio.AioRpcError, match="letters"):
+            await caller.call("ModelMetadata", messages.ModelMetadataRequest(name="letters"))
+
+    assert (live.live, ready.ready, server.name) == (True, True, "headrace")
+    assert (model_ready.ready, other_ready.ready) == (True, False)
+    (tensor,) = metadata.inputs
+    assert (tensor.name, tensor.datatype, list(tensor.shape)) == ("pixels", "FP32", [-1, 64])
+    assert (list(metadata.versions), metadata.platform) == (["1"], "onnxruntime_onnx")
+    (configured,) = answer.config.input
+    assert (configured.data_type, list(configured.dims)) == (messages.TYPE_FP32, [64])
+    assert answer.config.max_batch_size == 32
+    assert [(each.name, each.version, each.state) for each in index.models] == [
+        ("digits", "1", "READY")
+    ]
+
+
+async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> None:
+    """The call's deadline and the parameter `timeout` are the request's; it never runs."""
+    async with caller_of(gated) as (served, caller), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(_awaited(caller.infer(number(0))))
+        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        by_deadline = caller.infer(number(1), timeout=0.05)
+        by_parameter = caller.infer(number(2, parameters={"timeout": {"int64_param": 50_000}}))
+        for call in (by_deadline, by_parameter):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        GATE.set()
+        assert value_of(await first) == 0
+        await eventually(
+            lambda: ended(served, "DEADLINE_EXCEEDED") + ended(served, "CANCELLED") == 2
+        )
+
+    assert ended(served, "ok") == 1
+
+
+async def test_cancelled_call_cancels_its_request(gated: Path) -> None:
+    """The stages answer it with CANCELLED, and so the door counts it."""
+    async with caller_of(gated) as (served, caller), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(_awaited(caller.infer(number(0))))
+        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        second = caller.infer(number(1))
+        await eventually(lambda: waiting(served) == 1)
+        second.cancel()
+        await eventually(lambda: ended(served, "CANCELLED") == 1)
+        GATE.set()
+        await first
+
+    assert served.counted("CANCELLED") == 1
+    assert served.doors.snapshot().late_answers == 1
+
+
+async def _awaited(call: Any) -> Any:
+    """The answer of a call, for a task."""
+    return await call
+
+
+async def test_full_gateway_refuses_and_says_when_to_return(gated: Path) -> None:
+    """The status has the pushback that gRPC's clients heed, and the reason as details."""
+    async with caller_of(gated, max_in_flight=1) as (served, caller), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(_awaited(caller.infer(number(0))))
+        await eventually(lambda: served.doors.snapshot().requests == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await caller.infer(number(1))
+        GATE.set()
+        await first
+
+    metadata = dict(error.value.trailing_metadata() or ())
+    content = metadata["grpc-status-details-bin"]
+    assert isinstance(content, bytes)
+    reason, retry = ErrorInfo(), RetryInfo()
+    details = Status.FromString(content).details
+    assert details[0].Unpack(reason)
+    assert details[1].Unpack(retry)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (reason.reason, reason.metadata["retriable"]) == ("UNAVAILABLE", "true")
+    assert (metadata["grpc-retry-pushback-ms"], retry.retry_delay.seconds) == ("1000", 1)
+
+
+async def test_trace_context_and_priority_of_caller_are_requests(repository: Path) -> None:
+    """`traceparent` is written to the request record unchanged, beside `x-priority`."""
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+    async with caller_of(repository) as (served, caller):
+        reader = served.log.reader([TopicPartition("headrace.requests", n) for n in range(4)])
+        async with reader:
+            metadata = (("traceparent", parent), ("x-priority", "7"), ("x-tenant", "other"))
+            await caller.infer(pixels(), metadata=metadata)
+            (record,) = await read(reader, 1)
+        with pytest.raises(grpc.aio.AioRpcError, match="x-priority"):
+            await caller.infer(pixels(), metadata=(("x-priority", "101"),))
+
+    assert ("traceparent", parent.encode()) in record.headers
+    assert ("x-priority", b"7") in record.headers
+    assert "x-tenant" not in [name for name, _ in record.headers]
+
+
+async def test_stream_answers_each_request_in_their_order(repository: Path) -> None:
+    """An error is the answer to its request alone: the stream stays open."""
+    async with caller_of(repository) as (_, caller):
+        stream = caller.stream()
+        for case in ("a", "b", "c"):
+            model = "letters" if case == "b" else "digits"
+            await stream.write(pixels(id=case, model_name=model))
+        answers = [await stream.read() for _ in range(3)]
+        await stream.write(pixels(id="d"))
+        answers.append(await stream.read())
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+
+    assert [answer.infer_response.id for answer in answers] == ["a", "b", "c", "d"]
+    assert [bool(answer.error_message) for answer in answers] == [False, True, False, False]
+    assert "letters" in answers[1].error_message
+    assert answers[0].infer_response.parameters["triton_final_response"].bool_param
+
+
+async def test_requests_of_one_stream_share_batches(gated: Path) -> None:
+    """The next request of a stream does not wait for the answer to the one before."""
+    async with caller_of(gated) as (served, caller):
+        stream = caller.stream()
+        await stream.write(number(0))
+        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        for value in range(1, 5):
+            await stream.write(number(value))
+        await eventually(lambda: waiting(served) == 4)
+        GATE.set()
+        answers = [(await stream.read()).infer_response for _ in range(5)]
+        await stream.done_writing()
+
+    assert [value_of(answer) for answer in answers] == [0, 2, 4, 6, 8]
+    assert answers[4].parameters["batch_size"].int64_param == 4
+
+
+async def test_cancelled_stream_cancels_its_requests(gated: Path) -> None:
+    """Nothing of a stream whose caller is gone stays at the door."""
+    async with caller_of(gated) as (served, caller):
+        stream = caller.stream()
+        for value in range(3):
+            await stream.write(number(value))
+        await eventually(lambda: served.doors.snapshot().requests == 3)
+        stream.cancel()
+        await eventually(lambda: served.doors.snapshot().requests == 0)
+        GATE.set()
+
+
+async def test_health_is_checked_and_watched(repository: Path) -> None:
+    """`grpc.health.v1` knows the server and the service; a watch is told when they drain."""
+    seen: list[int] = []
+
+    async def watch(stub: Any) -> None:
+        watched = stub.Watch(health_pb2.HealthCheckRequest())
+        while (answer := await watched.read()) is not grpc.aio.EOF:
+            seen.append(answer.status)
+
+    async with asyncio.TaskGroup() as tasks:
+        async with caller_of(repository) as (served, _):
+            other = grpc.aio.insecure_channel(served.grpc)
+            stub = health_pb2_grpc.HealthStub(other)
+            for service in ("", SERVICE.full_name):
+                request = health_pb2.HealthCheckRequest(service=service)
+                assert (await stub.Check(request)).status == OK
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stub.Check(health_pb2.HealthCheckRequest(service="letters"))
+            watching = tasks.create_task(watch(stub))
+            await eventually(lambda: seen == [OK])
+        await watching
+        await other.close()
+
+    assert seen == [OK, NO]
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_describes_the_services(repository: Path) -> None:
+    """Tools such as grpcurl find each service, and the messages of the protocol."""
+    async with caller_of(repository) as (_, caller):
+        stub = reflection_pb2_grpc.ServerReflectionStub(caller.channel)
+        stream = stub.ServerReflectionInfo()
+        kind = reflection_pb2.ServerReflectionRequest
+        await stream.write(kind(list_services=""))
+        listed = await stream.read()
+        names = [service.name for service in listed.list_services_response.service]
+        files: dict[str, FileDescriptorProto] = {}
+        for name in names:
+            await stream.write(kind(file_containing_symbol=name))
+            answer = (await stream.read()).file_descriptor_response
+            files[name] = FileDescriptorProto.FromString(answer.file_descriptor_proto[0])
+        await stream.done_writing()
+
+    assert {SERVICE.full_name, "grpc.health.v1.Health"} < set(names)
+    assert len(files[SERVICE.full_name].service[0].method) == 20
+
+
+async def test_drain_under_load_answers_all_that_was_taken(repository: Path) -> None:
+    """Calls of callers who do not heed readiness end as retriable ones, or were never begun."""
+    answered: list[str] = []
+
+    async def ask(channel: grpc.aio.Channel) -> None:
+        caller = Caller(channel)
+        while answered.count("OK") == len(answered):
+            try:
+                await caller.infer(pixels())
+            except grpc.aio.AioRpcError as error:
+                answered.append(error.code().name)
+            else:
+                answered.append("OK")
+
+    own = [("grpc.use_local_subchannel_pool", 1)]  # each channel has a connection of its own
+    async with asyncio.TaskGroup() as tasks, AsyncExitStack() as stack:
+        async with caller_of(repository) as (served, _):
+            for _ in range(4):
+                channel = grpc.aio.insecure_channel(served.grpc, options=own)
+                await stack.enter_async_context(channel)
+                for _ in range(2):
+                    tasks.create_task(ask(channel))
+            await eventually(lambda: len(answered) >= 50)
+        await eventually(lambda: answered.count("OK") < len(answered))
+
+    assert set(answered) <= {"OK", "UNAVAILABLE", "CANCELLED"}
+    assert answered.count("OK") == served.counted("OK")
+    assert served.doors.snapshot().late_answers == 0
+
+
+async def test_drain_answers_open_stream_and_ends_it(gated: Path) -> None:
+    """What was sent in a stream is answered, and the caller is told to open a new one."""
+    async with asyncio.TaskGroup() as tasks:
+        async with gateway_of(gated, grpc_port=0) as served:
+            channel = grpc.aio.insecure_channel(served.grpc)
+            stream = Caller(channel).stream()
+            await stream.write(number(3))
+            await eventually(lambda: served.doors.snapshot().requests == 1)
+            answered = tasks.create_task(stream.read())
+            tasks.create_task(_open_gate_when_draining(served))
+        assert value_of((await answered).infer_response) == 6
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stream.read()
+        await channel.close()
+
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "new stream" in (error.value.details() or "")
+
+
+async def _open_gate_when_draining(served: Served) -> None:
+    await eventually(lambda: not served.pipeline.health.ready)
+    GATE.set()
+
+
+async def test_port_that_is_taken_is_named(repository: Path) -> None:
+    """A second server on a port is an error, and not a silent share of its connections."""
+    async with gateway_of(repository, grpc_port=0) as served:
+        port = served.doors.ports["grpc"]
+        with pytest.raises(Fatal, match=rf"gateway\.grpc_port: cannot listen on 127.0.0.1:{port}"):
+            async with gateway_of(repository, grpc_port=port):
+                pass
+
+
+async def test_door_that_is_off_does_not_listen(repository: Path) -> None:
+    """Each door can be off; a gateway without any is refused."""
+    async with gateway_of(repository) as served:
+        assert list(served.doors.ports) == ["http"]
+    with pytest.raises(ConfigurationError, match="expected a door that is open"):
+        async with gateway_of(repository, http_port="off"):
+            pass
+
+
+async def test_missing_extra_is_named_with_remedies(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without the packages of gRPC ends with what to install, or to set."""
+    monkeypatch.delitem(sys.modules, "headrace.gateway.grpc_door")
+    monkeypatch.setitem(sys.modules, "grpc_health.v1", None)
+    with pytest.raises(ConfigurationError) as error:
+        async with gateway_of(repository, grpc_port=0):
+            pass
+
+    assert "pip install 'headrace[grpc]'" in str(error.value)
+    assert '"off"' in str(error.value)
