@@ -19,7 +19,7 @@ from headrace.config import KafkaSettings, Settings
 from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
 from headrace.log.errors import LogAuthenticationFailed
 from headrace.log.port import Log, TopicInfo
-from headrace.models.backends.onnx_runtime import find_runtime
+from headrace.models.backends.onnx_session import find_runtime
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.topic_plan import compare, plan_topics
 from headrace.topics import Topic

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -103,17 +103,14 @@ class Assignments:
         self._backpressure.assigned_anew()
         self._reader.leaving = frozenset()
         self.assigning_since_s = time.monotonic()
-        pauses = Pauses(self._backoff)
-        while not self._reader.is_closing:
-            try:
-                progresses = await self._prepare(partitions)
-                await self._quarantine.assigned(self.consumer, progresses)
-                break
-            except Retriable as error:
-                # Nothing of these partitions can be read meanwhile.
-                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
-                await pauses.sleep()
-        else:
+
+        async def prepare() -> dict[TopicPartition, AckedOffsets]:
+            progresses = await self._prepare(partitions)
+            await self._quarantine.assigned(self.consumer, progresses)
+            return progresses
+
+        progresses = await self._retry_until_closing(prepare)
+        if progresses is None:
             return
         self.assigning_since_s = None
         for partition, progress in progresses.items():
@@ -203,7 +200,6 @@ class Assignments:
         its offset.
         """
         former = {each: self._tracker.get(each) for each in partitions}
-        pauses = Pauses(self._backoff)
         deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
         self._ready.drop(frozenset(partitions))
         await self.drain(partitions, self._revocation_drain_s)
@@ -215,14 +211,10 @@ class Assignments:
             each for each, one in former.items() if one and self._tracker.get(each) is one
         ]
         self._revoked(still_assigned)
-        while still_assigned and not self._reader.is_closing:
-            try:
-                progresses = await self._prepare(still_assigned)
-                break
-            except Retriable as error:
-                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
-                await pauses.sleep()
-        else:
+        if not still_assigned:
+            return
+        progresses = await self._retry_until_closing(partial(self._prepare, still_assigned))
+        if progresses is None:
             return
         for partition in still_assigned:
             if partition in self.consumer.assignment() and self._tracker.get(partition) is None:
@@ -232,6 +224,22 @@ class Assignments:
         self._acked.set()
 
     # --- beginning ---------------------------------------------------------------------------
+
+    async def _retry_until_closing(
+        self, prepare: Callable[[], Awaitable[dict[TopicPartition, AckedOffsets]]]
+    ) -> dict[TopicPartition, AckedOffsets] | None:
+        """Prepare partitions, with retries; return None if the reader is closing.
+
+        Nothing of these partitions can be read meanwhile.
+        """
+        pauses = Pauses(self._backoff)
+        while not self._reader.is_closing:
+            try:
+                return await prepare()
+            except Retriable as error:
+                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
+                await pauses.sleep()
+        return None
 
     async def _prepare(
         self, partitions: Sequence[TopicPartition]

@@ -1,8 +1,8 @@
 """Quarantine: writes crash markers, and runs accused records alone after unclean ends.
 
 `headrace.crash_isolation.poison_search` decides, this module acts: `QuarantineGate` writes the
-markers and holds what is read until they are written; `IsolatedRuns` delivers the accused records
-again, one at a time. Markers are valid only with two orders of steps, which
+markers; `MarkedReading` holds what is read until they are written; `IsolatedRuns` delivers the
+accused records again, one at a time. Markers are valid only with two orders of steps, which
 `headrace.crash_isolation.run_gate` keeps:
 
 - careful: the marker of what is read or run is written and acknowledged → it begins → it ends →
@@ -13,8 +13,8 @@ again, one at a time. Markers are valid only with two orders of steps, which
 Normally a partition costs one marker when it is assigned and one when it is released, and a record
 costs nothing. No partition is ever held back because of another.
 
-The source calls it: `assigned` and `revoked` for the group, `forget_answered` while reading, and
-`admit` and `leave` when a stage receives records.
+The source calls it: `assigned` and `revoked` for the group, and `forget_answered` while reading;
+`MarkedReading.admit` and `leave` when a stage receives records.
 """
 
 from __future__ import annotations
@@ -114,6 +114,86 @@ class IsolatedRuns:
         self._ready.notify()
 
 
+class MarkedReading:
+    """Reading of a stage while the gate marks what is inside: each chunk enters and leaves it.
+
+    Args:
+        gate: gate that reading enters.
+        isolation: returns the crash-isolation state of a partition.
+        on_ended: called when an isolated record was read and no model runs for it.
+        marked_records: most records that one marker can name.
+    """
+
+    def __init__(
+        self,
+        gate: RunGate,
+        isolation: Callable[[TopicPartition], Isolation],
+        on_ended: Callable[[Isolated], None],
+        metrics: Metrics,
+        marked_records: int,
+    ) -> None:
+        self._gate = gate
+        self._isolation = isolation
+        self._on_ended = on_ended
+        self._metrics = metrics
+        self._marked_records = marked_records
+        self._entry: Entry | None = None
+        self._isolated: Isolated | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the stage has read all that it received."""
+        return self._entry is None and self._isolated is None
+
+    def divide(self, polled: PolledRecords) -> Iterator[PolledRecords]:
+        """Yield parts of polled records that are small enough to be marked, while careful."""
+        if not self._gate.is_marking:
+            yield polled
+            return
+        isolation = self._isolation(polled.assignment.partition)
+        marked = self._marked_records
+        for start in range(0, len(polled.records), marked):
+            records = polled.records[start : start + marked]
+            yield PolledRecords(polled.assignment, records, isolation)
+
+    async def admit(self, polled: PolledRecords) -> PolledRecords:
+        """Return what the stage receives now, once it is marked as being read."""
+        partition = polled.assignment.partition
+        isolation = polled.isolation or self._isolation(partition)
+        isolated = isolation.isolated
+        if isolated is not None:
+            await self._gate.enter_alone(Alone(partition, isolated.record.offset, 0))
+            self._isolated = isolated
+            # It may have been revoked while it waited for the others to leave.
+            isolated.is_delivered = not isolated.ack_handle.revoked
+            return polled if isolated.is_delivered else polled._replace(records=())
+        self._report_poisoned(polled, isolation)
+        # Accused records are parked and not read now, so that they are not marked either.
+        offsets = [one.offset for one in polled.records if one.offset not in isolation.accused]
+        self._entry = await self._gate.enter([(partition, offset) for offset in offsets])
+        return polled._replace(isolation=isolation)
+
+    def leave(self) -> None:
+        """Leave the gate: the stage has read what it received last and passed it on."""
+        if self._entry is not None:
+            self._gate.leave(self._entry)
+            self._entry = None
+        isolated, self._isolated = self._isolated, None
+        if isolated is None:
+            return
+        if not isolated.open_places:
+            self._on_ended(isolated)  # no model runs for it, here or at all
+        self._gate.leave_alone()
+
+    def _report_poisoned(self, polled: PolledRecords, isolation: Isolation) -> None:
+        offsets = {record.offset for record in polled.records} if isolation.poisoned else ()
+        for offset, place in sorted(isolation.poisoned):
+            if offset in offsets:
+                self._metrics.poisoned.inc()
+                record = f"{polled.assignment.partition}/{offset}"
+                log.error(Event.REQUEST_POISONED, record=record, place=place)
+
+
 class QuarantineGate:
     """Quarantine of one source.
 
@@ -125,6 +205,7 @@ class QuarantineGate:
 
     Attributes:
         gate: gate that reading and runs enter.
+        reading: entering and leaving of the gate by the first stage.
     """
 
     def __init__(
@@ -147,11 +228,12 @@ class QuarantineGate:
         self._search = PoisonSearch(settings.max_attempts)
         self._partitions: set[TopicPartition] = set()
         self._isolated_runs = IsolatedRuns(ready, self._isolation, self._isolated_run_ended)
-        self._reading: Entry | None = None
-        self._reading_alone: Isolated | None = None
         self._outdated = asyncio.Event()
         self._next_search_s = 0.0
         self.gate = RunGate(self._write_until_kept)
+        self.reading = MarkedReading(
+            self.gate, self._isolation, self._isolated_runs.end, metrics, tuning.marked_records
+        )
 
     @property
     def is_active(self) -> bool:
@@ -234,7 +316,7 @@ class QuarantineGate:
             return
         self._next_search_s = now_s + self._tuning.search_interval_s
         # After the last record of a partition there may be offsets without records.
-        is_through = not self._ready and self._reading is None and self._reading_alone is None
+        is_through = not self._ready and self.reading.is_idle
         for partition in self._partitions:
             try:
                 self._forget_answered_of(
@@ -254,46 +336,6 @@ class QuarantineGate:
         offsets = self._isolated_runs.offsets(assignment)
         self._search.forget_answered(partition, progress, committed, passed, offsets)
 
-    def divide(self, polled: PolledRecords) -> Iterator[PolledRecords]:
-        """Yield parts of polled records that are small enough to be marked, while careful."""
-        if not self.gate.is_marking:
-            yield polled
-            return
-        isolation = self._isolation(polled.assignment.partition)
-        marked = self._tuning.marked_records
-        for start in range(0, len(polled.records), marked):
-            records = polled.records[start : start + marked]
-            yield PolledRecords(polled.assignment, records, isolation)
-
-    async def admit(self, polled: PolledRecords) -> PolledRecords:
-        """Return what the stage receives now, once it is marked as being read."""
-        partition = polled.assignment.partition
-        isolation = polled.isolation or self._isolation(partition)
-        isolated = isolation.isolated
-        if isolated is not None:
-            await self.gate.enter_alone(Alone(partition, isolated.record.offset, 0))
-            self._reading_alone = isolated
-            # It may have been revoked while it waited for the others to leave.
-            isolated.is_delivered = not isolated.ack_handle.revoked
-            return polled if isolated.is_delivered else polled._replace(records=())
-        self._report_poisoned(polled, isolation)
-        # Accused records are parked and not read now, so that they are not marked either.
-        offsets = [one.offset for one in polled.records if one.offset not in isolation.accused]
-        self._reading = await self.gate.enter([(partition, offset) for offset in offsets])
-        return polled._replace(isolation=isolation)
-
-    def leave(self) -> None:
-        """Leave the gate: the stage has read what it received last and passed it on."""
-        if self._reading is not None:
-            self.gate.leave(self._reading)
-            self._reading = None
-        isolated, self._reading_alone = self._reading_alone, None
-        if isolated is None:
-            return
-        if not isolated.open_places:
-            self._isolated_runs.end(isolated)  # no model runs for it, here or at all
-        self.gate.leave_alone()
-
     def _isolation(self, partition: TopicPartition) -> Isolation:
         return Isolation(
             self._search.poisoned(partition),
@@ -301,14 +343,6 @@ class QuarantineGate:
             self._isolated_runs.park,
             runs=self._settings.runs,
         )
-
-    def _report_poisoned(self, polled: PolledRecords, isolation: Isolation) -> None:
-        offsets = {record.offset for record in polled.records} if isolation.poisoned else ()
-        for offset, place in sorted(isolation.poisoned):
-            if offset in offsets:
-                self._metrics.poisoned.inc()
-                record = f"{polled.assignment.partition}/{offset}"
-                log.error(Event.REQUEST_POISONED, record=record, place=place)
 
     # --- running alone -----------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class RecordReader:
                 assignment = self._tracker.get(partition)
                 if assignment is None or not self.is_wanted(partition):
                     continue
-                for part in self._quarantine.divide(PolledRecords(assignment, records)):
+                for part in self._quarantine.reading.divide(PolledRecords(assignment, records)):
                     self._enqueue(part)
             for gap in consumer.gaps():
                 self._pass_over(gap, polled.get(gap.partition, ()))

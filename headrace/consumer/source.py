@@ -93,7 +93,8 @@ class Source:
             if settings.exactly_once and settings.commits
             else None
         )
-        # What answers repeats is on `requests`; repeats on the topics between are recognised.
+        # Only records of `requests` would be answered twice if the metadata had no room; repeats on
+        # the topics between stages are recognised.
         self._backpressure = Backpressure(
             self.tracker,
             bounds_metadata=settings.requests == settings.topic,
@@ -213,15 +214,15 @@ class Source:
 
     async def receive(self) -> PolledRecords | None:
         """Return the next records of any partition; None once reading stopped and none are left."""
-        self.quarantine.leave()
+        self.quarantine.reading.leave()
         while (polled := await self._ready.next()) is not None:
             is_isolated = polled.is_isolated
             if polled.assignment.revoked and not is_isolated:
                 continue
             if polled.skipped is None and (is_isolated or self.quarantine.gate.is_marking):
-                polled = await self.quarantine.admit(polled)
+                polled = await self.quarantine.reading.admit(polled)
                 if polled.assignment.revoked or not polled.records:
-                    self.quarantine.leave()
+                    self.quarantine.reading.leave()
                     continue
             if polled.skipped is None or self._reads_requests:
                 return polled

@@ -143,7 +143,7 @@ class PartitionTransactions:
         producers = [self._producers.pop(number) for number in leaving if number in self._producers]
         for owned in producers:
             owned.closed = True
-        # Without waiting for running transactions: what is not committed is aborted when the next
+        # Do not wait for running transactions: what is not committed is aborted when the next
         # owner initialises its producer.
         try:
             limit_s = self._tuning.producer_close_timeout_s

@@ -55,8 +55,8 @@ def widen(widening: Widening, source: NDArray[Any], target: NDArray[Any]) -> Non
 
     Args:
         widening: the conversion.
-        source: of its source datatype, and of `source_shape` of the target's shape.
-        target: of its target datatype.
+        source: array of the source datatype, in `source_shape` of the target's shape.
+        target: array of the target datatype.
     """
     if widening.source_channels != widening.target_channels:
         source = np.moveaxis(source, widening.source_channels, widening.target_channels)

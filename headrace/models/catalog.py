@@ -82,7 +82,7 @@ class ModelEntry:
     Attributes:
         selected: versions that the configuration selects, in any state.
         serving: ready versions, including those whose successor is not ready yet.
-        faults: of versions that cannot be opened; under "" that of the model as a whole.
+        faults: faults of versions that cannot be opened; under "" that of the model as a whole.
     """
 
     def __init__(self) -> None:

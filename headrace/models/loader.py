@@ -79,7 +79,7 @@ class BackendLoader:
         cores: cores of the process, for pinned instances.
 
     Attributes:
-        signature: of the version's backends, as corrected by the probe.
+        signature: signature of the version's backends, as corrected by the probe.
         verdict: whether the version's requests may share runs; None if it was not probed.
     """
 

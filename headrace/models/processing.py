@@ -264,8 +264,8 @@ def plan_processing(found: Signature, config: ModelConfig, directory: Path) -> P
 
     Args:
         found: the signature as the model's file says it.
-        config: of the model.
-        directory: of the version.
+        config: configuration of the model.
+        directory: directory of the version.
 
     Raises:
         ConfigurationError: they do not fit the model; each message names the key.

@@ -122,7 +122,7 @@ class Models:
             return self._apply(opened)
 
     async def _scan(self, known: KnownVersions) -> list[OpenedModel]:
-        # On a daemon thread: an import that hangs must not keep the process from ending.
+        # Use a daemon thread: an import that hangs must not keep the process from ending.
         return await run_on_daemon_thread(lambda: self._scanner.scan(known))
 
     def _apply(self, opened: list[OpenedModel]) -> Reloaded:

@@ -59,7 +59,7 @@ class Repository:
     """A directory of models.
 
     Args:
-        path: of the directory.
+        path: path of the directory.
         settings: defaults for keys missing in `model.toml`.
     """
 

@@ -44,7 +44,7 @@ def run_bounded(work: Callable[[], T], path: Path, limit_s: float) -> T:
 
     Args:
         work: runs the code.
-        path: of the code's file, for messages.
+        path: path of the code's file, for messages.
         limit_s: time limit, after which the code is interrupted; native code is not affected.
 
     Raises:

@@ -39,8 +39,8 @@ class ModelVersion:
         tuning: for this version and its backends.
 
     Attributes:
-        config: of the model.
-        signature: of this version.
+        config: configuration of the model.
+        signature: signature of this version.
         stamp: changes when a file of the version changes.
         bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
         transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.

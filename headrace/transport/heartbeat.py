@@ -24,6 +24,7 @@ from headrace.protocol.codec.events import decode_event, encode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.logs import Event
+from headrace.transport.topic_io import log_unreadable
 from headrace.tuning import TUNING, TransportTuning
 
 log = structlog.get_logger(__name__)
@@ -226,11 +227,5 @@ def _decode_or_skip(record: Record) -> ExecutorEvent | None:
     try:
         return decode_event(record.value or b"")
     except Rejected as error:
-        log.error(
-            Event.INTERNAL_RECORD_UNREADABLE,
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=str(error),
-        )
+        log_unreadable(record, error)
         return None

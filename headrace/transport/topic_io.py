@@ -143,15 +143,20 @@ def decode_or_ack(
     try:
         return decode(record.value or b"", ack_handle)
     except Rejected as error:
-        log.error(
-            Event.INTERNAL_RECORD_UNREADABLE,
-            topic=record.topic,
-            partition=record.partition,
-            offset=record.offset,
-            reason=str(error),
-        )
+        log_unreadable(record, error)
         ack_handle.ack()
         return None
+
+
+def log_unreadable(record: Record, error: Rejected) -> None:
+    """Log that a record of a topic between stages cannot be decoded."""
+    log.error(
+        Event.INTERNAL_RECORD_UNREADABLE,
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        reason=str(error),
+    )
 
 
 def item_receiver(source: Source, ended: Outlet[list[Request]]) -> TopicReceiver:

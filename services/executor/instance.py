@@ -59,6 +59,71 @@ class InlinePolicy:
         )
 
 
+class InlineRuns:
+    """Runs of a backend on the event loop's thread, as long as they are short.
+
+    Nothing on the event loop could end a run that takes too long there. The instance's own thread,
+    which is idle meanwhile, calls `cut_off` at an interval.
+
+    Args:
+        backend: the backend, which must not be used by another thread during a run.
+        name: name of the instance.
+
+    Attributes:
+        is_possible: False if all runs need the instance's thread, or since a run was cut off.
+        policy: decides by the durations of all runs.
+        compute_us: duration of the last run.
+    """
+
+    def __init__(
+        self, backend: Backend, name: str, tuning: ExecutorTuning, *, is_possible: bool
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._limit_s = tuning.inline_cut_off_s
+        self.is_possible = is_possible
+        self._since_s = 0.0
+        self._is_cut_off = False
+        self.policy = InlinePolicy(tuning.inline_max_run_us, tuning.inline_window_runs)
+        self.compute_us = 0
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """Run now; call it only while `is_possible` and the policy allows it.
+
+        Raises:
+            CutOffError: the run took too long and was cancelled; later ones must use the thread.
+            Exception: any exception of the backend.
+        """
+        self._since_s = time.monotonic()
+        began = time.perf_counter_ns()
+        try:
+            return self._backend.run(inputs)
+        except Exception as error:
+            if not self._is_cut_off:
+                raise
+            log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._name)
+            self.is_possible = False
+            raise CutOffError from error
+        finally:
+            self.compute_us = (time.perf_counter_ns() - began) // 1000
+            self._since_s = 0.0
+            self._is_cut_off = False
+            self.policy.observe(self.compute_us)
+
+    # --- on the instance's thread, while it is idle ----------------------------------------------
+
+    def check_interval_s(self) -> float | None:
+        """Return how often to call `cut_off`; None if no run is inline."""
+        return self._limit_s if self.is_possible else None
+
+    def cut_off(self) -> None:
+        """Cancel the current run if it takes too long."""
+        since_s = self._since_s
+        if since_s and time.monotonic() - since_s >= self._limit_s:
+            self._is_cut_off = True
+            self._backend.cancel()
+
+
 class HostBlockSize(NamedTuple):
     """Memory for the inputs of a batch: enough for `rows`, and at most `limit_bytes`."""
 
@@ -102,16 +167,13 @@ class Instance:
         self._tuning = tuning
         self._max_load_s = max_load_s
         self._max_execution_s = max_execution_s
-        self._may_inline = may_inline
         self._prepare = prepare
         self._block_size = block_size
         self._blocks: cycle[HostBlock | None] = cycle((None,))
+        self._inline = InlineRuns(backend, name, tuning, is_possible=may_inline)
         self._worker = WorkerThread(
-            name, idle_timeout_s=self._idle_timeout_s, on_idle=self._cut_off_inline_run
+            name, idle_timeout_s=self._inline.check_interval_s, on_idle=self._inline.cut_off
         )
-        self._inline = InlinePolicy(tuning.inline_max_run_us, tuning.inline_window_runs)
-        self._inline_since_s = 0.0
-        self._cut_off = False
         self._hangs = False
         self._ahead: tuple[Arrays, Call] | None = None
         self._current: Call | None = None
@@ -186,7 +248,8 @@ class Instance:
     @property
     def runs_inline(self) -> bool:
         """True if the next run is made on the loop, where it cannot overlap with other work."""
-        return self._may_inline and self._inline.allowed and self._ahead is None
+        inline = self._inline
+        return inline.is_possible and inline.policy.allowed and self._ahead is None
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
         """Return the inputs of a run of all requests.
@@ -241,20 +304,11 @@ class Instance:
         return await self.wait(self.submit(inputs))
 
     def run_now(self, inputs: Arrays) -> Arrays:
-        """Run on the event loop; call it only while `runs_inline`.
-
-        Raises:
-            CutOffError: the run took too long and was cancelled; later ones use the thread.
-            Exception: any exception of the backend.
-        """
+        """Run on the event loop; call it only while `runs_inline`. See `InlineRuns.run`."""
         try:
-            return self._run_inline(inputs)
-        except CutOffError:
-            log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._worker.name)
-            self._may_inline = False
-            raise
+            return self._inline.run(inputs)
         finally:
-            self._inline.observe(self.compute_us)
+            self.compute_us = self._inline.compute_us
 
     def submit(self, inputs: Arrays) -> Call:
         """Queue a run on the thread, behind earlier calls."""
@@ -274,22 +328,7 @@ class Instance:
 
     def _record_duration(self, call: Call) -> None:
         self.compute_us = call.compute_us
-        self._inline.observe(call.compute_us)
-
-    def _run_inline(self, inputs: Arrays) -> Arrays:
-        """Run on the loop; the idle thread meanwhile cancels the run if it takes too long."""
-        self._inline_since_s = time.monotonic()
-        began = time.perf_counter_ns()
-        try:
-            return self._backend.run(inputs)
-        except Exception as error:
-            if self._cut_off:
-                raise CutOffError from error
-            raise
-        finally:
-            self.compute_us = (time.perf_counter_ns() - began) // 1000
-            self._inline_since_s = 0.0
-            self._cut_off = False
+        self._inline.policy.observe(call.compute_us)
 
     async def _wait_bounded(self, call: Call) -> Arrays:
         done, _ = await asyncio.wait([call.done], timeout=self._max_execution_s)
@@ -322,18 +361,6 @@ class Instance:
         call = Call(begin)
         self._worker.put(call)
         return call
-
-    # --- on the thread ---------------------------------------------------------------------------
-
-    def _idle_timeout_s(self) -> float | None:
-        return self._tuning.inline_cut_off_s if self._may_inline else None
-
-    def _cut_off_inline_run(self) -> None:
-        """Cancel a run on the event loop that takes too long; the idle thread checks that."""
-        since_s = self._inline_since_s
-        if since_s and time.monotonic() - since_s >= self._tuning.inline_cut_off_s:
-            self._cut_off = True
-            self._backend.cancel()
 
 
 class DeadlinePassed(Exception):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 import structlog
 
@@ -60,7 +58,11 @@ class _ChunkPermit:
 
 
 class AtLeastOnce:
-    """Answer chunk by chunk; the context exits when everything is acknowledged."""
+    """Answer chunk by chunk.
+
+    Args:
+        tasks: group of the tasks that write the answers.
+    """
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class AtLeastOnce:
         encoder: AnswerEncoder,
         offset_store: OffsetStore,
         metrics: Metrics,
+        tasks: StageTasks,
         tuning: ResponderTuning = TUNING.responder,
     ) -> None:
         self._producer = producer
@@ -78,20 +81,8 @@ class AtLeastOnce:
         self._max_chunks = tuning.max_unacknowledged_chunks
         self._max_bytes = tuning.max_unacknowledged_bytes
         self._unacknowledged = _Unacknowledged()
-        self._tasks = StageTasks()
+        self._tasks = tasks
         self._stalled: dict[TopicPartition, list[Request]] = {}
-
-    async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._tasks.__aexit__(kind, error, trace)
 
     def has_room(self) -> bool:
         """Return True if another chunk may be submitted."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.failures import drop_revoked
@@ -48,7 +47,7 @@ class _PartitionAnswers:
 
 
 class PartitionSequencer:
-    """Run one step at a time per source partition; the context exits when all is acknowledged.
+    """Run one step at a time per source partition.
 
     Args:
         step: answers and acknowledges a list of requests.
@@ -56,6 +55,7 @@ class PartitionSequencer:
         order_by: the scope in which answers keep their order.
         charges_held: True if held answers count against the read budget. They must not if an
             earlier request may still have to be read: the budget would then keep it out.
+        tasks: group of the tasks that run the steps.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class PartitionSequencer:
         offset_store: OffsetStore,
         order_by: OrderBy,
         metrics: Metrics,
+        tasks: StageTasks,
         *,
         charges_held: bool = True,
         tuning: ResponderTuning = TUNING.responder,
@@ -78,19 +79,7 @@ class PartitionSequencer:
         # Answers that wait for an earlier one are not counted: they could fill the limit, and the
         # earlier one would then never be queued.
         self._queued_bytes = ByteSemaphore(tuning.max_queued_answer_bytes)
-        self._tasks = StageTasks()
-
-    async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._tasks.__aexit__(kind, error, trace)
+        self._tasks = tasks
 
     def has_room(self) -> bool:
         """Return False while more than `max_queued_answer_bytes` are queued."""

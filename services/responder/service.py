@@ -68,7 +68,7 @@ class ResponderService:
     ) -> None:
         self._tuning = tuning
         self._writers: Writers[list[Request]] = Writers(self)
-        self._lookups = StageTasks()
+        self._tasks = StageTasks()  # lookups of topics, and writes of answers
         self._routes = routes
         self._offset_store = delivery.offset_store
         self._source_offsets = delivery.source_offsets
@@ -99,12 +99,15 @@ class ResponderService:
         elif delivery.order_by != "none":
             step = OrderedStep(producer, self._encoder, offset_store, metrics)
         else:
-            return AtLeastOnce(producer, self._encoder, offset_store, metrics, self._tuning)
+            return AtLeastOnce(
+                producer, self._encoder, offset_store, metrics, self._tasks, self._tuning
+            )
         self._sequencer = PartitionSequencer(
             step,
             offset_store,
             delivery.order_by,
             metrics,
+            self._tasks,
             # A responder apart from the other stages reads `results`, where the answer that the
             # held ones wait for may still have to be read.
             charges_held=delivery.source_offsets is None,
@@ -143,7 +146,7 @@ class ResponderService:
 
     async def run(self) -> None:
         """Run until all writers are closed and every request is acknowledged."""
-        async with self._answers, self._lookups:
+        async with self._tasks:
             await self._writers.closed()
 
     def revoked(self) -> None:
@@ -234,7 +237,7 @@ class ResponderService:
         )
         for request in requests:
             if partitions is None:
-                self._reply_topics.look_up(topic, request, self._lookups)
+                self._reply_topics.look_up(topic, request, self._tasks)
             else:
                 self._add(addressed, request, partitions)
 

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.device.cuda import CudaDevice
-from headrace.models.backends.onnx_runtime import OnnxBackend, find_runtime
+from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.backends.onnx_session import find_runtime
 from headrace.models.config import make_model_config
 from headrace.models.repository import FoundVersion, read_signature
 from headrace.protocol.messages import Request

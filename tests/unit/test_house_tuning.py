@@ -50,7 +50,7 @@ FACTS = {
     },
     "headrace/log/kafka/topic_cache.py": {"_NO_LEADER", "_FORBIDDEN"},
     "headrace/log/kafka/transactions.py": {"_ALL_REPLICAS", "_SEQUENCES"},
-    "headrace/models/backends/onnx_runtime.py": {"_FATAL"},
+    "headrace/models/backends/onnx_session.py": {"_FATAL"},
     "headrace/models/inputs/binding.py": {"_BY_CONTENT"},
     "headrace/models/inputs/padding.py": {"_UNKNOWN"},
     "headrace/telemetry/watchdog.py": {"_STDERR"},

@@ -1,9 +1,7 @@
-"""Backend for ONNX models, on ONNX Runtime.
+"""Backend for ONNX models: runs a session of ONNX Runtime.
 
-Peculiarities, as seen in release 1.31: if the requested provider is unavailable, a session is
-silently created on the CPU; a failing run is retried on another provider unless that is disabled; a
-run without `gpu_graph_id` among its options pays for a failed lookup when its inputs are bound;
-strings must be UTF-8; and bfloat16 works only through bound memory.
+`headrace.models.backends.onnx_session` opens the session. Two peculiarities, as seen in release
+1.31: strings must be UTF-8, and bfloat16 works only through bound memory.
 
 Inputs and outputs are bound by address where possible, once per batch size. A run with everything
 bound costs two thirds of one with arrays in and out, which repeats checks and conversions each
@@ -15,9 +13,7 @@ than the binding saves.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,10 +24,16 @@ from numpy.typing import NDArray
 
 from headrace.device.widening import Widening, widen
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected
+from headrace.models.backends.onnx_session import (
+    SessionStream,
+    first_line_of,
+    open_session,
+    run_options,
+)
 from headrace.models.backends.port import Arrays, ReusedInputs, WarmUp, check_outputs
 from headrace.models.backends.warmup import warm_up
-from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
-from headrace.models.processing import Processing, append_nodes, plan_processing
+from headrace.models.config import CPU, ModelConfig
+from headrace.models.processing import Processing, plan_processing
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ModelTuning
@@ -41,10 +43,10 @@ class OnnxBackend:
     """One session of ONNX Runtime; see `headrace.models.backends.port.Backend`.
 
     Args:
-        directory: of the version, with `model.onnx` in it.
-        config: of the model.
-        signature: of the version.
-        tuning: for the warm-up and the bindings.
+        directory: directory of the version, with `model.onnx` in it.
+        config: configuration of the model.
+        signature: signature of the version.
+        tuning: tuning values of the warm-up and the bindings.
     """
 
     def __init__(
@@ -61,8 +63,7 @@ class OnnxBackend:
         self._session: Any = None
         self._options: Any = None
         self._adaptation: Processing | None = None
-        self._stream: int | None = None
-        self._graphs = False
+        self._stream: SessionStream | None = None
         self._bound_options: list[Any] = []
         self._bindings: OutputBindings | None = None
         self._converter: InputConverter | None = None
@@ -83,9 +84,6 @@ class OnnxBackend:
         return self._adaptation
 
     def load(self) -> None:
-        require_onnx_runtime()
-        import onnxruntime
-
         path = self._directory / "model.onnx"
         self._choose_run_path()
         if self._bound and self._texts:
@@ -93,25 +91,8 @@ class OnnxBackend:
                 f"{path}: expected no BYTES beside BF16, which ONNX Runtime cannot bind; "
                 f"got {self._texts[0].name}"
             )
-        wanted = self._config.execution_providers
-        available = onnxruntime.get_available_providers()
-        if missing := [name for name in wanted if name not in available]:
-            raise ConfigurationError(
-                f"{path}: expected {', '.join(missing)} for device {self._config.device}; the "
-                f"installed onnxruntime has {', '.join(available)}"
-            )
-        if wanted[0] != CPU:
-            onnxruntime.preload_dlls()  # CUDA and cuDNN from their wheels
-        session = self._open_session(path, wanted)
-        got = session.get_providers()[0]
-        if got != wanted[0]:
-            raise ConfigurationError(
-                f"{path}: expected to run on {wanted[0]} ({self._config.device}), "
-                f"got {got}: the device or a library that it needs is missing"
-            )
-        session.disable_fallback()
-        self._session = session
-        self._options = _run_options()
+        self._session = open_session(path, self._config, self.processing.appendix, self._stream)
+        self._options = run_options()
 
     def _choose_run_path(self) -> None:
         """Decide how to run the session from its inputs and outputs."""
@@ -125,63 +106,8 @@ class OnnxBackend:
         if config.io_binding and config.execution_providers == (CPU,):
             self._bindings = OutputBindings(own, self._tuning.max_bound_output_bytes)
 
-    def _open_session(self, path: Path, providers: tuple[str, ...]) -> Any:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = intra_op_threads(self._config)
-        options.inter_op_num_threads = 1
-        options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-        options.log_severity_level = _FATAL
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        try:
-            return onnxruntime.InferenceSession(
-                self._path_or_content(path, options),
-                sess_options=options,
-                providers=list(providers),
-                provider_options=[self._provider_options(name) for name in providers],
-            )
-        except Exception as error:  # its errors have no narrower common class
-            raise ConfigurationError(f"{path}: {_first_line_of(error)}") from error
-
-    def _path_or_content(self, path: Path, options: Any) -> Path | bytes:
-        """Return the model's path, or its content with the appended nodes."""
-        appendix = self.processing.appendix
-        if appendix is None:
-            return path
-        import onnx
-
-        model = onnx.load(path, load_external_data=False)
-        append_nodes(model, appendix)
-        options.add_session_config_entry(_EXTERNAL_DATA, str(path.parent))
-        content: bytes = model.SerializeToString()
-        return content
-
-    def _provider_options(self, provider: str) -> dict[str, str]:
-        options: dict[str, Any] = {}
-        if provider in (CUDA, TENSORRT):
-            options["device_id"] = self._config.device.removeprefix("cuda:")
-        if provider == CUDA:
-            options |= self._cuda_options()
-        options |= self._config.provider_options.get(provider, {})  # type: ignore[call-overload]
-        return {name: _format_option(value) for name, value in options.items()}
-
-    def _cuda_options(self) -> dict[str, Any]:
-        """Return the defaults for all models; `provider_options` overrides them."""
-        options: dict[str, Any] = {
-            "arena_extend_strategy": "kSameAsRequested",  # buckets repeat, and so do sizes
-            "cudnn_conv_algo_search": "HEURISTIC",  # the default was seen four times slower
-        }
-        if self._config.gpu_memory_limit_bytes:
-            options["gpu_mem_limit"] = self._config.gpu_memory_limit_bytes
-        if self._stream is not None:
-            options["user_compute_stream"] = self._stream
-            options["enable_cuda_graph"] = self._graphs
-        return options
-
     def use_stream(self, address: int, *, graphs: bool) -> None:
-        self._stream, self._graphs = address, graphs
+        self._stream = SessionStream(address, graphs)
 
     def bind(
         self, rows: int, number: int, inputs: Mapping[str, int], outputs: Mapping[str, int]
@@ -190,7 +116,8 @@ class OnnxBackend:
         binding = bind_device_memory(
             self._session, self.processing.own, device, rows, (inputs, outputs)
         )
-        options = _run_options(number if self._graphs else -1, wait=False)
+        has_graphs = self._stream is not None and self._stream.has_graphs
+        options = run_options(number if has_graphs else -1, wait=False)
         self._bound_options.append(options)
 
         def enqueue() -> None:
@@ -199,7 +126,7 @@ class OnnxBackend:
                 self._session.run_with_iobinding(binding, options)
             except Exception as error:
                 if device != "cpu" and _is_cuda_error(error):
-                    raise Fatal(f"{device}: {_first_line_of(error)}") from error
+                    raise Fatal(f"{device}: {first_line_of(error)}") from error
                 raise
 
         return enqueue
@@ -213,7 +140,7 @@ class OnnxBackend:
     def run(self, inputs: Arrays) -> Arrays:
         if self._options.terminate:
             # A cancel that arrived after its run had ended must not end this run.
-            self._options = _run_options()
+            self._options = run_options()
         if self._converter is not None:
             inputs = self._converter.widen(inputs)
         if isinstance(inputs, ReusedInputs) and self._bindings is not None:
@@ -301,60 +228,6 @@ class OnnxBackend:
         self._bound_options.clear()
 
 
-def require_onnx_runtime() -> None:
-    """Check that ONNX Runtime is installed. Two packages provide it, so neither is a dependency.
-
-    Raises:
-        ConfigurationError: it is not installed; the message has the command that installs it.
-    """
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise ConfigurationError(
-            "ONNX Runtime is not installed: pip install 'headrace[cpu]' "
-            "(or 'headrace[gpu]' for CUDA)"
-        )
-
-
-def find_runtime() -> tuple[str, list[str]]:
-    """Return the installed ONNX Runtime's version and the execution providers it was built with.
-
-    That does not show which devices are present. Raises `ImportError`.
-    """
-    import onnxruntime
-
-    return onnxruntime.__version__, onnxruntime.get_available_providers()
-
-
-_EXTERNAL_DATA = "session.model_external_initializers_file_folder_path"
-"""Folder of tensors in other files, for a model that is not loaded from a path."""
-_FATAL = 4  # errors are raised as exceptions; ONNX Runtime would also write each to stderr
-
-
-def intra_op_threads(config: ModelConfig) -> int:
-    """Return the threads of one run: as configured, or the instance's share of our cores."""
-    if config.intra_op_threads:
-        return config.intra_op_threads
-    if config.execution_providers[0] != CPU:
-        return 1
-    # Affinity exists on Linux only; in a container with pinned cores it is smaller than the
-    # machine.
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    # A pinned instance's thread is already restricted to its share.
-    return max(1, cores if config.pinned else cores // config.instances)
-
-
-def _run_options(graph: int = -1, *, wait: bool = True) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.RunOptions()
-    options.log_severity_level = _FATAL
-    # Always set: looking up a missing entry costs more than most of what it would decide.
-    options.add_run_config_entry("gpu_graph_id", str(graph))
-    if not wait:
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return options
-
-
 def _is_cuda_error(error: Exception) -> bool:
     """Return whether the device or its libraries failed, which makes the context unusable."""
     return bool(
@@ -379,14 +252,6 @@ def _copy_value(spec: TensorSpec, value: Any) -> NDArray[Any]:
     return np.frombuffer(raw, DATATYPES["BF16"].dtype).reshape(shape)
 
 
-def _format_option(value: object) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
-
-
-def _first_line_of(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 UNBOUND: Final = "not bound"
 """Stored instead of a binding if binding is not possible."""
 
@@ -402,7 +267,7 @@ class OutputBindings:
     """Memory for a session's outputs. Runs are sequential, so all sizes share it.
 
     Args:
-        signature: of the model.
+        signature: signature of the model.
         max_bytes: outputs of a run that are larger in total are not bound.
     """
 
@@ -417,7 +282,7 @@ class OutputBindings:
         """Bind a run's inputs, and outputs like those of its unbound run; `UNBOUND` if impossible.
 
         Args:
-            session: of ONNX Runtime, on the CPU.
+            session: session of ONNX Runtime, on the CPU.
             inputs: inputs of the run.
             outputs: outputs of the run.
         """
@@ -452,11 +317,11 @@ def bind_device_memory(
     """Return a binding to device memory. ONNX Runtime does not keep that memory alive.
 
     Args:
-        session: of ONNX Runtime.
+        session: session of ONNX Runtime.
         own: the session's inputs and outputs, with fixed shapes except for the batch.
         device: such as `cpu` or `cuda:0`.
         rows: number of rows of each tensor.
-        addresses: of the inputs and of the outputs, by name.
+        addresses: addresses of the inputs and of the outputs, by name.
     """
     kind, _, number = device.partition(":")
     inputs, outputs = addresses

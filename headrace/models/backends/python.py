@@ -88,10 +88,10 @@ class PythonBackend:
     """One instance of a model written in Python; see `headrace.models.backends.port.Backend`.
 
     Args:
-        directory: of the version.
-        config: of the model.
-        signature: of the version.
-        tuning: for the warm-up and the bindings.
+        directory: directory of the version.
+        config: configuration of the model.
+        signature: signature of the version.
+        tuning: tuning values of the warm-up.
     """
 
     def __init__(

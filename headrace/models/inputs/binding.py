@@ -59,7 +59,7 @@ class Binder:
     Accepted shapes are cached, so that a typical request costs one lookup.
 
     Args:
-        signature: of the model.
+        signature: signature of the model.
         ranges: lowest and highest allowed value, by input name.
         finite: refuse NaN and infinities.
         tuning: bound of the cache.

@@ -316,7 +316,7 @@ class Latency:
         """Return the batch size, from 1 to `limit`, with the best throughput.
 
         Args:
-            shape_class: of the batch.
+            shape_class: shape class of the batch.
             limit: maximum number of rows.
             slack_us: limit of the run's duration, kept if possible; None: no limit.
         """

@@ -67,10 +67,11 @@ def probe(
     """Test whether a loaded model's rows may share runs. Blocks for about a dozen runs.
 
     Args:
-        run: of its backend, which checks the outputs against the signature.
-        signature: of the version.
-        config: of the model; with a `max_batch_size` of 1 only the first question is tested.
-        directory: of the version, for its recorded inputs.
+        run: the backend's, which checks the outputs against the signature.
+        signature: signature of the version.
+        config: configuration of the model; with a `max_batch_size` of 1 only the first question is
+            tested.
+        directory: directory of the version, for its recorded inputs.
         tuning: number of rows, time limit and tolerances.
         clock_s: monotonic.
 

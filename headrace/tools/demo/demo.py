@@ -14,7 +14,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from headrace.config import KafkaSettings, ModelSettings, Settings, TelemetrySettings, make_settings
-from headrace.models.backends.onnx_runtime import require_onnx_runtime
+from headrace.models.backends.onnx_session import require_onnx_runtime
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics

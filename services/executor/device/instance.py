@@ -240,7 +240,7 @@ class DeviceInstance(Instance):
         if plan is not None:
             needs["ring"] = plan.device_bytes
         self._read_memory()
-        # Before anything is allocated: what does not fit is refused with all needs named.
+        # Check before anything is allocated, so that the error names all needs together.
         if self.memory is not None:
             require_memory(device.name, self.memory, needs)
         ring = Ring(device, plan) if plan is not None else None

@@ -15,7 +15,8 @@ import pytest
 from onnx import helper
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.backends.onnx_runtime import OnnxBackend, intra_op_threads
+from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.backends.onnx_session import intra_op_threads
 from headrace.models.backends.port import ModelFailed, WarmUp
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.signature import read_onnx_signature

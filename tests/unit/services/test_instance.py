@@ -16,8 +16,10 @@ from headrace.errors import ConfigurationError
 from headrace.models.backends.port import Arrays, Backend, WarmUp
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor.instance import (
+    CutOffError,
     DeadlinePassed,
     InlinePolicy,
+    InlineRuns,
     Instance,
     load_and_warm_up,
 )
@@ -187,6 +189,36 @@ async def test_hung_inline_run_is_repeated_on_thread() -> None:
 
     assert outputs is INPUTS
     assert backend.threads[16:] == ["MainThread", "instance", "instance"]
+
+
+def test_inline_run_cut_off_makes_all_later_ones_impossible() -> None:
+    """Here the run itself does what the idle thread does when the limit is over."""
+
+    class CutOff(Sleeper):
+        def run(self, inputs: Arrays) -> Arrays:
+            runs.cut_off()
+            assert self.cancelled.is_set()
+            raise RuntimeError("cancelled")
+
+    tuning = replace(LENIENT, inline_cut_off_s=0.0)
+    runs = InlineRuns(CutOff(), "instance", tuning, is_possible=True)
+
+    with pytest.raises(CutOffError):
+        runs.run(INPUTS)
+    assert not runs.is_possible
+    assert runs.check_interval_s() is None
+
+
+def test_cut_off_between_runs_cancels_nothing() -> None:
+    """The idle thread may look after the run has ended."""
+    backend = Sleeper()
+    runs = InlineRuns(backend, "instance", replace(LENIENT, inline_cut_off_s=0.0), is_possible=True)
+
+    runs.run(INPUTS)
+    runs.cut_off()
+
+    assert not backend.cancelled.is_set()
+    assert runs.is_possible
 
 
 @pytest.mark.parametrize("fault", [SystemExit(1), MemoryError("no room"), StopIteration()])

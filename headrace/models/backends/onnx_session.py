@@ -1,0 +1,189 @@
+"""Open sessions of ONNX Runtime: providers, threads and options.
+
+Peculiarities, as seen in release 1.31: if the requested provider is unavailable, a session is
+created on the CPU without an error, so the provider is checked afterwards; a failing run is retried
+on another provider unless that is disabled; and a run without `gpu_graph_id` among its options pays
+for a failed lookup when its inputs are bound.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.errors import ConfigurationError
+from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
+from headrace.models.processing import Appendix, append_nodes
+
+_EXTERNAL_DATA = "session.model_external_initializers_file_folder_path"
+"""Folder of tensors in other files, for a model that is not loaded from a path."""
+_FATAL = 4  # errors are raised as exceptions; ONNX Runtime would also write each to stderr
+
+
+class SessionStream(NamedTuple):
+    """Stream of a device that a session runs on.
+
+    Attributes:
+        address: address of the stream.
+        has_graphs: True if runs are captured as CUDA graphs.
+    """
+
+    address: int
+    has_graphs: bool
+
+
+def require_onnx_runtime() -> None:
+    """Check that ONNX Runtime is installed. Two packages provide it, so neither is a dependency.
+
+    Raises:
+        ConfigurationError: it is not installed; the message has the command that installs it.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ConfigurationError(
+            "ONNX Runtime is not installed: pip install 'headrace[cpu]' "
+            "(or 'headrace[gpu]' for CUDA)"
+        )
+
+
+def find_runtime() -> tuple[str, list[str]]:
+    """Return the installed ONNX Runtime's version and the execution providers it was built with.
+
+    That does not show which devices are present. Raises `ImportError`.
+    """
+    import onnxruntime
+
+    return onnxruntime.__version__, onnxruntime.get_available_providers()
+
+
+def open_session(
+    path: Path, config: ModelConfig, appendix: Appendix | None, stream: SessionStream | None
+) -> Any:
+    """Return a session of ONNX Runtime on the providers of the model's device.
+
+    Args:
+        path: path of the model.
+        config: configuration of the model.
+        appendix: nodes to append to the model; None if there are none.
+        stream: stream to run on; None for the session's own.
+
+    Raises:
+        ConfigurationError: ONNX Runtime or a provider is missing, or the model cannot be loaded.
+    """
+    require_onnx_runtime()
+    import onnxruntime
+
+    wanted = config.execution_providers
+    available = onnxruntime.get_available_providers()
+    if missing := [name for name in wanted if name not in available]:
+        raise ConfigurationError(
+            f"{path}: expected {', '.join(missing)} for device {config.device}; the "
+            f"installed onnxruntime has {', '.join(available)}"
+        )
+    if wanted[0] != CPU:
+        onnxruntime.preload_dlls()  # CUDA and cuDNN from their wheels
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = intra_op_threads(config)
+    options.inter_op_num_threads = 1
+    options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    options.log_severity_level = _FATAL
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    try:
+        session = onnxruntime.InferenceSession(
+            _path_or_content(path, appendix, options),
+            sess_options=options,
+            providers=list(wanted),
+            provider_options=[_provider_options(name, config, stream) for name in wanted],
+        )
+    except Exception as error:  # its errors have no narrower common class
+        raise ConfigurationError(f"{path}: {first_line_of(error)}") from error
+    got = session.get_providers()[0]
+    if got != wanted[0]:
+        raise ConfigurationError(
+            f"{path}: expected to run on {wanted[0]} ({config.device}), "
+            f"got {got}: the device or a library that it needs is missing"
+        )
+    session.disable_fallback()
+    return session
+
+
+def _path_or_content(path: Path, appendix: Appendix | None, options: Any) -> Path | bytes:
+    """Return the model's path, or its content with the appended nodes."""
+    if appendix is None:
+        return path
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    append_nodes(model, appendix)
+    options.add_session_config_entry(_EXTERNAL_DATA, str(path.parent))
+    content: bytes = model.SerializeToString()
+    return content
+
+
+def _provider_options(
+    provider: str, config: ModelConfig, stream: SessionStream | None
+) -> dict[str, str]:
+    options: dict[str, Any] = {}
+    if provider in (CUDA, TENSORRT):
+        options["device_id"] = config.device.removeprefix("cuda:")
+    if provider == CUDA:
+        options |= _cuda_options(config, stream)
+    options |= config.provider_options.get(provider, {})  # type: ignore[call-overload]
+    return {name: _format_option(value) for name, value in options.items()}
+
+
+def _cuda_options(config: ModelConfig, stream: SessionStream | None) -> dict[str, Any]:
+    """Return the defaults for all models; `provider_options` overrides them."""
+    options: dict[str, Any] = {
+        "arena_extend_strategy": "kSameAsRequested",  # buckets repeat, and so do sizes
+        "cudnn_conv_algo_search": "HEURISTIC",  # the default was seen four times slower
+    }
+    if config.gpu_memory_limit_bytes:
+        options["gpu_mem_limit"] = config.gpu_memory_limit_bytes
+    if stream is not None:
+        options["user_compute_stream"] = stream.address
+        options["enable_cuda_graph"] = stream.has_graphs
+    return options
+
+
+def intra_op_threads(config: ModelConfig) -> int:
+    """Return the threads of one run: as configured, or the instance's share of our cores."""
+    if config.intra_op_threads:
+        return config.intra_op_threads
+    if config.execution_providers[0] != CPU:
+        return 1
+    # Affinity exists on Linux only; in a container with pinned cores it is smaller than the
+    # machine.
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    # A pinned instance's thread is already restricted to its share.
+    return max(1, cores if config.pinned else cores // config.instances)
+
+
+def run_options(graph: int = -1, *, wait: bool = True) -> Any:
+    """Return new options of a run.
+
+    Args:
+        graph: number of the CUDA graph that the run replays; -1 for none.
+        wait: whether the run ends only when the device has finished.
+    """
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = _FATAL
+    # Always set: looking up a missing entry costs more than most of what it would decide.
+    options.add_run_config_entry("gpu_graph_id", str(graph))
+    if not wait:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def _format_option(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def first_line_of(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
