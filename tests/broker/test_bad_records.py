@@ -69,7 +69,7 @@ class RpcClient:
         return f"{sent.topic}/{sent.partition}/{sent.offset}"
 
     async def receive(self, answers: int, dead_letters: int) -> None:
-        """Until so many have come in all."""
+        """Collect answers until so many have come in all."""
         async with asyncio.timeout(30):
             while len(self.answers) < answers or len(self.dead_letters) < dead_letters:
                 polled = await self._consumer.getmany(timeout_ms=100)
@@ -177,7 +177,7 @@ async def test_bad_records_get_their_codes_and_good_ones_their_answers(
 
 
 def _labels_alone(images: Any) -> list[int]:
-    """What ONNX Runtime answers for each image alone."""
+    """Return the labels that ONNX Runtime gives each image alone."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(DEMO / "models" / "digits" / "1" / "model.onnx")

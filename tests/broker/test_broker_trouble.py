@@ -280,9 +280,7 @@ async def test_expiring_logins_lose_no_request(
 
 
 def expired_in(cluster: LocalKafka) -> list[str]:
-    """Of each connection that the broker has cut since its login had expired, the kind of the
-    request that came too late.
-    """
+    """Return the kind of the late request for each connection cut after its login expired."""
     written = cluster.node().log_file.read_text("utf-8", "replace")
     return re.findall(r"Disconnecting expired channel: .*?apiKey=(\w+)", written)
 

@@ -169,7 +169,7 @@ def test_doctor_reports_wrong_password(call: Call, secure_config: Path) -> None:
 
 
 def test_absent_broker_is_reported_with_address(call: Call, tmp_path: Path) -> None:
-    """Where nobody listens, the line says where that was."""
+    """The line names the address at which no broker listens."""
     path = write_config(tmp_path, "nobody", bootstrap_servers="127.0.0.1:1")
     result = call("--config", str(path), "topics", "check")
     assert result.exit_code == Exit.FAILED

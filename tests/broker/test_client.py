@@ -52,7 +52,7 @@ async def test_calls_side_by_side_get_their_own_answers(log: Log, settings: Sett
 
 
 async def test_timed_out_call_leaves_others_running(log: Log, settings: Settings) -> None:
-    """Of two calls whose records travel in one batch, one times out before it is acknowledged."""
+    """One of two calls in one batch times out before it is acknowledged; the other is answered."""
     assert settings.kafka is not None
     lingering = settings.kafka.model_copy(update={"linger_ms": 200})
     slow = settings.model_copy(update={"kafka": lingering})

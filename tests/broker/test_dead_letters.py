@@ -74,7 +74,9 @@ def _json(result: Result) -> Any:
 
 
 def test_redriven_letter_is_answered_after_limit_is_raised(ack: Settle, call: Call) -> None:
-    """At the reply topic it named, with its correlation id; a second redrive sends nothing."""
+    """The answer comes on the named reply topic with its correlation id; a second redrive sends
+    nothing.
+    """
     asyncio.run(_fail(ack(STRICT_BYTES), 1))
 
     first = _json(call("dlq", "redrive", "--code", "TOO_LARGE", "--json"))
@@ -129,7 +131,7 @@ def test_redrive_runs_dry_and_with_transform(ack: Settle, call: Call, tmp_path: 
 
 
 def test_missing_dead_letter_is_reported(ack: Settle, call: Call) -> None:
-    """With its place, and the exit code of a wrong call."""
+    """The error names the place, and the exit code is that of wrong usage."""
     settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 1))
 

@@ -53,7 +53,7 @@ class ExactlyOnceHarness:
         )
 
     async def send(self, count: int) -> None:
-        """So many requests, to all partitions in turn."""
+        """Send so many requests, to all partitions in turn."""
         topic = f"{self._namespace}.requests"
         async with AIOKafkaProducer(bootstrap_servers=self._bootstrap_servers) as producer:
             acknowledged = [
@@ -107,7 +107,7 @@ class ExactlyOnceHarness:
         await eventually(lambda: len(self.seen) > count, recheck_s=0.005)
 
     def each_once(self) -> Answered:
-        """What is to be seen in the end."""
+        """Return the outputs that are visible in the end."""
         return Counter(
             (number % self.partitions, number // self.partitions) for number in range(self.sent)
         )

@@ -98,7 +98,7 @@ async def _ask(bootstrap_servers: str, topic: str, tracer: Tracer) -> list[Asked
 
 
 async def _answered_ms(bootstrap_servers: str, topic: str) -> dict[int, float]:
-    """When each answer was there, in epoch milliseconds."""
+    """Return the time of each answer, in epoch milliseconds."""
     arrived: dict[int, float] = {}
     async with (
         asyncio.timeout(60),

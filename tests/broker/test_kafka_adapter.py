@@ -70,7 +70,7 @@ async def make_topic(log: KafkaLog, name: str, **config: str) -> TopicPartition:
 
 
 async def test_absent_broker_error_names_address() -> None:
-    """Where nobody listens, the error names the address and comes at once."""
+    """The error names the address at which no broker listens, and comes at once."""
     async with KafkaLog(KafkaSettings(bootstrap_servers="127.0.0.1:1")) as log:
         with pytest.raises(LogUnavailable, match=r"127\.0\.0\.1:1: .*Connect"):
             await log.describe_topics(["any"])
@@ -202,7 +202,7 @@ async def test_batches_stay_within_small_limit(kafka: LocalKafka, unique_name: s
 
 
 async def test_oversized_record_fails_alone(kafka: LocalKafka, unique_name: str) -> None:
-    """In the middle of a chunk it is a batch of its own; those around it are written."""
+    """In the middle of a chunk the record is a batch of its own; those around it are written."""
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name, max_message_bytes="2000")
         async with log.producer() as producer, log.reader([partition]) as reader:
@@ -317,7 +317,9 @@ async def test_ended_fetching_raises(kafka: LocalKafka, unique_name: str) -> Non
 
 
 async def test_member_without_membership_cannot_commit(kafka: LocalKafka, unique_name: str) -> None:
-    """Nor as one in no group, which the broker would accept now that the group is empty."""
+    """The member cannot commit without a generation either, which a broker accepts for an empty
+    group.
+    """
     async with KafkaLog(settings(kafka)) as log:
         partition = await make_topic(log, unique_name)
         listener = RecordingListener()

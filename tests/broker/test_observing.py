@@ -80,7 +80,7 @@ def _answered(text: str) -> float:
 
 @pytest.mark.timeout(120)
 async def test_scrapes_under_load_match_catalogue(kafka: LocalKafka, unique_name: str) -> None:
-    """In both formats, while thousands of requests pass; at the end every request was counted."""
+    """Both formats match the catalogue while thousands of requests pass, each counted once."""
     settings = environment(kafka.bootstrap_servers, unique_name, MODELS)
     await headrace(["topics", "create"], settings)
     async with Process(ALL, settings) as process, asyncio.TaskGroup() as tasks:
@@ -110,7 +110,7 @@ async def test_scrapes_under_load_match_catalogue(kafka: LocalKafka, unique_name
 async def test_stopped_broker_makes_process_unready_within_stated_time(
     kafka_installed: None, unique_name: str
 ) -> None:
-    """And ready again when it is back; live it is all the time."""
+    """The process is ready again when the broker is back, and is live all the time."""
     async with LocalKafka() as cluster:
         settings = environment(cluster.bootstrap_servers, unique_name, MODELS)
         await headrace(["topics", "create"], settings)

@@ -73,7 +73,7 @@ def _namespace(settings: dict[str, str]) -> str:
 
 
 async def _printed(script: str, settings: dict[str, str]) -> str:
-    """What a script writes on stdout, from the root of the repository; it must end well."""
+    """Return what a script, run in the root of the repository, prints; it must exit with 0."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

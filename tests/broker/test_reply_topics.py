@@ -64,7 +64,7 @@ class ReplyTopicCaller:
         self._sent_ms[name.encode()] = sent.timestamp
 
     async def answers(self, count: int) -> dict[str, Answer]:
-        """By correlation id."""
+        """Return the answers by correlation id."""
         answers: dict[str, Answer] = {}
         async with asyncio.timeout(20):
             while len(answers) < count:
@@ -160,5 +160,5 @@ async def test_bad_reply_topic_is_refused_without_delaying_others(
 
 
 def _int32(number: int) -> bytes:
-    """As Spring writes `kafka_replyPartition`."""
+    """Encode a number as Spring encodes `kafka_replyPartition`."""
     return struct.pack(">i", number)

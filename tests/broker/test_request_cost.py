@@ -43,7 +43,7 @@ APART_POLLS = 0.02
 
 @pytest.fixture
 def settings(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> Settings:
-    """Of a pipeline with the model `digits`."""
+    """Return settings of a pipeline with the model `digits`."""
     add_version(tmp_path, "digits", 1, digits())
     return make_settings(
         {

@@ -60,13 +60,13 @@ class Answers:
         self.counts: collections.Counter[str] = collections.Counter()
 
     async def read_until(self, distinct: int) -> None:
-        """Until so many requests have an answer."""
+        """Read until so many requests have an answer."""
         async with asyncio.timeout(60):
             while len(self.counts) < distinct:
                 await self.read(0.2)
 
     async def read(self, timeout_s: float) -> None:
-        """What comes within the time."""
+        """Return the records that come within the time."""
         polled = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000))
         for records in polled.values():
             for record in records:

@@ -42,7 +42,7 @@ def place(name: str, topic: Topic) -> TopicPartition:
 
 
 async def stored(log: KafkaLog, partition: TopicPartition, count: int) -> list[Record]:
-    """So many records of a partition, from its beginning."""
+    """Return so many records of a partition, from its beginning."""
     async with log.reader([partition]) as reader:
         reader.seek(partition, 0)
         async with asyncio.timeout(30):
@@ -98,7 +98,7 @@ async def test_non_utf8_header_name_is_kept_byte_for_byte(
 async def test_compression_bomb_is_skipped_within_memory(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
-    """Of every codec: the request behind it is answered, and the process has not grown by it."""
+    """With every codec the next request is answered, and the process has not grown."""
     add_version(tmp_path, "digits", 1, digits())
     settings = environment(
         kafka.bootstrap_servers,

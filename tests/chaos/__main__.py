@@ -104,7 +104,7 @@ async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outco
 
 
 def _first_line(failed: BaseExceptionGroup) -> str:
-    """Of the innermost error."""
+    """Return the first line of the innermost error."""
     error: BaseException = failed
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -63,7 +63,7 @@ EXPLAINING = frozenset(
 
 
 class Breach(StrEnum):
-    """Which rule was broken."""
+    """A rule that a history can break."""
 
     LOST = "lost"
     UNKEPT = "unkept"
@@ -78,7 +78,7 @@ class Breach(StrEnum):
 
 @dataclass(frozen=True)
 class Promise:
-    """What was promised of the run."""
+    """The guarantee and order that were promised of the run."""
 
     guarantee: Guarantee = "at_least_once"
     order: Order = "none"
@@ -93,7 +93,7 @@ class Finding(NamedTuple):
 
 
 def check(history: History, promise: Promise) -> list[Finding]:
-    """Every breach of the promise in the history, by request."""
+    """Return every breach of the promise in the history, by request."""
     sent = {request.identity: request for request in history.sent}
     answers: dict[Identity, list[Answered]] = defaultdict(list)
     for answer in history.answered:
@@ -173,7 +173,7 @@ def _misaddressed(sent: dict[Identity, Sent], answered: Sequence[Answered]) -> I
 
 
 def _foreign(request: Sent, answer: Answered) -> str:
-    """What of an answer belongs to another request; empty for nothing."""
+    """Return the parts of an answer that belong to another request; empty if there are none."""
     expected_output = request.number if answer.status == OK else NO_NUMBER
     if answer.number != request.number:
         return f"correlation id {answer.number} in the place of {request.number}"

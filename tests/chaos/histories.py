@@ -64,7 +64,7 @@ def _answer(history: History, rng: random.Random, promise: Promise) -> None:
 
 
 def _interleaved(requests: list[Sent], rng: random.Random) -> list[Sent]:
-    """In order for each partition and key, in none between them."""
+    """Interleave the requests, in order for each partition and key."""
     lanes: dict[tuple[int, str], list[Sent]] = {}
     for request in requests:
         lanes.setdefault((request.partition, request.key), []).append(request)
@@ -108,7 +108,7 @@ def _commit(history: History, rng: random.Random) -> None:
 
 
 def right_answer(history: History, request: Sent, at_ms: int) -> Answered:
-    """What the request must be answered, behind all that its partition holds."""
+    """Return the correct answer to the request, given all that its partition holds before it."""
     behind = [each.offset for each in history.answered if each.partition == request.partition]
     status = request.statuses[0]
     return Answered(

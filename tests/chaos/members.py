@@ -109,7 +109,7 @@ class Member:
                 await self._process.wait()
 
     async def _live(self) -> None:
-        """One life."""
+        """Run one life of the process."""
         self._ended_by_us = False
         self._log = self._output.with_name(f"{self._output.name}-{next(self._lives)}.log")
         with self._log.open("wb") as log:
@@ -173,7 +173,7 @@ class Member:
         )
 
     async def wait_ready(self) -> None:
-        """Until it serves."""
+        """Wait until the process serves."""
         await eventually(
             lambda: self.is_ready,
             deadline_s=READY_DEADLINE_S,
@@ -182,7 +182,7 @@ class Member:
         )
 
     async def kill(self) -> None:
-        """As a crash would (SIGKILL); the supervisor starts the next life."""
+        """Kill the process as a crash would (SIGKILL); the supervisor starts the next life."""
         began_ms = now_ms()
         if self._process is not None and self._process.returncode is None:
             await self._end(signal.SIGKILL)

@@ -29,7 +29,7 @@ def tell(history: History, finding: Finding) -> str:
 
 
 def _own(history: History, identity: Identity) -> Iterator[_Line]:
-    """What names the request, or covers it."""
+    """Return the events that name the request, or cover it."""
     for request in history.sent:
         if request.identity == identity:
             yield _Line(request.at_ms, _told_sent(request))

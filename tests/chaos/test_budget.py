@@ -122,12 +122,12 @@ class Flooded(NamedTuple):
         assert self.process.peak_resident_bytes - self.resident_bytes <= RESIDENT_BYTES
 
     async def in_flight_bytes(self) -> int:
-        """As its metrics say."""
+        """Return the bytes in flight, as the metrics give them."""
         scraped = parse_text(await self.process.get("/metrics"))
         return int(sum(sample.value for sample in scraped["headrace_in_flight_bytes"].samples))
 
     async def held_up_partitions(self) -> int:
-        """So many are not read because the model holds its share, as the metrics say."""
+        """Return how many partitions are paused because the model holds its share."""
         scraped = parse_text(await self.process.get("/metrics"))
         return sum(
             sample.value == 1 and sample.labels["reason"] == "share"

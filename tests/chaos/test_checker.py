@@ -159,7 +159,7 @@ def test_story_of_lost_request_lists_its_events_in_order() -> None:
 @settings(deadline=None)
 @given(seeds, st.integers(0, 60), promises)
 def test_every_finding_of_checker_has_story(seed: int, requests: int, promise: Promise) -> None:
-    """Whatever is found, its story begins with the finding."""
+    """The story of each finding begins with the finding."""
     rng = random.Random(seed)
     history = draw(rng, max(requests, 12), promise)
     plant = PLANTS[rng.choice(list(PLANTS))]

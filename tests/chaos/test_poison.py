@@ -43,7 +43,7 @@ while (x == 666.0).any():
 
 
 class Outcomes:
-    """What each request was answered, and what was kept as a dead letter, as it comes."""
+    """Answers of the requests, and the dead letters, as they come."""
 
     def __init__(self, answers: AIOKafkaConsumer, letters: AIOKafkaConsumer) -> None:
         self._answers = answers
@@ -52,7 +52,7 @@ class Outcomes:
         self.count = 0
 
     async def read(self) -> None:
-        """What has come since."""
+        """Return the records that have come since."""
         polled = await self._answers.getmany(timeout_ms=200)
         for record in [record for records in polled.values() for record in records]:
             answer = decode_response(record.headers, record.value)
@@ -136,7 +136,7 @@ DEATHS = {
 
 
 def tell(deaths: Deaths, processes: list[Restarting], took_s: float) -> None:
-    """What was measured."""
+    """Print the figures that were measured."""
     restarts = sum(process.restarts for process in processes)
     killed = sum(process.killed for process in processes)
     print(  # noqa: T201 - it is to be seen

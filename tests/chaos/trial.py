@@ -61,7 +61,7 @@ class Trial(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its topics, its group and its files."""
+        """Name of the trial's topics, group and files."""
         guarantee = self.promise.guarantee.replace("_", "-")
         order = "" if self.promise.order == "none" else f"-{self.promise.order}"
         return f"chaos-{self.seed}-{self.form}-{guarantee}{order}-{time.time_ns() % 10**6}"
@@ -239,7 +239,9 @@ async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: S
 
 
 async def _come_to_rest(history: History) -> str:
-    """Until each request has its answer and the commits say so; what is amiss if they never do."""
+    """Wait until each request has its answer and the commits say so; return the reason if they
+    never do.
+    """
     sent = {request.identity for request in history.sent}
     readable = {request.identity for request in history.sent if request.statuses}
 

@@ -36,7 +36,7 @@ async def test_reader_reads_from_where_it_seeks(log: Log, make_topic: MakeTopic)
 async def test_first_poll_after_seek_into_large_batch_returns_its_records(
     log: Log, make_topic: MakeTopic
 ) -> None:
-    """However many records of the batch stand before the offset that was sought."""
+    """The first poll returns records although many of the batch lie before the sought offset."""
     (partition,) = await make_topic()
     await write_to(log, partition, *[b"v"] * 2000)
     async with log.reader([partition]) as reader:

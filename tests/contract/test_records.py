@@ -194,7 +194,7 @@ async def test_acknowledged_record_can_be_read(log: Log, make_topic: MakeTopic) 
 
 
 async def test_sent_batches_contain_all_records(log: Log, make_topic: MakeTopic) -> None:
-    """However a chunk is cut into batches, their sizes add up to it."""
+    """The sizes of the batches that a chunk is cut into add up to the chunk."""
     (partition,) = await make_topic()
     async with log.producer() as producer:
         chunk = [NewRecord(None, bytes(1000))] * 1500

@@ -56,14 +56,14 @@ async def test_unknown_topic_has_no_partitions(log: Log, unique_name: str) -> No
 
 
 async def _asked(producer: Producer, topic: str) -> int | None:
-    """As one who asks again when a busy broker has not answered within a second."""
+    """Ask again when a busy broker has not answered within a second."""
     while True:
         with suppress(LogUnavailable):
             return await producer.partitions_for(topic)
 
 
 async def test_topic_created_later_shows_its_partitions(log: Log, make_topic: MakeTopic) -> None:
-    """That a topic was unknown is not remembered for ever."""
+    """A lookup does not remember for ever that a topic was unknown."""
     async with log.producer() as producer:
         (name, _), *_ = await make_topic(2)
         created = TopicInfo(f"{name}-missing", 4, {})
@@ -76,7 +76,7 @@ async def test_topic_created_later_shows_its_partitions(log: Log, make_topic: Ma
 
 
 async def test_recreated_topic_has_another_id(log: Log, unique_name: str) -> None:
-    """By them one is told from another that is made in its place; each keeps its own."""
+    """The id tells a topic from one created in its place; each topic keeps its own."""
     names = [f"{unique_name}-{number}" for number in range(2)]
     await log.create_topics([TopicInfo(each, 1, {}) for each in names], replication_factor=1)
     first, again = [await log.describe_topics(names) for _ in range(2)]

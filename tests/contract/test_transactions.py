@@ -44,7 +44,7 @@ async def _is_committed(log: Log, group: str, partition: TopicPartition, offset:
 
 
 async def _after_a_successor(log: Log, name: str, partition: TopicPartition) -> Committed | None:
-    """What is committed for the group of this name, as a successor of its producer sees it."""
+    """Return the committed offsets of the group, as a successor of its producer sees them."""
     async with log.transactional_producer(name, name):
         return await _committed(log, name, partition)
 
@@ -329,7 +329,7 @@ async def test_transaction_racing_successor_is_committed_whole_or_aborted(
 async def test_producer_returns_partitions_of_topics(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """As the other producer does; None for a topic that is not there."""
+    """The producer knows partitions as the plain one does; None for a missing topic."""
     await make_topic(3)
     async with log.transactional_producer(unique_name, unique_name) as producer:
         assert await producer.partitions_for(unique_name) == 3
@@ -339,7 +339,7 @@ async def test_producer_returns_partitions_of_topics(
 async def test_producers_of_different_ids_start_concurrently(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """Twelve partitions that are assigned at once have their producers, none fencing another."""
+    """Twelve partitions assigned at once have their producers, none fencing another."""
     partitions = await make_topic(12)
 
     async def enter(partition: TopicPartition) -> TransactionalProducer:

@@ -32,7 +32,7 @@ GROUPINGS: list[Grouping] = [[STAGES], [[stage] for stage in STAGES]]
 async def test_image_bytes_are_answered_with_labels(
     tmp_path: Path, grouping: Grouping, ring: str
 ) -> None:
-    """In one process and in four, with a ring and without; in MessagePack and in JSON."""
+    """One process and four, with a ring and without, in MessagePack and JSON, give labels."""
     add_version(tmp_path, "digits", 1, digits(), CONFIG.format(ring=ring))
     labels = "\n".join(f"class {number}" for number in range(10))
     (tmp_path / "digits" / "labels.txt").write_text(labels, encoding="utf-8")

@@ -67,7 +67,7 @@ def alone(repository: Path) -> list[NDArray[Any]]:
 
 
 async def test_transformer_answers_in_shared_runs_equal_single_runs(tmp_path: Path) -> None:
-    """Within the tolerance of FP32."""
+    """Answers of shared runs equal those of single runs within the tolerance of FP32."""
     answers = await served(tmp_path, transformer())
     assert max(int(answer.parameters["batch_size"]) for answer in answers) > 1
     for answer, expected in zip(answers, alone(tmp_path), strict=True):
@@ -77,7 +77,7 @@ async def test_transformer_answers_in_shared_runs_equal_single_runs(tmp_path: Pa
 
 
 async def test_quantised_model_runs_each_request_alone(tmp_path: Path) -> None:
-    """To the bit what a single run gives, since nobody shares its scale."""
+    """Each answer is bit for bit that of a single run, since no other request shares its scale."""
     answers = await served(tmp_path, quantised(transformer(), tmp_path))
     assert {answer.parameters["batch_size"] for answer in answers} == {1}
     for answer, expected in zip(answers, alone(tmp_path), strict=True):

@@ -50,8 +50,8 @@ def cancelling(headers: Headers) -> NewRecord:
 async def test_cancelling_ends_waiting_requests_and_not_running_ones(
     tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
-    """By place and by correlation id; every request has one answer, and the records that cancel
-    have none and hold up no commit.
+    """A record cancels by place or correlation id. Every request has one answer; the cancelling
+    records have none, and hold up no commit.
     """
     add_python_model(tmp_path, HELD_UP)
     settings = make_settings(

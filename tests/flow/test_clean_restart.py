@@ -44,7 +44,7 @@ def settings_of(repository: Path) -> Settings:
 
 
 async def send(log: MemoryLog, count: int) -> None:
-    """So many requests, every fourth for the model behind the gate."""
+    """Send so many requests, every fourth for the model behind the gate."""
     pixels, x = np.zeros((1, 64), np.float32), np.zeros((1, 1), np.float32)
     quick = NewRecord(None, encode_request("application/msgpack", "digits", {"pixels": pixels}))
     gated = NewRecord(None, encode_request("application/msgpack", "gated", {"x": x}))
@@ -119,7 +119,7 @@ async def test_restart_with_long_backlog_repeats_no_answer(
 
 
 async def test_rebalance_with_long_backlog_repeats_no_answer(tmp_path: Path) -> None:
-    """As when a second process joins; what is in flight does not end in time."""
+    """A second process joins while the requests in flight do not end in time."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     await send(log, COUNT)

@@ -59,7 +59,7 @@ def take_interrupts() -> None:
 
 @pytest.mark.timeout(120)
 async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -> None:
-    """With the exit code of a shell's SIGINT."""
+    """The exit code is that of a shell's SIGINT."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "headrace", "bench", "digits", "--rate", "50", "--seconds", "600"),
         cwd=repository.parents[2],
@@ -86,7 +86,7 @@ async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -
 
 
 def test_bench_takes_requests_from_command_line(call: Call, repository: Path) -> None:
-    """In JSON if that is wanted; a request that is refused is an answer as well."""
+    """The option `--json` sends them as JSON; a refused request counts as answered."""
     result = call(
         *("bench", "digits", "--rate", "50", *SHORT, "--json"),
         *("--input", "pixels=[[0.5]]", "--encoding", "json"),
@@ -110,7 +110,7 @@ def test_bench_takes_requests_from_command_line(call: Call, repository: Path) ->
 def test_contradicting_bench_options_are_wrong_usage(
     call: Call, repository: Path, arguments: tuple[str, ...]
 ) -> None:
-    """Told before anything is started."""
+    """The error comes before anything is started."""
     result = call("bench", "digits", *arguments)
 
     assert result.exit_code == Exit.USAGE
@@ -118,7 +118,7 @@ def test_contradicting_bench_options_are_wrong_usage(
 
 
 def test_bench_of_unknown_model_needs_requests(call: Call, repository: Path) -> None:
-    """Without its signature none can be made up."""
+    """No request can be synthesised without the signature."""
     result = call("bench", "other", "--rate", "5", *SHORT)
 
     assert result.exit_code == Exit.USAGE

@@ -37,7 +37,7 @@ def test_infer_command_prints_answer(call: Call, repository: Path, tmp_path: Pat
 def test_infer_command_writes_whole_outputs_to_file(
     call: Call, repository: Path, tmp_path: Path, name: str
 ) -> None:
-    """As arrays by their names, or in the protocol's JSON; nothing is cut, nothing printed."""
+    """The file holds arrays by name, or the protocol's JSON; nothing is cut, nothing printed."""
     np.save(tmp_path / "ones.npy", np.ones((200, 64), np.float32))
     result = call("infer", "digits", "--input", "pixels=@ones.npy", "--output", name)
     assert (result.exit_code, result.stdout) == (Exit.DONE, ""), result.stderr

@@ -62,14 +62,14 @@ def reference() -> Any:
 
 
 def _row(transform: Transform, content: bytes) -> npt.NDArray[np.int32]:
-    """What the transform gives the model."""
+    """Return the input that the transform gives the model."""
     (tensor,) = transform(content, "application/octet-stream")
     assert (tensor.name, tensor.datatype, tensor.shape) == ("bytes", "INT32", [1, 2048])
     return np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
 
 
 def _features(reference: Any, content: bytes) -> list[int]:
-    """What the package itself gives its model."""
+    """Return the input that the package itself gives its model."""
     result, features = reference._get_result_or_features_from_seekable(
         magika.types.Seekable(io.BytesIO(content))
     )

@@ -43,7 +43,7 @@ async def test_demo_without_magika_shows_digits_alone(monkeypatch: pytest.Monkey
 
 
 async def test_demo_files_get_labels_of_magika_package(tmp_path: Path) -> None:
-    """Through topics, transform, batches and back, each label is the package's prediction."""
+    """Each label equals the package's prediction, after topics, transform and batches."""
     reference = pytest.importorskip("magika").Magika()
     model = find_magika()
     assert model is not None

@@ -66,7 +66,7 @@ async def is_committed(log: MemoryLog, expected: int) -> bool:
 
 @FORMS
 async def test_each_request_has_one_visible_answer(settings: Settings, form: Grouping) -> None:
-    """And its offset is committed with it."""
+    """The offset of each request is committed with its answer."""
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, form, QUICK):
@@ -196,7 +196,7 @@ async def test_processes_joining_and_leaving_repeat_no_answer(
 async def test_process_of_other_stage_group_takes_over(
     settings: Settings, first: Grouping, second: Grouping
 ) -> None:
-    """And the first one again: nothing is lost and nothing doubled."""
+    """The other stage group, and then the first one again, lose nothing and repeat nothing."""
     log = await log_for(settings)
     caller = Caller(settings, log)
     for form in (first, second, first):

@@ -68,7 +68,7 @@ async def test_forbidden_reply_topic_fails_only_its_request(tmp_path: Path, hidd
 
 @pytest.mark.parametrize("topic", [Topic.RESPONSES, Topic.DEAD_LETTERS])
 async def test_forbidden_own_topic_ends_process(tmp_path: Path, topic: Topic) -> None:
-    """With one line, the topic's name in it; the request stays unanswered and runs elsewhere."""
+    """One line names the topic; the request stays unanswered and runs elsewhere."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         await create_topics(log, settings)

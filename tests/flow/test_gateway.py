@@ -384,7 +384,7 @@ async def test_trace_context_of_http_caller_reaches_request(repository: Path) ->
 
 
 async def test_every_datatype_survives_http_round_trip(tmp_path: Path) -> None:
-    """In binary, two rows of zeros and ones, or of texts, pass models that change nothing."""
+    """Binary rows of zeros and ones, or of texts, pass models that change nothing."""
     for datatype in DATATYPES:
         add_version(tmp_path, datatype, 1, identity(datatype), "probe = false")
     async with gateway_of(tmp_path) as served:

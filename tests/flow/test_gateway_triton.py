@@ -62,7 +62,7 @@ def call_of(module: Any, datatype: str, binary: bool, coding: str | None) -> dic
 
 
 def expected_of(datatype: str, binary: bool, coding: str | None) -> np.ndarray[Any, Any]:
-    """What both clients return: of BYTES in JSON, texts."""
+    """Return the array that both clients return; BYTES in JSON become texts."""
     values = values_of(datatype)
     if datatype == "BYTES" and not binary:
         return np.array([[each.decode() for each in row] for row in values], dtype=object)
@@ -86,7 +86,7 @@ def ask_for_all(url: str) -> None:
 
 
 async def test_tritonclient_blocking_gets_every_datatype_back(repository: Path) -> None:
-    """In binary and in JSON, compressed and not; errors come with their sentence."""
+    """Binary and JSON, compressed and not, give every datatype back; errors carry their message."""
     async with gateway_of(repository) as served:
         await asyncio.to_thread(ask_for_all, served.url)
 

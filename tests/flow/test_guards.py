@@ -197,7 +197,7 @@ def copies(work: Callable[[], Any]) -> float:
 
 @pytest.fixture
 def requests(tmp_path: Path) -> list[Request]:
-    """Of a MiB each, read and bound."""
+    """Return requests of a MiB each, read and bound."""
     return read_all(tmp_path)()
 
 

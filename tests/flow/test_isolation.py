@@ -105,7 +105,7 @@ def spoiled(choice: np.random.Generator, name: str, value: float, rows: int = 1)
 
 
 def poisons(choice: np.random.Generator) -> Iterator[Case]:
-    """One of each kind."""
+    """Return one poison request of each kind."""
     failed = Code.MODEL_FAILED
     yield Case("encoder", spoiled(choice, "input_ids", VOCABULARY + 7), failed)
     yield Case("encoder", spoiled(choice, "shift", np.nan, rows=2), failed)
@@ -161,7 +161,7 @@ async def send(log: MemoryLog, asked: list[Case]) -> None:
 
 
 async def answers(log: MemoryLog, settings: Settings, asked: list[Case]) -> dict[int, Told]:
-    """What is answered to each of them, by number."""
+    """Return the answers by request number."""
     topics = [TopicPartition("headrace.responses", number) for number in range(PARTITIONS)]
     async with log.reader(topics) as reader, serving(settings, log, [STAGES]):
         records = await read(reader, len(asked))

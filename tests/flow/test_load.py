@@ -29,7 +29,7 @@ class Answering:
         self._twice = twice
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Answer requests until cancelled."""
         partitions = [TopicPartition("requests", number) for number in range(2)]
         async with self._log.reader(partitions) as reader, self._log.producer() as producer:
             for partition in partitions:
@@ -92,7 +92,7 @@ async def test_load_counts_stall_in_latency_of_every_due_request() -> None:
 
 
 async def test_load_waits_for_missing_answer_and_reports_it() -> None:
-    """Up to the time that was given for that."""
+    """The load waits up to the given time, and then counts the request as unanswered."""
     async with answering(drop=0) as (log, _):
         plan = PLAN._replace(wait_s=0.1)
         measured = await Load(log, plan, [LoadRequest(b"")]).open_loop(300.0)
@@ -101,7 +101,7 @@ async def test_load_waits_for_missing_answer_and_reports_it() -> None:
 
 
 async def test_closed_load_keeps_constant_number_in_flight() -> None:
-    """Never more, and as many as that again and again."""
+    """A closed loop never sends more than its number, and sends again for each answer."""
     async with answering() as (log, answers):
         answers.open.clear()
         load = Load(log, PLAN, [LoadRequest(b"")])
@@ -117,7 +117,7 @@ async def test_closed_load_keeps_constant_number_in_flight() -> None:
 
 
 async def test_invalid_loads_are_refused() -> None:
-    """Nothing to send, nothing under way."""
+    """A load without requests, or with none in flight, is refused."""
     async with answering() as (log, _):
         with pytest.raises(ValueError, match="at least one"):
             Load(log, PLAN, [])

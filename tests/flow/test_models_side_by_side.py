@@ -56,7 +56,7 @@ SEEN = 12
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """What is started meanwhile has one core between all of it."""
+    """Restrict everything started in the context to one core."""
     affinity = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(affinity)})
     yield
@@ -66,7 +66,7 @@ def one_core() -> Iterator[None]:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are Linux's to give")
 @pytest.mark.usefixtures("one_core")
 async def test_flooded_models_get_equal_shares_of_core(tmp_path: Path) -> None:
-    """By the work that is done, not by runs: long runs get no more than short ones."""
+    """Shares count computing time and not runs: long runs get no more than short ones."""
     for name in WORK:
         add_version(tmp_path, name, 1, slow(), "intra_op_threads = 1")
     settings = settings_of(tmp_path)

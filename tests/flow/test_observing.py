@@ -203,7 +203,7 @@ async def test_status_shows_whole_process(settings: Settings) -> None:
 
 @pytest.mark.usefixtures("_logging")
 async def test_failed_request_is_among_last_errors(settings: Settings) -> None:
-    """With its identity and its trace."""
+    """The entry has the request's identity and its trace."""
     async with serving(settings) as served:
         with pytest.raises(InferenceError):
             await served.client.infer("digits", {"pixels": np.ones((1, 63), np.float32)})
@@ -219,7 +219,7 @@ async def test_failed_request_is_among_last_errors(settings: Settings) -> None:
 async def test_process_without_broker_is_live_and_not_ready(
     settings: Settings,
 ) -> None:
-    """For as long as it is away, and from the stated silence on."""
+    """The process is not ready from the stated silence on, until the broker is back."""
     tuning = replace(TUNING, runtime=replace(TUNING.runtime, broker_silence_s=1.0))
     async with serving(settings, tuning) as served:
         assert (await served.get("/health/ready"))[0] == 200
@@ -234,7 +234,9 @@ async def test_process_without_broker_is_live_and_not_ready(
 
 
 async def test_process_with_hung_model_is_not_live(settings: Settings) -> None:
-    """Once the run is older than it may be, with the grace for its cancelling; then it recovers."""
+    """The process is not live once the run exceeds its limit and the grace for cancelling; then it
+    recovers.
+    """
     executor = replace(TUNING.executor, watchdog_grace_s=0.3, cancel_grace_s=3600.0)
     tuning = replace(TUNING, executor=executor)
     repository = settings.models.repository

@@ -95,7 +95,7 @@ class Model:
 
 
 class Served(dict[str, Any]):
-    """What came of requests: answers or refusals by the request's id, and the verdict before."""
+    """Answers or refusals by the request's id, and the verdict before them."""
 
     verdict: Batching | None = None
 

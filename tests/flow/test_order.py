@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def settings(tmp_path: Path, guarantee: str, order: str) -> Settings:
-    """With a model that fails on some values, so that its batches are halved."""
+    """Return settings with a model that fails on some values, so that its batches are halved."""
     add_version(tmp_path, "embedding", 1, embedding())
     return make_settings(
         {
@@ -42,7 +42,9 @@ def settings(tmp_path: Path, guarantee: str, order: str) -> Settings:
 
 
 async def test_answers_in_order_do_not_overtake(settings: Settings, form: Grouping) -> None:
-    """What is refused or late ends at once, and a failed batch runs in halves."""
+    """Refused and late requests end at once, and a failed batch runs in halves; answers stay in
+    order.
+    """
     log = await log_for(settings)
     caller = Mixed(settings, log)
     async with serving(settings, log, form, QUICK):
@@ -55,7 +57,7 @@ async def test_answers_in_order_do_not_overtake(settings: Settings, form: Groupi
 async def test_answers_in_order_do_not_overtake_during_rebalance(
     settings: Settings, form: Grouping
 ) -> None:
-    """Another process comes and goes, under load."""
+    """Another process joins and leaves under load."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
     async with serving(settings, log, form, QUICK):
@@ -72,7 +74,7 @@ async def test_answers_in_order_do_not_overtake_during_rebalance(
 async def test_answers_in_order_do_not_overtake_after_process_dies(
     settings: Settings, form: Grouping
 ) -> None:
-    """Whoever follows goes on in order, from what is committed."""
+    """The next owner continues in order from the committed offsets."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
     dying = [
@@ -94,7 +96,7 @@ async def test_answers_in_order_do_not_overtake_after_process_dies(
 async def test_answers_in_order_do_not_overtake_after_failed_commit_or_send(
     settings: Settings, form: Grouping
 ) -> None:
-    """What is tried again goes before what comes after it."""
+    """Answers that are retried precede later ones."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
     async with serving(settings, log, form, QUICK):

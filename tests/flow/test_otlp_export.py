@@ -38,14 +38,14 @@ NAMES = [
 
 
 class Received:
-    """What came, and what it was sent with."""
+    """Spans that came, and the headers that they were sent with."""
 
     def __init__(self) -> None:
         self.requests: list[bytes] = []
         self.headers: dict[str, str] = {}
 
     def names(self) -> list[str]:
-        """Those of the spans, in their order."""
+        """Return the names of the spans, in their order."""
         return [
             span.name
             for body in self.requests

@@ -32,7 +32,7 @@ X = {"x": np.ones((1, 1), np.float32)}
 
 
 def settings_of(repository: Path) -> Settings:
-    """With a model whose every run takes the same time, whatever is in it."""
+    """Return settings with a model whose every run takes the same time."""
     add_python_model(repository, f"time.sleep({RUN_S})", config=f"max_batch_size = {BATCH_ROWS}")
     return make_settings({"models": {"repository": str(repository)}})
 
@@ -77,8 +77,8 @@ async def outcome(client: Client, timeout_s: float, tenant: str = "") -> Inferen
 
 
 async def test_overload_is_answered_early_and_capacity_is_used(tmp_path: Path) -> None:
-    """Of twice as much as can be done in a second the rest is told when to come again. Batches
-    stay full, and hardly a row is run in vain.
+    """At twice the capacity the surplus is refused with a time to retry. Batches stay full, and
+    hardly a row is run in vain.
     """
     async with serving(tmp_path) as served:
         runs, rows = served.runs(), served.rows()

@@ -46,7 +46,7 @@ class Hosts:
         self.serving: dict[int, asyncio.Task[None]] = {}
 
     async def live(self, place: int, stages: tuple[Stage, ...]) -> None:
-        """One pipeline after the other."""
+        """Run one pipeline after the other."""
         while not self.stop.requested.is_set():
             pipeline = Pipeline(self._settings, self._log, stages)
             self.serving[place] = asyncio.create_task(pipeline.run(self.stop), name="pipeline")

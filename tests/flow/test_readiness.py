@@ -21,7 +21,7 @@ from tests.support.python_models import add_python_model
 
 
 async def test_process_without_answers_for_too_long_is_not_ready(tmp_path: Path) -> None:
-    """Until it does: the reason says how many records wait."""
+    """The reason says how many records wait; an answer makes the process ready again."""
     add_python_model(tmp_path, "self.cancelled.wait(4)")
     settings = make_settings(
         {"models": {"repository": str(tmp_path)}, "limits": {"max_unanswered_s": 0.5}}
@@ -43,7 +43,7 @@ async def test_process_without_answers_for_too_long_is_not_ready(tmp_path: Path)
 
 
 def test_process_that_cannot_take_up_partitions_is_not_ready() -> None:
-    """After as long as an answer may take; a limit of 0 is none."""
+    """The process is unready after the time that an answer may take; a limit of 0 is none."""
     reasons = []
     for limit_s in (60.0, 120.0, 0.0):
         state = ProcessState([], Health(), Metrics(CollectorRegistry()), list, limit_s)
@@ -60,7 +60,7 @@ def test_process_that_cannot_take_up_partitions_is_not_ready() -> None:
 
 
 def source_snapshot(assigning_s: float) -> SourceSnapshot:
-    """Of a source that has nothing to do."""
+    """Return the snapshot of a source that has nothing to do."""
     commit = CommitSnapshot(True, 0.0, 0, "")
     idle = SourceSnapshot("requests", "group", 0.0, 0, 0, 1000, "", 0.0, 0, None, None, commit, ())
     return idle._replace(assigning_s=assigning_s)

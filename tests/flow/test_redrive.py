@@ -36,7 +36,7 @@ from tests.support.logs import RecordingListener, polling, read, write_to
 async def test_redriven_letter_is_answered_on_its_reply_topic(
     tmp_path: Path,
 ) -> None:
-    """After the limit is raised: same reply topic, same correlation id, the caller's headers."""
+    """After the limit is raised the answer has the same reply topic, correlation id and headers."""
     strict = serving(tmp_path, "headrace", STRICT_BYTES)
     async with MemoryLog() as log:
         await create_topics(log, strict)
@@ -93,7 +93,7 @@ async def test_redrive_sends_selected_letters_and_leaves_rest(tmp_path: Path) ->
 
 
 async def test_limited_redrive_leaves_rest_for_next_one(tmp_path: Path) -> None:
-    """Which sends each of them once."""
+    """The next redrive sends each of the rest once."""
     settings = serving(tmp_path, "headrace", 4096)
     parts: list[float] = []
     async with MemoryLog() as log:
@@ -123,7 +123,7 @@ async def test_redrive_dry_run_sends_and_commits_nothing(tmp_path: Path) -> None
 
 
 async def test_discarded_letter_is_never_sent(tmp_path: Path) -> None:
-    """It counts as done."""
+    """A discarded letter counts as redriven."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         await _letters(log, tmp_path, letter_headers("t", 1, 5))
@@ -155,7 +155,7 @@ async def test_redrive_transform_changes_letters_or_leaves_them(tmp_path: Path) 
 
 
 async def test_redriven_letter_that_fails_again_counts_attempts(tmp_path: Path) -> None:
-    """And goes on naming the request that failed first."""
+    """The new dead letter counts its attempts and still names the first request."""
     strict = serving(tmp_path, "headrace", STRICT_BYTES)
     async with MemoryLog() as log:
         await create_topics(log, strict)
@@ -195,7 +195,7 @@ async def test_redrive_after_killed_run_sends_no_letter_twice(tmp_path: Path) ->
 
 
 async def test_two_redrives_at_once_are_refused(tmp_path: Path) -> None:
-    """Whoever does not have every partition sends nothing."""
+    """A redrive that does not get every partition sends nothing."""
     settings = serving(tmp_path, "headrace", 4096)
     listener = RecordingListener()
     async with MemoryLog() as log:
@@ -209,7 +209,7 @@ async def test_two_redrives_at_once_are_refused(tmp_path: Path) -> None:
 
 
 async def test_redrive_to_missing_topic_names_topic(tmp_path: Path) -> None:
-    """Before anything is joined or sent."""
+    """The error comes before anything is joined or sent."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         with pytest.raises(ConfigurationError, match=r"headrace\.dead-letters: does not exist"):

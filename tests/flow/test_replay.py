@@ -43,7 +43,7 @@ def unwatched(recording: Recording) -> Advanced:
 
 
 async def read(log: MemoryLog, topic: str, selection: Selection | None = None) -> list[Record]:
-    """What a selection of a topic has."""
+    """Return the records of a topic that a selection keeps."""
     async with open_topic(log, topic, selection or Selection()) as recording:
         return [record async for record in recording]
 
@@ -74,7 +74,7 @@ async def test_recording_ends_at_end_behind_gap(log: MemoryLog) -> None:
 async def test_recording_pauses_partitions_far_ahead(
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With little room to wait in, all records come nevertheless, in order."""
+    """All records come in order although little room is left for waiting ones."""
     monkeypatch.setattr(topic_recording, "AHEAD_BYTES", 30_000)
     monkeypatch.setattr(topic_recording, "LEAST_AHEAD_BYTES", 1)
     monkeypatch.setattr(topic_recording, "POLL_RECORDS", 20)

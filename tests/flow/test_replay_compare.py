@@ -89,7 +89,7 @@ def test_comparing_finds_weight_changed_by_one_percent(
 def test_comparing_finds_swapped_labels(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
-    """In the labels, in the scores, and in which score is the largest."""
+    """Labels, scores and the index of the largest score are found to differ."""
     candidate = plant(tmp_path / "candidate", output_weight=swapped, output_bias=swapped)
 
     result, found = _run(call, recording, "--models", current, "--candidate", candidate)
@@ -106,7 +106,7 @@ def test_comparing_finds_swapped_labels(
 def test_comparing_finds_slower_candidate(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
-    """By the ratio of medians, while its outputs are the same."""
+    """The ratio of medians fails although the outputs are the same."""
     candidate = slowed(tmp_path / "candidate", 0.02)
     sides = ("--models", current, "--candidate", candidate)
 
@@ -123,7 +123,7 @@ def test_comparing_finds_slower_candidate(
 def test_command_of_worst_request_replays_only_that_request(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
-    """As it stands in the report: one request, the same difference."""
+    """The command in the report replays one request and finds the same difference."""
     candidate = plant(tmp_path / "candidate", output_weight=swapped, output_bias=swapped)
     _, found = _run(call, recording, "--models", current, "--candidate", candidate)
     worst = found["worst"][0]
@@ -139,7 +139,7 @@ def test_command_of_worst_request_replays_only_that_request(
 def test_candidate_without_model_ends_with_usage_error(
     call: Call, tmp_path: Path, current: Path
 ) -> None:
-    """At the first request, with the side and its answer, instead of a verdict on nothing."""
+    """The first request ends the comparison with the side and its answer, and no verdict."""
     recording = capture(tmp_path / "few.capture", digit_requests(4))
     other = plant(tmp_path / "other")
     (other / "digits").rename(other / "numbers")
@@ -250,7 +250,7 @@ def test_comparing_uses_thresholds_of_options(
 
 
 def _recorded_answers(tmp_path: Path, repository: Path) -> Path:
-    """What the digits of a repository answer to `digit_requests`, as a capture file."""
+    """Write the answers of a repository to `digit_requests` as a capture file."""
     session = onnxruntime.InferenceSession(repository / "digits" / "1" / "model.onnx")
     answers = []
     for number, request in enumerate(digit_requests(20)):
@@ -313,7 +313,7 @@ def test_comparing_reports_request_without_recorded_answer(
 def test_compare_report_needs_no_other_file(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
-    """Well-formed, with plots, and it names nothing outside of itself."""
+    """The report is well-formed, has plots, and names no outside resource."""
     candidate = plant(tmp_path / "candidate", output_weight=swapped, output_bias=swapped)
     page = tmp_path / "report.html"
 

@@ -1,4 +1,4 @@
-"""However the stages are put into processes: every request gets its one right answer."""
+"""Stages grouped into processes in every way give every request its one correct answer."""
 
 from __future__ import annotations
 

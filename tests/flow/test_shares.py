@@ -165,5 +165,5 @@ async def count_answers(settings: Settings, log: MemoryLog) -> int:
 
 
 def partitions_of(settings: Settings, topic: Topic) -> list[TopicPartition]:
-    """All of a topic's."""
+    """Return all partitions of a topic."""
     return [TopicPartition(settings.topic(topic), number) for number in range(PARTITIONS)]

@@ -56,7 +56,7 @@ GROUPINGS: list[Grouping] = [
 async def test_record_that_ends_its_process_becomes_dead_letter(
     tmp_path: Path, grouping: Grouping, delivery: dict[str, str]
 ) -> None:
-    """Among a thousand it is found within nine restarts, and all others are answered rightly."""
+    """The record is found among a thousand within nine restarts; all others are answered."""
     add_dying_model(tmp_path)
     settings = make_settings(
         {

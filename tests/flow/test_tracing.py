@@ -85,14 +85,14 @@ def _of(
 
 @pytest.fixture(params=[TOGETHER, THREE, APART], ids=["together", "three", "apart"])
 def shape(request: pytest.FixtureRequest) -> Iterator[Shape]:
-    """Which stages share a process."""
+    """Return the stages that share a process."""
     return request.param  # type: ignore[no-any-return]  # a fixture's parameter is anything
 
 
 async def test_trace_of_request_spans_all_stages_to_answer(
     settings: Settings, shape: Shape
 ) -> None:
-    """Forty callers with traces of their own: each path is in order, and ends in the answer."""
+    """Forty callers have traces of their own: each path is in order and ends in the answer."""
     with tracing_spans(settings) as (tracing, spans):
         async with _served(settings, shape, tracing) as client:
             answers = await asyncio.gather(*[_ask(client, each.header()) for each in CALLERS])
@@ -152,7 +152,7 @@ async def _double(client: Client, caller: CallerSpan, value: float) -> object:
 
 
 async def test_bisected_batch_trace_shows_faulty_request(settings: Settings) -> None:
-    """Eight run together and fail; the one at fault ends in an error after runs of 8, 4, 2, 1."""
+    """A failing batch of eight is run as 8, 4, 2 and 1; the faulty request's span has the error."""
     add_python_model(
         settings.models.repository,
         "if (x == 13).any(): raise ValueError('thirteen')",

@@ -38,7 +38,7 @@ def request(number: int) -> NewRecord:
 
 
 def status(record: Record) -> str:
-    """What an answer says."""
+    """Return the status of an answer."""
     return (dict(record.headers)["x-status"] or b"").decode()
 
 
@@ -126,7 +126,7 @@ async def test_topic_with_unreadable_records_is_replayed_without_them(tmp_path: 
 
 
 async def test_dead_letters_beside_unreadable_one_are_listed(tmp_path: Path) -> None:
-    """And what cannot be read is reported."""
+    """The list reports the unreadable record."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     await write_to(log, DEAD_LETTERS, NewRecord(b"k", b"1", [(NAME, b"x")]))

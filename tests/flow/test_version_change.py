@@ -57,7 +57,7 @@ async def load(caller: Caller) -> AsyncIterator[None]:
 
 
 async def answered_more(caller: Caller, requests: int) -> None:
-    """So many requests that are sent from now on are answered."""
+    """Wait until so many requests, sent from now on, are answered."""
     wanted = caller.sent + requests
     await eventually(lambda: caller.answered() >= wanted, what=f"{wanted} answers")
 
@@ -85,7 +85,7 @@ def serves_second(pipeline: Pipeline) -> bool:
 async def test_requests_without_version_are_answered_during_version_change(
     tmp_path: Path, order: Sequence[Stage], keep_replaced_s: float
 ) -> None:
-    """In every order of the processes, and whether or not the replaced version is still there."""
+    """Processes reload in any order, with the replaced version still present or removed."""
     settings = keeping(settings_of(tmp_path), keep_replaced_s)
     log = await log_for(settings)
     caller = Caller(settings, log)

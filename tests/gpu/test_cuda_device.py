@@ -26,7 +26,7 @@ def fill(block: Block, value: int) -> None:
 
 
 def test_bytes_survive_device_copy(cuda: CudaDevice) -> None:
-    """In, across and out, each ordered after the one before by an event."""
+    """Copies in, across and out are each ordered after the previous one by an event."""
     host, back = (cuda.host_block(name, 1000) for name in ("host", "back"))
     first, second = (cuda.device_block(name, 1000) for name in ("first", "second"))
     streams = [cuda.stream(name) for name in ("in", "across", "out")]
@@ -104,7 +104,7 @@ def test_widening_kernel_gives_expected_bits(cuda: CudaDevice, name: str) -> Non
 
 
 def test_cuda_device_reports_memory(cuda: CudaDevice) -> None:
-    """What we take is less for others."""
+    """Memory taken here is subtracted from what is free."""
     before = cuda.memory()
     block = cuda.device_block("large", SIZE_BYTES)
     after = cuda.memory()
@@ -113,6 +113,6 @@ def test_cuda_device_reports_memory(cuda: CudaDevice) -> None:
 
 
 def test_missing_cuda_device_is_refused(cuda: CudaDevice) -> None:
-    """With how many there are."""
+    """The error says how many devices there are."""
     with pytest.raises(ConfigurationError, match="cuda:99: expected a GPU of this number, got"):
         CudaDevice(99)

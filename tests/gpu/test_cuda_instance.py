@@ -57,18 +57,20 @@ def instance(request: pytest.FixtureRequest, tmp_path: Path, cuda: CudaDevice) -
 
 
 def photos(values: Sequence[int]) -> list[Request]:
-    """One row for each value."""
+    """Return one row for each value."""
     return [make_request(inputs={"pixels": np.full((1, 64), value, np.uint8)}) for value in values]
 
 
 def scores(values: Sequence[int]) -> NDArray[Any]:
-    """What the model makes of them; small whole numbers, which every precision has."""
+    """Return the model's outputs; small whole numbers, which every precision represents."""
     return np.outer(64 * np.array(values), np.arange(10)).astype(np.float32)
 
 
 @pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
 async def test_cuda_outputs_belong_to_their_rows(instance: DeviceInstance, rows: int) -> None:
-    """For every number of rows, those that are padded included, and again with other values."""
+    """Every number of rows, padded ones included, gives its own outputs, and again with other
+    values.
+    """
     async with instance:
         for first in (0, 10, 20):
             values = range(first, first + rows)
@@ -92,7 +94,7 @@ async def test_overlapping_cuda_batches_keep_their_outputs(instance: DeviceInsta
 
 
 async def test_cuda_instance_reports_device_memory(instance: DeviceInstance) -> None:
-    """For the metrics."""
+    """The metrics get the memory of the device."""
     async with instance:
         assert instance.memory is not None
         assert 0 < instance.memory.free_bytes < instance.memory.total_bytes

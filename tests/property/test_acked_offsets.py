@@ -66,7 +66,7 @@ def answered_offsets(progress: AckedOffsets, stop: int) -> set[int]:
 
 @given(partitions(), st.data())
 def test_base_never_passes_unanswered_offset(partition: Partition, data: st.DataObject) -> None:
-    """After any answers, in any order, with repeats: the base stops at the first one missing."""
+    """Answers in any order, with repeats, leave the base at the first one missing."""
     covers = data.draw(st.lists(st.sampled_from(partition.covers())))
     progress = AckedOffsets(partition.base)
 
@@ -84,7 +84,7 @@ def test_base_never_passes_unanswered_offset(partition: Partition, data: st.Data
 def test_base_is_behind_last_record_when_all_are_answered(
     partition: Partition, data: st.DataObject
 ) -> None:
-    """Whatever the order, gaps close and nothing is left above the base."""
+    """Answers in any order close all gaps, and leave nothing above the base."""
     progress = AckedOffsets(partition.base)
 
     for previous, offset in data.draw(st.permutations(partition.covers())):
@@ -121,7 +121,7 @@ def test_answers_of_several_epochs_add_up(partition: Partition, data: st.DataObj
     st.lists(st.tuples(st.integers(-1, 150), st.integers(1, 20)), max_size=40),
 )
 def test_acked_ranges_equal_set_of_offsets(base: int, intervals: list[tuple[int, int]]) -> None:
-    """Overlapping, touching, nested: the ranges are those of the set of all offsets covered."""
+    """Overlapping, touching and nested ranges equal the set of the offsets they cover."""
     progress = AckedOffsets(base)
     expected = set(range(base))
 
@@ -138,7 +138,7 @@ def test_acked_ranges_equal_set_of_offsets(base: int, intervals: list[tuple[int,
 def test_truncation_forgets_answered_offsets_above(
     known: tuple[int, list[Range]], end: int
 ) -> None:
-    """And nothing below."""
+    """Truncation keeps the answered offsets below."""
     progress = AckedOffsets(*known)
     answered = [offset for offset in range(1000) if offset in progress]
 
@@ -182,7 +182,7 @@ def test_ranges_beyond_metadata_limit_are_cut_from_above(
 @pytest.mark.parametrize("step", [2, 3, 1000, 10**9])
 @pytest.mark.parametrize("count", [1_000, 20_000, 200_000])
 def test_acked_ranges_fill_commit_metadata(step: int, count: int) -> None:
-    """As many ranges are kept as the better of the two forms can hold."""
+    """The metadata keeps as many ranges as the better of its two forms can hold."""
     ranges = [(start, start + 1) for start in range(step, step * count, step)]
 
     text = encode_ranges(0, ranges)

@@ -46,7 +46,7 @@ class Sent(NamedTuple):
     revoked: bool = False
 
     def code(self, poisons: set[int]) -> Code | None:
-        """What it has to end with; None: with its outputs."""
+        """Error code that the request has to end with; None for outputs."""
         if self.deadline_ms == LATE_MS:
             return Code.DEADLINE_EXCEEDED
         if self.revoked:
@@ -77,7 +77,7 @@ class Arrivals:
 
 
 async def answered(repository: Path, chunks: list[list[Request]]) -> list[Request]:
-    """What comes out at the end, in the order in which it does."""
+    """Return the requests that come out at the end, in that order."""
     clock = StillClock()
     instruments = make_instruments(clock)
     models = Models(settings_for(repository), executes=True)
@@ -130,13 +130,13 @@ def check(repository: Path, chunks: list[list[Sent]], row: Any, poisons: set[int
 
 
 def doubled(values: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
-    """Of the model in Python."""
+    """Return inputs of the model in Python, and the expected outputs."""
     x = np.array(values, np.float32).reshape(-1, 1)
     return {"x": x}, x * 2
 
 
 def looked_up(values: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
-    """Of the embedding in ONNX."""
+    """Return inputs of the embedding in ONNX, and the expected outputs."""
     index = np.array(values, np.int64).reshape(-1, 1)
     table = np.arange(TABLE_ROWS * 4, dtype=np.float32).reshape(TABLE_ROWS, 4)
     return {"index": index}, table[np.minimum(index, TABLE_ROWS - 1)]
@@ -184,5 +184,5 @@ def test_batched_runs_end_each_request_once_with_its_own_rows(
 @FEW
 @given(chunks=st.lists(st.lists(requests([0, 1, 5, 7, 7, 99]), max_size=8), max_size=5))
 def test_batched_onnx_runs_equal_single_runs(in_onnx: Path, chunks: list[list[Sent]]) -> None:
-    """Gathered into blocks that are used again and again, with poison among them."""
+    """Batches gathered into reused blocks, with poison among them, equal single runs."""
     check(in_onnx, chunks, looked_up, {99})

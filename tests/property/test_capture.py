@@ -28,7 +28,7 @@ records = st.builds(
 @settings(max_examples=50)
 @given(written=st.lists(records, max_size=20), frame_bytes=st.integers(1, 2000))
 def test_captured_records_survive_round_trip(written: list[Record], frame_bytes: int) -> None:
-    """Whatever the size of the frames."""
+    """Records survive frames of any size."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "capture")
         with CaptureWriter(path, "any", frame_bytes=frame_bytes) as writer:

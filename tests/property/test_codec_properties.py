@@ -1,4 +1,4 @@
-"""What holds for all tensors, and for all bytes."""
+"""Properties of the codec for all tensors, and for all bytes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def tensors_of(value: bytes, content_type: str) -> dict[str, NDArray[Any]]:
 
 @given(arrays())
 def test_array_survives_its_bytes(array: NDArray[Any]) -> None:
-    """Bit by bit, for every datatype and shape."""
+    """Arrays of every datatype and shape come back bit by bit."""
     tensor = from_array("x", array)
 
     back = to_array(tensor)
@@ -114,7 +114,7 @@ def test_array_view_has_bytes_of_its_copy(array: NDArray[Any], data: Any) -> Non
 
 @given(arrays().filter(lambda array: array.ndim > 0), st.data())
 def test_split_tensors_equal_rows_of_batch(array: NDArray[Any], data: Any) -> None:
-    """However a batch is shared out, everyone gets the rows that are theirs."""
+    """A batch split in any way gives each request its own rows."""
     counts: list[int] = []
     while (left := array.shape[0] - sum(counts)) and len(counts) < 4:
         counts.append(data.draw(st.integers(1, left)))
@@ -133,7 +133,7 @@ def test_split_tensors_equal_rows_of_batch(array: NDArray[Any], data: Any) -> No
 @relaxed
 @given(CONTENT_TYPES, st.lists(arrays(), min_size=1, max_size=3))
 def test_request_survives_encoding(content_type: str, given_arrays: list[NDArray[Any]]) -> None:
-    """In both forms, for all datatypes together."""
+    """A request of all datatypes comes back from MessagePack and from JSON."""
     inputs = {f"x{number}": array for number, array in enumerate(given_arrays)}
 
     read = tensors_of(encode_request(content_type, "m", inputs), content_type)
@@ -145,7 +145,7 @@ def test_request_survives_encoding(content_type: str, given_arrays: list[NDArray
 
 @given(arrays(tuple(set(DATATYPES) - {"BYTES"})))
 def test_nested_json_equals_flat_json(array: NDArray[Any]) -> None:
-    """Where the shape has more than one dimension, and elements."""
+    """Nested data gives the tensor of flat data, for several dimensions and elements."""
     flat = json.loads(encode_request(JSON, "m", {"x": array}))
     tensor = flat["inputs"][0]
     shaped = np.array(tensor["data"], dtype=object).reshape(array.shape).tolist()
@@ -171,7 +171,9 @@ def test_response_survives_encoding(content_type: str, array: NDArray[Any]) -> N
 
 @given(arrays(), st.booleans())
 def test_tensors_survive_wire(array: NDArray[Any], inside: bool) -> None:
-    """As places in the value and as bytes of their own; in items, batches and results."""
+    """Tensors survive as places in the value and as bytes of their own, in items, batches and
+    results.
+    """
     tensor = from_array("x", array)
     value = b"before" + bytes(tensor.data) + b"after"
     if inside:
@@ -285,7 +287,7 @@ def cost(value: bytes, content_type: str) -> tuple[int, int]:
 def test_arbitrary_value_is_decoded_or_refused_within_memory(
     content_type: str, value: bytes
 ) -> None:
-    """Whatever comes is a sound request, or is refused."""
+    """Any bytes are a sound request or are refused, within a bound of memory."""
     size, peak = cost(value, content_type)
 
     assert size <= 8 * len(value)
@@ -326,7 +328,7 @@ HEADER_VALUES = st.none() | st.binary(max_size=600) | st.integers().map(lambda n
 def test_arbitrary_headers_make_envelope(
     headers: list[tuple[str, bytes | None]], timestamp_ms: int, default_timeout_ms: int
 ) -> None:
-    """What is wrong is said in the envelope, and its fields keep their types."""
+    """Any headers make an envelope that names its faults; its fields keep their types."""
     envelope = parse_envelope(headers, timestamp_ms, default_timeout_ms)
 
     assert envelope.fault is None or envelope.fault.startswith("header ")

@@ -45,7 +45,7 @@ def values(draw: st.DrawFn) -> bytes:
 
 
 class Version:
-    """As much of a model's version as matters here."""
+    """The part of a model's version that decoding reads."""
 
     name, version = "model", "1"
 
@@ -55,7 +55,7 @@ class Version:
 
 
 def plainly(value: bytes, version: Version) -> Any:
-    """What a request says, by decoding it; or its refusal's text."""
+    """Return the request that decoding gives, or the text of its refusal."""
     try:
         message = decode_request(value, Envelope(), LIMITS)
         bound = version.bind(message.inputs, message.outputs)
@@ -86,7 +86,7 @@ def by_layout(value: bytes, layouts: DecodeCache, version: Version) -> Any:
 
 
 def bound_by_template(value: bytes, template: DecodeTemplate) -> Bound:
-    """What ingest makes of a value whose layout is bound."""
+    """Return what ingest makes of a value whose layout is bound."""
     content = memoryview(value)[template.start : template.stop]
     return Bound(
         (Tensor(template.name, template.datatype, template.shape, content),), *template.bound
@@ -100,7 +100,7 @@ def told(bound: Any) -> Any:
 
 @given(st.lists(values(), min_size=2, max_size=20), st.booleans())
 def test_decoding_by_layout_equals_decoding_without(requests: list[bytes], finite: bool) -> None:
-    """In any order, with values alike and unlike, checked by shape alone or by content."""
+    """Values alike and unlike, in any order, decode the same with a layout and without."""
     version = Version(finite=finite)
     layouts = DecodeCache()
 

@@ -21,7 +21,7 @@ from tests.support.work import NOW_US, Limits, make_request, receipt_of
 
 
 def learned(us_of: dict[int, int]) -> Latency:
-    """What runs of the shapes below take, by rows."""
+    """Return the run times of the shapes below, by rows."""
     latency = Latency()
     for shape_class in ((), (1,), (2, 3)):
         for rows, us in us_of.items():
@@ -38,7 +38,7 @@ MODELS = {
 
 
 class Kind(NamedTuple):
-    """What a generated request is like."""
+    """The attributes of a generated request."""
 
     key: tuple[str, str]
     shape_class: tuple[int, ...]
@@ -92,7 +92,7 @@ def made(kind: Kind, now_us: int) -> Request:
 
 
 def limits_of(name: str, version: str) -> Limits:
-    """As the registry answers."""
+    """Return the limits, as the registry does."""
     limits = MODELS.get((name, version))
     if limits is None:
         raise Rejected(Code.UNKNOWN_MODEL, f"{name}/{version}: there is none")
@@ -235,7 +235,7 @@ def formed(requests: Iterable[Request], limits: Limits, now_us: int = NOW_US) ->
 
 @given(st.lists(st.integers(1, 9), max_size=30))
 def test_batch_keeps_row_limit_and_whole_requests(rows: list[int]) -> None:
-    """In order of arrival; a batch closes before the request that would pass its limit."""
+    """Requests leave in order of arrival; a batch closes before one that would pass its limit."""
     batches = formed([make_request(rows=number) for number in rows], Limits(max_batch_size=4))
 
     assert [one.rows for batch in batches for one in batch.requests] == rows
@@ -365,7 +365,7 @@ def told(forming: DynamicBatcher, places: dict[int, int]) -> list[object]:
 def test_chunk_and_single_arrivals_form_equal_batches(
     chunks: list[list[Kind]], paced: bool
 ) -> None:
-    """Which batches come of them, and which requests end, is the same."""
+    """The same batches are formed, and the same requests end, either way."""
     found = []
     for together in (True, False):
         forming = DynamicBatcher(limits_of, "test")

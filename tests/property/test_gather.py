@@ -71,7 +71,7 @@ def outputs_of(request: Request) -> dict[str, tuple[tuple[int, ...], bytes]]:
 @settings(deadline=None)
 @given(data=st.data())
 def test_batched_outputs_equal_single_outputs(datatype: str, data: st.DataObject) -> None:
-    """Whatever the datatype and the numbers of rows, to the bit."""
+    """Outputs equal those of single runs to the bit, for any datatype and numbers of rows."""
     requests = data.draw(batches(datatype))
     signature = signature_of(datatype)
     alone = []
@@ -91,7 +91,7 @@ def test_batched_outputs_equal_single_outputs(datatype: str, data: st.DataObject
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # arrays are slow to draw
 @given(data=st.data())
 def test_host_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataObject) -> None:
-    """To the bit, one batch after another, whatever was there before."""
+    """Successive batches in a reused block equal, to the bit, batches in new memory."""
     signature = signature_of(datatype)
     block = HostBlock(signature, rows=4, limit_bytes=65536)
     for requests in data.draw(st.lists(batches(datatype), min_size=1, max_size=4)):
@@ -107,7 +107,7 @@ def test_host_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataOb
 @settings(deadline=None)
 @given(batches("FP32"))
 def test_gathered_run_keeps_only_requested_outputs(requests: list[Request]) -> None:
-    """Each request's own choice, whatever its mates want."""
+    """Each request gets its own choice of outputs."""
     signature = signature_of("FP32")
     for place, request in enumerate(requests):
         request.wanted = (None, ("b",), ("a", "b"))[place % 3]

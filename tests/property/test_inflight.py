@@ -30,7 +30,7 @@ LIMIT_BYTES = 1000
 
 
 class Partition:
-    """What the log holds of one partition, and what of it was delivered and answered, ever."""
+    """The records that the log holds of one partition, and those delivered and answered so far."""
 
     def __init__(self) -> None:
         self.committed = Committed(0)
@@ -146,7 +146,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def commit(self) -> None:
-        """What is committed needs no second commit until something more is answered."""
+        """Commit; nothing needs a second commit until something more is answered."""
         offsets = self.tracker.committable()
         for name, committed in offsets.items():
             self.partitions[name].committed = committed

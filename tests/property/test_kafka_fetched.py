@@ -74,7 +74,7 @@ def encoded(batch: Batch, base: int) -> tuple[bytes, int]:
 
 
 def fetched(content: bytes, aborted: list[tuple[int, int]], offset: int) -> PartitionRecords:
-    """As aiokafka makes it of a response."""
+    """Build the result that aiokafka makes of a response."""
     records = RecordSet(content)
     return PartitionRecords(
         PARTITION, records, list(aborted), offset, None, None, True, READ_COMMITTED
@@ -82,7 +82,7 @@ def fetched(content: bytes, aborted: list[tuple[int, int]], offset: int) -> Part
 
 
 def told(record: Any) -> tuple[Any, ...]:
-    """What a record says."""
+    """Return the fields of a record that tests compare."""
     return (
         record.topic,
         record.partition,
@@ -168,7 +168,7 @@ def taken_of(content: bytes, offset: int, state: ReadState, most: int) -> list[A
 
 @given(st.sampled_from([1, 2, 3, 4]), st.binary(max_size=400), st.integers(0, 400))
 def test_damaged_frame_is_refused_or_stays_within_bound(codec: int, noise: bytes, cut: int) -> None:
-    """Whatever the bytes are, no more than the bound comes of them, and nothing else is raised."""
+    """Any bytes decompress to no more than the bound, or raise the expected error."""
     whole = compressed(codec, noise * 50)
     for content in (noise, whole[:cut] + noise[cut:], whole[: len(whole) - 1]):
         try:

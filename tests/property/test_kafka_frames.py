@@ -14,7 +14,7 @@ frames_of = st.lists(st.binary(max_size=40), max_size=8)
 
 @given(frames_of, st.lists(st.integers(1, 30), min_size=1))
 def test_kafka_frames_survive_any_split(frames: list[bytes], sizes: list[int]) -> None:
-    """In pieces of any sizes, each frame is there with the piece that ends it."""
+    """Each frame is complete with the piece that ends it, for pieces of any sizes."""
     stream = b"".join(struct.pack(">i", len(frame)) + frame for frame in frames)
     cutting, found, at, turn = Frames(), [], 0, 0
     while at < len(stream):

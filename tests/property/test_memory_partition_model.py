@@ -17,7 +17,7 @@ _STEPS = st.lists(
 def test_read_returns_exactly_held_records(
     steps: list[tuple[str, int]], retention_bytes: int, read_from: float
 ) -> None:
-    """Whatever was appended, skipped, trimmed and retained: no record lost, none made up."""
+    """Records appended, skipped, trimmed and retained in any order: none is lost, none made up."""
     partition = Partition(TopicPartition("t", 0), retention_bytes)
     held: dict[int, bytes] = {}
     for what, count in steps:

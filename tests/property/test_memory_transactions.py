@@ -15,7 +15,7 @@ IDS = st.integers(0, 2)
 
 
 class Append(NamedTuple):
-    """So many records, in the transaction of this id, or in none."""
+    """So many records, written in the transaction of this id or in none."""
 
     transaction: int
     records: int
@@ -38,7 +38,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """Every offset's fate: `visible`, `open` in a transaction, or `gone`."""
+    """The state of each offset: `visible`, `open` in a transaction, or `gone`."""
 
     def __init__(self) -> None:
         self.fates: list[str | int] = []
@@ -71,7 +71,7 @@ class Model:
 def test_readers_see_committed_records_below_first_open_transaction(
     steps: list[Append | End], start: int, most: int
 ) -> None:
-    """From any offset, in order, with gaps where records were aborted and markers stand."""
+    """Reads from any offset are in order, with gaps for aborted records and markers."""
     partition, model = Partition(TopicPartition("t", 0), 1_000_000), Model()
     for step in steps:
         if isinstance(step, Append):

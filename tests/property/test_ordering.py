@@ -31,7 +31,7 @@ def work(draw: st.DrawFn) -> Work:
 
 
 def previous_of(offsets: list[int]) -> dict[int, int]:
-    """Of each offset the one delivered before it."""
+    """Return, for each offset, the one delivered before it."""
     return dict(zip(offsets, [-1, *offsets], strict=False))
 
 
@@ -53,7 +53,7 @@ def test_answers_in_partition_order_leave_after_all_before_them(one: Work) -> No
 
 @given(work())
 def test_answers_in_key_order_leave_after_all_of_their_key(one: Work) -> None:
-    """What is stuck holds up its own key alone."""
+    """A stuck record holds up its own key alone."""
     chains = KeyChains(lambda _: False)
     after = {offset: chains.follow(key, offset) for offset, key in sorted(one.keys.items())}
     order: AnswerOrder[int] = AnswerOrder(AckedOffsets(0))
@@ -97,7 +97,7 @@ def test_answered_record_holds_no_later_one(one: Work, before: set[int]) -> None
 
 @given(work(), st.data())
 def test_answers_of_previous_owner_release_held_ones(one: Work, data: st.DataObject) -> None:
-    """When its predecessor is found to be answered, what is held leaves."""
+    """A held answer leaves when its predecessor is found to be answered."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
     progress = AckedOffsets(0)

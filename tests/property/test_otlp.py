@@ -80,7 +80,7 @@ def _expected(span: FinishedSpan, link_limit: int) -> dict[str, Any]:
 @settings(deadline=None)
 @given(SPANS, st.integers(0, 5))
 def test_exported_span_has_every_field_of_finished_one(span: FinishedSpan, link_limit: int) -> None:
-    """Whatever its lengths, numbers and texts are."""
+    """Fields of any lengths, numbers and texts are exported."""
     read = _read(span, link_limit)
 
     assert {

@@ -225,7 +225,7 @@ def test_poison_search_answers_every_record_and_condemns_every_culprit(world: Wo
 @settings(max_examples=100, deadline=None)
 @given(worlds(most_kills=12))
 def test_poison_search_condemns_only_record_run_alone(world: World) -> None:
-    """Whatever is condemned was the only thing running at `MAX_ATTEMPTS` deaths."""
+    """A condemned record was the only one running at `MAX_ATTEMPTS` deaths."""
     world.run(ALL)
 
     assert all(world.alone[record] >= MAX_ATTEMPTS for record in world.poisoned)
@@ -242,7 +242,7 @@ def test_poison_search_isolates_only_running_records(world: World) -> None:
 
 
 def test_poison_among_ten_thousand_takes_six_restarts() -> None:
-    """Whatever its place, and however many wait beside it."""
+    """The number of restarts depends neither on the record's place nor on those beside it."""
     partition = TopicPartition("requests", 0)
     deaths = set()
     for culprit in range(0, 10_000, 1999):
@@ -254,7 +254,7 @@ def test_poison_among_ten_thousand_takes_six_restarts() -> None:
 
 
 def test_first_unclean_end_makes_no_suspect() -> None:
-    """What merely was there is run like everything else, unmarked."""
+    """Records present at the first unclean end run unmarked, like all others."""
     suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
     suspects.restore(partition, CrashMarker(is_open=True), AckedOffsets(3), 10)

@@ -26,7 +26,7 @@ slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_sl
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Of any size, none included; the bytes of `BYTES` may be of any length."""
+    """Generate tensors of any size, empty ones included, and `BYTES` of any length."""
     datatype = draw(st.sampled_from([*SIZES, "BYTES"]))
     shape = tuple(draw(st.lists(st.integers(0, 20), max_size=2)))
     size = SIZES.get(datatype, 0)
@@ -40,7 +40,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """With outputs and times, some of which are of clocks that differ."""
+    """Generate requests with outputs and times, some from clocks that differ."""
     request = Request(NULL_ACK, 0, 1, 0, 0, None, b"", (), Envelope())
     request.model = draw(st.sampled_from(["m", "n" * 200]))
     request.version = draw(st.sampled_from(["1", "2"]))
@@ -86,7 +86,7 @@ def whole(request: Request, now_us: int) -> bytes:
 @slow_to_draw
 @given(st.lists(requests(), min_size=1, max_size=5))
 def test_response_pieces_make_whole_frame(several: list[Request]) -> None:
-    """For any answers, one after another, so that some find what others have left."""
+    """Answers encoded one after another make whole frames, also where buffers are reused."""
     for request in [*several, *several]:
         assert encode_response(request, 2**39) == whole(request, 2**39)
 
@@ -116,7 +116,7 @@ def runs(draw: st.DrawFn) -> list[Request]:
 @slow_to_draw
 @given(st.lists(runs(), min_size=1, max_size=3))
 def test_answers_encoded_together_equal_answers_encoded_alone(several: list[list[Request]]) -> None:
-    """Each value is that of its own request, whoever stands beside it."""
+    """Each value is that of its own request, for any neighbours."""
     together = [request for run in several for request in run]
 
     assert encode_responses(together, 2**39) == [whole(request, 2**39) for request in together]

@@ -52,7 +52,7 @@ class Partitions:
 def test_acking_many_equals_acking_one_by_one(
     gaps: list[int], revoked: bool, order: list[int]
 ) -> None:
-    """In any order, with gaps between them, in several parts, of a partition that was revoked."""
+    """Acks in any order, with gaps, in several parts, or of a revoked partition, are equal."""
     one_by_one, together = Partitions(gaps, revoked), Partitions(gaps, revoked)
     chosen = [place for place in order if place < len(gaps)]
 

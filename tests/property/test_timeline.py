@@ -1,4 +1,4 @@
-"""Whatever comes in whatever portions, the merged order is the same."""
+"""Merging records by time, which does not depend on the portions in which they come."""
 
 from __future__ import annotations
 

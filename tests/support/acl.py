@@ -21,7 +21,7 @@ _ALLOW = 3
 
 
 class Resource(IntEnum):
-    """What a rule is about. Source: `org.apache.kafka.common.resource.ResourceType`."""
+    """Subject of a rule. Source: `org.apache.kafka.common.resource.ResourceType`."""
 
     TOPIC = 2
     GROUP = 3
@@ -29,7 +29,7 @@ class Resource(IntEnum):
 
 
 class Operation(IntEnum):
-    """What may be allowed. Source: `org.apache.kafka.common.acl.AclOperation`."""
+    """Operation that a rule allows. Source: `org.apache.kafka.common.acl.AclOperation`."""
 
     READ = 3
     WRITE = 4

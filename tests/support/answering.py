@@ -96,7 +96,7 @@ async def running(
     tracker: InFlightTracker | None = None,
     tuning: ResponderTuning = TUNING.responder,
 ) -> AsyncIterator[ResponderHarness]:
-    """Until the end of the context, when its inlet is closed."""
+    """Answer requests until the end of the context, when the inlet is closed."""
     log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
     await log.create_topics(

@@ -14,7 +14,7 @@ LINE_US = {1: 1050, 2: 1100, 4: 1200, 8: 1400, 16: 1800, 32: 2600}
 
 
 def learned(us_of: dict[int, int]) -> Latency:
-    """What runs take, by rows."""
+    """Return learned run times, by rows."""
     latency = Latency()
     for rows, us in us_of.items():
         for _ in range(3):
@@ -23,12 +23,12 @@ def learned(us_of: dict[int, int]) -> Latency:
 
 
 def forming_of(limits: Limits) -> DynamicBatcher:
-    """With the same limits for every model."""
+    """Return a batcher with the same limits for every model."""
     return DynamicBatcher(lambda _name, _version: limits, "test")
 
 
 def filled(limits: Limits, *requests: Request) -> DynamicBatcher:
-    """With these waiting."""
+    """Return a batcher in which these requests wait."""
     forming = forming_of(limits)
     for request in requests:
         forming.add(request)

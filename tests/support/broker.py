@@ -58,7 +58,7 @@ def kafka_installed() -> None:
 
 @pytest.fixture(scope="session")
 def kafka(kafka_installed: None) -> Iterator[LocalKafka]:
-    """One node without security, shared by the whole session."""
+    """Start one node without security, shared by the whole session."""
     yield from running(LocalKafka())
 
 

@@ -143,7 +143,7 @@ async def browsing(folder: Path) -> AsyncIterator[Page]:
 
 
 async def _port(file: Path) -> int:
-    """Where the browser listens; it writes that into its profile."""
+    """Return the port that the browser listens on, which it writes into its profile."""
     await eventually(
         lambda: _read(file).count("\n"),
         deadline_s=START_DEADLINE_S,

@@ -61,7 +61,7 @@ def large_request(settings: Settings, *headers: tuple[str, bytes]) -> NewRecord:
 
 
 def letter_headers(topic: str, partition: int, offset: int, **changed: bytes) -> dict[str, bytes]:
-    """What Headrace puts on a dead letter; `code`, `message`, `stage`, `attempt` can be set."""
+    """Return the headers of a dead letter; `code`, `message`, `stage`, `attempt` can be set."""
     return {
         "kafka_dlt-original-topic": topic.encode(),
         "kafka_dlt-original-partition": struct.pack(">i", partition),

@@ -89,7 +89,7 @@ async def records_of(settings: Settings, log: MemoryLog, topic: Topic) -> list[R
 
 
 async def outcomes(settings: Settings, log: MemoryLog) -> dict[int, set[str | float]]:
-    """What each request was answered, by its place: a number, or the code of an error."""
+    """Return each request's answer by its place: a number, or the code of an error."""
     found: dict[int, set[str | float]] = {}
     for record in await records_of(settings, log, Topic.RESPONSES):
         answer = decode_response(record.headers, record.value)
@@ -146,7 +146,7 @@ class Lives:
         await eventually(lambda: self.restarts >= times)
 
     async def live(self, stages: Sequence[Stage], stop: Stop) -> None:
-        """One after the other, until asked to stop."""
+        """Run one process after the other, until asked to stop."""
         while not stop.requested.is_set():
             pipeline = Pipeline(self._settings, self._log, stages)
             serving = asyncio.create_task(pipeline.run(stop), name="pipeline")

@@ -25,7 +25,7 @@ POISON = 13.0
 
 
 def requests_of(*values: float, deadline_ms: int = 0) -> list[Request]:
-    """One request of one row for each value."""
+    """Return one request of one row for each value."""
     return [
         make_request(
             "model",
@@ -38,7 +38,7 @@ def requests_of(*values: float, deadline_ms: int = 0) -> list[Request]:
 
 
 def outcome(request: Request) -> float | str:
-    """What came out, or the code."""
+    """Return the output of the request, or its error code."""
     if request.failure is not None:
         return request.failure.code
     assert request.outputs is not None
@@ -84,7 +84,7 @@ class ExecutorHarness:
 async def running(
     repository: Path, tuning: ExecutorTuning = TUNING.executor
 ) -> AsyncIterator[ExecutorHarness]:
-    """Until the end of the context, when its batches end."""
+    """Run the executor until the end of the context, when its batches end."""
     bench = ExecutorHarness(repository, tuning)
     bench.models.open()
     async with asyncio.TaskGroup() as tasks:

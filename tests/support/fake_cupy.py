@@ -19,7 +19,7 @@ Kernel = Callable[..., None]
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's, which has a status as well."""
+    """CuPy's error of that name, which has a status as well."""
 
 
 class CUDADriverError(RuntimeError):
@@ -27,11 +27,11 @@ class CUDADriverError(RuntimeError):
 
 
 class OutOfMemoryError(MemoryError):
-    """Of CuPy's pool."""
+    """The error of CuPy's memory pool."""
 
 
 class CompileException(Exception):
-    """Of a kernel."""
+    """The error of compiling a kernel."""
 
 
 class MemoryPointer:

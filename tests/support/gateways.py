@@ -40,7 +40,7 @@ class Reply(NamedTuple):
 
     @property
     def tensors(self) -> bytes:
-        """What follows the JSON."""
+        """Return the binary tensors behind the JSON."""
         return self.body[self.json_bytes :]
 
     @property

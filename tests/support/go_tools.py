@@ -32,7 +32,7 @@ class NotBuilt(Exception):
 
 
 class GoTool(NamedTuple):
-    """What a module's `go.mod` says of its tool."""
+    """A tool as a module's `go.mod` names it."""
 
     folder: Path
     package: str
@@ -40,7 +40,7 @@ class GoTool(NamedTuple):
 
     @property
     def program(self) -> Path:
-        """Where the built program is, or will be."""
+        """Path of the program, once it is built."""
         configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
         cache = configured if configured.is_absolute() else Path.home() / ".cache"
         return cache / "headrace" / f"{self.folder.name}-{self.version}"

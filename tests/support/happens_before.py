@@ -132,7 +132,7 @@ class CheckedDevice:
         self._enqueue(operation, reads, writes, lambda: [effect() for effect in effects])
 
     def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
-        """As on the CPU, but later."""
+        """Widen as on the CPU, but later."""
         widen = CpuDevice().widening(widening, row_shape, stream)
         return lambda source, target, rows: self.later(lambda: widen(source, target, rows))
 
@@ -168,17 +168,17 @@ class CheckedDevice:
         _join(self._clock(self.thread), self._events.get(operation.event, {}))
 
     def memory(self) -> Memory:
-        """Without an end."""
+        """Return memory without a limit."""
         return Memory(2**40, 2**40, {})
 
     # --- what the test says of the host ---------------------------------------------------------
 
     def later(self, effect: Callable[[], object]) -> None:
-        """What the work of a `launch` enqueues on its stream."""
+        """Enqueue the work of a `launch` on its stream."""
         self._effects.append(effect)
 
     def sent(self) -> Clock:
-        """What the thread knows as it puts something into a queue."""
+        """Note what the thread knows as it puts something into a queue."""
         return dict(self._clock(self.thread))
 
     def received(self, thread: str, sent: Clock) -> None:

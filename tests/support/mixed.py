@@ -30,7 +30,7 @@ class Mixed:
         self.expected: dict[tuple[int, int], str] = {}
 
     async def send(self, count: int) -> None:
-        """So many, to all partitions in turn, with one of a few keys or none."""
+        """Send so many requests to all partitions in turn, with one of a few keys or none."""
         async with self._log.producer() as producer:
             for _ in range(count):
                 number = len(self.keys)

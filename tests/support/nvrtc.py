@@ -12,7 +12,7 @@ WHEEL = "nvidia-cuda-nvrtc-cu12"
 
 
 class CompileError(Exception):
-    """What the compiler said."""
+    """The message of the compiler."""
 
 
 def compile_cuda(source: str, architecture: str) -> bytes:

@@ -41,7 +41,7 @@ def groupings() -> list[Grouping]:
 
 
 def name_of(grouping: Grouping) -> str:
-    """As on the command line, processes apart: `ingest,batcher+executor,responder`."""
+    """Name a grouping as on the command line: `ingest,batcher+executor,responder`."""
     return "+".join(",".join(group) for group in grouping)
 
 

@@ -86,7 +86,7 @@ class Process:
             return False
 
     async def get(self, path: str) -> str:
-        """What its HTTP server answers."""
+        """Return the answer of the process' HTTP server."""
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"http://127.0.0.1:{self.http_port}{path}") as response,
@@ -159,7 +159,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """Return what the process has printed so far."""
         return os.pread(self._output.fileno(), 10_000_000, 0).decode(errors="replace")
 
     @property

@@ -93,7 +93,7 @@ def checked(batch: bytes) -> bytes:
 
 
 def compressed(codec: int, content: bytes) -> bytes:
-    """As a producer compresses the records of a batch; as a raw frame where there is a choice."""
+    """Compress as a producer compresses a batch; as a raw frame where there is a choice."""
     if codec == GZIP:
         return gzip.compress(content)
     if codec == SNAPPY:

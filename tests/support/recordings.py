@@ -83,7 +83,7 @@ class Ended(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """What it has printed with `--json`."""
+        """Return what the command has printed with `--json`."""
         return json.loads(self.stdout)
 
 

@@ -98,6 +98,6 @@ class Restarting:
 
     @property
     def output(self) -> str:
-        """What all lives have printed."""
+        """Return what all lives have printed."""
         paths = sorted(self._directory.glob(f"{self.stages}-*.log"), key=os.path.getmtime)
         return "\n".join(path.read_text("utf-8", "replace") for path in paths)

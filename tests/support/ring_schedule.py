@@ -62,7 +62,7 @@ class Schedule:
         self.answered = 0
 
     def run(self, batches: int) -> None:
-        """Until so many batches are answered."""
+        """Run until so many batches are answered."""
         self._left = batches
         while self.answered < batches:
             turns: list[Callable[[], object]] = []
@@ -132,7 +132,7 @@ class Schedule:
 
 
 def expected(given: bytes) -> bytes:
-    """What the model makes of its input."""
+    """Return the model's output for its input."""
     return bytes((byte + 1) % 256 for byte in given)
 
 

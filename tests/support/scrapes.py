@@ -24,7 +24,7 @@ def parse_openmetrics(text: str) -> dict[str, Metric]:
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, Metric]:
-    """What a scrape of a registry shows."""
+    """Return the metric families that a scrape of a registry shows."""
     return parse_text(as_text(registry).decode())
 
 
@@ -35,7 +35,7 @@ def scrape_openmetrics(registry: CollectorRegistry) -> dict[str, Metric]:
 
 
 def strangers(families: dict[str, Metric]) -> list[str]:
-    """What in a scrape is not as the catalogue has it."""
+    """Return the parts of a scrape that differ from the catalogue."""
     faults = []
     for name, family in families.items():
         if name.startswith(("process_", "python_")) or name.endswith("_created"):

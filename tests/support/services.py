@@ -1,4 +1,4 @@
-"""What the services are made with in tests: instruments, models, deliveries without a log."""
+"""Parts of services for tests: instruments, models, deliveries without a log."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StillClock:
 def make_instruments(
     clock: StillClock | None = None, steady: StillClock | None = None
 ) -> Instruments:
-    """With a registry of their own and no traces; unless there are two, one clock is for all."""
+    """Return instruments with a registry of their own and no traces; one clock serves for both."""
     clock = clock or StillClock()
     return Instruments(Metrics(CollectorRegistry()), None, clock, steady or clock)
 

@@ -98,7 +98,7 @@ async def reading(
 
 
 async def committed(log: MemoryLog, partition: TopicPartition = ONE) -> Committed | None:
-    """What the group has committed."""
+    """Return the committed offsets of the group."""
     return (await log.committed(GROUP, [partition]))[partition]
 
 

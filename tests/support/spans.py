@@ -37,13 +37,13 @@ def traceparent(flags: str = "01") -> bytes:
 
 
 class Spans:
-    """What was exported; there when `tracing_spans` is left."""
+    """The exported spans; complete when `tracing_spans` is left."""
 
     def __init__(self) -> None:
         self.all: tuple[ReadableSpan, ...] = ()
 
     def of(self, role: str) -> list[ReadableSpan]:
-        """Those of a stage, or `send` or `run`, in the order in which they were made."""
+        """Return the spans of a stage, or of `send` or `run`, in the order of their creation."""
         return [span for span in self.all if role_of(span) == role]
 
     def one(self, role: str) -> ReadableSpan:
@@ -53,7 +53,7 @@ class Spans:
 
 
 def role_of(span: ReadableSpan) -> str:
-    """What `docs/tracing.md` calls a span."""
+    """Return the name that `docs/tracing.md` gives a span."""
     if span.kind is SpanKind.PRODUCER:
         return "send"
     return str((span.attributes or {}).get("headrace.stage", "run"))
@@ -71,7 +71,7 @@ def parent_of(span: ReadableSpan) -> tuple[int, int] | None:
 
 
 def answer_traceparent(request: Request) -> str:
-    """What the answer's header says."""
+    """Return the trace header of the answer."""
     headers = answer_headers(request, "ok", "headrace.requests")
     return dict(headers)["traceparent"].decode()
 
@@ -141,7 +141,7 @@ def make_run(
 
 
 def form(tracing: Tracing, requests: Sequence[Request]) -> None:
-    """Through ingest and the batcher."""
+    """Pass requests through ingest and the batcher."""
     tracing.ingested(requests, T + 1000)
     for request in requests:
         request.batch = BatchSummary(T + 2000)
@@ -149,7 +149,7 @@ def form(tracing: Tracing, requests: Sequence[Request]) -> None:
 
 
 def run(tracing: Tracing, requests: Sequence[Request], failure: Failure | None = None) -> None:
-    """Through the executor."""
+    """Pass requests through the executor."""
     tracing.ran(make_run(list(requests), failure=failure))
     for request in requests:
         request.batch = BatchSummary(request.batch.formed_us, compute_us=700, rows=len(requests))
@@ -159,7 +159,7 @@ def run(tracing: Tracing, requests: Sequence[Request], failure: Failure | None =
 
 
 def answer(tracing: Tracing, requests: Sequence[Request], to: TopicPartition = RESPONSES) -> None:
-    """Through the responder."""
+    """Pass requests through the responder."""
     for request in requests:
         if request.failure is not None:
             tracing.keep(request, T + 3200)

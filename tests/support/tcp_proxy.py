@@ -129,7 +129,7 @@ class TcpProxy:
         gate: asyncio.Event,
         share: float,
     ) -> tuple[Coroutine[None, None, None], Coroutine[None, None, None]]:
-        """What brings bytes in and what takes them on, each until its end hangs up."""
+        """Copy bytes one way until either end hangs up."""
         held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_HELD_PIECES)
         return self._read(reader, held, share), self._write(held, writer, gate)
 

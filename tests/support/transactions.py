@@ -107,7 +107,7 @@ class Owner:
         self._tracker.revoke(SOURCE)
 
     def renew(self) -> None:
-        """What was committed is to be committed again."""
+        """Mark the committed offsets as due to be committed again."""
         self._tracker.forget_committed()
 
     def _lose(self) -> None:

@@ -1,4 +1,4 @@
-"""What a `read_committed` reader sees of topics, on the embedded log."""
+"""Reading topics of the embedded log as a `read_committed` consumer sees them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def given(case: Case) -> NDArray[Any]:
 
 
 def expected(case: Case, source: NDArray[Any]) -> NDArray[Any]:
-    """One element at a time."""
+    """Return the widened values, computed one element at a time."""
     widening = case.widening
     target = np.empty(case.shape, DATATYPES[widening.target].dtype)
     for place in np.ndindex(*case.shape):

@@ -17,7 +17,7 @@ _offsets = count()
 
 
 class TestReceipt:
-    """What the log is owed for one record, without a log."""
+    """The obligation to acknowledge one record, without a log."""
 
     __test__ = False
 
@@ -34,7 +34,7 @@ class TestReceipt:
 
 
 class Limits(NamedTuple):
-    """What a model allows of its batches."""
+    """The limits that a model sets for its batches."""
 
     max_batch_size: int = 4
     max_batch_bytes: int = 1000

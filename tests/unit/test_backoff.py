@@ -8,7 +8,7 @@ from headrace.primitives.backoff import Backoff
 
 
 def test_pause_after_each_failure_doubles_up_to_limit() -> None:
-    """However many failures there were."""
+    """The limit holds for any number of failures."""
     backoff = Backoff(first_s=0.05, longest_s=1.0)
 
     pauses = [backoff.pause_s(attempt) for attempt in (0, 1, 2, 3, 4, 5, 6, 10_000)]

@@ -23,7 +23,7 @@ DIGITS = Binder(
 
 
 def serve(record: BadRecord) -> None:
-    """What ingest does with a record, up to the point where it would run."""
+    """Pass a record through ingest, up to the point where it would run."""
     envelope = parse_envelope(record.headers, 1_700_000_000_000, 0)
     request = decode_request(record.value, envelope, LIMITS)
     look_up(request)

@@ -37,7 +37,7 @@ def digits(**fields: Any) -> dict[str, Any]:
 
 
 def json_data(datatype: str, data: Any, shape: list[int], **fields: Any) -> bytes:
-    """What the data of a JSON request becomes."""
+    """Return the tensor that the data of a JSON request becomes."""
     tensor = {"name": "x", "datatype": datatype, "shape": shape, "data": data} | fields
     value = json.dumps({"model_name": "m", "inputs": [tensor]}).encode()
     return bytes(decode_request(value, IN_JSON, LIMITS).inputs[0].data)
@@ -271,7 +271,7 @@ def test_error_has_message_and_details(content_type: str, read: Any) -> None:
 
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
 def test_client_codec_returns_arrays_for_arrays(content_type: str) -> None:
-    """What `encode_request` writes is read as a request, and an answer as its arrays."""
+    """The value of `encode_request` is read as a request, and an answer as its arrays."""
     value = encode_request(
         content_type, "digits", {"x": np.eye(2, dtype=np.float16)}, id="r-1", outputs=["y"]
     )
@@ -309,7 +309,7 @@ def test_error_of_json_declared_as_messagepack_is_in_json(content_type: str) -> 
 
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
 def test_client_codec_returns_error(content_type: str) -> None:
-    """With its code."""
+    """The error has its code."""
     request = answered(content_type)
     value = encode_error(request, Failure(Code.UNKNOWN_MODEL, "no such model", "ingest"))
 

@@ -51,7 +51,7 @@ def checked(default_timeout_ms: int = 0) -> Request:
 
 
 def seen(request: Request, *but: str) -> dict[str, Any]:
-    """What a stage reads of a request, without its tensors."""
+    """Return the fields that a stage reads of a request, without its tensors."""
     return {name: getattr(request, name) for name in SEEN if name not in but}
 
 
@@ -94,7 +94,7 @@ def test_item_received_by_wire_can_be_sent_again() -> None:
 
 
 def test_batch_contains_items_byte_for_byte() -> None:
-    """Byte for byte, with what a newer release may have put there."""
+    """Fields that a newer release has added are kept."""
     item = encode_item(checked())
     newer = msgpack.packb({**msgpack.unpackb(item), "newer": 1})
 
@@ -104,7 +104,7 @@ def test_batch_contains_items_byte_for_byte() -> None:
 
 
 def test_batch_record_carries_time_of_forming() -> None:
-    """What its items say of that is older."""
+    """The time in its items is older."""
     received = decode_item(encode_item(checked()), NULL_ACK)
     received.batch = BatchSummary(99)
 
@@ -114,7 +114,7 @@ def test_batch_record_carries_time_of_forming() -> None:
 
 
 def test_results_that_differ_in_their_bytes_alone_share_head() -> None:
-    """As requests that ran together do; of strings, only those of one length."""
+    """Requests that ran together share the head; strings do so only if of one length."""
     results = []
     for content in (b"\1\0\0\0a", b"\1\0\0\0b", b"\2\0\0\0bb"):
         sent = checked()

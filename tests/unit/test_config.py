@@ -1,4 +1,4 @@
-"""What is said of wrong settings: where a value comes from, and what may have been meant."""
+"""Errors of wrong settings: the source of a value, and what may have been meant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_environment_overrides_settings_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value by value; the rest of a section stays."""
+    """Each variable overrides one value; the rest of its section stays."""
     monkeypatch.setenv("headrace_telemetry__http_port", "9001")
     monkeypatch.setenv("HEADRACE_LIMITS__MAX_STALL_S", "7")
 
@@ -68,14 +68,14 @@ def test_wrong_setting_from_environment_names_variable(
 def test_misspelled_variable_gets_suggestion(
     name: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the section's name as well as in the setting's."""
+    """The section's name and the setting's name are both compared."""
     monkeypatch.setenv(name, "7")
 
     assert _faults() == [f"{name}: {line}"]
 
 
 def test_foreign_headrace_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Kubernetes sets them for a service called headrace."""
+    """Kubernetes sets such variables for a service called headrace."""
     monkeypatch.setenv("HEADRACE_PORT_8080_TCP", "tcp://10.0.0.1:8080")
 
     assert load_settings().namespace == "headrace"
@@ -103,12 +103,12 @@ def test_namespace_with_name_of_group_is_refused(suffix: str) -> None:
 
 @pytest.mark.parametrize("namespace", ["prod.eu", "batcher", "prod.batcher2", "prod.batcher.eu"])
 def test_namespace_with_dots_is_taken(namespace: str) -> None:
-    """As long as no group is called so."""
+    """The namespace is accepted if no group has its name."""
     assert make_settings({"namespace": namespace}).namespace == namespace
 
 
 def test_misspelled_section_gets_suggestion(tmp_path: Path) -> None:
-    """So does a setting in a section; what is like nothing gets none."""
+    """A misspelled setting gets one as well; an unlike name gets none."""
     path = tmp_path / "wrong.toml"
     path.write_text("[limit]\nmax_stall_s = 1\n[kafka]\nbootstrap_server = 'a:1'\nxyz = 1\n")
 

@@ -73,17 +73,17 @@ def test_envelope_reads_every_header() -> None:
     "value", [b"Application/JSON", b"application/json; charset=utf-8", b" application/json ;x=y"]
 )
 def test_content_types_match_without_case_and_parameters(value: bytes) -> None:
-    """What is left is the type alone, in lower case."""
+    """The type alone is left, in lower case."""
     assert parse(("content-type", value)).content_type == "application/json"
 
 
 def test_last_value_of_repeated_header_counts() -> None:
-    """As Kafka's own clients read it."""
+    """Kafka's own clients read headers this way."""
     assert parse(("x-model", b"a"), ("x-model", b"b")).model == "b"
 
 
 def test_null_value_is_absent_header() -> None:
-    """Also where an earlier value was none."""
+    """A null also hides an earlier value."""
     assert parse(("x-model", b"a"), ("x-model", None)) == Envelope()
 
 
@@ -246,7 +246,7 @@ def test_answer_has_content_type_of_its_request(asked: str, answered: str) -> No
 
 
 def test_dead_letter_keeps_headers_and_adds_error() -> None:
-    """In the forms that Spring for Apache Kafka reads."""
+    """The added headers have the forms that Spring for Apache Kafka reads."""
     request = request_with(("x-model", None), ("trace", b"1"), ("trace", b"2"))
     failure = Failure(Code.INVALID_TENSOR, "inputs[0].shape: expected …", "ingest")
 
@@ -296,7 +296,7 @@ def test_cache_of_header_names_is_bounded() -> None:
 
 
 def test_dead_letter_of_second_failure_replaces_headers() -> None:
-    """Those of the earlier failure are replaced."""
+    """Headers of the earlier failure are replaced."""
     failure = Failure(Code.MODEL_FAILED, "again", "executor")
     first = dead_letter_headers(request_with(("a", b"1")), failure, "t")
 
@@ -309,7 +309,7 @@ def test_dead_letter_of_second_failure_replaces_headers() -> None:
     ("given", "kept"), [(b"3", b"3"), (b"", b"1"), (b"many", b"1"), (b"12345", b"1")]
 )
 def test_dead_letter_of_second_failure_counts_attempts(given: bytes, kept: bytes) -> None:
-    """From what a redrive has put on the request; anything unreadable counts as the first."""
+    """The count continues that of the redrive; an unreadable count starts at the first."""
     failure = Failure(Code.MODEL_FAILED, "again", "executor")
 
     headers = dead_letter_headers(request_with(("x-attempt", given)), failure, "t")

@@ -37,7 +37,7 @@ def rule_at(resident: int) -> TrimRule:
 
 
 def test_heap_of_grown_idle_process_is_trimmed() -> None:
-    """Not before it is idle, and not for a little."""
+    """The heap is trimmed only once the process is idle, and only after a large growth."""
     rule = rule_at(100 * MIB)
 
     assert not rule.is_due(1.0, 120 * MIB, 0)
@@ -56,7 +56,7 @@ def test_heap_of_busy_process_is_trimmed_once_per_minute() -> None:
 
 
 def test_heap_in_use_is_not_trimmed_again() -> None:
-    """What stayed after the last time is what it has to grow from."""
+    """Growth counts from the size after the last trim."""
     rule = rule_at(100 * MIB)
     rule.trimmed(1.0, 300 * MIB)
 

@@ -61,7 +61,7 @@ def test_compose_runs_each_stage_once(stages: dict[str, dict[str, Any]]) -> None
 
 
 def test_compose_uses_one_image_of_this_version(compose: dict[str, Any]) -> None:
-    """Whatever Headrace runs is one image, and its tag is the project's version."""
+    """Every service of Headrace uses one image, whose tag is the project's version."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "version"
     ]

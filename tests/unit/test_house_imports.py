@@ -15,7 +15,7 @@ from tests.support.tree import ROOT
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
-    """Who imports whom in the package, and which packages from outside."""
+    """Return the imports within the package, and those of outside packages."""
     return grimp.build_graph("headrace", include_external_packages=True, cache_dir=None)
 
 

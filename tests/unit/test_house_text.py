@@ -1,4 +1,4 @@
-"""What stands in the files of the repository, whatever their kind."""
+"""Rules for the text of all files in the repository."""
 
 from __future__ import annotations
 

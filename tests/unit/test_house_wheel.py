@@ -1,4 +1,4 @@
-"""What is published: the source distribution, and the wheel that is built from it."""
+"""The published files: the source distribution, and the wheel built from it."""
 
 from __future__ import annotations
 

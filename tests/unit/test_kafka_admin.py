@@ -85,7 +85,7 @@ async def test_refused_admin_request_is_not_retried() -> None:
     [(0, True), (REBALANCING, True), (ILLEGAL_GENERATION, False), (UNKNOWN_MEMBER, False)],
 )
 async def test_membership_follows_answer_of_coordinator(code: int, counted_in: bool) -> None:
-    """Who is asked to join a rebalance is a member still; the coordinator is found again."""
+    """A member asked to rejoin is still a member; a moved coordinator is looked up again."""
     client = Client(beaten(NOT_COORDINATOR), beaten(code))
     assert await admin_of(client).is_member("g", 3, "me") is counted_in
     assert client.asked == [1, 2]

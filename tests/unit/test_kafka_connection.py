@@ -1,4 +1,4 @@
-"""What is made of a server's first answer."""
+"""Judging a server's first answer."""
 
 from __future__ import annotations
 

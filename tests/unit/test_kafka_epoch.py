@@ -1,4 +1,4 @@
-"""What a transaction's requests do with what brokers answer, without a broker."""
+"""Requests of a transaction against scripted answers of brokers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Client:
 
 
 def packed(*values: bytes) -> list[list[RecordBatch]]:
-    """One batch for each value, all for one partition."""
+    """Return one batch for each value, all for one partition."""
     batches = []
     for value in values:
         limits = TopicLimits(1000, needs_key=False)
@@ -109,7 +109,9 @@ async def test_epoch_sends_batch_after_previous_acknowledgement() -> None:
     ],
 )
 async def test_epoch_retries_retriable_errors(name: str, code: int) -> None:
-    """Until the markers of the last transaction are written, or of whoever coordinates now."""
+    """Markers of the last transaction that are still being written, and moved coordinators, are
+    retried.
+    """
     client = Client(**{name: [code, code]})
     await transact(client)
     assert Counter(client.asked)[name] == 3

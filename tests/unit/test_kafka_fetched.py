@@ -49,7 +49,7 @@ def batch(first: int, count: int) -> bytes:
 
 
 class State:
-    """Where a partition is read."""
+    """The position of a partition."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -60,7 +60,7 @@ class State:
 
 
 class Fetcher:
-    """As much of aiokafka's as matters here."""
+    """The part of aiokafka's fetcher that the adapter uses."""
 
     def __init__(self, *, position: int = 0, **fetched: bytes | Exception) -> None:
         self.states = {ONE: State(position), TWO: State(position)}
@@ -110,7 +110,7 @@ async def test_poll_leaves_error_behind_records_for_next_poll() -> None:
 
 
 async def test_poll_bound_covers_all_partitions() -> None:
-    """What is left comes with the next one."""
+    """The rest comes with the next poll."""
     fetcher = Fetcher(one=batch(0, 3), two=batch(0, 3))
 
     assert await take(fetcher, 4) == {ONE: [0, 1, 2], TWO: [0]}
@@ -131,7 +131,7 @@ async def test_poll_sends_next_fetch_at_once_only_after_many_records(count: int,
 
 @pytest.mark.parametrize("timeout_s", [0, 0.01])
 async def test_poll_after_few_records_sends_next_fetch(timeout_s: float) -> None:
-    """Also if it does not wait for what is fetched."""
+    """A poll that does not wait for the fetch sends it too."""
     fetcher, state = Fetcher(one=batch(0, 1)), ReadState()
     buffer = buffer_of(fetcher)
     await take_records(buffer, timeout_s, 100, MAX_POLL_BYTES, state)
@@ -151,7 +151,7 @@ async def test_outdated_result_is_fetched_again_in_same_poll() -> None:
 
 @pytest.mark.parametrize("change", ["paused", "position"])
 async def test_outdated_fetch_result_is_dropped(change: str) -> None:
-    """Where the partition was paused, or sought, since it was fetched, also in the midst of it."""
+    """A pause or seek since the fetch, or during it, makes the result outdated."""
     fetcher = Fetcher(one=batch(0, 3))
     assert await take(fetcher, 1) == {ONE: [0]}
     setattr(fetcher.states[ONE], change, 7)
@@ -181,7 +181,7 @@ async def test_read_fetch_response_is_freed() -> None:
 
 
 async def read_all(fetcher: Fetcher, state: ReadState) -> tuple[list[Record], list[Gap]]:
-    """What polls return and pass over, until nothing is left of what was fetched."""
+    """Return all records and skipped ranges that polls give until nothing is left."""
     found: list[Record] = []
     gaps: list[Gap] = []
     while fetcher._records:
@@ -195,7 +195,7 @@ async def read_all(fetcher: Fetcher, state: ReadState) -> tuple[list[Record], li
 
 
 def places(gaps: list[Gap]) -> list[tuple[int, int, str]]:
-    """Where they are, and why."""
+    """Return the skipped ranges and their reasons."""
     return [(gap.first, gap.end, gap.code) for gap in gaps]
 
 
@@ -256,7 +256,7 @@ async def test_damaged_batch_is_fetched_again_before_it_is_passed_over() -> None
 
 @pytest.mark.parametrize("name", CODECS)
 async def test_batch_over_bound_is_skipped_as_too_large(name: str) -> None:
-    """Those before and behind it are read."""
+    """Batches before and behind it are read."""
     bad = bytearray(bomb(CODECS[name], 3_000_000, 3))
     bad[:8] = (1).to_bytes(8, "big")
     content = batch(0, 1) + bytes(bad) + batch(4, 1)
@@ -290,7 +290,7 @@ async def test_batch_of_unknown_compression_is_passed_over(codec: int) -> None:
 
 
 async def test_batch_of_unknown_format_is_passed_over() -> None:
-    """Up to the next batch."""
+    """Reading continues with the next batch."""
     unknown = bytearray(batch(0, 3))
     unknown[16] = 3
 
@@ -301,7 +301,7 @@ async def test_batch_of_unknown_format_is_passed_over() -> None:
 
 
 async def test_records_before_damaged_record_are_read() -> None:
-    """From there on nothing of the batch is, since nothing says where the next record begins."""
+    """The rest of the batch is skipped, since nothing tells where its next record begins."""
     good = raw_batch([RawRecord(b"1"), RawRecord(b"2"), RawRecord(b"3")])
     damaged = bytearray(good)
     damaged[good.index(b"2") - 1] = 0x7F  # the length of the second value
@@ -335,8 +335,8 @@ async def test_record_with_too_many_headers_is_passed_over_before_it_is_parsed()
 
 
 async def test_poll_from_middle_of_batch_returns_records_from_there() -> None:
-    """However many records stand before it, the first poll returns some: a reader that seeks before
-    each of its polls would otherwise not get on.
+    """The first poll returns records however many stand before the position: a reader that seeks
+    before each of its polls would otherwise make no progress.
     """
     fetcher = Fetcher(position=900, one=batch(0, 1000))
 
@@ -354,7 +354,7 @@ async def test_large_batch_read_from_middle_returns_its_records() -> None:
 
 
 async def test_large_batch_is_read_like_small_one() -> None:
-    """Whatever its records hold, and in however many polls."""
+    """Any records, read in any number of polls, come back alike."""
     records = [
         RawRecord(bytes(300_000), b"k", [(b"a", b"1")] * 10),
         RawRecord(None),

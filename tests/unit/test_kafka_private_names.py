@@ -1,4 +1,4 @@
-"""What the adapter says of a release of aiokafka that lacks a name."""
+"""The adapter's error for a release of aiokafka that lacks a private name."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ class _Line:
 
 
 async def test_response_completes_request_at_its_last_byte() -> None:
-    """Not a turn of the event loop later; and the next one is another request's."""
+    """The request completes in the same turn of the event loop; the next response is another
+    request's.
+    """
     line = _Line()
     first, second = line.ask(), line.ask()
     line.wire.listener.data_received(struct.pack(">i", 5) + b"he")
@@ -69,7 +71,7 @@ async def test_response_completes_request_at_its_last_byte() -> None:
 
 
 async def test_closed_connection_fails_open_requests() -> None:
-    """With the error that has the client look for the broker again."""
+    """The error makes the client look for the broker again."""
     line = _Line()
     asked = line.ask()
     line.wire.listener.connection_lost(None)

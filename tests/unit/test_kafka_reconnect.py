@@ -25,7 +25,7 @@ BACKOFF = TUNING.kafka.reconnect
 
 
 def tries(backoff: ReconnectTimes, seconds: float) -> list[float]:
-    """When an address that never answers is tried by somebody who always wants it."""
+    """Return the times of attempts at an address that never answers."""
     tried, now_s = [], 0.0
     while now_s < seconds:
         tried.append(now_s)
@@ -44,7 +44,7 @@ def test_reconnect_pauses_double_up_to_second() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_reconnect_pauses_have_jitter(share: float) -> None:
-    """Those who lost a broker together do not come back together."""
+    """Clients that lost a broker together do not return together."""
     (_, last_but_one, last) = tries(ReconnectTimes(BACKOFF, lambda: share), 10)[-3:]
     assert last - last_but_one == pytest.approx(BACKOFF.pause_s(10, share))
 
@@ -68,7 +68,7 @@ def test_answering_broker_is_tried_at_once() -> None:
 
 
 def test_pause_of_one_broker_does_not_apply_to_another() -> None:
-    """A broker beside the one that is away is tried as ever."""
+    """Another broker is tried without a pause."""
     backoff = ReconnectTimes(BACKOFF)
     backoff.failed(HERE, 1.0)
     assert backoff.remaining_s(THERE, 1.0) == 0
@@ -88,7 +88,7 @@ class Away:
 async def test_clients_pause_between_connections_to_absent_broker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of twenty requests that two clients want to send to it at once, one leads to a try."""
+    """Twenty requests of two clients, sent at once, lead to one attempt."""
     away = Away()
     patient = replace(TUNING.kafka, reconnect=Backoff(60.0, 60.0))  # whatever this machine does
     monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
@@ -104,7 +104,7 @@ async def test_clients_pause_between_connections_to_absent_broker(
 
 
 async def test_opening_log_waits_for_end_of_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has nobody else to ask waits, and is told in the end what is the matter."""
+    """Opening a log with a single broker waits, and in the end reports the failure."""
     away = Away()
     monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
     connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))

@@ -1,4 +1,4 @@
-"""What a producer remembers of topics, when they have changed since."""
+"""The producer's cache of topics that have changed since."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Cluster:
 
 
 async def test_next_producer_notices_deleted_topic() -> None:
-    """What was remembered of it does not keep anybody waiting for its partitions."""
+    """The stale cache entry does not delay the next producer."""
     cluster, topics = Cluster(t=4), TopicCache()
     assert await topics.partitions(cluster.new_client(), "t") == 4
     del cluster.counts["t"]

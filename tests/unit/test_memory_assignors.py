@@ -26,7 +26,7 @@ def test_round_robin_assignor_alternates_members() -> None:
 
 @pytest.mark.parametrize("assignor", [range_assignor, round_robin_assignor])
 def test_member_beyond_partitions_gets_empty_assignment(assignor: Assignor) -> None:
-    """Who is left over has an empty share, not none."""
+    """The surplus member has an empty assignment, not none."""
     assert sorted(map(len, _numbers(assignor, 3, 2))) == [0, 1, 1]
 
 

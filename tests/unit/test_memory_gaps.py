@@ -29,7 +29,7 @@ async def test_reading_skips_gap(log: MemoryLog) -> None:
 
 
 async def test_position_passes_gap_at_end(log: MemoryLog) -> None:
-    """Whoever reads up to an end offset gets there, though no record lies just below it."""
+    """A reader reaches the end offset though no record lies just below it."""
     await write_to(log, P0, b"a")
     log.faults.partitions.skip_offsets(P0, 2)
     async with log.reader([P0]) as reader:

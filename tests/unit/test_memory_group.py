@@ -72,7 +72,7 @@ def test_members_are_notified_of_rebalance() -> None:
 
 
 def test_member_not_rejoining_in_time_is_evicted() -> None:
-    """At the rebalance timeout the others go on without it."""
+    """The other members continue without it at the rebalance timeout."""
     group = _group()
     first, second = _join(group), _join(group)
     group.expire(TIMEOUT_S - 0.1)
@@ -91,7 +91,7 @@ def test_evicted_member_rejoins_under_new_id() -> None:
 
 
 def test_leaving_member_triggers_rebalance() -> None:
-    """And the one that is left gets all."""
+    """The remaining member gets all partitions."""
     group, first, second = _pair()
     group.leave(first, 0.0)
     assert group.must_rejoin(second)
@@ -100,7 +100,7 @@ def test_leaving_member_triggers_rebalance() -> None:
 
 
 def test_member_leaving_during_rebalance_completes_it() -> None:
-    """Those who wait do not wait for one that has gone."""
+    """The other members do not wait for the one that left."""
     group = _group()
     first, second = _join(group), _join(group)
     group.leave(first, 0.0)
@@ -126,7 +126,7 @@ def test_commit_during_revocation_counts() -> None:
 
 
 def test_commit_after_joining_again_is_fenced() -> None:
-    """What a member gave up it cannot commit."""
+    """A member cannot commit a partition that it gave up."""
     group, first, _ = _pair()
     group.rebalance(0.0)
     _join(group, first)
@@ -135,7 +135,7 @@ def test_commit_after_joining_again_is_fenced() -> None:
 
 
 def test_commit_of_old_generation_is_fenced() -> None:
-    """Even where the partition came back to the same member."""
+    """The commit fails even if the partition returned to the same member."""
     group = _group()
     member = _join(group)
     group.rebalance(0.0)
@@ -162,7 +162,7 @@ def test_commit_after_rebalance_timeout_is_fenced() -> None:
 
 
 def test_commit_of_another_members_partition_is_fenced() -> None:
-    """And nothing of it is kept, the own partitions included."""
+    """Nothing of the commit is kept, the member's own partitions included."""
     group, first, _ = _pair()
     with pytest.raises(Fenced, match="t/1"):
         group.commit(first, 2, {P0: Committed(1), P1: Committed(1)}, 0.0)

@@ -1,4 +1,4 @@
-"""What the embedded log can be made to suffer, and what only it has."""
+"""Faults of the embedded log, and the features only it has."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_send_without_broker_fails(log: MemoryLog) -> None:
 
 
 async def test_hung_send_is_written_when_broker_returns(log: MemoryLog) -> None:
-    """As a client that retries does it, in order."""
+    """Records are written in order, as by a client that retries."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.brokers.take_down(hang=True)
         runs = [*await producer.send(P0, [NewRecord(None, b"a")])]
@@ -54,7 +54,7 @@ async def test_hung_send_is_written_when_broker_returns(log: MemoryLog) -> None:
 
 
 async def test_hung_send_fails_at_its_timeout(log: MemoryLog) -> None:
-    """At the request timeout it is given up, and stays given up."""
+    """The send fails at the request timeout, and is not written later."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.brokers.take_down(hang=True)
         with pytest.raises(LogUnavailable):
@@ -82,7 +82,7 @@ async def test_metadata_requests_without_broker_fail(log: MemoryLog, hang: bool)
 
 
 async def test_commit_without_broker_fails(log: MemoryLog) -> None:
-    """And what was committed stays as it was."""
+    """The committed offset is unchanged."""
     listener = RecordingListener()
     async with log.member("g", ["t"], listener) as member:
         await eventually(lambda: listener.held)
@@ -132,7 +132,7 @@ async def test_member_closes_without_broker(log: MemoryLog) -> None:
 
 
 async def test_producer_closes_without_broker(log: MemoryLog) -> None:
-    """What it could not send fails, and is not left pending."""
+    """Unsent records fail, and are not left pending."""
     async with log.producer() as producer:
         log.faults.brokers.take_down(hang=True)
         (sent,) = await producer.send(P0, [NewRecord(None, b"v")])
@@ -242,7 +242,7 @@ async def test_forced_rebalance_revokes_and_reassigns_all_partitions(log: Memory
 
 
 async def test_rebalance_clears_pauses_and_uncommitted_positions(log: MemoryLog) -> None:
-    """What was read but not committed comes again, also of a paused partition."""
+    """Records read but not committed come again, also those of a paused partition."""
     listener = RecordingListener()
     await write_to(log, P0, b"v")
     async with log.member("g", ["t"], listener) as member:
@@ -322,7 +322,7 @@ async def test_memory_log_stamps_records_by_injected_clock() -> None:
 
 
 async def test_missing_topics_are_created_where_allowed() -> None:
-    """As on a broker with `auto.create.topics.enable`, and only then."""
+    """The log creates them if it is configured like a broker with `auto.create.topics.enable`."""
     async with MemoryLog(auto_create_partitions=3).producer() as producer:
         assert await producer.partitions_for("new") == 3
     async with MemoryLog().producer() as producer:
@@ -371,7 +371,7 @@ async def test_topic_name_invalid_for_kafka_is_refused(
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["visible", "hidden"])
 async def test_forbidden_topic_refuses_records(log: MemoryLog, hidden: bool) -> None:
-    """Until it is allowed again, as where a broker has access rules."""
+    """Records are refused until the topic is allowed again, as with access rules."""
     async with log.producer() as producer, log.reader([P0]) as reader:
         log.faults.topics.forbid("t", hidden=hidden)
         with pytest.raises(TopicForbidden, match="not allowed to write to topic t"):

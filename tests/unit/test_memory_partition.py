@@ -56,7 +56,7 @@ def test_read_of_gap_at_end_is_empty() -> None:
 
 
 def test_trim_moves_beginning_of_partition() -> None:
-    """What lies below is gone, the rest keeps its offsets."""
+    """Records below are gone; the others keep their offsets."""
     partition = _partition(10)
     partition.trim(4)
     assert partition.begin == 4
@@ -89,7 +89,7 @@ def test_trim_below_beginning_changes_nothing() -> None:
 
 
 def test_trim_beyond_end_is_refused() -> None:
-    """As Kafka refuses it."""
+    """Kafka refuses it too."""
     with pytest.raises(ValueError, match="up to 5, got 6"):
         _partition(5).trim(6)
 

@@ -137,7 +137,7 @@ async def test_timing_out_without_open_transaction_is_refused(log: MemoryLog) ->
 async def test_faulted_transaction_has_expected_outcome(
     log: MemoryLog, fault: TransactionFault, error: type[Exception], after: Committed | None
 ) -> None:
-    """What its caller hears, and what a successor finds committed."""
+    """The caller gets the expected error, and a successor finds the expected offsets."""
     log.faults.transactions.fail(fault)
     async with log.transactional_producer(ID, "group") as producer:
         with pytest.raises(error):

@@ -1,4 +1,4 @@
-"""What `headrace offsets` makes of committed state: positions, lag, and where a reset leads."""
+"""Committed state as `headrace offsets` reads it: positions, lag, and the target of a reset."""
 
 from __future__ import annotations
 

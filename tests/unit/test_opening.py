@@ -1,4 +1,4 @@
-"""Which log the settings open."""
+"""Choosing a log by the settings."""
 
 from __future__ import annotations
 

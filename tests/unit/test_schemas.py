@@ -34,7 +34,7 @@ def nodes(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def resolve(reference: str) -> Any:
-    """What a reference of the AsyncAPI document points to."""
+    """Return the target of a reference in the AsyncAPI document."""
     if reference.startswith("./"):
         return json.loads((DIRECTORY / reference).read_text(encoding="utf-8"))
     found: Any = ASYNCAPI
@@ -50,7 +50,7 @@ def test_schema_files_match_code() -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schema_is_valid_json_schema(name: str) -> None:
-    """By the dialect that it names."""
+    """Each schema is valid in the dialect that it names."""
     schema = json.loads((DIRECTORY / f"{name}.schema.json").read_text(encoding="utf-8"))
 
     Draft202012Validator.check_schema(schema)
@@ -67,7 +67,7 @@ def test_golden_sample_fits_its_schema(name: str) -> None:
 
 
 def test_asyncapi_references_resolve() -> None:
-    """Within the document, and to the schemas beside it."""
+    """References lead within the document or to the schemas beside it."""
     references = [node["$ref"] for node in nodes(ASYNCAPI) if "$ref" in node]
 
     assert references
@@ -112,7 +112,7 @@ def test_asyncapi_has_operation_for_every_reader_and_writer() -> None:
 
 @pytest.mark.parametrize("damage", ["edited", "unreadable", "missing", "unknown", "misdescribed"])
 def test_changed_golden_sample_is_found(tmp_path: Path, damage: str) -> None:
-    """Whatever happened to it."""
+    """Any change is found."""
     write(tmp_path)
     path = tmp_path / "golden" / "request-msgpack-fp32.bin"
     content = path.read_bytes()
@@ -153,7 +153,7 @@ def test_stale_schema_is_found_and_rewritten(tmp_path: Path) -> None:
 
 
 def test_golden_samples_in_messagepack_are_maps() -> None:
-    """Never arrays: fields can be added."""
+    """Maps, unlike arrays, allow fields to be added."""
     for name, sample in SAMPLES.items():
         if sample.content_type == "application/msgpack":
             value = msgspec.msgpack.decode((DIRECTORY / "golden" / f"{name}.bin").read_bytes())

@@ -16,7 +16,7 @@ async def wait_turns(count: int) -> None:
 
 
 async def test_stage_context_ends_after_its_tasks() -> None:
-    """Also those that were started while it was being left."""
+    """Tasks started while the context was being left are awaited too."""
     ended: list[str] = []
 
     async def later() -> None:

@@ -1,4 +1,4 @@
-"""What each topic should be, and which faults of existing ones count."""
+"""The plan of topics, and which faults of existing ones count."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_trace_times_of_failure_survive_wire(journey: Journey) -> None:
 
 
 def test_result_record_carries_its_batch() -> None:
-    """By then no batch is there to ask."""
+    """The responder has no batch to ask."""
     request = make_traced(None)
     request.batch_id = "7.1"
 

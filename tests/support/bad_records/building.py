@@ -1,4 +1,4 @@
-"""What bad records are made of: a good one, with changes."""
+"""Building bad records: a good one, with changes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _DATATYPE = "inputs[0].datatype"
 
 
 def tensors() -> Iterator[BadRecord]:
-    """In MessagePack, where `data` is raw."""
+    """Return tensors in MessagePack, where `data` is raw."""
     for name, changes, fragment in (*_shapes(), *_datatypes(), *_bytes()):
         yield refused(name, packed_input(**changes), fragment)
     for kind, value in other_types():
@@ -107,7 +107,7 @@ def _bytes() -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def json_tensors() -> Iterator[BadRecord]:
-    """In JSON, where `data` is a list, flat or nested."""
+    """Return tensors in JSON, where `data` is a list, flat or nested."""
     for name, changes, fragment in (*_json_shapes(), *_json_elements()):
         yield refused(f"{name} (JSON)", json_input(**changes), fragment, JSON_HEADERS)
     for kind, value in other_types("a list"):

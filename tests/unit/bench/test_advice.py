@@ -1,4 +1,4 @@
-"""What binds, by what was measured."""
+"""The benchmark's advice: which part binds, by the measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND = Facts(
 
 
 def binds(**changes: object) -> list[str]:
-    """What is said to bind when this is different."""
+    """Return the part named as the bottleneck when this is different."""
     return [each.binds for each in advise(BOUND._replace(**changes))]  # type: ignore[arg-type]  # fields of Facts
 
 
@@ -64,7 +64,7 @@ def test_advice_on_computing_looks_at_batches(rows: float, word: str) -> None:
 
 
 def test_advice_without_bottleneck_names_largest_part() -> None:
-    """Of the four that make up a request's time."""
+    """The advice names the largest of the four parts of a request's time."""
     (advice,) = advise(BOUND._replace(offered_per_s=1000.0, outside_s=1.0))
 
     assert "Kafka and decoding" in advice.sentence

@@ -1,4 +1,4 @@
-"""When requests of a load are due."""
+"""Due times of a load's requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_generated_arrivals_are_poisson() -> None:
 
 
 def test_due_arrivals_are_returned_once() -> None:
-    """In order, up to the time that is asked for, whatever the steps."""
+    """Arrivals are returned in order up to the asked time, for any steps."""
     steps, whole = PoissonArrivals(500.0, 3.0, seed=1), PoissonArrivals(500.0, 3.0, seed=1)
     given = [due_s for now_s in np.linspace(0, 3, 40) for due_s in steps.due(float(now_s))]
 

@@ -38,13 +38,13 @@ from benchmarks.tables import EXACTLY_ONCE, budgets, ratio, render
 
 
 def contest(name: str, *per_s: float, failure: str = "") -> Contest:
-    """With a run for each rate."""
+    """Return a contest with a run for each rate."""
     runs = [Saturated(each, 10.0, 1.0, 100.0) for each in per_s]
     return Contest(name, "loop", runs, [failure] if failure else [])
 
 
 def results(subject: SubjectResults) -> Results:
-    """Of one model."""
+    """Return the results of one model."""
     machine = {
         "commit": "abc",
         "cores": 2,
@@ -163,7 +163,7 @@ def test_benchmark_rows_are_between_two_scrapes() -> None:
 
 
 def test_benchmark_table_has_row_for_every_contestant() -> None:
-    """With its range; one that failed says why, in the one line that a cell has."""
+    """Each row has its range; a contestant that failed has its reason on one line."""
     text = render(results(DIGITS))
 
     assert f"| {FUSED} | 0.60 | 70.0 (60.0–100) |" in text
@@ -194,7 +194,7 @@ def test_benchmark_plots_show_every_contestant_and_capacity(tmp_path: Path) -> N
 
 
 def test_benchmark_finds_rise_of_memory() -> None:
-    """By what comes after the warm-up alone."""
+    """The rise counts only samples after the warm-up."""
     steady = [(float(second), 500.0 if second < 100 else 100.0) for second in range(0, 1000, 10)]
     rising = [(float(second), 100.0 + second / 100) for second in range(0, 1000, 10)]
 

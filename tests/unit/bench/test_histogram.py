@@ -9,7 +9,7 @@ from headrace.tools.histogram import HIGHEST_S, LOWEST_S, Histogram
 
 
 def histogram(*times_s: float) -> Histogram:
-    """With these in it."""
+    """Return a histogram with these times."""
     found = Histogram()
     found.add(times_s)
     return found
@@ -26,12 +26,12 @@ def test_histogram_percentiles_are_exact_within_half_percent(percent: float) -> 
 
 
 def test_percentile_never_exceeds_highest_time() -> None:
-    """Though its bucket reaches further."""
+    """The bucket of the highest time reaches further, and is cut."""
     assert histogram(0.0123).percentile_s(99.9) <= 0.0123
 
 
 def test_times_outside_histogram_count_in_end_bins() -> None:
-    """Times of nothing, and of ages."""
+    """A time of zero and one of hours are counted."""
     found = histogram(0.0, -1.0, 2 * HIGHEST_S)
 
     assert len(found) == 3

@@ -1,4 +1,4 @@
-"""What a rate takes, by what one request costs."""
+"""The resources that a rate needs, by the cost of one request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_plan_gives_each_stage_its_own_processes() -> None:
 
 
 def test_plan_has_at_least_three_brokers() -> None:
-    """However little is written, each record is on three of them."""
+    """Each record has three replicas, however little is written."""
     assert plan_resources(ONE, 10).brokers == 3
 
 

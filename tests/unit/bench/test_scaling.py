@@ -16,7 +16,7 @@ def test_modelled_mean_wait_matches_closed_form(utilisation: float) -> None:
 
 
 def test_even_partitions_load_processes_evenly() -> None:
-    """However many there are, each one waits as a single one does."""
+    """Each of any number of processes waits as a single one does."""
     alone, many = (simulate(count, 0.7, keyed=False) for count in (1, 16))
 
     assert many.busiest == pytest.approx(0.7)

@@ -1,4 +1,4 @@
-"""What the doctor makes of a cluster: settings that do harm, rights that are missing, replicas."""
+"""The doctor's checks of a cluster: harmful settings, missing rights, replicas."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_doctor_reports_harmful_broker_setting(name: str, value: str, health: Se
 
 
 def test_doctor_ignores_transaction_settings_for_at_least_once() -> None:
-    """At least once needs no transactional producer."""
+    """At-least-once delivery needs no transactional producer."""
     assert not list(
         check_broker_settings(settings(), GOOD | {"transaction.max.timeout.ms": "1000"})
     )
@@ -81,14 +81,14 @@ def test_doctor_reports_unreadable_broker_settings() -> None:
 
 
 def test_doctor_reports_nothing_for_complete_rights() -> None:
-    """Nor are those that a broker does not tell, or of topics that do not exist yet."""
+    """Rights that a broker does not report, or of topics not created yet, give no line either."""
     topics = {"headrace.requests": DescribedTopic(None, 3, 3)}
     assert not list(check_rights(settings("exactly_once"), survey()))
     assert not list(check_rights(settings(), survey(topics=topics)))
 
 
 def test_forbidden_group_is_doctor_error() -> None:
-    """Without it nothing can be read."""
+    """Nothing can be read without the group."""
     (finding,) = check_rights(settings(), survey(may_join=False))
     assert (finding.health, finding.subject) == (Severity.ERROR, "rights")
 
@@ -119,7 +119,7 @@ def test_doctor_reports_missing_right(topic: str, rights: set[Right], text: str)
 
 
 def test_doctor_reports_hidden_topic_as_without_rights() -> None:
-    """Whatever its stages need is missing."""
+    """Every right that the topic's stages need is reported missing."""
     topics = {name: each for name, each in survey().topics.items() if name != "headrace.items"}
     hidden = survey(topics=topics, forbidden_topics=frozenset({"headrace.items"}))
     assert len(list(check_rights(settings(), hidden))) == 2
@@ -139,7 +139,7 @@ def test_doctor_reports_hidden_topic_as_without_rights() -> None:
 def test_doctor_compares_replicas_with_min_in_sync(
     replicas: int, in_sync: int, least: str, health: Severity | None
 ) -> None:
-    """Too few ever, too few now, and none to spare."""
+    """Too few replicas ever, too few now, and none to spare are told apart."""
     found = survey(topics={"t": DescribedTopic(BOTH, replicas, in_sync)})
     existing = {"t": TopicInfo("t", 1, {"min.insync.replicas": least})}
     assert [each.health for each in check_replicas(found, existing)] == ([health] if health else [])

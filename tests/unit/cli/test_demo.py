@@ -16,7 +16,7 @@ from tests.unit.demo.examples import answer, count, question
 
 @pytest.fixture
 def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
-    """What the demo has counted, instead of a run."""
+    """Replace the run of the demo by these counts."""
     tally = Tally()
 
     async def counted(seconds: float, say: Callable[[str], None], **options: Any) -> Result:
@@ -38,7 +38,7 @@ def test_demo_without_faults_exits_with_0(call: Call, tally: Tally) -> None:
 
 
 def test_demo_with_missing_answer_exits_with_1(call: Call, tally: Tally) -> None:
-    """What is wrong is in the summary."""
+    """The summary names the fault."""
     tally.send(question())
     ended = call("demo", "--kafka")
     assert (ended.exit_code, ended.stderr) == (1, "headrace: 10 s, {'kafka': True}\n")
@@ -46,7 +46,7 @@ def test_demo_with_missing_answer_exits_with_1(call: Call, tally: Tally) -> None
 
 
 def test_demo_of_zero_duration_is_refused(call: Call) -> None:
-    """Less than a second is a wrong call."""
+    """A duration below a second is wrong usage."""
     assert call("demo", "--seconds", "0").exit_code == 2
 
 

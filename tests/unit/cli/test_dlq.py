@@ -20,13 +20,13 @@ from tests.support.command_line import Call
     [("1/7", Position(None, 1, 7)), ("a.dead-letters/0/12", Position("a.dead-letters", 0, 12))],
 )
 def test_letter_place_is_read_with_and_without_topic(text: str, place: Position) -> None:
-    """As lists print it."""
+    """The place has the form that lists print."""
     assert PLACE.convert(text, None, None) == place
 
 
 @pytest.mark.parametrize("text", ["7", "a/b", "x/1/2/3", "1/-7", ""])
 def test_invalid_letter_place_is_refused(text: str) -> None:
-    """With the form that was expected."""
+    """The error names the expected form."""
     with pytest.raises(click.BadParameter, match="PARTITION/OFFSET"):
         PLACE.convert(text, None, None)
 
@@ -36,19 +36,19 @@ def test_invalid_letter_place_is_refused(text: str) -> None:
     ["1769860800000", "2026-01-31T12:00:00Z", "2026-01-31T13:00+01:00", "2026-01-31T12:00:00"],
 )
 def test_letter_time_is_read_in_all_forms(text: str) -> None:
-    """Without a zone it is UTC."""
+    """A time without a zone is UTC."""
     assert WHEN.convert(text, None, None) == 1_769_860_800_000
 
 
 def test_letter_time_accepts_duration_ago() -> None:
-    """Of seconds, minutes, hours or days."""
+    """The duration is of seconds, minutes, hours or days."""
     then = datetime.fromtimestamp(WHEN.convert("2h", None, None) / 1000, UTC)
 
     assert timedelta(0) <= datetime.now(UTC) - then - timedelta(hours=2) < timedelta(minutes=1)
 
 
 def test_invalid_letter_time_is_refused() -> None:
-    """With an example."""
+    """The error gives an example."""
     with pytest.raises(click.BadParameter, match="2026-01-31T12:00:00Z"):
         WHEN.convert("yesterday", None, None)
 
@@ -82,7 +82,7 @@ def test_letter_list_escapes_control_characters() -> None:
 
 
 def test_newest_letters_are_kept_in_order_of_time() -> None:
-    """Whatever the order in which their partitions are read."""
+    """The order does not depend on that in which partitions are read."""
     newest = Newest(3)
     for time_ms in (50, 10, 40, 20, 50):
         newest.add(time_ms, {"time": time_ms})
@@ -91,7 +91,7 @@ def test_newest_letters_are_kept_in_order_of_time() -> None:
 
 
 def test_letters_are_counted_by_code() -> None:
-    """And it is said how many are not shown."""
+    """The summary says how many letters are not shown."""
     (line,) = counts_lines(Counter(TOO_LARGE=3, INVALID_TENSOR=1), shown=2)
 
     assert line == "4 dead letters: TOO_LARGE 3, INVALID_TENSOR 1; 2 not shown"

@@ -103,7 +103,7 @@ def test_settings_file_may_come_from_environment(
 def test_settings_file_may_be_named_before_or_after_command(
     call: Call, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    """Where a person happens to write it."""
+    """The option is accepted in either place."""
     (tmp_path / "other.toml").write_text('namespace = "other"\n', encoding="utf-8")
 
     result = call(*arguments)
@@ -120,7 +120,7 @@ def test_debug_may_come_after_command(call: Call, tmp_path: Path) -> None:
 
 
 def test_interrupted_command_exits_with_130(call: Call, failing: pytest.MonkeyPatch) -> None:
-    """That of a shell's SIGINT, and a line of words."""
+    """The exit code is that of a shell's SIGINT, and one line says why."""
     make_doctor_raise(failing, KeyboardInterrupt())
     result = call("doctor")
     assert (result.exit_code, result.stderr) == (130, "headrace: interrupted\n")

@@ -33,7 +33,7 @@ def repository(tmp_path: Path, call: Call) -> Path:
 
 
 def test_list_shows_versions_without_loading_them(repository: Path, call: Call) -> None:
-    """One line for each version."""
+    """The list has one line for each version."""
     add_version(repository, "digits", 1, digits())
     result = call("models", "list")
     assert (result.exit_code, result.stdout) == (Exit.DONE, "digits/1: found\n")
@@ -137,7 +137,7 @@ def test_check_of_one_model_skips_others(repository: Path, call: Call) -> None:
 
 
 def test_check_prints_measured_tolerance(repository: Path, call: Call) -> None:
-    """Of a sound model, how far alone and batched are apart, and with what it was asked."""
+    """For a sound model the line gives the largest difference and the inputs it was found with."""
     add_version(repository, "digits", 1, digits())
     assert "batchable: rows do not change each other; alone and batched differ by 0.0e+00" in (
         call("models", "check").stdout

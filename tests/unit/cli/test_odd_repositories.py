@@ -110,7 +110,7 @@ def classifier_with_maps() -> onnx.ModelProto:
 def test_odd_model_is_listed_beside_sound_one(
     tmp_path: Path, call: Call, spoil: Spoil, message: str
 ) -> None:
-    """With what was expected, and without a traceback."""
+    """The line says what was expected, without a traceback."""
     add_version(tmp_path / "models", "odd", 1, digits())
     add_version(tmp_path / "models", "sound", 1, digits())
     spoil(tmp_path / "models" / "odd")

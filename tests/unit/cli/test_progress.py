@@ -12,7 +12,7 @@ from tests.support.recordings import GivenRecording, recorded
 
 
 def test_interrupted_command_prints_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    """And what to know of it, with the exit code of a shell's SIGINT."""
+    """The line tells what was done; the exit code is that of a shell's SIGINT."""
 
     def work() -> None:
         with progress("the rest is left") as shown:
@@ -29,7 +29,7 @@ def test_interrupted_command_prints_its_progress(capsys: pytest.CaptureFixture[s
 def test_interrupted_recording_prints_number_of_records(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whatever the order in which a partition's positions come."""
+    """The number does not depend on the order of a partition's positions."""
     recording = GivenRecording([recorded(number) for number in range(4)])
     place = TopicPartition("recorded", 0)
 

@@ -17,7 +17,7 @@ from tests.support.recordings import START_MS, recorded
 
 @pytest.fixture
 def capture(tmp_path: Path) -> str:
-    """Ten records in two partitions, ten milliseconds apart."""
+    """Write ten records in two partitions, ten milliseconds apart."""
     path = tmp_path / "requests.capture"
     with CaptureWriter(path, "recorded") as writer:
         writer.add([recorded(number, spacing_ms=10) for number in range(10)])
@@ -45,7 +45,7 @@ def test_replay_offsets_are_for_all_or_one_partition() -> None:
 
 @pytest.mark.parametrize("texts", [("x",), ("1:",), (":1",), ("a:1",), ("-1",), ("1:2", "1:3")])
 def test_invalid_replay_offsets_are_refused(texts: tuple[str, ...]) -> None:
-    """By the form that was expected."""
+    """The error names the expected form."""
     with pytest.raises(ValueError, match="expected"):
         parse_offsets(texts)
 
@@ -130,7 +130,7 @@ def test_replay_into_embedded_pipeline_is_answered(
 def test_wrong_replay_usage_is_refused(
     call: Call, capture: str, arguments: list[str], said: str
 ) -> None:
-    """With what was expected, before anything is read."""
+    """The error says what was expected, before anything is read."""
     result = call("replay", *arguments, "--file", capture)
     assert result.exit_code == Exit.USAGE
     assert said in " ".join(result.stderr.split())

@@ -33,7 +33,7 @@ def requests(tmp_path: Path) -> None:
 
 
 def outcomes(output: str) -> list[dict[str, Any]]:
-    """Of `--json`."""
+    """Return the outcomes that `--json` prints."""
     found: list[dict[str, Any]] = json.loads(output)["outcomes"]
     return found
 
@@ -55,7 +55,7 @@ def test_simulate_runs_every_combination_with_present_first(call: Call, requests
 
 
 def test_simulate_table_has_line_for_each_scenario(call: Call, requests: None) -> None:
-    """With what was known of S(b) above it."""
+    """The known service times S(b) stand above the table."""
     found = call(*SIMULATE, "--service-time", "digits=700+100", "--instances", "1,2")
 
     lines = found.output.splitlines()
@@ -125,7 +125,7 @@ def test_simulate_skips_requests_without_service_time(call: Call, tmp_path: Path
 def test_simulate_refuses_invalid_options(
     call: Call, requests: None, arguments: tuple[str, ...], message: str
 ) -> None:
-    """With exit code 2 and what was expected."""
+    """The exit code is 2, and the error says what was expected."""
     found = call(*SIMULATE, *arguments)
 
     assert found.exit_code == 2

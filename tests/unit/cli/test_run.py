@@ -27,7 +27,7 @@ class Started(list[tuple[Stage, ...]]):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    """What was started, instead of the services."""
+    """Record the stages that were started, instead of running services."""
     calls = Started()
 
     async def run(

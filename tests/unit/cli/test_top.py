@@ -43,7 +43,7 @@ def two_seconds_later(answer: Answer) -> None:
 
 
 def change(edit: Edit = two_seconds_later) -> StatusInterval:
-    """From the documented answer to the edited one."""
+    """Return the difference between the documented answer and the edited one."""
     return StatusInterval(documented(), documented(edit))
 
 
@@ -122,7 +122,7 @@ def test_top_shows_reason_of_unready_process(edit: Answer, state: str) -> None:
 
 
 def test_top_shows_unreachable_process_with_reason() -> None:
-    """Beside the processes that do."""
+    """The process is listed beside those that answer."""
     shown = "\n".join(
         tables({URL: change(), "http://gone": StatusInterval({}, {"error": "no answer"})})
     )

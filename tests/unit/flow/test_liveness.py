@@ -66,7 +66,7 @@ def test_process_of_other_machine_or_boot_is_not_gone(part: int) -> None:
 
 
 def test_process_names_are_unique() -> None:
-    """Whatever its host is called and whichever process id it has, as in containers."""
+    """Host name and process id, as in containers, need not be unique."""
     (first, one), (second, two) = started(), started()
     for process in (first, second):
         with process:

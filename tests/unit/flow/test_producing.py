@@ -71,7 +71,7 @@ async def test_producing_writes_records_in_order(log: MemoryLog) -> None:
 
 
 async def test_producing_refuses_only_oversized_records(log: MemoryLog) -> None:
-    """By their indexes, in order; the others of their batches are written."""
+    """The refused indexes are in order; the other records of their batches are written."""
     async with log.producer() as producer:
         refused = await deliver(producer, ANSWERS, records(10, 2000, 500, 500, 3000, 10))
 

@@ -76,7 +76,7 @@ async def test_answered_offset_is_not_claimed_again(log: MemoryLog) -> None:
 
 
 async def test_range_of_answers_covers_each_offset(log: MemoryLog) -> None:
-    """In whatever order they come, with what was never there between them."""
+    """Ranges come in any order, with gaps where no record was."""
     source_offsets = await assigned(log)
 
     source_offsets.answered([at(0), at(1), at(7, previous=4), at(8), at(4, previous=1)])

@@ -141,7 +141,7 @@ def test_best_size_is_that_of_least_cost_per_row() -> None:
 
 @pytest.mark.parametrize(("us", "best"), [(16_100, 8), (16_500, 16)])
 def test_larger_best_size_needs_one_percent_gain(us: int, best: int) -> None:
-    """Of 16 rows in 32 ms: batches of 8 are 0.6 or 3 % slower for each row."""
+    """With 16 rows in 32 ms, batches of 8 cost 0.6 or 3 % more for each row."""
     assert seeded({8: us, 16: 32_000}).best_rows(CLASS, 16) == best
 
 

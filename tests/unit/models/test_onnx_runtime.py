@@ -293,7 +293,7 @@ def test_gpu_session_gets_common_options(make: Make) -> None:
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_gpu_session_gets_stream_of_ring(make: Make, graphs: bool) -> None:
-    """And captures graphs where that is asked for."""
+    """The session captures graphs where that is configured."""
     backend = make(models.digits(), **CUDA)
     backend.use_stream(1234, graphs=graphs)
     backend.load()

@@ -81,7 +81,7 @@ def test_requests_padded_to_one_length_share_shape_class() -> None:
 
 
 def test_padding_has_configured_values() -> None:
-    """Behind each row, in every input with a free dimension, and nowhere else."""
+    """Values are added behind each row of inputs with a free dimension, and nowhere else."""
     arrays = gather([request_of(2, first=1), request_of(3, first=5, rows=2)], padded())
 
     assert arrays["ids"].tolist() == [[1, 2, 9, 9], [5, 6, 7, 9], [8, 9, 10, 9]]
@@ -166,7 +166,7 @@ def test_unnamed_dimensions_are_padded_together_only_if_equal() -> None:
 def test_configuration_that_does_not_fit_model_is_refused(
     values: dict[str, Any], told: str
 ) -> None:
-    """At load, with the key and what was expected."""
+    """Loading fails with the key and the expected value."""
     with pytest.raises(ConfigurationError, match=told.replace("[", r"\[")):
         padded(**values)
 
@@ -180,7 +180,7 @@ def test_configuration_that_does_not_fit_model_is_refused(
     ],
 )
 def test_contradicting_padding_keys_are_refused(values: dict[str, Any], told: str) -> None:
-    """Before any model is looked at."""
+    """The error comes before any model is read."""
     with pytest.raises(ConfigurationError, match=told):
         config_of(**values)
 

@@ -88,7 +88,7 @@ def test_softmax_replaces_output(tmp_path: Path) -> None:
 
 
 def test_argmax_gives_index_of_highest_value(tmp_path: Path) -> None:
-    """Of the highest value."""
+    """The output is one index for each row."""
     backend = load(tmp_path, scores(), postprocess="argmax")
     assert [spec.shape for spec in backend.signature.outputs] == [(-1,)]
     for outputs in runs(backend, x=SCORES):
@@ -116,7 +116,7 @@ def test_best_classes_come_with_their_labels(tmp_path: Path) -> None:
 
 
 def test_postprocessing_keeps_other_outputs(tmp_path: Path) -> None:
-    """In their order."""
+    """The other outputs keep their order."""
     backend = load(tmp_path, two_outputs(), postprocess="argmax", postprocess_output="scores")
     assert [spec.name for spec in backend.signature.outputs] == ["scores_argmax", "double"]
     for outputs in runs(backend, x=SCORES):
@@ -213,7 +213,7 @@ def test_bound_widened_run_reads_current_values(tmp_path: Path) -> None:
 def test_configuration_that_does_not_fit_model_is_refused(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
-    """With the key, what was expected and what came."""
+    """The error has the key, the expected value and the given one."""
     directory = models.add_version(tmp_path, "model", 1, scores())
     (directory / "labels.txt").write_text(LABELS, encoding="utf-8")
     (directory / "few.txt").write_text("one\ntwo\n", encoding="utf-8")
@@ -249,7 +249,7 @@ def test_old_operators_are_refused_at_load(tmp_path: Path) -> None:
     ],
 )
 def test_contradicting_processing_keys_are_refused(values: dict[str, Any], fault: str) -> None:
-    """Before any model is looked at."""
+    """The error comes before any model is read."""
     with pytest.raises(ConfigurationError, match=fault):
         make_model_config(values, models.settings_for(Path()))
 

@@ -102,7 +102,7 @@ def test_label_agreement_is_counted_by_rows() -> None:
 def test_other_than_equal_shaped_floats_are_compared_exactly(
     left: NDArray[Any], right: NDArray[Any]
 ) -> None:
-    """Integers, texts, other shapes and other datatypes."""
+    """Integers, texts, and arrays of differing shapes or datatypes are compared exactly."""
     assert compare_arrays(left, right, K) == ArrayDifference(exact=False)
     assert compare_arrays(left, left.copy(), K).exact
 
@@ -138,7 +138,7 @@ def test_float_beyond_noise_and_rounding_fails() -> None:
 
 
 def test_noise_of_reference_widens_tolerance() -> None:
-    """By its margin: what the current model does to itself is not held against the candidate."""
+    """The current model's distance from itself is not held against the candidate."""
     second = _answer(_scores([1.0, 2.0, 3.01]))
     candidate = _answer(_scores([1.0, 2.0, 3.03]))
 
@@ -163,7 +163,7 @@ def test_other_label_fails_comparison() -> None:
 
 
 def test_other_error_code_fails_comparison() -> None:
-    """And hides the outputs, of which there are none to compare."""
+    """No outputs are compared."""
     assert _failed(_compared(TimedAnswer("MODEL_FAILED", "out of range"))) == [
         "answers: share with another code",
         "requests: share with outputs on both sides",
@@ -221,7 +221,7 @@ def test_recorded_refusals_need_no_outputs() -> None:
 
 
 def test_empty_comparison_does_not_pass() -> None:
-    """Which would be the easiest way to get one."""
+    """An empty comparison would be the easiest way to pass."""
     assert _failed(Comparison()) == ["requests: compared"]
 
 

@@ -55,7 +55,7 @@ def test_request_without_deadline_waits_behind_one_with_deadline() -> None:
 
 
 def test_late_request_is_refused_by_its_headers() -> None:
-    """Before anything is decoded, where they name the model."""
+    """The request is refused before it is decoded if its headers name the model."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     late = Envelope(deadline_ms=NOW_MS + 50, model="digits")
 

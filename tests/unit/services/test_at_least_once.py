@@ -28,7 +28,7 @@ from tests.support.work import make_request, receipt_of
 
 
 async def test_stalled_target_delays_no_other_answers() -> None:
-    """However many chunks wait for it: its answers stand aside, and go when it is back."""
+    """Answers of any number of chunks are put aside, and sent when the target is back."""
     tuning = replace(TUNING.responder, target_stalled_after_s=0.02)
     async with running(tuning=tuning) as bench:
         bench.log.faults.topics.take_leaders(MINE.topic)

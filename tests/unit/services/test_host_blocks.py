@@ -48,7 +48,7 @@ def test_gathered_rows_follow_each_other(block: HostBlock) -> None:
 
 
 def test_large_tensors_are_copied_one_by_one() -> None:
-    """With the same result as small ones, which are joined first."""
+    """The result equals that of small tensors, which are joined first."""
     wide = make_signature([TensorSpec("x", "UINT8", (-1, 5000))], [TensorSpec("y", "FP32", (-1,))])
     rows = [np.full((1, 5000), value, np.uint8) for value in range(3)]
     arrays = HostBlock(wide, rows=3, limit_bytes=20_000).gather(

@@ -73,7 +73,7 @@ async def test_good_request_is_passed_on(models: Models) -> None:
 
 
 async def test_bad_request_among_good_ones_fails_alone(models: Models) -> None:
-    """Refused with its code, value kept for the dead letter; its neighbours go on."""
+    """The request is refused with its code and its value kept; its neighbours are passed on."""
     values = [digits_value(), b"junk", None, digits_value("unknown"), digits_value()]
     able, ended = await ingest(models, delivery(*values))
 
@@ -87,7 +87,7 @@ async def test_bad_request_among_good_ones_fails_alone(models: Models) -> None:
 
 
 async def test_late_request_is_not_charged_for_its_value(models: Models) -> None:
-    """Judged by its headers: it is answered, and its value is let go unread."""
+    """A request late by its headers is answered, and its value is dropped unread."""
     assignment = make_assignment()
     late = delivery(
         b"x" * 100_000,

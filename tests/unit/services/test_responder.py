@@ -52,7 +52,7 @@ async def test_answer_carries_outputs_and_identity_of_request() -> None:
 
 
 async def test_answer_goes_to_reply_topic_and_partition() -> None:
-    """To the reply topic, in the partition asked for, or in the request's own modulo."""
+    """The partition is the one asked for, or the request's own modulo the topic's count."""
     asked = answerable(kafka_replyTopic=b"headrace.mine", kafka_replyPartition=struct.pack(">i", 2))
     left_open = answerable(kafka_replyTopic=b"headrace.mine")
     left_open.partition = 4

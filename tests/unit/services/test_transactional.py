@@ -302,7 +302,7 @@ async def offsets_in_order(
 
 @pytest.mark.parametrize("exactly_once", [True, False])
 async def test_transactional_answers_in_order_do_not_overtake(exactly_once: bool) -> None:
-    """Not when a transaction is taken apart, or an answer is refused, either."""
+    """Order holds also when a transaction is split, or an answer is refused."""
     async with running("partition", exactly_once=exactly_once) as bench:
         requests = [bench.request(size=2000 if each % 5 == 3 else 1) for each in range(20)]
         for request in reversed(requests):

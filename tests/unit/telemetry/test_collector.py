@@ -84,13 +84,13 @@ def test_endpoint_that_is_no_url_is_refused() -> None:
 
 
 def test_service_name_lists_stages() -> None:
-    """Unless it has all of them."""
+    """A process with all stages has the plain name."""
     assert service_name(STAGES) == "headrace"
     assert service_name([Stage.BATCHER, Stage.EXECUTOR]) == "headrace-batcher-executor"
 
 
 async def test_tracing_without_endpoint_is_off() -> None:
-    """None is what the stages get."""
+    """The stages get None."""
     async with open_tracing(_settings(""), STAGES, Metrics(CollectorRegistry())) as tracing:
         assert tracing is None
 

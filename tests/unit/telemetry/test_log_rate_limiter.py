@@ -24,7 +24,7 @@ def test_log_rate_limiter_passes_burst_and_no_more() -> None:
 
 
 def test_next_log_line_counts_suppressed_ones() -> None:
-    """And the one after that says none."""
+    """The line after that counts none."""
     limiter = LogRateLimiter(TUNED)
     for _ in range(BURST + 5):
         limiter.admit("event", 0.0)

@@ -44,7 +44,7 @@ def request(code: Code | None = None, *, offset: int = 7) -> Request:
 
 
 def test_answered_request_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Unless debug is on."""
+    """Answered requests are logged only at debug."""
     with caplog.at_level(logging.INFO), capture_logs() as lines:
         log_answered([request(), request()], NOW_US)
     assert lines == []
@@ -82,7 +82,7 @@ def test_answered_request_is_logged_once_at_debug(caplog: pytest.LogCaptureFixtu
     ],
 )
 def test_failed_request_is_logged_with_its_identity(code: Code, event: str, level: str) -> None:
-    """And with the trace, where there is one."""
+    """The line has the trace as well, if there is one."""
     failed = request(code)
     failed.trace = Trace(new_trace())
     with capture_logs() as lines:

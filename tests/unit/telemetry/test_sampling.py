@@ -119,7 +119,7 @@ def test_sampling_by_callers_does_not_change_ratio_of_others() -> None:
     ("ratio", "expected"), [(1.0, 0), (0.0, sys.maxsize), (5e-324, sys.maxsize)]
 )
 def test_ratio_of_zero_or_one_samples_none_or_all(ratio: float, expected: int) -> None:
-    """Each is sampled, or none ever."""
+    """Chance plays no part at either end."""
     assert until_sampled(ratio) == expected
 
 

@@ -11,7 +11,7 @@ from headrace.telemetry.status import ProcessState, StateGauges
 
 
 def test_status_shows_device_memory_once() -> None:
-    """By kind and pool, however many instances tell of it."""
+    """Memory is listed by kind and pool, for any number of instances that report it."""
     state = ProcessState(["executor"], Health(), Metrics(CollectorRegistry()), list)
     seen = DeviceSnapshot("cuda:0", {"free": 5, "total": 8, "cupy": 2})
     state.devices.append(lambda: [seen, seen])

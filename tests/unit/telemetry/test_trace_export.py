@@ -113,7 +113,7 @@ def test_raising_exporter_counts_as_failed_export(metrics: Metrics) -> None:
 def test_full_span_queue_drops_and_counts(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch, stuck: threading.Event
 ) -> None:
-    """With room for four, and the exporter busy with one, five more lose one."""
+    """A queue for four, with the exporter busy with one span, drops one of five more."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     busy = threading.Event()

@@ -1,4 +1,4 @@
-"""Which spans there are, when they begin and end, and how they point to each other."""
+"""The spans of a request: when they begin and end, and how they link to each other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_span_of_stage_is_child_of_previous_stage() -> None:
 
 
 def test_stage_spans_follow_without_gap() -> None:
-    """From the record's timestamp until the answer is acknowledged and kept."""
+    """The spans cover the time from the record's timestamp to the acknowledgement of the answer."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(traceparent()))
 
@@ -78,7 +78,7 @@ def test_send_span_ends_at_acknowledgement() -> None:
 
 
 def test_answer_carries_context_of_its_send_span() -> None:
-    """So that whoever reads it goes on from there."""
+    """The reader of an answer can continue its trace."""
     request = make_traced(traceparent("03"))
     with tracing_spans() as (tracing, spans):
         form(tracing, [request])

@@ -44,7 +44,7 @@ def rows(heading: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def spans() -> list[Spans]:
-    """Those of requests that go well, fail at each stage, or are kept after the fact."""
+    """Return spans of requests that succeed, fail at each stage, or are traced after the fact."""
     deadline_ms = T // 1000 + 100
     with tracing_spans() as (tracing, apart):
         split(tracing)
@@ -67,7 +67,7 @@ def spans() -> list[Spans]:
 
 
 def test_tracing_page_lists_exactly_span_attributes(spans: list[Spans]) -> None:
-    """For each kind of span, the attributes seen are those that the table gives it."""
+    """The attributes seen on each kind of span are those of the table."""
     seen: defaultdict[str, set[str]] = defaultdict(set)
     for run_ in spans:
         for span in run_.all:

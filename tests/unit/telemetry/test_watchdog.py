@@ -44,7 +44,7 @@ def watched_loop(
 
 
 async def test_watchdog_reports_blocked_loop_and_its_recovery() -> None:
-    """From another thread, which is where it can be seen; the log says where the loop is."""
+    """The log line, written from another thread, says where the loop is."""
     release = threading.Event()
 
     def block_on_purpose() -> None:
@@ -96,7 +96,7 @@ def test_activity_without_progress_is_stuck() -> None:
 
 
 def test_activity_with_progress_is_not_stuck() -> None:
-    """Beginning the next thing is as good as having nothing to do."""
+    """Starting the next item counts as progress, as does having nothing to do."""
     activity = Activity("reader", 60.0)
     for _ in range(3):
         activity.begin()

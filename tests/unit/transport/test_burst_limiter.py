@@ -1,4 +1,4 @@
-"""When runs of requests leave: at once, unless so many pass that they had better go together."""
+"""Delaying writes in a burst, so that records leave together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_first_write_is_not_delayed() -> None:
 
 @pytest.mark.parametrize("per_s", [500, 5000])
 def test_flow_below_burst_is_never_delayed(per_s: int) -> None:
-    """One request after the other, however long."""
+    """Requests that come one after the other are never delayed."""
     limiter = BurstLimiter()
     last_s = passed(limiter, 1, 1 / per_s, 1000)
     assert limiter.delay_s(last_s + 0.002) == 0
@@ -41,7 +41,7 @@ def test_writes_in_burst_are_gathered() -> None:
 
 
 def test_writes_after_burst_are_not_delayed() -> None:
-    """However long the flood was."""
+    """The length of the burst does not matter."""
     limiter = BurstLimiter()
     last_s = passed(limiter, 500, 0.01, 1000)
     limiter.record_write(1, last_s + 5 * MAX_DELAY_S)

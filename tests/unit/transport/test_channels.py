@@ -56,7 +56,7 @@ async def test_channel_ends_when_all_writers_are_closed() -> None:
 
 
 async def test_pump_sends_everything_and_closes_its_target() -> None:
-    """In order, up to the end of the inlet."""
+    """Chunks are sent in order, up to the end of the inlet."""
     chunks: list[int | None] = [1, 2, None]
 
     class Inlet:
@@ -188,7 +188,7 @@ async def test_released_consumer_gets_held_back_batch() -> None:
 
 
 async def test_early_free_instance_hurries_supply() -> None:
-    """Whoever waits until a moment gets what is there as soon as it is idle."""
+    """A consumer that waits until a time gets the waiting requests as soon as it is idle."""
     shelf = Shelf()
     batch_queue: BatchQueue[str, str] = BatchQueue(
         lambda key, ask: None if ask.close_at_us else shelf.supply(key, ask)

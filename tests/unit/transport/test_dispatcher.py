@@ -169,7 +169,7 @@ async def test_dispatcher_sends_two_batches_for_each_instance(tmp_path: Path) ->
 
 
 async def test_partitions_of_executor_take_turns(tmp_path: Path) -> None:
-    """What is written together goes to one of those that it has announced, and then to another."""
+    """Batches written together go to one announced partition, the next ones to another."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 1, 3)
         await heard(bench, 1)
@@ -235,7 +235,7 @@ async def test_dispatcher_without_executors_alternates_partitions(tmp_path: Path
 
 
 async def test_dispatcher_after_last_executor_left_alternates_partitions(tmp_path: Path) -> None:
-    """Whoever comes next finds the batches."""
+    """The next executor finds the batches."""
     async with running(tmp_path) as bench:
         await bench.announce("a", 0)
         await eventually(lambda: bench.known() == 1)
@@ -256,7 +256,7 @@ async def test_batcher_learns_limits_and_run_times_from_events(tmp_path: Path) -
 
 
 async def test_foreign_records_on_events_are_ignored(tmp_path: Path) -> None:
-    """Whatever else may stand on the topic."""
+    """Any other records on the topic are ignored."""
     async with running(tmp_path) as bench:
         await write_to(bench._log, EVENTS, b"nonsense")
         await bench.announce("a", 0)

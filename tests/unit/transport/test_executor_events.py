@@ -23,7 +23,7 @@ EVENTS = TopicPartition("events", 0)
 
 
 def announcement(executor: str) -> NewRecord:
-    """Of an executor without models."""
+    """Return the announcement of an executor without models."""
     event = ExecutorEvent(executor=executor, silent_after_ms=1000, partitions=[0], models=[])
     return NewRecord(None, encode_event(event))
 
@@ -31,7 +31,7 @@ def announcement(executor: str) -> NewRecord:
 async def test_executor_events_survive_retention_during_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the log no longer holds the position and says no other, it is asked again."""
+    """A position that the log no longer holds is looked up again until the log answers."""
     log = MemoryLog()
     await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
     asked = 0

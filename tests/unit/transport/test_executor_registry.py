@@ -35,7 +35,7 @@ def registry_of(*events: ExecutorEvent) -> ExecutorRegistry:
 
 
 def test_each_executor_has_slots_for_its_models() -> None:
-    """As many instances as it has announced."""
+    """A model has as many slots as announced instances."""
     registry = registry_of(event("a", 0), event("b", 1, instances=3))
     assert registry.slots() == {ExecutorSlot("a", DIGITS): 1, ExecutorSlot("b", DIGITS): 3}
 
@@ -60,20 +60,20 @@ def test_window_of_long_runs_is_two_batches() -> None:
 
 
 def test_window_of_short_runs_covers_round_trip() -> None:
-    """And the time in which batches gather: an instance shall not wait for the log."""
+    """The window covers the time of gathering too: an instance does not wait for the log."""
     assert window_of(travel_us=4000, busy_us=2000).room(1) == 8
     assert window_of(travel_us=40_000, busy_us=50).room(1) == 64
 
 
 def test_window_adds_up_over_instances() -> None:
-    """What ends between two batches of an executor ends at all of its instances."""
+    """Completions between two batches of an executor count for all of its instances."""
     assert InFlightWindow().room(3) == 6
     assert window_of(travel_us=40_000, busy_us=1000).room(3) == 53
     assert window_of(travel_us=40_000, busy_us=50).room(3) == 192
 
 
 def test_queue_at_executor_does_not_grow_window() -> None:
-    """Otherwise it would feed itself."""
+    """A window that counted its own queue would grow without end."""
     assert window_of(travel_us=4000, busy_us=2000, stay_us=500_000).room(1) == 8
 
 
@@ -134,7 +134,7 @@ def test_leaving_executor_is_removed_at_once() -> None:
 
 
 def test_released_partition_can_be_announced_by_another_executor() -> None:
-    """And the one that has it again later is its owner again."""
+    """A former owner that announces the partition again is its owner again."""
     registry = registry_of(event("a", 0, 1), event("a", 1), event("b", 0), event("a", 0, 1))
     assert {registry.partition_of("a") for _ in range(4)} == {0, 1}
     assert not registry.knows("b")

@@ -86,7 +86,7 @@ def ran(requests: list[Request], *, rows: int, compute_us: int) -> list[Request]
 
 
 async def test_heartbeat_carries_identity_and_models(tmp_path: Path) -> None:
-    """With its timeout, so that others know how long its silence means nothing."""
+    """The announcement has its timeout, after which silence means that the executor is gone."""
     async with announcing(tmp_path) as bench:
         await eventually(lambda: bench.said)
     first = bench.said[0]
@@ -95,7 +95,7 @@ async def test_heartbeat_carries_identity_and_models(tmp_path: Path) -> None:
 
 
 async def test_heartbeat_is_sent_when_partitions_change(tmp_path: Path) -> None:
-    """Without waiting for the next heartbeat."""
+    """The announcement does not wait for the next interval."""
     async with announcing(tmp_path, replace(TUNING.transport, heartbeat_s=3600.0)) as bench:
         await eventually(lambda: bench.said)
         bench.partitions += [0, 3]
@@ -103,14 +103,14 @@ async def test_heartbeat_is_sent_when_partitions_change(tmp_path: Path) -> None:
 
 
 async def test_stopping_executor_announces_leaving(tmp_path: Path) -> None:
-    """And only then."""
+    """A running executor does not announce it."""
     async with announcing(tmp_path) as bench:
         await eventually(lambda: bench.said)
     assert [event.leaving for event in bench.said].index(True) == len(bench.said) - 1
 
 
 async def test_completion_of_whole_batch_carries_run_time(tmp_path: Path) -> None:
-    """So that batchers learn how long runs take."""
+    """Batchers learn run times from it."""
     async with announcing(tmp_path) as bench:
         batch = batch_of(3)
         bench.announcer.received(batch)
@@ -121,7 +121,7 @@ async def test_completion_of_whole_batch_carries_run_time(tmp_path: Path) -> Non
 
 
 async def test_completion_of_halved_batch_follows_last_part(tmp_path: Path) -> None:
-    """Once, and without a time, since it did not run as one."""
+    """The completion is sent once and without a time, since the batch did not run as one."""
     async with announcing(tmp_path) as bench:
         batch = batch_of(3)
         first, second, third = batch.requests
@@ -183,7 +183,7 @@ async def test_completion_of_long_run_is_sent_at_once(tmp_path: Path) -> None:
 async def test_batch_time_counts_from_previous_completion(
     tmp_path: Path,
 ) -> None:
-    """Whatever it waited there."""
+    """Time that the batch waited before is not counted."""
     async with announcing(tmp_path) as bench:
         first, second = batch_of(1, "b-1"), batch_of(1, "b-2")
         bench.announcer.received(first)

@@ -98,7 +98,7 @@ def test_request_with_replaced_version_is_refused(tmp_path: Path, request_: Requ
 def test_request_fitting_no_version_is_refused_with_both_reasons(
     tmp_path: Path, model: MakeModel | None, reason: str
 ) -> None:
-    """That its version has gone, and why it cannot have the current one."""
+    """The error says that its version is gone, and why the current one does not fit."""
     with pytest.raises(Rejected) as caught:
         RebinderHarness(tmp_path, model).rebind(bound_to_first())
     assert caught.value.code == Code.MODEL_NOT_READY

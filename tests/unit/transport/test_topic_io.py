@@ -227,7 +227,7 @@ class HeldProducer:
 
 
 async def test_items_arriving_during_write_are_written_together() -> None:
-    """Once that one is acknowledged; other partitions do not wait for it."""
+    """They are written once the write is acknowledged; other partitions do not wait for it."""
     producer = HeldProducer()
     outlet = result_sender(cast(Producer, producer), TOPIC)
     writer = outlet.writer()
