@@ -107,7 +107,7 @@ class ExactlyOnceHarness:
         await eventually(lambda: len(self.seen) > count, recheck_s=0.005)
 
     def each_once(self) -> Answered:
-        """Return the outputs that are visible in the end."""
+        """Count each sent request once, as the visible answers must in the end."""
         return Counter(
             (number % self.partitions, number // self.partitions) for number in range(self.sent)
         )
