@@ -69,7 +69,9 @@ def _shows_password(kafka: KafkaSettings) -> bool:
 def unreadable_settings(error: ConfigurationError) -> Iterator[Finding]:
     """Yield the faults of settings that could not be read."""
     for line in str(error).splitlines():
-        yield Finding("configuration", Severity.ERROR, line, "fix this; all else waits for it")
+        yield Finding(
+            "configuration", Severity.ERROR, line, "fix this first; the other checks need it"
+        )
 
 
 async def check_log(settings: Settings) -> list[Finding]:

@@ -22,7 +22,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
-from headrace.cli.settings import pass_settings
+from headrace.cli.settings import pass_settings, require_broker
 from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
@@ -443,11 +443,7 @@ async def _export(
 
 @asynccontextmanager
 async def _open(settings: Settings) -> AsyncIterator[Log]:
-    if settings.kafka is None:
-        raise ConfigurationError(
-            "dlq: expected a broker (kafka.bootstrap_servers), got the embedded log, whose dead "
-            "dead letters end with its process"
-        )
+    require_broker(settings, "the dead letters of a log in memory end with its process")
     async with open_log(settings) as log:
         yield log
 

@@ -32,8 +32,7 @@ def command() -> None:
 @json_option
 @pass_settings
 def list_models(settings: Settings, as_json: bool) -> None:
-    """List the versions of all models. Faults that are visible without loading a model are shown,
-    too.
+    """List the versions of all models.
 
     Faults that can be found without loading a model are shown, too.
     """

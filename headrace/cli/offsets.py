@@ -11,9 +11,8 @@ import click
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.selection_options import parse_time_ms
-from headrace.cli.settings import pass_settings
+from headrace.cli.settings import pass_settings, require_broker
 from headrace.config import Settings
-from headrace.errors import ConfigurationError
 from headrace.runtime.log_factory import open_log
 from headrace.tools.offsets import PartitionOffsets, Reset, Target, read_offsets
 from headrace.tools.offsets import reset as reset_offsets
@@ -23,6 +22,8 @@ from headrace.topics import Topic
 SHOWN_RANGES = 4
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+_WITHOUT_BROKER = "the offsets of a log in memory end with its process"
 
 
 class _TargetType(click.ParamType[Target]):
@@ -58,8 +59,8 @@ def command() -> None:
 def show(settings: Settings, as_json: bool) -> None:
     """Show base, answered ranges above it, end and lag of each partition of `requests`.
 
-    The base is what the group has committed: all below it is answered. Of the lag, what is
-    answered already is in the ranges. Exit code 1 when a commit's metadata cannot be read.
+    The base is what the group has committed: all below it is answered. The lag
+    includes the ranges. Exit code 1 when a commit's metadata cannot be read.
     """
     states = run(_show(settings))
     if as_json:
@@ -127,7 +128,7 @@ def reset(
 
 
 async def _show(settings: Settings) -> list[PartitionOffsets]:
-    _require_broker(settings)
+    require_broker(settings, _WITHOUT_BROKER)
     async with open_log(settings) as log:
         return await read_offsets(log, settings)
 
@@ -135,17 +136,9 @@ async def _show(settings: Settings) -> list[PartitionOffsets]:
 async def _reset(
     settings: Settings, target: Target, partitions: Sequence[int], dry_run: bool
 ) -> list[Reset]:
-    _require_broker(settings)
+    require_broker(settings, _WITHOUT_BROKER)
     async with open_log(settings) as log:
         return await reset_offsets(log, settings, target, partitions, dry_run=dry_run)
-
-
-def _require_broker(settings: Settings) -> None:
-    if settings.kafka is None:
-        raise ConfigurationError(
-            "kafka.bootstrap_servers: expected a broker; the embedded log's offsets end with its "
-            "process"
-        )
 
 
 def _heading(settings: Settings) -> str:

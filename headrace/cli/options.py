@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from headrace.cli.selection_options import require_broker
+from headrace.cli.selection_options import TO_READ
+from headrace.cli.settings import require_broker
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 
@@ -20,7 +21,7 @@ ANSWERS_FILE = click.option(
     "--answers-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="... in this capture file.",
+    help="Use the recorded answers in this capture file.",
 )
 
 
@@ -71,7 +72,7 @@ def chosen_answers(
     if answers is not None and answers_file is not None:
         raise click.UsageError("give either --answers or --answers-file")
     if answers is not None:
-        require_broker(settings, "to read a topic")
+        require_broker(settings, TO_READ)
     return answers_file or answers
 
 

@@ -19,10 +19,9 @@ from headrace.cli.progress import watching
 from headrace.cli.selection_options import (
     as_json,
     chosen_source,
-    require_broker,
     selection_options,
 )
-from headrace.cli.settings import pass_settings
+from headrace.cli.settings import pass_settings, require_broker
 from headrace.config import ModelSettings, Settings
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
@@ -277,7 +276,7 @@ def send(settings: Settings, /, *, given: Sending, in_json: bool, **chosen: Any)
     given.check()
     pace = _pace(given)
     source = chosen_source(settings, chosen)
-    require_broker(settings, "to write to a topic")
+    require_broker(settings, "without one no topic can be written")
     topic = given.to or settings.topic(Topic.REQUESTS)
     marking = Marking(given.run_id or new_run_id(), given.keep_reply, given.reply_to)
     options = as_json(chosen) | {

@@ -183,7 +183,13 @@ COMPARE_OPTIONS = (
         help="Fewest requests with outputs on both sides.  [default: as many as were recorded with "
         f"outputs, or {COMPARABLE_UNRECORDED:g} without recorded answers]",
     ),
-    click.option("--top-k", type=click.IntRange(min=1), default=DEFAULT_TOP_K, show_default=True),
+    click.option(
+        "--top-k",
+        type=click.IntRange(min=1),
+        default=DEFAULT_TOP_K,
+        show_default=True,
+        help="Number of largest elements whose indexes are compared.",
+    ),
     click.option(
         "--concurrency",
         type=click.IntRange(min=1, max=1024),

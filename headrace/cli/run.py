@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 import structlog
 
 from headrace.cli.output import say
-from headrace.cli.settings import Invocation, pass_invocation
+from headrace.cli.settings import Invocation, pass_invocation, require_broker
 from headrace.cli.stages import parse_stages
 from headrace.config import Option, Settings
 from headrace.telemetry.logs import Event, configure_logging
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 ANY_ADDRESS = ("", str(IPv4Address(0)), str(IPv6Address(0)))
 
 
@@ -36,41 +38,49 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Sta
         raise click.BadParameter(str(error), ctx, param) from error
 
 
+_OVERRIDING: tuple[tuple[str, tuple[str, str], click.ParamType[Any], str], ...] = (
+    ("--models", ("models", "repository"), click.Path(file_okay=False, path_type=Path), "DIR"),
+    ("--bootstrap-servers", ("kafka", "bootstrap_servers"), click.STRING, "HOST:PORT,..."),
+    ("--http-port", ("telemetry", "http_port"), click.INT, "N"),
+    ("--gateway-port", ("gateway", "http_port"), click.INT, "N"),
+    ("--grpc-port", ("gateway", "grpc_port"), click.INT, "N"),
+)
+"""Options of a process that override settings: name, setting, type and metavar."""
+
+
+def overriding_settings(function: Callable[..., T]) -> Callable[..., T]:
+    """Add the options that override settings; the command gets those given as `overrides`."""
+
+    @wraps(function)
+    def with_overrides(*args: Any, **values: Any) -> T:
+        overrides = []
+        for name, setting, _, _ in _OVERRIDING:
+            value = values.pop(name.removeprefix("--").replace("-", "_"))
+            if value is not None:
+                overrides.append(Option(name, setting, value))
+        return function(*args, overrides=overrides, **values)
+
+    command: Callable[..., T] = with_overrides
+    for name, setting, kind, metavar in reversed(_OVERRIDING):
+        text = f"Setting {'.'.join(setting)}" + ("; 0 takes a free one." if metavar == "N" else ".")
+        command = click.option(name, type=kind, metavar=metavar, help=text)(command)
+    return command
+
+
 @click.command()
 @click.argument("stages", default=",".join(STAGES), callback=_stages, metavar="[STAGE,...]")
-@click.option(
-    "--models",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Setting models.repository.",
-)
-@click.option(
-    "--bootstrap-servers", metavar="HOST:PORT,...", help="Setting kafka.bootstrap_servers."
-)
-@click.option(
-    "--http-port", type=int, metavar="N", help="Setting telemetry.http_port; 0 takes a free one."
-)
+@overriding_settings
 @click.option(
     "--gateway",
     is_flag=True,
     help="Open a gateway as well, in this process (docs/http.md).",
 )
-@click.option(
-    "--gateway-port", type=int, metavar="N", help="Setting gateway.http_port; 0 takes a free one."
-)
-@click.option(
-    "--grpc-port", type=int, metavar="N", help="Setting gateway.grpc_port; 0 takes a free one."
-)
 @pass_invocation
 def command(
     invocation: Invocation,
     stages: tuple[Stage, ...],
-    models: Path | None,
-    bootstrap_servers: str | None,
-    http_port: int | None,
+    overrides: Sequence[Option],
     gateway: bool,
-    gateway_port: int | None,
-    grpc_port: int | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT: run all four stages in this process, or those named.
 
@@ -84,14 +94,9 @@ def command(
 
     The options go over the settings' file and the environment; a file is not needed.
     """
-    options = [
-        Option("--models", ("models", "repository"), models),
-        Option("--bootstrap-servers", ("kafka", "bootstrap_servers"), bootstrap_servers),
-        Option("--http-port", ("telemetry", "http_port"), http_port),
-        Option("--gateway-port", ("gateway", "http_port"), gateway_port),
-        Option("--grpc-port", ("gateway", "grpc_port"), grpc_port),
-    ]
-    settings = invocation.settings_with([each for each in options if each.value is not None])
+    settings = invocation.settings_with(overrides)
+    if stages != STAGES:
+        require_broker(settings, "without one all stages run in one process: `headrace run`")
     serve(invocation, settings, stages, gateway=gateway)
 
 

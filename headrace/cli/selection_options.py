@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from headrace.cli.settings import require_broker
 from headrace.config import Settings
-from headrace.errors import ConfigurationError
 from headrace.tools.replay.jobs import RecordingSource
 from headrace.tools.replay.recording import Filters, Selection, Window
 from headrace.topics import Topic
@@ -19,6 +19,8 @@ from headrace.topics import Topic
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
+
+TO_READ = "without one only a capture file can be read (--file)"
 
 
 def parse_time_ms(text: str) -> int:
@@ -209,17 +211,8 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource
     )
     if chosen["file"] is not None:
         return RecordingSource(chosen["file"], selection)
-    require_broker(settings, "to read a topic")
+    require_broker(settings, TO_READ)
     return RecordingSource(chosen["topic"] or settings.topic(Topic.REQUESTS), selection)
-
-
-def require_broker(settings: Settings, what_for: str) -> None:
-    """Raise `ConfigurationError` if there is only the embedded log, which has no past."""
-    if settings.kafka is None:
-        raise ConfigurationError(
-            f"{what_for}, a broker is needed: set kafka.bootstrap_servers "
-            "(or HEADRACE_KAFKA__BOOTSTRAP_SERVERS), or use a capture file (--file)"
-        )
 
 
 def as_json(chosen: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import click
 
+from headrace.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from headrace.config import Option, Settings
 
@@ -121,3 +123,16 @@ def pass_invocation(function: Callable[Concatenate[Invocation, P], T]) -> Callab
         return function(invocation(click.get_current_context()), *args, **kwargs)
 
     return with_invocation
+
+
+def require_broker(settings: Settings, otherwise: str) -> None:
+    """Raise `ConfigurationError` if no broker is configured.
+
+    Args:
+        settings: of the command.
+        otherwise: why it needs one, or what can be done without one.
+    """
+    if settings.kafka is None:
+        raise ConfigurationError(
+            f"kafka.bootstrap_servers: expected a broker, got none; {otherwise}"
+        )

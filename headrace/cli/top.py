@@ -7,6 +7,7 @@ Rates and means are computed from the totals in two successive answers; everythi
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -240,6 +241,8 @@ async def _fetch(session: ClientSession, url: str) -> Status:
             return dict(await answer.json())
     except TimeoutError:
         return {"error": f"no answer within {TIMEOUT_S:g} s"}
+    except OSError as error:  # aiohttp's own text names its TLS settings
+        return {"error": f"no answer: {os.strerror(error.errno) if error.errno else error}"}
     except (ClientError, ValueError) as error:
         return {"error": f"no answer: {error}"}
 

@@ -141,7 +141,7 @@ class Pipeline:
             if joining <= 0:
                 self.health.enter(Phase.READY)
                 self.ready.set()
-                log.info(Event.READY, stages=list(self._stages))
+                log.info(Event.READY, stages=[str(each) for each in self._stages])
 
         if not self._groups:
             joined()  # a gateway alone
@@ -291,7 +291,7 @@ async def run(
             tuning.runtime,
         )
         await stack.enter_async_context(server)
-        log.info(Event.STARTING, stages=list(stages), http_port=server.port)
+        log.info(Event.STARTING, stages=[str(each) for each in stages], http_port=server.port)
         doors: Doors | None = None
         if open_doors is not None:
             doors = await stack.enter_async_context(

@@ -119,7 +119,7 @@ def test_simulate_skips_requests_without_service_time(call: Call, tmp_path: Path
         (("--service-time", "1+1", "--rate-factor", "0"), "expected numbers above 0"),
         (("--service-time", "1+1", "--instances", "1.5"), "expected numbers as 1,2,4"),
         (("--service-time", "other=1+1"), "expected requests of models whose service time"),
-        (("--answers", "responses"), "a broker is needed"),
+        (("--answers", "responses"), "expected a broker"),
     ],
 )
 def test_simulate_refuses_invalid_options(

@@ -109,7 +109,7 @@ def test_all_stages_run_when_none_is_named(call: Call, started: Started) -> None
 
 def test_run_shortens_thread_switch_interval(call: Call, started: Started) -> None:
     """The dispatcher's thread does not wait Python's 5 ms for a busy event loop."""
-    call("run", "executor")
+    call("run", "executor", "--bootstrap-servers", "127.0.0.1:9")
     assert started == [(Stage.EXECUTOR,)]
     assert sys.getswitchinterval() == pytest.approx(TUNING.runtime.thread_switch_interval_s)
 
@@ -145,6 +145,15 @@ def test_wrong_run_option_is_named(call: Call, started: Started) -> None:
     result = call("run", "--http-port", "70000")
     assert result.exit_code == Exit.USAGE
     assert result.stderr.startswith("headrace: --http-port: ")
+
+
+def test_stages_apart_without_broker_are_refused(call: Call, started: Started) -> None:
+    """They could pass nothing to each other."""
+    result = call("run", "batcher,executor")
+
+    assert result.exit_code == Exit.USAGE
+    assert result.stderr.startswith("headrace: kafka.bootstrap_servers: expected a broker")
+    assert not started
 
 
 def test_run_without_broker_warns_once(call: Call, started: Started) -> None:
