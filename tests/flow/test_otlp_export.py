@@ -26,6 +26,7 @@ from headrace.telemetry.collector import open_tracing
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES
 from tests.support.spans import make_traced, pass_through, traceparent
+from tests.support.tuning import UNHURRIED_EXPORT
 
 NAMES = [
     "process headrace.requests",
@@ -110,7 +111,7 @@ def rpc() -> Iterator[tuple[str, Received]]:
 async def _trace_one(endpoint: str) -> Metrics:
     settings = make_settings({"telemetry": {"otlp_endpoint": endpoint}})
     metrics = Metrics(CollectorRegistry())
-    async with open_tracing(settings, STAGES, metrics) as tracing:
+    async with open_tracing(settings, STAGES, metrics, UNHURRIED_EXPORT) as tracing:
         assert tracing is not None
         pass_through(tracing, make_traced(traceparent()))
     return metrics

@@ -84,32 +84,34 @@ async def test_saturated_model_lets_others_on_its_partitions_through(
         flood = flood_of(client, tasks, "slow")
         await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
 
-        for _ in range(8):
-            await client.infer("quick", SMALL)
+        await asyncio.gather(*(client.infer("quick", SMALL) for _ in range(8)))
 
         assert done(flood) < FLOOD / 2
         await asyncio.gather(*flood)
 
 
 async def test_late_request_above_share_is_refused_at_once(tmp_path: Path) -> None:
-    """The flood takes seconds. What has less time is refused while most of the flood waits."""
-    async with asking(settings_of(tmp_path), FUSED) as client, asyncio.TaskGroup() as tasks:
-        flood = flood_of(client, tasks, "slow")
+    """The flood takes twelve seconds. What has five is refused while most of the flood waits."""
+    settings = settings_of(tmp_path)
+    add_model(tmp_path, "slower", "time.sleep(0.2)")
+    async with asking(settings, FUSED) as client, asyncio.TaskGroup() as tasks:
+        flood = flood_of(client, tasks, "slower")
         await eventually(lambda: done(flood) >= 4)
 
-        headers = [("x-timeout-ms", b"1000")]
+        headers = [("x-timeout-ms", b"5000")]
         with pytest.raises(InferenceError) as refused:
-            await client.infer("slow", LARGE, timeout_s=60, headers=headers)
+            await client.infer("slower", LARGE, timeout_s=60, headers=headers)
 
         assert refused.value.code == Code.OVERLOADED
         assert done(flood) < FLOOD / 2
-        await asyncio.gather(*flood)
+        for task in flood:
+            task.cancel()
 
 
 async def test_deferred_request_is_answered_when_its_deadline_passes(tmp_path: Path) -> None:
     """Nothing is known of the pace of a model whose first run goes on, so nothing is predicted."""
     settings = settings_of(tmp_path)
-    add_model(tmp_path, "endless", "self.cancelled.wait(2)")
+    add_model(tmp_path, "endless", "self.cancelled.wait(4)")
     async with asking(settings, FUSED) as client, asyncio.TaskGroup() as tasks:
         flood = flood_of(client, tasks, "endless")
         headers = [("x-timeout-ms", b"500")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -21,7 +20,7 @@ from headrace.telemetry.span_attributes import Answering, ModelRun
 from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import Stage
-from headrace.tuning import TUNING
+from tests.support.tuning import UNHURRIED_EXPORT
 
 T = 1_700_000_000_000_000
 """When the record was written; epoch microseconds."""
@@ -91,9 +90,7 @@ def tracing_spans(
     """Tracing into memory; the spans are there when the context is left."""
     exporter, spans = InMemorySpanExporter(), Spans()
     metrics = metrics or Metrics(CollectorRegistry())
-    # A machine may stand still for longer than a process that ends would wait.
-    tuning = replace(TUNING.runtime, trace_close_timeout_s=30.0)
-    export = TraceExport(exporter, "headrace", "headrace", metrics, tuning)
+    export = TraceExport(exporter, "headrace", "headrace", metrics, UNHURRIED_EXPORT)
     try:
         yield Tracing(export.write, settings or tracing_settings(), metrics), spans
     finally:

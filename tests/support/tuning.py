@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.tuning import TUNING
+from tests.support.conditions import DEADLINE_S
 
 QUICK = replace(
     TUNING,
@@ -29,3 +30,8 @@ QUICK = replace(
     ),
 )
 """Short pauses, and everything else as by default."""
+
+UNHURRIED_EXPORT = replace(
+    TUNING.runtime, trace_close_timeout_s=DEADLINE_S, trace_abort_timeout_s=DEADLINE_S
+)
+"""Closing waits until all spans are sent, however long the machine stands still meanwhile."""

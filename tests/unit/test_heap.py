@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from headrace.runtime.heap import (
-    TrimRule,
-    find_trim,
-    resident_bytes,
-    trim_now_and_then,
-)
-from headrace.telemetry.metrics import Metrics
+from headrace.runtime.heap import TrimRule, find_trim, resident_bytes
 from headrace.tuning import TUNING
-from tests.support.conditions import eventually
 
 MIB = 1024 * 1024
 TUNED = replace(
@@ -63,24 +55,44 @@ def test_heap_in_use_is_not_trimmed_again() -> None:
     assert not rule.is_due(100.0, 310 * MIB, 0)
 
 
-@pytest.mark.skipif(find_trim() is None or resident_bytes() is None, reason="needs glibc on Linux")
-async def test_trimming_returns_fragmented_heap() -> None:
-    """Blocks that stay keep the allocator from giving back all that lies between them."""
-    trim = find_trim()
-    assert trim is not None
-    trim()  # otherwise the blocks fill what earlier tests have freed, and the process does not grow
+FRAGMENTING = """
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from headrace.runtime.heap import trimming
+from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+from tests.unit.test_heap import MIB, TUNED
+
+
+async def main():
     metrics = Metrics(CollectorRegistry())
-    trimming = asyncio.create_task(trim_now_and_then(lambda: 0, metrics, TUNED))
-    await asyncio.sleep(0)  # the first look
-    blocks = [bytes(64 * 1024 + place % 999) for place in range(3000)]
-    kept = blocks[::50]
-    del blocks
-    gc.collect()
 
-    def released_bytes() -> float:
-        return metrics.registry.get_sample_value("headrace_heap_trimmed_bytes_total") or 0.0
+    def released_bytes():
+        return metrics.registry.get_sample_value("headrace_heap_trimmed_bytes_total")
 
-    await eventually(lambda: released_bytes() > 100 * MIB)
-    assert len(kept) == 60
-    trimming.cancel()
-    await asyncio.wait([trimming])
+    async with trimming(lambda: 0, metrics, TUNED):
+        await asyncio.sleep(0)  # the first look
+        blocks = [bytes(64 * 1024 + place % 999) for place in range(3000)]
+        kept = blocks[::50]
+        del blocks
+        await eventually(lambda: released_bytes() > 100 * MIB)
+        assert len(kept) == 60
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(find_trim() is None or resident_bytes() is None, reason="needs glibc on Linux")
+def test_trimming_returns_fragmented_heap() -> None:
+    """Blocks that stay keep the allocator from giving back all that lies between them.
+
+    In a process of its own, because a heap in which other tests have left room does not grow.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FRAGMENTING], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr

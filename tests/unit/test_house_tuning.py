@@ -118,18 +118,32 @@ def constants_in(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-def test_serving_path_has_no_tuning_constant() -> None:
-    """A chosen number is a field in `headrace.tuning`; a fact is listed above."""
-    found = {
+def numbers_found() -> set[tuple[str, str]]:
+    """The constants of the serving path that are numbers, with the paths of their modules."""
+    return {
         (str(module.path), name)
         for module in serving_modules()
         for name in constants_in(module.tree)
     }
-    known = {
+
+
+def numbers_listed() -> set[tuple[str, str]]:
+    """The entries of the two tables above."""
+    return {
         (path, name) for each in (FACTS, CHOSEN) for path, names in each.items() for name in names
     }
 
-    assert found - known == set(), "each belongs into headrace/tuning.py, or is a fact"
+
+def test_serving_path_has_no_tuning_constant() -> None:
+    """A chosen number is a field in `headrace.tuning`; a fact is listed above."""
+    assert numbers_found() - numbers_listed() == set(), (
+        "each belongs into headrace/tuning.py, or is a fact"
+    )
+
+
+def test_listed_number_is_in_its_module() -> None:
+    """An entry that outlives its constant would excuse the next one of that name."""
+    assert numbers_listed() - numbers_found() == set(), "each is gone or moved: drop its entry"
 
 
 @pytest.mark.parametrize(

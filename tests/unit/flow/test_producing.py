@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from headrace.delivery.producing import deliver as deliver_with
 from headrace.delivery.producing import too_large
@@ -19,6 +20,7 @@ from headrace.log.errors import (
 )
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, SentBatch, TopicInfo, TopicPartition
+from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
 from tests.support.logs import read
 from tests.support.tuning import QUICK
@@ -39,6 +41,12 @@ async def log() -> MemoryLog:
     ]
     await log.create_topics(topics, replication_factor=1)
     return log
+
+
+def retries(metrics: Metrics) -> float:
+    """How often a record was sent again."""
+    name = "headrace_retries_total"
+    return metrics.registry.get_sample_value(name, {"operation": "send"}) or 0.0
 
 
 def records(*sizes: int) -> list[NewRecord]:
@@ -114,10 +122,11 @@ async def test_refused_batch_is_halved_until_accepted() -> None:
 
 async def test_producing_waits_for_end_of_outage(log: MemoryLog) -> None:
     """While no broker answers it tries again; then everything is written once."""
+    metrics = Metrics(CollectorRegistry())
     async with log.producer() as producer:
         log.faults.brokers.take_down()
-        writing = asyncio.create_task(deliver(producer, ANSWERS, records(10, 20, 30)))
-        await asyncio.sleep(0.01)
+        writing = asyncio.create_task(deliver(producer, ANSWERS, records(10, 20, 30), metrics))
+        await eventually(lambda: retries(metrics) >= 2 * 3)
         assert not writing.done()
         log.faults.brokers.bring_back()
 
@@ -186,10 +195,11 @@ async def test_own_topic_refusing_for_other_reason_than_size_is_fatal(log: Memor
 
 async def test_cancelling_producing_ends_retries(log: MemoryLog) -> None:
     """A process that must end at once does not wait for its broker."""
+    metrics = Metrics(CollectorRegistry())
     async with log.producer() as producer:
         log.faults.brokers.take_down()
-        writing = asyncio.create_task(deliver(producer, ANSWERS, records(1)))
-        await asyncio.sleep(0.01)
+        writing = asyncio.create_task(deliver(producer, ANSWERS, records(1), metrics))
+        await eventually(lambda: retries(metrics) >= 2)
         writing.cancel()
         await eventually(writing.done)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,7 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES, Stage
 from tests.support.spans import make_traced, pass_through, traceparent
+from tests.support.tuning import UNHURRIED_EXPORT
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -107,22 +108,20 @@ def test_opentelemetry_is_not_imported_without_tracing() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
-async def test_unreachable_collector_delays_stop_by_two_seconds_at_most(
+async def test_unreachable_collector_costs_count_and_log_line(
     monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
-    """Nobody listens there: the spans are counted as lost, and the end is not held up."""
+    """Nobody listens there: the end breaks off the retries, and the spans are counted as lost."""
     monkeypatch.setenv(PROTOCOL, protocol)
     metrics = Metrics(CollectorRegistry())
+    tuning = replace(UNHURRIED_EXPORT, trace_close_timeout_s=0.5)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         settings = _settings(f"http://127.0.0.1:{unused.getsockname()[1]}")
         with capture_logs() as lines:
-            async with open_tracing(settings, STAGES, metrics) as tracing:
+            async with open_tracing(settings, STAGES, metrics, tuning) as tracing:
                 assert tracing is not None
                 pass_through(tracing, make_traced(traceparent()))
-                began_s = time.monotonic()
-            took_s = time.monotonic() - began_s
 
-    assert took_s < 10
     assert metrics.registry.get_sample_value("headrace_trace_spans_dropped_total") == 6
     assert [line["event"] for line in lines] == [Event.TRACE_EXPORT_FAILED]

@@ -24,6 +24,7 @@ from headrace.telemetry.tracing import FinishedSpan
 from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S
 from tests.support.spans import T, make_run, make_traced, traceparent, tracing_spans
+from tests.support.tuning import UNHURRIED_EXPORT
 
 Export = Callable[[Sequence[ReadableSpan]], SpanExportResult]
 
@@ -63,7 +64,7 @@ def _count(metrics: Metrics, name: str) -> float | None:
 def test_exported_spans_are_counted(metrics: Metrics) -> None:
     """Leaving sends what is queued."""
     exporter = InMemorySpanExporter()
-    export = TraceExport(exporter, "s", "n", metrics)
+    export = TraceExport(exporter, "s", "n", metrics, UNHURRIED_EXPORT)
     for number in range(1, 6):
         export.write(_span(number))
     export.close()
@@ -83,7 +84,7 @@ def test_refused_spans_are_counted_and_logged_once(
         return SpanExportResult.FAILURE
 
     with capture_logs() as lines:
-        export = TraceExport(_Exporter(refuse), "s", "n", metrics)
+        export = TraceExport(_Exporter(refuse), "s", "n", metrics, UNHURRIED_EXPORT)
         export.write(_span(1))
         export.write(_span(2))
         export.close()
@@ -102,7 +103,7 @@ def test_raising_exporter_counts_as_failed_export(metrics: Metrics) -> None:
         raise OSError("the disk is full")
 
     with capture_logs() as lines:
-        export = TraceExport(_Exporter(raise_), "s", "n", metrics)
+        export = TraceExport(_Exporter(raise_), "s", "n", metrics, UNHURRIED_EXPORT)
         export.write(_span())
         export.close()
 
@@ -123,7 +124,7 @@ def test_full_span_queue_drops_and_counts(
         stuck.wait()
         return SpanExportResult.SUCCESS
 
-    export = TraceExport(_Exporter(hold), "s", "n", metrics)
+    export = TraceExport(_Exporter(hold), "s", "n", metrics, UNHURRIED_EXPORT)
     export.write(_span())
     assert busy.wait(DEADLINE_S)
     for number in range(2, 7):
@@ -162,7 +163,7 @@ def test_span_links_over_limit_are_dropped_and_counted(
     """The span says how many it lost, and so does the metric."""
     monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "2")
     exporter = InMemorySpanExporter()
-    export = TraceExport(exporter, "s", "n", metrics)
+    export = TraceExport(exporter, "s", "n", metrics, UNHURRIED_EXPORT)
     export.write(_span()._replace(links=[SpanId(2, number) for number in range(1, 6)]))
     export.close()
 
@@ -185,7 +186,7 @@ def test_span_of_large_batch_keeps_all_links_without_limit() -> None:
 def test_failed_span_has_error_status_and_type(metrics: Metrics) -> None:
     """The message is the status' description, the code `error.type`."""
     exporter = InMemorySpanExporter()
-    export = TraceExport(exporter, "s", "n", metrics)
+    export = TraceExport(exporter, "s", "n", metrics, UNHURRIED_EXPORT)
     export.write(_span()._replace(failure=Failure(Code.MODEL_FAILED, "it broke", "executor")))
     export.close()
 
@@ -201,7 +202,7 @@ def test_resource_attributes_come_from_environment(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "scoring")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     exporter = InMemorySpanExporter()
-    export = TraceExport(exporter, "headrace-ingest", "orders", metrics)
+    export = TraceExport(exporter, "headrace-ingest", "orders", metrics, UNHURRIED_EXPORT)
     export.write(_span())
     export.close()
 
@@ -227,4 +228,4 @@ def test_invalid_otel_variable_is_refused_by_name(
     monkeypatch.setenv(variable, value)
     exporter = _Exporter(lambda _: SpanExportResult.SUCCESS)
     with pytest.raises(ConfigurationError, match="OTEL_"):
-        TraceExport(exporter, "s", "n", metrics)
+        TraceExport(exporter, "s", "n", metrics, UNHURRIED_EXPORT)
