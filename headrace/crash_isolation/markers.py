@@ -169,7 +169,7 @@ def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
     """Return what `encode_mark` was given. Raises `ValueError`."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or fields.get("v") != VERSION:
-        raise ValueError(f"mark: expected version {VERSION}, got {text[:40]!r}")
+        raise ValueError(f"crash marker: expected version {VERSION}, got {text[:40]!r}")
     alone = fields.get("alone")
     try:
         mark = CrashMarker(
@@ -183,7 +183,7 @@ def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
         )
         owner = Owner(str(fields.get("member", "")), str(fields.get("process", "")))
     except (KeyError, TypeError, UnknownMetadata) as error:
-        raise ValueError(f"mark: expected its fields, got {text[:40]!r}") from error
+        raise ValueError(f"crash marker: expected all of its fields, got {text[:40]!r}") from error
     return mark, owner
 
 

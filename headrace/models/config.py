@@ -165,7 +165,7 @@ class ModelConfig(_Group):
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """Checksum of the version's files, see `headrace.models.repository.compute_checksum`."""
     transform: Literal["python", "text", "octets"] | None = None
-    """How inputs are made from a payload that is neither MessagePack nor JSON."""
+    """Transform that makes inputs from a payload that is neither MessagePack nor JSON."""
     preprocess: dict[str, Preprocess] = {}
     """Preprocessing, by input name."""
     postprocess: Annotated[tuple[_Step, ...], BeforeValidator(_as_tuple)] = ()

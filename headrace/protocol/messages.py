@@ -307,6 +307,10 @@ class IngestedRequest(Struct, eq=False):
     `value` are released as soon as no later step needs them. A request that runs alone gets another
     ack handle.
 
+    Nothing enforces this, since that would cost too much of the 13.4 µs and six memory blocks that
+    a request takes. A frozen struct, to which each `Request` would refer, takes one block more, and
+    0.6 µs for ten reads of its fields; a check in `__setattr__` takes 2.2 µs.
+
     Attributes:
         ack_handle: ack handle of the record by which the request entered this process.
         partition, offset, previous, timestamp_ms, after: its origin, see `WireOrigin`.

@@ -145,18 +145,20 @@ class BatcherService:
         self._wake(now_us, demand.close_at_us if batch is None else 0)
         return batch
 
-    def _wake(self, now_us: int, wanted_us: int = 0) -> None:
+    def _wake(self, now_us: int, close_at_us: int = 0) -> None:
         """Wake `_expire` if it has work, or if its next event is earlier than its timer.
 
-        `wanted_us` is when a busy instance wants its next batch; 0 if none does.
+        Args:
+            now_us: microseconds of the steady clock.
+            close_at_us: see `headrace.transport.channels.Demand`.
         """
         batcher = self._batcher
         if batcher.ended or (batcher.draining and not batcher):
             self._changed.set()
             return
         next_us = batcher.next_event_us(now_us)
-        if wanted_us > now_us:
-            next_us = wanted_us if next_us is None else min(wanted_us, next_us)
+        if close_at_us > now_us:
+            next_us = close_at_us if next_us is None else min(close_at_us, next_us)
         if next_us is not None and (self._alarm_us is None or next_us < self._alarm_us):
             self._changed.set()
 
@@ -181,11 +183,14 @@ class BatcherService:
             if self._batcher.draining and not self._batcher:
                 return
 
-    async def _wait_changed(self, looked_us: int) -> None:
-        """Wait until the next deadline or queue delay is due, or until new work arrives. Events
-        due since `looked_us` fire immediately: nothing else will wake the waiting consumers.
+    async def _wait_changed(self, handled_us: int) -> None:
+        """Wait until the next deadline or queue delay is due, or until new work arrives.
+
+        Args:
+            handled_us: time up to which events are handled. Later ones that are already due fire
+                at once: nothing else will wake the waiting consumers.
         """
-        moments = (self._batcher.next_event_us(looked_us), self.batch_queue.due_us(looked_us))
+        moments = (self._batcher.next_event_us(handled_us), self.batch_queue.due_us(handled_us))
         alarm_us = self._alarm_us = min((one for one in moments if one is not None), default=None)
         timeout_s = None if alarm_us is None else max(0, alarm_us - self._steady()) / 1e6
         try:

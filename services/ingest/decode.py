@@ -316,21 +316,22 @@ def _bind(
     envelope: Envelope,
     rules: IngestRules,
 ) -> None:
-    plain: bytes | None = None
+    # Only a value that names its model itself determines the request.
+    cacheable: bytes | None = None
     if type(value) is bytes and not envelope.model and envelope.content_type in MSGPACK_TYPES:
-        plain = value
-    layout = None if plain is None else rules.cache.find(plain)
-    if plain is None or layout is None or len(plain) > rules.limits.max_request_bytes:
+        cacheable = value
+    layout = None if cacheable is None else rules.cache.find(cacheable)
+    if cacheable is None or layout is None or len(cacheable) > rules.limits.max_request_bytes:
         message = decode_request(value, envelope, rules.limits)
         request.id = message.id
         version = rules.models.lookup(message.model_name, message.model_version)
         bound = version.bind(message.inputs, message.outputs)
-        if plain is not None and layout is None:
-            rules.cache.learn(plain, message)
+        if cacheable is not None and layout is None:
+            rules.cache.learn(cacheable, message)
     else:
         message = layout.message
         version = rules.models.lookup(message.model_name, message.model_version)
-        bound = layout.bind(plain, version)
+        bound = layout.bind(cacheable, version)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 

@@ -177,7 +177,7 @@ class ResponderService:
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
             elif self._source_offsets.is_first_delivery(request.partition, request.offset):
                 unanswered.append(request)
-            elif request.skipped:  # the range's end is answered; offsets before it may not be
+            elif request.skipped:  # its last offset is answered; those before it may not be
                 self._offset_store.ack([request])
             else:
                 repeated.append(request)

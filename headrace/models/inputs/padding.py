@@ -24,7 +24,7 @@ from headrace.protocol.messages import Request, Tensor
 from headrace.protocol.tensors import DATATYPES, from_array, to_array
 
 Sizes = dict[str, tuple[int, int]]
-"""By dimension: its size in the batch, and the request's own size."""
+"""Size in the batch and the request's own size, by dimension."""
 _UNKNOWN = (-1, -1)
 
 
