@@ -105,7 +105,7 @@ class KafkaSettings(_Section):
     request_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 20_000
     session_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 30_000
     transaction_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 10_000
-    """How long the broker keeps a transaction open; it must exceed the longest answering step."""
+    """The broker aborts a transaction after this time; the longest answering step must be shorter."""
     linger_ms: Annotated[int, Field(ge=0, le=60_000), NOT_BOOL] = 0
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
 
@@ -182,8 +182,8 @@ class ModelSettings(_Section):
 
     repository: Path = Path("models")
     keep_replaced_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
-    """How long a batcher or executor in a separate process keeps a replaced version after its last
-    batch.
+    """Time for which a batcher or executor in a separate process keeps a replaced version after its
+    last batch.
     """
 
 

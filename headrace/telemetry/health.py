@@ -49,7 +49,7 @@ class Health:
 
     @property
     def reason(self) -> str:
-        """Why the process is in this phase, or what it waits for; may be empty."""
+        """The reason for this phase, or the condition that the process waits for; may be empty."""
         return self._reason
 
     @property

@@ -317,7 +317,7 @@ class RecentErrors(logging.Handler):
         return list(self._ring)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by `logging`, from any thread."""
+        """Keep a line if it tells of a fault; `logging` calls this on any thread."""
         line: Mapping[str, Any]
         if isinstance(record.msg, dict):
             line = record.msg

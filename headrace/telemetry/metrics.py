@@ -334,11 +334,11 @@ class BatchedCounter(Collector):
         ]
 
     def describe(self) -> Iterator[CounterMetricFamily]:
-        """Called at registration."""
+        """Return the family without samples, for its registration."""
         yield self._family()
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Called by a scrape."""
+        """Return the current samples, for a scrape."""
         family = self._family()
         for labels, count in self.counts.items():
             family.add_metric(labels, count)
@@ -425,11 +425,11 @@ class BatchedHistogram(Collector):
         return series
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
-        """Called at registration."""
+        """Return the family without samples, for its registration."""
         yield self._family()
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Called by a scrape."""
+        """Return the current samples, for a scrape."""
         self._before_reading()
         family = self._family()
         for labels, series in self._series.items():

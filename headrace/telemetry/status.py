@@ -250,11 +250,11 @@ class StateGauges(Collector):
         self._state = state
 
     def describe(self) -> Iterable[Any]:
-        """Called at registration; reads no state."""
+        """Describe nothing at registration, when there is no state to read yet."""
         return ()
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """Called by a scrape, on the event loop."""
+        """Return the current samples, for a scrape; runs on the event loop."""
         sources = [snapshot() for snapshot in self._state.sources]
         yield from _source_gauges(sources)
         yield from _partition_gauges(sources)

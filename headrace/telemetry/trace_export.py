@@ -177,7 +177,7 @@ class _CountingExporter(SpanExporter):
         self.taken = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Called on the SDK's thread."""
+        """Export spans; the SDK calls this on a thread of its own."""
         self.taken += len(spans)
         try:
             result = self._exporter.export(spans)
@@ -216,7 +216,7 @@ class _Complaints(logging.Handler):
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by loggers."""
+        """Keep the message."""
         self.last = record.getMessage()
 
 

@@ -32,7 +32,7 @@ LATENCY_SLACK_US = 200.0
 """A median that is later by less than this does not count as slower, whatever the ratio."""
 
 LATENCY_COUNT = 50
-"""With fewer answers, latencies are shown but not judged."""
+"""Least number of answers for judging latencies; with fewer they are only shown."""
 
 
 @dataclass(frozen=True, slots=True)

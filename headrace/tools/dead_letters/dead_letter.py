@@ -149,7 +149,7 @@ SHOWN_ELEMENTS = 16
 SHOWN_BYTES = 512
 
 _NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
-"""Without the usual limit, since a request too large to be served can be a dead letter."""
+"""Limits that admit every request: one too large to be served can be a dead letter."""
 
 _NUMBERS = {
     HeaderName.DLT_PARTITION,

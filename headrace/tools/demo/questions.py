@@ -56,7 +56,7 @@ class Question(NamedTuple):
 
     @property
     def dead_letter(self) -> bool:
-        """Whether a dead letter is expected too."""
+        """True if a dead letter is expected too."""
         return bool(self.code) and Code(self.code).is_dead_letter
 
 

@@ -38,7 +38,7 @@ INVALID_AT = (0.2, 0.5, 0.8)
 """Positions of the invalid requests, as shares of the whole time."""
 
 ANSWER_TIMEOUT_S = 15.0
-"""How long after the last question an answer may take."""
+"""Longest wait for answers after the last question."""
 
 _MAX_UNACKNOWLEDGED_BATCHES = 1000
 _DEAD_LETTER_CODE = HeaderName.DLT_CODE

@@ -181,7 +181,7 @@ class CheckpointWriter:
         self._write_at_s = time.monotonic()
 
     def hand_over(self) -> int:
-        """Called before records are handed to the producer; returns the number of the turn."""
+        """Begin a turn, before its records go to the producer, and return its number."""
         self._handed_over += 1
         return self._handed_over
 

@@ -61,7 +61,7 @@ Advanced: TypeAlias = Callable[[int, int, Mapping[TopicPartition, int]], None]
 """See `headrace.tools.replay.replay.Replay`."""
 
 Watch: TypeAlias = Callable[[Recording], Advanced]
-"""Called with the opened recording; returns the progress callback."""
+"""Takes the opened recording, and returns the progress callback."""
 
 
 class RecordingSource(NamedTuple):

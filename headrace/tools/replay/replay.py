@@ -134,14 +134,15 @@ class Watcher(Protocol):
     """Observer of acknowledgements, such as a checkpoint writer."""
 
     def hand_over(self) -> int:
-        """Called before records are handed over; returns the number of the turn."""
+        """Begin a turn, before its records are handed over, and return its number."""
         ...
 
     async def acknowledged(
         self, turn: int, records: int, positions: Mapping[TopicPartition, int]
     ) -> None:
-        """All turns up to this one are acknowledged; `positions` are the next offsets of the
-        recording in the partitions that this turn advanced.
+        """Note that all turns up to this one are acknowledged.
+
+        `positions` are the next offsets of the recording in the partitions that this turn advanced.
         """
         ...
 
