@@ -105,7 +105,7 @@ class KafkaSettings(_Section):
     request_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 20_000
     session_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 30_000
     transaction_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 10_000
-    """The broker aborts a transaction after this time; the longest answering step must be shorter."""
+    """The broker aborts longer transactions; each answering step must take less."""
     linger_ms: Annotated[int, Field(ge=0, le=60_000), NOT_BOOL] = 0
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
 
