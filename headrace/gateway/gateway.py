@@ -55,16 +55,16 @@ class Urgency(NamedTuple):
     priority: int = 0
 
 
-class Held:
-    """A request under way, and the bytes of its body that are held for it."""
+class CountedRequest:
+    """A request under way, and the bytes of its body."""
 
     def __init__(self, under_way: UnderWay) -> None:
         self._under_way = under_way
         self.size_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        """Hold more bytes. Raises `Unavailable` if all requests together hold too many."""
-        self._under_way.take(size_bytes)
+        """Count more bytes. Raises `Unavailable` if all requests together have too many."""
+        self._under_way.add_bytes(size_bytes)
         self.size_bytes += size_bytes
 
 
@@ -79,33 +79,33 @@ class UnderWay:
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self.requests = 0
         self.size_bytes = 0
-        self.taken = 0
+        self.begun = 0
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @contextmanager
-    def taking(self) -> Iterator[Held]:
+    def counting(self) -> Iterator[CountedRequest]:
         """Count a request while the context lasts. Raises `Unavailable` if there are too many."""
         if self.requests >= self._max_requests:
             raise Unavailable(
                 f"gateway: {self.requests} requests are under way, which is the limit"
             )
-        held = Held(self)
+        counted = CountedRequest(self)
         self.requests += 1
-        self.taken += 1
+        self.begun += 1
         self._is_idle.clear()
         try:
-            yield held
+            yield counted
         finally:
             self.requests -= 1
-            self.size_bytes -= held.size_bytes
+            self.size_bytes -= counted.size_bytes
             if not self.requests:
                 self._is_idle.set()
 
-    def take(self, size_bytes: int) -> None:
-        """Count bytes of a request; see `Held.add`."""
+    def add_bytes(self, size_bytes: int) -> None:
+        """Count bytes of a request; see `CountedRequest.add`."""
         if self.size_bytes + size_bytes > self._max_bytes:
             raise Unavailable(
                 f"gateway: expected at most {self._max_bytes} bytes in the bodies of all requests "
@@ -115,9 +115,9 @@ class UnderWay:
 
     async def wait_for_silence(self, silence_s: float) -> None:
         """Wait until no request has been under way for so long."""
-        taken = -1
-        while taken != self.taken or self.requests:
-            taken = self.taken
+        begun = -1
+        while begun != self.begun or self.requests:
+            begun = self.begun
             await self._is_idle.wait()
             await asyncio.sleep(silence_s)
 

@@ -252,8 +252,8 @@ class GrpcDoor:
         began_s = time.monotonic()
         status = grpc.StatusCode.CANCELLED
         try:
-            with gateway.under_way.taking() as held:
-                held.add(len(message))
+            with gateway.under_way.counting() as counted:
+                counted.add(len(message))
                 request = _parse(messages.ModelInferRequest, message)
                 call = decode_call(request)
                 call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one

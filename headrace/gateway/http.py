@@ -27,9 +27,9 @@ from headrace.gateway.gateway import (
     COPIED_HEADERS,
     MAX_TIMEOUT_MS,
     UNAVAILABLE,
+    CountedRequest,
     ErrorAnswer,
     Gateway,
-    Held,
     Urgency,
     answer_of_error,
     read_number,
@@ -184,8 +184,8 @@ class HttpDoor:
         """
         gateway = self._gateway
         model, version = request.match_info["model"], request.match_info.get("version")
-        with gateway.under_way.taking() as held:
-            body = await self._read_body(request, held)
+        with gateway.under_way.counting() as counted:
+            body = await self._read_body(request, counted)
             headers = _copied_headers(request)
             content_type = _content_type(request)
             json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
@@ -203,7 +203,7 @@ class HttpDoor:
                 answer = await gateway.infer(model, version, call, urgency, headers)
             return self._answer_response(answer, call)
 
-    async def _read_body(self, request: web.Request, held: Held) -> bytes:
+    async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
         limit = self._gateway.settings.max_body_bytes
         if (request.content_length or 0) > limit:
@@ -219,7 +219,7 @@ class HttpDoor:
                     size += len(part)
                     if max(size, sent) > limit:
                         raise _too_large(limit, "more")
-                    held.add(len(part))
+                    counted.add(len(part))
                     parts.append(part)
         except TimeoutError:
             expected = f"all of it within {self._tuning.body_timeout_s:g} s"
