@@ -14,13 +14,12 @@ from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
-from headrace.tools.replay import checkpoint, topic_recording
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.tools.replay.jobs import Advanced, RecordingSource, TopicJob, replay_into_topic
 from headrace.tools.replay.recording import Filters, Recording, Selection, Window, identity
 from headrace.tools.replay.replay import Unpaced
 from headrace.tools.replay.sinks import Marking
-from headrace.tools.replay.topic_recording import open_topic
+from headrace.tools.replay.topic_recording import READ_AHEAD, ReadAhead, open_topic
 from tests.support.models import add_version, digits
 from tests.support.recordings import START_MS, recorded, write_recorded
 
@@ -42,9 +41,14 @@ def unwatched(recording: Recording) -> Advanced:
     return lambda *_: None
 
 
-async def read(log: MemoryLog, topic: str, selection: Selection | None = None) -> list[Record]:
+async def read(
+    log: MemoryLog,
+    topic: str,
+    selection: Selection | None = None,
+    read_ahead: ReadAhead = READ_AHEAD,
+) -> list[Record]:
     """Return the records of a topic that a selection keeps."""
-    async with open_topic(log, topic, selection or Selection()) as recording:
+    async with open_topic(log, topic, selection or Selection(), read_ahead) as recording:
         return [record async for record in recording]
 
 
@@ -71,14 +75,10 @@ async def test_recording_ends_at_end_behind_gap(log: MemoryLog) -> None:
     assert len(await read(log, "source")) == len(RECORDS)
 
 
-async def test_recording_pauses_partitions_far_ahead(
-    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_recording_pauses_partitions_far_ahead(log: MemoryLog) -> None:
     """All records come in order although little room is left for waiting ones."""
-    monkeypatch.setattr(topic_recording, "AHEAD_BYTES", 30_000)
-    monkeypatch.setattr(topic_recording, "LEAST_AHEAD_BYTES", 1)
-    monkeypatch.setattr(topic_recording, "POLL_RECORDS", 20)
-    assert await read(log, "source") == RECORDS
+    little = ReadAhead(poll_records=20, total_bytes=30_000, least_partition_bytes=1)
+    assert await read(log, "source", read_ahead=little) == RECORDS
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,9 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("turns", [1, 2])
 async def test_resumed_replay_neither_loses_nor_repeats_records(
-    log: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+    log: MemoryLog, tmp_path: Path, turns: int
 ) -> None:
     """Ended again and again with records sent that its checkpoint does not know."""
-    monkeypatch.setattr(checkpoint, "WRITE_EVERY_S", 0.0)
 
     def ending(recording: Recording) -> Advanced:
         left = turns
@@ -146,7 +145,13 @@ async def test_resumed_replay_neither_loses_nor_repeats_records(
         return advanced
 
     source = RecordingSource("source", Selection(limit=2750))
-    job = TopicJob("target", Unpaced(), Marking("first"), checkpoint=tmp_path / "checkpoint")
+    job = TopicJob(
+        "target",
+        Unpaced(),
+        Marking("first"),
+        checkpoint=tmp_path / "checkpoint",
+        checkpoint_every_s=0.0,
+    )
     for _ in range(2):
         with pytest.raises(ExceptionGroup) as caught:
             await replay_into_topic(log, source, job, ending)

@@ -9,7 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MEETING = threading.Barrier(2)
-"""Where two runs can wait for each other."""
+"""Where runs wait for each other, or for a test; `meeting_of` replaces it for a context."""
+
+
+@contextmanager
+def meeting_of(parties: int) -> Iterator[threading.Barrier]:
+    """Let runs wait at `MEETING` until so many, the test included, are there."""
+    global MEETING  # noqa: PLW0603  # code of models reads it by its name
+    former, MEETING = MEETING, threading.Barrier(parties)
+    try:
+        yield MEETING
+    finally:
+        MEETING.abort()
+        MEETING = former
+
 
 GATE = threading.Event()
 """What the gated model waits for, and runs that begin with `WAITS_AT_THE_GATE`."""

@@ -27,8 +27,9 @@ ONE = TopicPartition(TOPIC, 0)
 class Stage:
     """A stage that admits what it receives and acknowledges when it is told to."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, registry: CollectorRegistry) -> None:
         self.source = source
+        self.registry = registry
         self.offsets: list[int] = []
         self.ack_handles: list[InFlightAck] = []
         self.ended = False
@@ -59,9 +60,10 @@ def make_source(
     log: MemoryLog,
     tuning: Tuning = QUICK,
     on_revoked: Callable[[], None] = lambda: None,
+    registry: CollectorRegistry | None = None,
     **changes: object,
 ) -> Source:
-    """A source of the topic that commits."""
+    """A source of the topic that commits; its metrics go to the registry."""
     settings = {
         "topic": TOPIC,
         "group": GROUP,
@@ -72,7 +74,8 @@ def make_source(
         **changes,
     }
     source = SourceSettings(**settings)  # type: ignore[arg-type]  # by name
-    return Source(log, source, Metrics(CollectorRegistry()), on_revoked=on_revoked, tuning=tuning)
+    metrics = Metrics(registry or CollectorRegistry())
+    return Source(log, source, metrics, on_revoked=on_revoked, tuning=tuning)
 
 
 @asynccontextmanager
@@ -83,8 +86,9 @@ async def reading(
     **changes: object,
 ) -> AsyncIterator[Stage]:
     """A running source with a stage behind it; leaving stops it as a process does."""
-    source = make_source(log, tuning, on_revoked, **changes)
-    stage = Stage(source)
+    registry = CollectorRegistry()
+    source = make_source(log, tuning, on_revoked, registry, **changes)
+    stage = Stage(source, registry)
     async with asyncio.TaskGroup() as tasks, source:
         running = tasks.create_task(source.run())
         work = tasks.create_task(stage.run())

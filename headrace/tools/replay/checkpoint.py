@@ -167,11 +167,18 @@ class CheckpointWriter:
 
     Args:
         target: a reader of the target's partitions, only for their end offsets.
+        write_every_s: least time between two writes.
     """
 
     def __init__(
-        self, path: Path, checkpoint: Checkpoint, target: Consumer, partitions: list[TopicPartition]
+        self,
+        path: Path,
+        checkpoint: Checkpoint,
+        target: Consumer,
+        partitions: list[TopicPartition],
+        write_every_s: float = WRITE_EVERY_S,
     ) -> None:
+        self._write_every_s = write_every_s
         self.checkpoint = checkpoint
         self._path = path
         self._target = target
@@ -194,7 +201,7 @@ class CheckpointWriter:
         now_s = time.monotonic()
         if now_s < self._write_at_s:
             return
-        self._write_at_s = now_s + WRITE_EVERY_S
+        self._write_at_s = now_s + self._write_every_s
         if self._next_floor is not None and self._next_floor[0] <= turn:
             self.checkpoint = replace(self.checkpoint, floor=self._next_floor[1])
             self._next_floor = None
@@ -215,7 +222,13 @@ class CheckpointWriter:
 
 @asynccontextmanager
 async def keeping(
-    log: Log, path: Path, checkpoint: Checkpoint, target: tuple[str, int], *, is_new: bool
+    log: Log,
+    path: Path,
+    checkpoint: Checkpoint,
+    target: tuple[str, int],
+    *,
+    is_new: bool,
+    write_every_s: float = WRITE_EVERY_S,
 ) -> AsyncIterator[CheckpointWriter]:
     """Keep a checkpoint during the context; a new one is written before the context is entered.
 
@@ -227,7 +240,7 @@ async def keeping(
         reader.pause(partitions)  # used for end offsets, never for reading
         if is_new:
             checkpoint = replace(checkpoint, floor=await _ends(reader, partitions))
-        keeper = CheckpointWriter(path, checkpoint, reader, partitions)
+        keeper = CheckpointWriter(path, checkpoint, reader, partitions, write_every_s)
         if is_new:
             await keeper.write()
         yield keeper

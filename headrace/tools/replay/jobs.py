@@ -16,7 +16,13 @@ from typing import Any, NamedTuple, TypeAlias
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.tools.replay.capture import CaptureWriter, open_capture
-from headrace.tools.replay.checkpoint import Checkpoint, already_there, keeping, read_checkpoint
+from headrace.tools.replay.checkpoint import (
+    WRITE_EVERY_S,
+    Checkpoint,
+    already_there,
+    keeping,
+    read_checkpoint,
+)
 from headrace.tools.replay.recording import (
     PartitionTotals,
     Recording,
@@ -79,6 +85,7 @@ class TopicJob:
         topic: an existing topic.
         checkpoint: where to keep one; an existing file is resumed from.
         options: further values that identify the run, in JSON's types; see `Checkpoint.options`.
+        checkpoint_every_s: least time between two writes of the checkpoint.
     """
 
     topic: str
@@ -87,6 +94,7 @@ class TopicJob:
     by_key: bool = False
     checkpoint: Path | None = None
     options: Mapping[str, Any] | None = None
+    checkpoint_every_s: float = WRITE_EVERY_S
 
 
 class Replayed(NamedTuple):
@@ -165,7 +173,14 @@ async def replay_into_topic(
                 marking.run_id, dict(job.options or {}), recording.spans, {}
             )
             keeper = await stack.enter_async_context(
-                keeping(log, job.checkpoint, checkpoint, target, is_new=before is None)
+                keeping(
+                    log,
+                    job.checkpoint,
+                    checkpoint,
+                    target,
+                    is_new=before is None,
+                    write_every_s=job.checkpoint_every_s,
+                )
             )
         sink = TopicSink(producer, target, marking, now_ms, by_key=job.by_key)
         await sink.prepare()

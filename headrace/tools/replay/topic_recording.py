@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogUnavailable
@@ -113,14 +114,25 @@ def _held(record: Record) -> int:
 
 
 POLL_S = 0.2
-POLL_RECORDS = 2000
 SILENCE_S = 30.0
 """Reading fails after this time without a response from any broker."""
 
-AHEAD_BYTES = 64 * 1024 * 1024
-"""Limit of records waiting for slower partitions, over all partitions."""
 
-LEAST_AHEAD_BYTES = 1024 * 1024
+class ReadAhead(NamedTuple):
+    """Limits of reading ahead.
+
+    Attributes:
+        poll_records: of one poll.
+        total_bytes: of records that wait for slower partitions, over all partitions.
+        least_partition_bytes: that each partition may hold, however many partitions there are.
+    """
+
+    poll_records: int = 2000
+    total_bytes: int = 64 * 1024 * 1024
+    least_partition_bytes: int = 1024 * 1024
+
+
+READ_AHEAD = ReadAhead()
 
 
 class TopicRecording(Recording):
@@ -131,11 +143,19 @@ class TopicRecording(Recording):
         spans: of all partitions that are read.
     """
 
-    def __init__(self, log: Log, topic: str, spans: Sequence[Span], selection: Selection) -> None:
+    def __init__(
+        self,
+        log: Log,
+        topic: str,
+        spans: Sequence[Span],
+        selection: Selection,
+        read_ahead: ReadAhead = READ_AHEAD,
+    ) -> None:
         self.name = topic
         self.spans = spans
         self._log = log
         self._selection = selection
+        self._read_ahead = read_ahead
 
     async def chunks(self) -> AsyncGenerator[list[Record], None]:
         """See `Recording`."""
@@ -144,7 +164,7 @@ class TopicRecording(Recording):
         if not partitions or left == 0:
             return
         async with self._log.reader(partitions) as reader:
-            reading = _TopicReader(reader, self.spans, self._selection)
+            reading = _TopicReader(reader, self.spans, self._selection, self._read_ahead)
             while not reading.timeline.finished:
                 most = CHUNK_RECORDS if left is None else min(left, CHUNK_RECORDS)
                 chunk = reading.timeline.take(most)
@@ -163,12 +183,21 @@ class TopicRecording(Recording):
 class _TopicReader:
     """One reading: polls into the timeline, and pauses partitions that are far ahead."""
 
-    def __init__(self, reader: Consumer, spans: Sequence[Span], selection: Selection) -> None:
+    def __init__(
+        self,
+        reader: Consumer,
+        spans: Sequence[Span],
+        selection: Selection,
+        read_ahead: ReadAhead,
+    ) -> None:
         self._reader = reader
+        self._poll_records = read_ahead.poll_records
         self._ends = {span.partition: span.end for span in spans if span.begin < span.end}
         self._selection = selection
         self._paused: set[TopicPartition] = set()
-        self._most_ahead_bytes = max(AHEAD_BYTES // len(self._ends), LEAST_AHEAD_BYTES)
+        self._most_ahead_bytes = max(
+            read_ahead.total_bytes // len(self._ends), read_ahead.least_partition_bytes
+        )
         self.timeline = Timeline(self._ends)
         for span in spans:
             if span.partition in self._ends:
@@ -176,7 +205,7 @@ class _TopicReader:
 
     async def advance(self) -> list[Gap]:
         """Poll once, detect ended partitions, and return unreadable ranges."""
-        polled = await self._reader.poll(POLL_S, POLL_RECORDS)
+        polled = await self._reader.poll(POLL_S, self._poll_records)
         for partition, records in polled.items():
             if not self.timeline.is_finished(partition):
                 self._take(partition, records)
@@ -221,7 +250,9 @@ class _TopicReader:
 
 
 @asynccontextmanager
-async def open_topic(log: Log, topic: str, selection: Selection) -> AsyncIterator[TopicRecording]:
+async def open_topic(
+    log: Log, topic: str, selection: Selection, read_ahead: ReadAhead = READ_AHEAD
+) -> AsyncIterator[TopicRecording]:
     """Open a topic's records up to its current last stable offsets.
 
     Raises:
@@ -244,7 +275,7 @@ async def open_topic(log: Log, topic: str, selection: Selection) -> AsyncIterato
     ]
     async with log.reader(partitions) as reader:
         spans = await _spans(reader, partitions, window)
-    yield TopicRecording(log, topic, spans, selection)
+    yield TopicRecording(log, topic, spans, selection, read_ahead)
 
 
 async def _spans(

@@ -118,7 +118,7 @@ async def test_failed_commit_is_retried(log: MemoryLog) -> None:
         await eventually(lambda: len(stage.offsets) == 3)
         log.faults.brokers.take_down()
         stage.ack_all()
-        await eventually(lambda: stage.source._committer.failures)
+        await eventually(lambda: stage.source.snapshot().commit.failures)
         log.faults.brokers.bring_back()
         await eventually(lambda: _is(log, AckedOffsets(3)))
 
@@ -136,7 +136,7 @@ async def test_reading_pauses_over_budget_and_resumes(log: MemoryLog) -> None:
     """Bytes in flight are bounded, and what is acknowledged makes room."""
     await fill(log, 500)
     async with reading(log, budget_bytes=1000) as stage:
-        await eventually(lambda: stage.source._backpressure.paused)
+        await eventually(lambda: stage.source.snapshot().paused)
         await fill(log, 500)
         await eventually(lambda: stage.offsets)
         before = len(stage.offsets)
@@ -152,9 +152,9 @@ async def test_waiting_small_records_are_charged_their_overhead(log: MemoryLog) 
         running = tasks.create_task(source.run())
         await source.assigned.wait()
         await write_to(log, ONE, *[b""] * 5000)
-        await eventually(lambda: source._backpressure.paused)
+        await eventually(lambda: source.snapshot().paused)
 
-        assert sum(len(delivery.records) for delivery in source._ready) <= 1024
+        assert source.snapshot().in_flight_bytes <= 1024 * RECORD_OVERHEAD_BYTES
         await source.close_down(0)
         await running
 
@@ -268,7 +268,7 @@ async def test_records_deleted_while_reading_are_skipped_and_counted(log: Memory
     """Records that are gone are skipped; what follows closes the gap."""
     await fill(log, 3)
     async with reading(log, budget_bytes=20) as stage:
-        await eventually(lambda: stage.source._backpressure.paused and len(stage.offsets) == 3)
+        await eventually(lambda: stage.source.snapshot().paused and len(stage.offsets) == 3)
         await fill(log, 10)
         log.faults.partitions.trim(ONE, 8)
         stage.ack_all()
@@ -276,8 +276,7 @@ async def test_records_deleted_while_reading_are_skipped_and_counted(log: Memory
         stage.ack_all()
         await eventually(lambda: _is(log, AckedOffsets(13)))
 
-        registry = stage.source._metrics.registry
-        assert registry.get_sample_value("headrace_skipped_records_total") == 5
+        assert stage.registry.get_sample_value("headrace_skipped_records_total") == 5
 
 
 async def test_records_deleted_before_start_are_skipped(log: MemoryLog) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 from headrace.protocol.messages import Request
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
 from tests.support.work import make_request
@@ -32,7 +33,8 @@ async def log() -> MemoryLog:
 
 async def assigned(log: MemoryLog, committed: Committed | None = None) -> SourceOffsets:
     """Origins whose partition has been assigned, after something was committed for it."""
-    source_offsets = SourceOffsets(log, "requests")
+    tuning = replace(TUNING.delivery, source_check_interval_s=0.0)
+    source_offsets = SourceOffsets(log, "requests", tuning)
     listener = RecordingListener()
     async with log.member("group", ["results"], listener) as member:
         await eventually(lambda: listener.held)
@@ -141,7 +143,6 @@ async def test_recreated_topic_resets_answered_offsets(log: MemoryLog) -> None:
     before = await source_offsets.has_other_records()
     log.faults.topics.delete("requests")
     await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
-    source_offsets._looked_s = -math.inf
 
     assert not before
     assert await source_offsets.has_other_records()

@@ -74,18 +74,15 @@ def test_resumed_selection_leaves_out_done_offsets() -> None:
     assert rest.window.span(TopicPartition("t", 2), 0, 99) == Span(TopicPartition("t", 2), 0, 0)
 
 
-async def test_checkpoint_floor_waits_for_all_sent_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_checkpoint_floor_waits_for_all_sent_records(tmp_path: Path) -> None:
     """End offsets become the floor when nothing below them is unknown to the checkpoint."""
-    monkeypatch.setattr(resume, "WRITE_EVERY_S", 0.0)
     log = MemoryLog()
     await log.create_topics([TopicInfo("t", 1, {})], replication_factor=1)
     await write_to(log, P0, b"before the run")
     path = tmp_path / "checkpoint"
     begun = Checkpoint("run", {}, (Span(P0, 0, 10),), {})
     floors = []
-    async with resume.keeping(log, path, begun, ("t", 1), is_new=True) as keeper:
+    async with resume.keeping(log, path, begun, ("t", 1), is_new=True, write_every_s=0.0) as keeper:
         floors.append(keeper.checkpoint.floor)
         for turn in (1, 2):
             assert keeper.hand_over() == turn

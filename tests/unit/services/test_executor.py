@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,10 @@ import pytest
 from headrace.errors import MAX_ERROR_TEXT_CHARS, Code
 from headrace.models.version import State
 from headrace.protocol.tensors import to_array
-from tests.support import python_models
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
 from tests.support.models import add_version, digits
-from tests.support.python_models import add_python_model
+from tests.support.python_models import add_python_model, meeting_of
 from tests.support.services import counted
 from tests.support.work import NOW_US, make_request, receipt_of
 
@@ -195,11 +195,10 @@ async def test_instances_run_beside_each_other(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> threading.Barrier:
-    """Where a run waits for the test; each takes part in turn."""
-    barrier = threading.Barrier(2)
-    monkeypatch.setattr(python_models, "MEETING", barrier)
-    return barrier
+def meeting() -> Iterator[threading.Barrier]:
+    """A barrier at which a run waits for the test."""
+    with meeting_of(2) as barrier:
+        yield barrier
 
 
 MEET = "from tests.support import python_models; python_models.MEETING.wait(40)"
@@ -266,20 +265,17 @@ async def test_ring_gives_each_request_its_own_rows(tmp_path: Path) -> None:
     assert scores == [64.0 * value for value in range(40)]
 
 
-async def test_several_instances_do_not_pull_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_several_instances_do_not_pull_ahead(tmp_path: Path) -> None:
     """What waits behind a slow run could have gone to another one."""
-    meeting = threading.Barrier(3)
-    monkeypatch.setattr(python_models, "MEETING", meeting)
     add_python_model(tmp_path, f"if x[0, 0] < 3:\n    {MEET}", config="instances = 2")
-    async with running(tmp_path) as bench:
-        expect_long_runs(bench)
-        bench.give(requests_of(1), requests_of(2))
-        await eventually(lambda: meeting.n_waiting == 2)
-        bench.give(requests_of(3))
-        waiting = bench.waits()
-        await asyncio.to_thread(meeting.wait, 10)
-        await bench.answered(3)
+    with meeting_of(3) as meeting:
+        async with running(tmp_path) as bench:
+            expect_long_runs(bench)
+            bench.give(requests_of(1), requests_of(2))
+            await eventually(lambda: meeting.n_waiting == 2)
+            bench.give(requests_of(3))
+            waiting = bench.waits()
+            await asyncio.to_thread(meeting.wait, 10)
+            await bench.answered(3)
 
     assert waiting == 1

@@ -17,11 +17,10 @@ from headrace.errors import Code
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.protocol.tensors import to_array
 from headrace.tuning import TUNING
-from tests.support import python_models
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
 from tests.support.models import add_version, digits
-from tests.support.python_models import add_python_model
+from tests.support.python_models import add_python_model, meeting_of
 from tests.support.work import NOW_US, make_request
 
 MEET = "from tests.support import python_models; python_models.MEETING.wait(40)"
@@ -33,12 +32,10 @@ TUNED = replace(TUNING.executor, prefetch_min_run_us=0)
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Barrier]:
-    """Where runs wait for the test."""
-    meeting = threading.Barrier(2)
-    monkeypatch.setattr(python_models, "MEETING", meeting)
-    yield meeting
-    meeting.abort()
+def meeting() -> Iterator[threading.Barrier]:
+    """A barrier at which runs wait for the test."""
+    with meeting_of(2) as barrier:
+        yield barrier
 
 
 def expect_long_runs(bench: ExecutorHarness) -> None:

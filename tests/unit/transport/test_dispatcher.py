@@ -45,7 +45,7 @@ class DispatcherHarness:
     """An outlet of endless batches of one model, and what it writes."""
 
     def __init__(self, log: MemoryLog, models: Models, reader: Consumer, metrics: Metrics) -> None:
-        self._log = log
+        self.log = log
         self._reader = reader
         self._registry = metrics.registry
         self.models = models
@@ -91,7 +91,7 @@ class DispatcherHarness:
             ],
             leaving=leaving,
         )
-        await write_to(self._log, EVENTS, encode_event(event))
+        await write_to(self.log, EVENTS, encode_event(event))
 
     async def listening(self) -> None:
         """Wait until the outlet hears what is said: it begins at the end of the topic."""
@@ -258,7 +258,7 @@ async def test_batcher_learns_limits_and_run_times_from_events(tmp_path: Path) -
 async def test_foreign_records_on_events_are_ignored(tmp_path: Path) -> None:
     """Any other records on the topic are ignored."""
     async with running(tmp_path) as bench:
-        await write_to(bench._log, EVENTS, b"nonsense")
+        await write_to(bench.log, EVENTS, b"nonsense")
         await bench.announce("a", 0)
         await eventually(lambda: bench.known() == 1)
 
