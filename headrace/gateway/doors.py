@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -20,9 +20,6 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import GatewaySnapshot
 from headrace.tuning import TUNING, GatewayTuning
-
-if TYPE_CHECKING:
-    from headrace.gateway.grpc_door import GrpcDoor
 
 log = structlog.get_logger(__name__)
 
@@ -113,24 +110,10 @@ async def open_gateway(
         if chosen.http_port != "off":
             doors["http"] = await stack.enter_async_context(HttpDoor(gateway, chosen.http_port))
         if chosen.grpc_port != "off":
-            grpc_door = _grpc_door(gateway, chosen.grpc_port)
+            from headrace.gateway.grpc_door import GrpcDoor  # gRPC takes 0.3 s to import
+
+            grpc_door = GrpcDoor(gateway, chosen.grpc_port)
             doors["grpc"] = await stack.enter_async_context(grpc_door)
         if not doors:
             raise ConfigurationError("gateway: expected a door that is open, got all of them off")
         yield Doors(gateway, doors, settings.limits.drain_timeout_s)
-
-
-def _grpc_door(gateway: Gateway, port: int) -> GrpcDoor:
-    """Make the door for gRPC, whose packages are an extra.
-
-    Raises:
-        ConfigurationError: one of them is not installed.
-    """
-    try:
-        from headrace.gateway.grpc_door import GrpcDoor
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            "gateway.grpc_port: expected the packages of the extra `grpc` (pip install "
-            f"'headrace[grpc]'), or \"off\"; {error.name} is not installed"
-        ) from error
-    return GrpcDoor(gateway, port)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -570,17 +569,3 @@ async def test_door_that_is_off_does_not_listen(repository: Path) -> None:
     with pytest.raises(ConfigurationError, match="expected a door that is open"):
         async with gateway_of(repository, http_port="off"):
             pass
-
-
-async def test_missing_extra_is_named_with_remedies(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process without the packages of gRPC ends with what to install, or to set."""
-    monkeypatch.delitem(sys.modules, "headrace.gateway.grpc_door")
-    monkeypatch.setitem(sys.modules, "grpc_health.v1", None)
-    with pytest.raises(ConfigurationError) as error:
-        async with gateway_of(repository, grpc_port=0):
-            pass
-
-    assert "pip install 'headrace[grpc]'" in str(error.value)
-    assert '"off"' in str(error.value)
