@@ -15,6 +15,7 @@ from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.codec import InferCall
 from headrace.log.port import Log
+from headrace.models.version import State
 from headrace.protocol.headers import MAX_PRIORITY, HeaderName
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
@@ -33,6 +34,20 @@ UNAVAILABLE = "UNAVAILABLE"
 """Code of the gateway's own errors: its limits are reached, or it cannot reach the broker."""
 
 
+_INDEX_STATES = {
+    State.LOADING: "LOADING",
+    State.READY: "READY",
+    State.FAILED: "UNAVAILABLE",
+    State.UNLOADING: "UNLOADING",
+}
+
+NO_LOADING = {
+    "load": "models are loaded when they appear in models.repository",
+    "unload": "models are unloaded when they are gone from models.repository",
+}
+"""Why no door offers Triton's methods for loading."""
+
+
 class Unavailable(Retriable):
     """The gateway cannot take the request now."""
 
@@ -46,6 +61,15 @@ class ErrorAnswer(NamedTuple):
     message: str
     retriable: bool
     retry_after_ms: int | None = None
+
+
+class IndexEntry(NamedTuple):
+    """A version in the repository, as Triton's extension for model repositories lists it."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
 
 
 class Urgency(NamedTuple):
@@ -171,6 +195,14 @@ class Gateway:
         """Return the state that the metrics show."""
         under_way = self.under_way
         return GatewaySnapshot(under_way.requests, under_way.size_bytes, self._client.late_answers)
+
+    def index(self, *, ready_only: bool) -> list[IndexEntry]:
+        """Return the versions of all models, and the faults of those that cannot be loaded."""
+        return [
+            IndexEntry(each["name"], each["version"], _INDEX_STATES[each["state"]], each["reason"])
+            for each in self.models.status()
+            if not ready_only or each["state"] == State.READY
+        ]
 
     def urgency(self, given_s: Iterable[float], priority: int | None = None) -> Urgency:
         """Return the earliest of the times that a caller gives, and its priority.

@@ -30,6 +30,7 @@ from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.gateway import (
     COPIED_HEADERS,
+    NO_LOADING,
     UNAVAILABLE,
     ErrorAnswer,
     Gateway,
@@ -68,8 +69,8 @@ _STATUS = {
 _SHARED_MEMORY = "tensors are in the messages"
 _UNSUPPORTED = {
     "ModelStatistics": "the stages count; their metrics are at /metrics of their own processes",
-    "RepositoryModelLoad": "models are loaded when they appear in models.repository",
-    "RepositoryModelUnload": "models are unloaded when they are gone from models.repository",
+    "RepositoryModelLoad": NO_LOADING["load"],
+    "RepositoryModelUnload": NO_LOADING["unload"],
     "SystemSharedMemoryStatus": _SHARED_MEMORY,
     "SystemSharedMemoryRegister": _SHARED_MEMORY,
     "SystemSharedMemoryUnregister": _SHARED_MEMORY,
@@ -78,12 +79,6 @@ _UNSUPPORTED = {
     "CudaSharedMemoryUnregister": _SHARED_MEMORY,
     "TraceSetting": "traces are set in [telemetry] of the settings",
     "LogSettings": "logs are set in [telemetry] of the settings",
-}
-_INDEX_STATES = {
-    State.LOADING: "LOADING",
-    State.READY: "READY",
-    State.FAILED: "UNAVAILABLE",
-    State.UNLOADING: "UNLOADING",
 }
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -326,13 +321,8 @@ class GrpcDoor:
 
     def _show_index(self, request: messages.RepositoryIndexRequest) -> Message:
         index = messages.RepositoryIndexResponse()
-        for version in self._gateway.models.versions(State.READY if request.ready else None):
-            index.models.add(
-                name=version.name,
-                version=version.version,
-                state=_INDEX_STATES[version.state],
-                reason=version.reason,
-            )
+        for entry in self._gateway.index(ready_only=request.ready):
+            index.models.add(**entry._asdict())
         return index
 
 

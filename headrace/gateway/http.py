@@ -26,6 +26,7 @@ from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_an
 from headrace.gateway.gateway import (
     COPIED_HEADERS,
     MAX_TIMEOUT_MS,
+    NO_LOADING,
     UNAVAILABLE,
     CountedRequest,
     ErrorAnswer,
@@ -37,6 +38,8 @@ from headrace.gateway.gateway import (
 )
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
+from headrace.protocol.codec import faults
+from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.headers import JSON
 from headrace.telemetry.http_listener import Connections, HttpListener
 from headrace.telemetry.logs import Event
@@ -80,6 +83,12 @@ class UnreadableBody(Rejected):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(Code.INVALID_REQUEST, message)
         self.status = status
+
+
+class _IndexOptions(msgspec.Struct):
+    """The body of a request for the index; Triton gives meaning to nothing else in it."""
+
+    ready: bool = False
 
 
 class HttpDoor:
@@ -136,6 +145,8 @@ class HttpDoor:
             router.add_get(f"{path}/ready", self._show_model_ready)
             router.add_get(f"{path}/config", self._show_config)
             router.add_post(f"{path}/infer", self._infer)
+        router.add_post("/v2/repository/index", self._show_index)
+        router.add_post("/v2/repository/models/{model}/{action:load|unload}", self._refuse_loading)
         return application
 
     @web.middleware
@@ -256,7 +267,7 @@ class HttpDoor:
         return _json_response({"ready": ready}, 200 if ready else 503)
 
     async def _show_server(self, request: web.Request) -> web.Response:
-        extensions = ["binary_tensor_data", "model_configuration"]
+        extensions = ["binary_tensor_data", "model_configuration", "model_repository"]
         return _json_response(
             {"name": "headrace", "version": __version__, "extensions": extensions}
         )
@@ -274,6 +285,21 @@ class HttpDoor:
 
     async def _show_config(self, request: web.Request) -> web.Response:
         return _json_response(describe_config(self._find_version(request)))
+
+    async def _show_index(self, request: web.Request) -> web.Response:
+        with self._gateway.under_way.counting() as counted:
+            body = await self._read_body(request, counted)
+            try:
+                options = msgspec.json.decode(body or b"{}", type=_IndexOptions)
+            except DECODE_ERRORS as error:
+                raise faults.refusal(error, body, faults.JSON) from error
+            entries = self._gateway.index(ready_only=options.ready)
+        return _json_response([entry._asdict() for entry in entries])
+
+    async def _refuse_loading(self, request: web.Request) -> web.Response:
+        action = request.match_info["action"]
+        error = f"{action} is not supported: {NO_LOADING[action]}"
+        return _json_response({"error": error}, 501)
 
     def _find_version(self, request: web.Request) -> ModelVersion:
         path = request.match_info
@@ -366,7 +392,9 @@ def _error_body(answer: ErrorAnswer) -> dict[str, Any]:
 
 
 def _json_response(
-    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+    body: dict[str, Any] | list[dict[str, Any]],
+    status: int = 200,
+    headers: dict[str, str] | None = None,
 ) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(body),

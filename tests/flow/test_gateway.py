@@ -265,6 +265,34 @@ async def test_gateway_describes_models_by_open_inference_protocol(repository: P
     assert config["max_batch_size"] == 32
 
 
+async def test_index_shows_ready_versions_and_faults(repository: Path) -> None:
+    """A version that cannot be loaded is listed with its fault, unless only ready ones are."""
+    version = repository / "broken" / "1"
+    version.mkdir(parents=True)
+    (version / "model.onnx").write_bytes(b"no model")
+    async with gateway_of(repository) as served:
+        everything = (await served.post("/v2/repository/index", b"")).json
+        ready = (await served.post("/v2/repository/index", b'{"ready": true}')).json
+        refused = await served.post("/v2/repository/index", b'{"ready": 1}')
+
+    (broken, digits_) = everything
+    assert (broken["name"], broken["version"], broken["state"]) == ("broken", "1", "UNAVAILABLE")
+    assert broken["reason"]
+    assert ready == [digits_]
+    assert digits_ == {"name": "digits", "version": "1", "state": "READY", "reason": ""}
+    assert (refused.status, refused.json["error_details"]["code"]) == (400, "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize("action", ["load", "unload"])
+async def test_loading_is_refused_by_name(repository: Path, action: str) -> None:
+    """The caller reads that the repository decides which models there are."""
+    async with gateway_of(repository) as served:
+        refused = await served.post(f"/v2/repository/models/digits/{action}", b"{}")
+
+    assert refused.status == 501
+    assert refused.json["error"].startswith(f"{action} is not supported: models are {action}ed")
+
+
 async def test_gateway_alone_answers_about_models_and_waits_for_stages(
     repository: Path,
 ) -> None:
