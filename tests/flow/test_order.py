@@ -20,6 +20,8 @@ from tests.support.tuning import QUICK
 
 FUSED: Grouping = [STAGES]
 THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
+DRAIN_TIMEOUT_S = 1.0
+"""A rebalance of stages that are apart lasts as long: what they hold waits for one another."""
 
 pytestmark = [
     pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"]),
@@ -37,6 +39,7 @@ def settings(tmp_path: Path, guarantee: str, order: str) -> Settings:
             "topics": {"partitions": PARTITIONS},
             "models": {"repository": tmp_path},
             "delivery": {"guarantee": guarantee, "order": order},
+            "limits": {"drain_timeout_s": DRAIN_TIMEOUT_S},
         }
     )
 
