@@ -5,7 +5,8 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.complete
 LOCK  := requirements.lock
 NODES ?= 1
-# Most of the time of a test on a real Kafka is waiting. A file's tests stay in one process.
+# Most of the time of a test on a real Kafka is waiting. A file's tests stay in one process; the
+# files are taken in the order of tests/conftest.py, the longest first.
 WORKERS ?= 2
 
 # The first of these that is Python 3.11 or newer makes the environment.
@@ -92,7 +93,7 @@ deploy-check: setup ## hold deploy/compose.yaml against the Compose specificatio
 
 .PHONY: test
 test: setup ## every test, those on a real Kafka included
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile $(if $(CI),--durations=20)
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=20)
 
 .PHONY: test-tools
 test-tools: setup ## build what some tests hold files and traces against: promtool and Jaeger; needs Go

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -16,6 +18,21 @@ settings.register_profile(
 settings.load_profile("any-machine")
 
 pytest_plugins = ["tests.support.broker", "tests.support.command_line", "tests.support.go_tools"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the files that may take longest first, by the time limits of their slow tests.
+
+    Each process of `make test` takes the next file when it has none: short ones at the end let
+    all of them end together. The rest stays in random order.
+    """
+    default_s = float(config.getini("timeout"))
+    limits_s: defaultdict[Path, float] = defaultdict(float)
+    for item in items:
+        if item.get_closest_marker("broker") or item.get_closest_marker("slow"):
+            limit = item.get_closest_marker("timeout")
+            limits_s[item.path] += limit.args[0] if limit else default_s
+    items.sort(key=lambda item: -limits_s[item.path])
 
 
 @pytest.fixture(autouse=True)
