@@ -84,7 +84,7 @@ async def test_answers_in_order_do_not_overtake_after_process_dies(
         asyncio.create_task(Pipeline(settings, log, each, tuning=QUICK).run(Stop()))
         for each in form
     ]
-    await caller.send(300)
+    await caller.send(120)  # they are run again one by one
     await eventually(caller.answers)
     for each in dying:
         each.cancel()
