@@ -438,9 +438,10 @@ async def test_every_datatype_survives_http_round_trip(tmp_path: Path) -> None:
             assert response.tensors == content
 
 
-async def test_curl_example_of_page_prints_answer() -> None:
+@pytest.mark.parametrize("page_name", ["README.md", "docs/http.md"])
+async def test_curl_example_of_page_prints_answer(page_name: str) -> None:
     """The page's command gets the digit of its image."""
-    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    page = (ROOT / page_name).read_text(encoding="utf-8")
     (curl,) = re.findall(r"^```bash\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     async with gateway_of(ROOT / "headrace" / "tools" / "demo" / "models") as served:
         shell = await asyncio.create_subprocess_exec(

@@ -37,9 +37,9 @@ def test_simulated_greedy_batching_matches_known_latency(load: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", GREEDY_P99_MS)
-def test_million_simulated_arrivals_match_known_latency_closer(load: float) -> None:
+def test_more_simulated_arrivals_match_known_latency_closer(load: float) -> None:
     """Within 2 %: what differs in the shorter run is chance."""
-    assert p99_ms(load, 1_000_000, seed=2) == pytest.approx(GREEDY_P99_MS[load], rel=0.02)
+    assert p99_ms(load, 400_000, seed=2) == pytest.approx(GREEDY_P99_MS[load], rel=0.02)
 
 
 @pytest.mark.parametrize("rho", [0.3, 0.6, 0.8])
