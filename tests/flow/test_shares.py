@@ -20,10 +20,12 @@ from headrace.runtime.process import Pipeline
 from headrace.topics import STAGES, Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.pipelines import Grouping, log_for, name_of, serving
-from tests.support.python_models import add_python_model
+from tests.support.python_models import add_python_model, shut_gate
 
 MIB = 1024 * 1024
-LARGE = {"x": np.ones((1, MIB // 16), np.float32)}  # 256 KiB
+BLOCKS_AT = 13
+"""A value at which the endless model waits; its trial runs have others."""
+LARGE = {"x": np.full((1, MIB // 16), BLOCKS_AT, np.float32)}  # 256 KiB
 SMALL = {"x": np.ones((1, 1), np.float32)}
 FLOOD = 64
 """So many large requests are four times as large as the budget."""
@@ -111,17 +113,29 @@ async def test_late_request_above_share_is_refused_at_once(tmp_path: Path) -> No
 async def test_deferred_request_is_answered_when_its_deadline_passes(tmp_path: Path) -> None:
     """Nothing is known of the pace of a model whose first run goes on, so nothing is predicted."""
     settings = settings_of(tmp_path)
-    add_model(tmp_path, "endless", "self.cancelled.wait(4)")
-    async with asking(settings, FUSED) as client, asyncio.TaskGroup() as tasks:
-        flood = flood_of(client, tasks, "endless")
-        headers = [("x-timeout-ms", b"500")]
-        with pytest.raises(InferenceError) as expired:
-            await client.infer("endless", LARGE, timeout_s=60, headers=headers)
+    add_model(
+        tmp_path,
+        "endless",
+        f"from tests.support.python_models import GATE\nif {BLOCKS_AT} in x: GATE.wait()",
+    )
+    async with (
+        await log_for(settings) as log,
+        serving(settings, log, FUSED) as (process,),
+        Client(log=log, settings=settings, max_in_flight=1000) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        with shut_gate():
+            flood = flood_of(client, tasks, "endless")
+            await eventually(lambda: deferred_records(process))
 
-        assert expired.value.code == Code.DEADLINE_EXCEEDED
-        assert not done(flood)
-        for task in flood:
-            task.cancel()
+            headers = [("x-timeout-ms", b"500")]
+            with pytest.raises(InferenceError) as expired:
+                await client.infer("endless", LARGE, timeout_s=60, headers=headers)
+
+            assert expired.value.code == Code.DEADLINE_EXCEEDED
+            assert not done(flood)
+            for task in flood:
+                task.cancel()
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
