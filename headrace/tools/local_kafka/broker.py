@@ -132,7 +132,7 @@ class LocalKafka:
         port: int = 0,
         security: ScramTls | None = None,
         properties: Mapping[str, str] | None = None,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
     ) -> None:
         if nodes < 1:
             raise ValueError(f"nodes: expected 1 or more, got {nodes}")
