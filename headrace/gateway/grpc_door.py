@@ -295,8 +295,9 @@ class GrpcDoor:
         return messages.ServerReadyResponse(ready=self._gateway.health.ready)
 
     def _show_server(self, request: messages.ServerMetadataRequest) -> Message:
+        extensions = ["model_configuration", "model_repository"]
         return messages.ServerMetadataResponse(
-            name="headrace", version=__version__, extensions=["model_configuration"]
+            name="headrace", version=__version__, extensions=extensions
         )
 
     def _show_model_ready(self, request: messages.ModelReadyRequest) -> Message:

@@ -274,6 +274,24 @@ async def test_method_that_is_not_supported_is_refused_by_name(repository: Path)
     assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_index_shows_ready_versions_and_faults(repository: Path) -> None:
+    """A version that cannot be loaded is listed with its fault, unless only ready ones are."""
+    version = repository / "broken" / "1"
+    version.mkdir(parents=True)
+    (version / "model.onnx").write_bytes(b"no model")
+    async with caller_of(repository) as (_, caller):
+        request = messages.RepositoryIndexRequest()
+        everything = (await caller.call("RepositoryIndex", request)).models
+        request = messages.RepositoryIndexRequest(ready=True)
+        ready = (await caller.call("RepositoryIndex", request)).models
+
+    (broken, digits_) = everything
+    assert (broken.name, broken.version, broken.state) == ("broken", "1", "UNAVAILABLE")
+    assert broken.reason
+    assert [(each.name, each.state, each.reason) for each in ready] == [("digits", "READY", "")]
+    assert digits_ == ready[0]
+
+
 async def test_models_are_described_as_clients_expect(repository: Path) -> None:
     """Metadata, configuration, index and health have the protocol's and Triton's names."""
     async with caller_of(repository) as (_, caller):
@@ -291,6 +309,7 @@ async def test_models_are_described_as_clients_expect(repository: Path) -> None:
             await caller.call("ModelMetadata", messages.ModelMetadataRequest(name="letters"))
 
     assert (live.live, ready.ready, server.name) == (True, True, "headrace")
+    assert set(server.extensions) == {"model_configuration", "model_repository"}
     assert (model_ready.ready, other_ready.ready) == (True, False)
     (tensor,) = metadata.inputs
     assert (tensor.name, tensor.datatype, list(tensor.shape)) == ("pixels", "FP32", [-1, 64])
