@@ -243,8 +243,8 @@ class KafkaTuning:
     rebalance_timeout_s: float = 30.0
     """How long the group waits for a member to finish `on_revoked` and join again."""
     join_margin_s: float = 5.0
-    """What a request may take beyond the rebalance timeout: JoinGroup is answered only when every
-    member has joined."""
+    """Time of a request beyond the rebalance timeout: JoinGroup is answered only when every member
+    has joined."""
     max_poll_interval_s: float = 300.0
     """A member that does not poll for this long is removed from its group."""
     fetch_max_wait_s: float = 0.05
@@ -307,7 +307,7 @@ class MemoryTuning:
     """Tuning values of `headrace.log.memory`."""
 
     max_batch_bytes: int = 256 * 1024
-    """As in the Kafka adapter, so that records are sent in several runs here as well."""
+    """Limit of a batch, the same as in the Kafka adapter."""
     metadata_timeout_s: float = 1.0
     """How long a producer waits for the number of a topic's partitions."""
     flush_timeout_s: float = 3.0
@@ -463,9 +463,8 @@ class BatcherTuning:
     """A batch counts as at most this many times as long as usual: a stall of half a second says
     nothing about the next batch."""
     explore_every_batches: int = 128
-    """Of the batches that close with more rows waiting than they take, every 128th takes
-    alternately twice or half the best known size, so that a size that has become better is found.
-    """
+    """Every so many batches that close with more rows waiting than they take, one takes twice or
+    half the best known size, alternately, so that a size that has become better is found."""
     early_batches: int = 128
     """This many first batches explore more often: little is known of most sizes then, and all
     samples of a size may come from one bad moment."""
@@ -734,7 +733,7 @@ class GatewayTuning:
     least_timeout_s: float = 0.001
     """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
-    """Of an error's text over gRPC, where it is a header and those are limited to 8 KiB."""
+    """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
     compressed_from_bytes: int = 1024
     """Smaller answers are not compressed for callers that accept that."""
     retry_after_s: int = 1

@@ -230,7 +230,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
             stop.request()
 
 
-class Doors(Protocol):
+class GatewayDoors(Protocol):
     """An open gateway; implemented by `headrace.gateway.doors.Doors`."""
 
     @property
@@ -244,7 +244,7 @@ class OpenDoors(Protocol):
 
     def __call__(
         self, settings: Settings, log: Log, models: ModelCatalog, health: Health, metrics: Metrics
-    ) -> AbstractAsyncContextManager[Doors]: ...
+    ) -> AbstractAsyncContextManager[GatewayDoors]: ...
 
 
 async def run(
@@ -292,7 +292,7 @@ async def run(
         )
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=[str(each) for each in stages], http_port=server.port)
-        doors: Doors | None = None
+        doors: GatewayDoors | None = None
         if open_doors is not None:
             doors = await stack.enter_async_context(
                 open_doors(settings, log_, pipeline.models.catalog, pipeline.health, metrics)

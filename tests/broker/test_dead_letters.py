@@ -91,7 +91,7 @@ def test_redriven_letter_is_answered_after_limit_is_raised(ack: Settle, call: Ca
 
 
 def test_letters_are_listed_shown_and_exported(ack: Settle, call: Call) -> None:
-    """What was redriven is marked; the request is decoded whatever limit it exceeded."""
+    """Redriven letters are marked; the request is decoded whatever limit it exceeded."""
     settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 3))
     call("dlq", "redrive", "1/1")

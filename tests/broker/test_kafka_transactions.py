@@ -48,7 +48,7 @@ async def log(kafka: LocalKafka) -> AsyncIterator[KafkaLog]:
 
 @pytest.fixture
 async def partitions(log: KafkaLog, unique_name: str) -> tuple[TopicPartition, TopicPartition]:
-    """Where answers go, and where requests come from."""
+    """The partition of the answers, and that of the requests."""
     await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
     return TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
 

@@ -29,7 +29,7 @@ FOUR = ("ingest", "batcher", "executor", "responder")
 
 
 class Expected(NamedTuple):
-    """What one image's answer must be: ONNX Runtime run on that image alone."""
+    """The right answer for one image: that of ONNX Runtime run on it alone."""
 
     image: bytes
     probabilities: np.ndarray[Any, Any]

@@ -81,8 +81,8 @@ async def run(trials: Iterator[Trial], keep: Path, at_once: int) -> list[Outcome
 
 
 async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outcome]) -> None:
-    """Those that nobody else takes, a few on each broker, or on another one before that where it
-    does not come back.
+    """Run trials until none is left, a few on each cluster; replace a cluster that does not come
+    back.
     """
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster())

@@ -86,7 +86,7 @@ def _repeat(history: History, rng: random.Random, promise: Promise) -> None:
 
 
 def _commit(history: History, rng: random.Random) -> None:
-    """What may be committed at some moments: all that is answered by then, or less."""
+    """Commit at some moments all that is answered by then, or less."""
     last_ms = max((answer.at_ms for answer in history.answered), default=0)
     bases = [0] * PARTITIONS
     for at_ms in sorted(rng.randrange(last_ms + 10) for _ in range(10)):

@@ -48,7 +48,7 @@ TRANSACTION_TIMEOUT_S = 3.0
 
 
 class Trial(NamedTuple):
-    """What is tried.
+    """One run of random faults.
 
     Attributes:
         seed: decides what is not said here: the requests, the nemeses, and when they strike.

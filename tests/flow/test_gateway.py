@@ -23,7 +23,7 @@ from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.logs import read
 from tests.support.models import add_version, digits, identity
-from tests.support.python_models import GATE, add_gated_model
+from tests.support.python_models import GATE, add_gated_model, shut_gate
 from tests.support.tree import ROOT
 
 PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
@@ -104,10 +104,9 @@ async def test_compressed_request_and_response_bodies_are_decoded(
 @pytest.fixture
 def gated(tmp_path: Path) -> Iterator[Path]:
     """A repository with a model that doubles `x`, and whose runs wait for `GATE`."""
-    GATE.clear()
     add_gated_model(tmp_path)
-    yield tmp_path
-    GATE.set()
+    with shut_gate():
+        yield tmp_path
 
 
 def number(value: float) -> dict[str, object]:

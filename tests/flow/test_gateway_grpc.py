@@ -26,7 +26,7 @@ from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.logs import read
 from tests.support.models import add_version, digits
-from tests.support.python_models import GATE, add_gated_model
+from tests.support.python_models import GATE, add_gated_model, shut_gate
 
 SERVICE = grpc_door.SERVICE
 OK, NO, UNKNOWN = (
@@ -84,10 +84,9 @@ def repository(tmp_path: Path) -> Path:
 @pytest.fixture
 def gated(tmp_path: Path) -> Iterator[Path]:
     """A repository with a model that doubles `x`, and whose runs wait for `GATE`."""
-    GATE.clear()
     add_gated_model(tmp_path)
-    yield tmp_path
-    GATE.set()
+    with shut_gate():
+        yield tmp_path
 
 
 def pixels(**fields: Any) -> messages.ModelInferRequest:

@@ -14,8 +14,7 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 
 from headrace.protocol.tensors import DATATYPES
-from tests.support.gateways import gateway_of
-from tests.support.models import add_version, identity
+from tests.support.gateways import add_identities, gateway_of, values_of
 from tests.support.tree import ROOT
 
 ONLY_BINARY = frozenset({"FP16", "BF16"})
@@ -25,16 +24,8 @@ ONLY_BINARY = frozenset({"FP16", "BF16"})
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A model for each datatype, which changes nothing."""
-    for datatype in DATATYPES:
-        add_version(tmp_path, datatype, 1, identity(datatype), "probe = false")
+    add_identities(tmp_path)
     return tmp_path
-
-
-def values_of(datatype: str) -> np.ndarray[Any, Any]:
-    """Two rows; of BYTES one element is empty."""
-    if datatype == "BYTES":
-        return np.array([[b"", "é".encode()], [b"a", b"b"]], dtype=object)
-    return np.array([[0, 1], [1, 0]], DATATYPES[datatype].dtype)
 
 
 def cases() -> Iterator[tuple[str, bool, str | None]]:

@@ -16,8 +16,7 @@ import tritonclient.grpc.aio as triton_aio
 
 from headrace.protocol.tensors import DATATYPES
 from tests.support.conditions import DEADLINE_S
-from tests.support.gateways import gateway_of
-from tests.support.models import add_version, identity
+from tests.support.gateways import add_identities, gateway_of, values_of
 from tests.support.tree import ROOT
 
 CODINGS = (None, "gzip", "deflate")
@@ -26,16 +25,8 @@ CODINGS = (None, "gzip", "deflate")
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A model for each datatype, which changes nothing."""
-    for datatype in DATATYPES:
-        add_version(tmp_path, datatype, 1, identity(datatype), "probe = false")
+    add_identities(tmp_path)
     return tmp_path
-
-
-def values_of(datatype: str) -> np.ndarray[Any, Any]:
-    """Two rows; of BYTES one element is empty."""
-    if datatype == "BYTES":
-        return np.array([[b"", "é".encode()], [b"a", b"b"]], dtype=object)
-    return np.array([[0, 1], [1, 0]], DATATYPES[datatype].dtype)
 
 
 def call_of(module: Any, datatype: str) -> dict[str, Any]:

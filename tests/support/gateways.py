@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
@@ -16,12 +17,14 @@ from headrace.config import Settings, make_settings
 from headrace.gateway import open_gateway
 from headrace.gateway.doors import Doors
 from headrace.log.port import Log
+from headrace.protocol.tensors import DATATYPES
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING, GatewayTuning
+from tests.support.models import add_version, identity
 
 HOST = "127.0.0.1"
 
@@ -124,3 +127,16 @@ async def pipeline_with_doors(
         pipeline.drain_first = doors.drain
         async with running(pipeline):
             yield pipeline, doors
+
+
+def add_identities(repository: Path) -> None:
+    """Add a model for each datatype, named after it, which returns what it gets."""
+    for datatype in DATATYPES:
+        add_version(repository, datatype, 1, identity(datatype), "probe = false")
+
+
+def values_of(datatype: str) -> np.ndarray[Any, Any]:
+    """Return two rows of two elements; of BYTES one element is empty."""
+    if datatype == "BYTES":
+        return np.array([[b"", "é".encode()], [b"a", b"b"]], dtype=object)
+    return np.array([[0, 1], [1, 0]], DATATYPES[datatype].dtype)
