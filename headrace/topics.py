@@ -80,7 +80,7 @@ TOPICS: dict[Topic, TopicSpec] = {
         ),
         TopicSpec(
             Topic.ITEMS,
-            message="ItemRecord",
+            message="ItemRecord or ItemChunkRecord",
             key="none",
             partition="the request's source partition",
             writers=(Stage.INGEST,),
@@ -89,7 +89,7 @@ TOPICS: dict[Topic, TopicSpec] = {
         ),
         TopicSpec(
             Topic.BATCHES,
-            message="BatchRecord",
+            message="BatchRecord or ChunkedBatchRecord",
             key="none",
             partition="one that a free executor reads; round robin while none is known",
             writers=(Stage.BATCHER,),
@@ -97,7 +97,7 @@ TOPICS: dict[Topic, TopicSpec] = {
         ),
         TopicSpec(
             Topic.RESULTS,
-            message="ResultRecord",
+            message="ResultRecord or ResultChunkRecord",
             key="none",
             partition="the request's source partition",
             writers=(Stage.INGEST, Stage.BATCHER, Stage.EXECUTOR),

@@ -181,6 +181,11 @@ class TransportTuning:
     """Longest delay of a write to a topic; there is none at low request rates."""
     undelayed_requests_per_s: float = 6400.0
     """A steady rate up to this many requests per second is never delayed."""
+    max_record_requests: int = 256
+    """Most requests in an `items` or `results` record. The record is acknowledged, deferred and
+    read again as a whole."""
+    max_record_bytes: int = 128 * 1024
+    """Payload of an `items` or `results` record of several requests; a larger one travels alone."""
     same_write_within_s: float = 0.001
     """Writes to several partitions that start within this time are not delayed separately."""
     burst_memory_s: float = 0.04

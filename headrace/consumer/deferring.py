@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, groupby
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import structlog
@@ -272,10 +274,16 @@ class Deferral:
         kept: list[Request] = []
         over: list[Request] = []
         model, tenant, claim = "", "", None
+        charged: InFlightAck | None = None
+        refused: InFlightAck | None = None
         for request in requests:
             ack_handle = request.ack_handle
-            if type(ack_handle) is not InFlightAck:  # a record that cancels another one
+            if type(ack_handle) is not InFlightAck or ack_handle is charged:
+                # A record that cancels another one, or another request of the record before.
                 kept.append(request)
+                continue
+            if ack_handle is refused:
+                over.append(request)
                 continue
             envelope = request.envelope
             if claim is None or request.model != model or envelope.tenant != tenant:
@@ -285,8 +293,10 @@ class Deferral:
             if free or (not claim.deferred and self.shares.has_room(claim, size_bytes)):
                 claim.charge(size_bytes)
                 ack_handle.claim = claim
+                charged = ack_handle
                 kept.append(request)
             else:
+                refused = ack_handle
                 over.append(request)
         return kept, over
 
@@ -315,14 +325,15 @@ class Deferral:
         """Fail requests that were read again because they would be late."""
         runnable: list[Request] = []
         ended: list[Request] = []
-        for request in requests:
-            ack_handle = request.ack_handle
-            assert isinstance(ack_handle, InFlightAck)
+        for ack_handle, chunk in _by_record(requests):
             failure = self.records.pop_failure(ack_handle.assignment, ack_handle.offset)
-            if failure is None:
-                runnable.append(request)
-            else:
-                ended.append(_fail(request, failure))
+            # The prediction was for the earliest deadline in the record.
+            deadline_ms = _most_urgent(chunk).envelope.deadline_ms
+            for request in chunk:
+                if failure is None or request.envelope.deadline_ms != deadline_ms:
+                    runnable.append(request)
+                else:
+                    ended.append(_fail(request, failure))
         return runnable, ended
 
     async def wait_for_room(self, requests: Sequence[Request]) -> list[Request]:
@@ -338,8 +349,8 @@ class Deferral:
                     kept += more
         except TimeoutError:
             pass
-        for request in over:
-            self._defer(request)
+        for ack_handle, chunk in _by_record(over):
+            self._defer(ack_handle, chunk)
         return kept
 
     def _is_saturated(self, request: Request) -> bool:
@@ -347,14 +358,16 @@ class Deferral:
         recently_s = time.monotonic() - self._tuning.saturated_s
         return claim.deferred > 0 or claim.deferred_s > recently_s
 
-    def _defer(self, request: Request) -> None:
-        ack_handle = request.ack_handle
-        assert isinstance(ack_handle, InFlightAck)
+    def _defer(self, ack_handle: InFlightAck, chunk: Sequence[Request]) -> None:
+        """Leave a record in the log with all its requests that have not ended."""
         if ack_handle.revoked:
-            ack_handle.ack()
+            for request in chunk:
+                request.ack_handle.ack()
             return
+        request = _most_urgent(chunk)
         claim = self.shares.claim(request.model, request.envelope.tenant)
-        deferred = ack_handle.defer(claim, request.rows, _refusal_envelope(request))
+        rows = sum([each.rows for each in chunk])
+        deferred = ack_handle.defer(claim, rows, _refusal_envelope(request))
         self.records.add(deferred, time.monotonic())
         self._wanted.set()
 
@@ -383,6 +396,21 @@ class Deferral:
     def put_back(self, unread: Iterable[Deferred]) -> None:
         """Put back records that were picked and could not be read."""
         self.records.put_back(unread, self._clock())
+
+
+def _by_record(requests: Iterable[Request]) -> Iterator[tuple[InFlightAck, list[Request]]]:
+    """Yield the requests of each record, which follow each other and share an ack handle."""
+    for ack_handle, chunk in groupby(requests, key=_ack_handle):
+        assert isinstance(ack_handle, InFlightAck)
+        yield ack_handle, list(chunk)
+
+
+def _most_urgent(requests: Sequence[Request]) -> Request:
+    """Return the request with the earliest deadline; the first one if none has a deadline."""
+    return min(requests, key=lambda request: request.envelope.deadline_ms or math.inf)
+
+
+_ack_handle = attrgetter("ack_handle")
 
 
 def _refusal_envelope(request: Request) -> Envelope:

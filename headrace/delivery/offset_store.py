@@ -7,6 +7,7 @@ together with them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
@@ -113,10 +114,14 @@ class OffsetStore:
         assignment = self._tracker.get(read)
         if assignment is not None:
             progress = assignment.progress.copy()
-            for request, _ in outgoing:
-                ack_handle = request.ack_handle
+            # A record of `results` is done only with the last of its requests: those still open
+            # are read again from it if this process ends.
+            for ack_handle, parts in Counter(
+                [request.ack_handle for request, _ in outgoing]
+            ).items():
                 assert isinstance(ack_handle, InFlightAck)  # of a record of `results`
-                progress.mark_acked(ack_handle.previous, ack_handle.offset)
+                if ack_handle.parts == parts:
+                    progress.mark_acked(ack_handle.previous, ack_handle.offset)
             offsets[read] = progress.committable(self._max_characters)
         return offsets
 

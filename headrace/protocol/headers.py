@@ -10,7 +10,7 @@ value is an absent header.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
@@ -134,6 +134,42 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
     fields[_FAULT] = fault
     # A third of the cost of calling the NamedTuple class.
     return tuple.__new__(Envelope, fields)
+
+
+def parse_envelopes(
+    headers: Sequence[Headers], deadlines_ms: Sequence[int], varying: Collection[str] | None
+) -> list[Envelope]:
+    """Parse the headers of requests that passed ingest, and set their deadlines.
+
+    Args:
+        headers: those of each request.
+        deadlines_ms: the deadline of each, which ingest has found.
+        varying: names of the headers that are not equal in all requests, if all have the same
+            names; None if they may differ in everything.
+    """
+    first = parse_envelope(headers[0], 0, 0) if headers[0] else NO_HEADERS
+    parsed: list[Envelope] | None = None
+    if varying is not None and first.fault is None:
+        read = [name for name in varying if name in _RULES]
+        if not read:
+            parsed = [first] * len(headers)
+        elif read == [HeaderName.CORRELATION_ID] and len(dict(headers[0])) == len(headers[0]):
+            # Only the opaque correlation id differs, so all else is parsed once.
+            place = [name for name, _ in headers[0]].index(HeaderName.CORRELATION_ID)
+            content_type, others = first[0], first[2:]
+            if not any(each[place][1] is None for each in headers):
+                parsed = [
+                    tuple.__new__(Envelope, (content_type, each[place][1], *others))
+                    for each in headers
+                ]
+    if parsed is None:
+        parsed = [parse_envelope(each, 0, 0) if each else NO_HEADERS for each in headers]
+    return [
+        envelope
+        if envelope.deadline_ms == deadline_ms
+        else envelope._replace(deadline_ms=deadline_ms)
+        for envelope, deadline_ms in zip(parsed, deadlines_ms, strict=True)
+    ]
 
 
 def is_utf8(name: str) -> bool:

@@ -218,6 +218,110 @@ class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     raw_names: list[tuple[int, bytes]] = []
 
 
+# --- on the wire: many requests in one record -------------------------------------------------
+
+
+Ints: TypeAlias = int | list[int]
+"""A column of numbers: one number that all requests of a chunk share, or one for each."""
+
+
+class WireTensors(Struct, kw_only=True, omit_defaults=True):
+    """One tensor of each request of a chunk.
+
+    Of an input, the `size` bytes from `start` of the request's part of the payload. Of an output,
+    `size` bytes of `data`, which holds the bytes of all requests one after the other: one array of
+    all rows, if the output has a batch dimension. `shapes` is set if the shapes differ.
+    """
+
+    name: str = ""
+    datatype: str
+    shape: tuple[int, ...] = ()
+    shapes: list[tuple[int, ...]] | None = None
+    size: Ints
+    start: Ints = 0
+    data: memoryview | None = None
+
+
+class WireChunk(Struct, kw_only=True, omit_defaults=True):
+    """Requests of one model and version in columns: what all share is written once.
+
+    A column is one value, or a list with one for each request; `offset` is always a list, and its
+    length is the number of requests. `gap` is the distance from the source offset delivered before:
+    no records exist between the two (transaction markers, compaction). `after` is the offset of the
+    last earlier record with the same key, if answers keep the order of their keys.
+
+    Each header in `headers` is its name and its column, if all requests have headers of the same
+    names in the same order; otherwise `mixed_headers` has the headers of each request. If any name
+    is not UTF-8, `raw_names` is set, and the text of all names is their bytes as Latin-1.
+
+    The payload holds one part for each request, of `part` bytes: first its value, of `value` bytes
+    (-1 if it is absent), then the tensors that are not in the value. `formed_us`, `compute_us` and
+    `batch_rows` are those of `BatchSummary`.
+    """
+
+    format: int
+    partition: Ints
+    offset: Annotated[list[int], Meta(min_length=1)]
+    gap: Ints = 1
+    timestamp_ms: Ints
+    after: Ints = -1
+    key: bytes | list[bytes | None] | None = None
+    headers: list[tuple[str, bytes | list[bytes | None] | None]] = []
+    mixed_headers: list[list[tuple[str, bytes | None]]] | None = None
+    raw_names: bool = False
+    deadline_ms: Ints = 0
+    id: str | list[str | None] | None = None
+    model: str = ""
+    version: str = ""
+    ingested_us: Ints = 0
+    formed_us: Ints = 0
+    compute_us: Ints = 0
+    batch_rows: Ints = 0
+    checked_us: Ints = 0
+    done_us: Ints = 0
+    trace: list[WireTrace | None] | None = None
+    value: Ints = -1
+    part: Ints = 0
+    payload: memoryview | None = None
+
+
+class ItemChunkRecord(WireChunk, kw_only=True, omit_defaults=True):
+    """The value of an `items` record: a chunk of checked requests of one source partition, tenant
+    and shape class. `wanted_each` is set if `wanted` differs.
+    """
+
+    rows: Ints
+    shape_class: tuple[int, ...] = ()
+    inputs: list[WireTensors]
+    wanted: tuple[str, ...] | None = None
+    wanted_each: list[tuple[str, ...] | None] | None = None
+
+
+class ChunkedBatchRecord(Struct, kw_only=True, omit_defaults=True):
+    """The value of a `batches` record: the requests of a batch in the order in which they run, in
+    one chunk if all have the same inputs.
+    """
+
+    format: int
+    batch_id: str
+    reason: str
+    chunks: Annotated[list[ItemChunkRecord], Meta(min_length=1)]
+
+
+class ResultChunkRecord(WireChunk, kw_only=True, omit_defaults=True):
+    """The value of a `results` record: ended requests of one source partition, all with outputs,
+    all with failures, or all `skipped`.
+
+    A value is present only if a dead letter may be made of it. A `skipped` request stands for a
+    range of the source that was never read, from after its previous offset up to its own.
+    """
+
+    batch_id: str | list[str] = ""
+    outputs: list[WireTensors] = []
+    failures: list[WireFailure] | None = None
+    skipped: bool = False
+
+
 # --- inside a process -------------------------------------------------------------------------
 
 
@@ -321,7 +425,8 @@ class IngestedRequest(Struct, eq=False):
         shape_class: requests of one model may share a batch if their shape classes are equal.
         size_bytes: size of all inputs together.
         wanted: names of the requested outputs; None for all.
-        item: value of the `items` record by which it came; None if it came otherwise.
+        item: value of the `items` record of its own by which it came; None if it came otherwise.
+        places: place of each input in `value`, as (start, size); None if it is not known.
     """
 
     ack_handle: AckHandle
@@ -344,6 +449,7 @@ class IngestedRequest(Struct, eq=False):
     id: str | None = None
     after: int = -1
     item: bytes | None = None
+    places: tuple[tuple[int, int], ...] | None = None
 
 
 class Request(IngestedRequest, eq=False):

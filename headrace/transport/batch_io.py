@@ -9,12 +9,7 @@ from itertools import count
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.failures import poisoned_failure, rejection
-from headrace.delivery.inflight import (
-    RECORD_OVERHEAD_BYTES,
-    AssignedPartition,
-    ack_all,
-    beside_bytes,
-)
+from headrace.delivery.inflight import AssignedPartition, ack_all
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
@@ -26,7 +21,12 @@ from headrace.transport.channels import BatchQueue, Demand, Outlet
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
-from headrace.transport.topic_io import admit_record, decode_or_ack, refuse_oversized
+from headrace.transport.topic_io import (
+    admit_record,
+    copied_beside,
+    decode_or_ack,
+    refuse_oversized,
+)
 
 
 class BatchWriter:
@@ -85,12 +85,6 @@ class BatchWriter:
     def close(self) -> None:
         """Close the stream of refused requests."""
         self._refused.close()
-
-
-def _copied_bytes(batch: Batch) -> int:
-    """Return the bytes that the requests of a batch use besides the record they came in."""
-    beside = sum([beside_bytes(request.key, request.headers) for request in batch.requests])
-    return RECORD_OVERHEAD_BYTES * (len(batch.requests) - 1) + beside
 
 
 def split_batch(batch: Batch) -> list[Batch]:
@@ -217,7 +211,7 @@ class BatchReceiver:
         batch = decode_or_ack(record, ack_handle, decode_batch)
         if batch is not None:
             ack_handle.parts = len(batch.requests)
-            ack_handle.resize(ack_handle.size_bytes + _copied_bytes(batch))
+            ack_handle.resize(ack_handle.size_bytes + copied_beside(batch.requests))
         return batch
 
     def _supply(self, key: ModelKey | None, _demand: Demand) -> Batch | None:

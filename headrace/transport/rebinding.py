@@ -71,7 +71,7 @@ class Rebinder:
         request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = (
             bound
         )
-        request.item = None  # it names the other version
+        request.item = request.places = None  # they name the inputs of the other version
         self._count()
 
 

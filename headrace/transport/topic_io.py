@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import structlog
@@ -18,6 +18,7 @@ from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.failures import poisoned_failure
 from headrace.delivery.inflight import (
+    RECORD_OVERHEAD_BYTES,
     AssignedPartition,
     InFlightAck,
     ack_all,
@@ -29,7 +30,14 @@ from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.primitives.stage_tasks import StageTasks
-from headrace.protocol.codec import decode_item, decode_result, encode_item, encode_result
+from headrace.protocol.codec import (
+    decode_items,
+    decode_results,
+    divide_items,
+    divide_results,
+    encode_items,
+    encode_results,
+)
 from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import Failure, Request
 from headrace.telemetry.logs import Event
@@ -55,7 +63,7 @@ class TopicReceiver:
     def __init__(
         self,
         source: Source,
-        decode: Callable[[bytes, InFlightAck], Request],
+        decode: Callable[[bytes, InFlightAck], list[Request]],
         ended: Outlet[list[Request]] | None = None,
     ) -> None:
         self._source = source
@@ -85,16 +93,13 @@ class TopicReceiver:
         requests: list[Request] = []
         ended: list[Request] = []
         for record in polled.records:
-            request = self._admit(polled.assignment, record, isolation)
-            if request is None:
-                continue
-            if isolation is not None and (record.offset, 0) in isolation.poisoned:
-                request.fail(poisoned_failure(Stage.BATCHER))
-                ended.append(request)
-            else:
-                requests.append(request)
-        if isolation is not None:
-            isolation.isolate(requests)
+            chunk = self._admit(polled.assignment, record, isolation)
+            if isolation is not None:
+                poisoned = _fail_poisoned(chunk, record.offset, isolation)
+                isolation.isolate(chunk)
+                chunk = [one for place, one in enumerate(chunk) if place not in poisoned]
+                ended += poisoned.values()
+            requests += chunk
         deferral = self._source.deferral
         if deferral is not None and requests:
             requests, self._deferred, late = deferral.charge(
@@ -107,18 +112,48 @@ class TopicReceiver:
 
     def _admit(
         self, assignment: AssignedPartition, record: Record, isolation: Isolation | None
-    ) -> Request | None:
-        """Return the request of a record; None if it is answered already, unreadable or set
+    ) -> list[Request]:
+        """Return the requests of a record; none if it is answered already, unreadable or set
         aside.
         """
         ack_handle = admit_record(assignment, record, isolation)
         if ack_handle is None:
-            return None
-        request = decode_or_ack(record, ack_handle, self._decode)
-        if request is not None and (request.key is not None or request.headers):
-            # Decoding copies these from the record's value, which is kept as well.
-            ack_handle.resize(ack_handle.size_bytes + beside_bytes(request.key, request.headers))
-        return request
+            return []
+        requests = decode_or_ack(record, ack_handle, self._decode)
+        if requests is None:
+            return []
+        # The record is done when all its requests are.
+        ack_handle.parts = len(requests)
+        if copied_bytes := copied_beside(requests):
+            ack_handle.resize(ack_handle.size_bytes + copied_bytes)
+        return requests
+
+
+def copied_beside(requests: Sequence[Request]) -> int:
+    """Return the bytes that the requests of one record use besides that record."""
+    # Decoding copies keys and headers from the record's value, which is kept as well.
+    beside = sum(
+        [
+            beside_bytes(request.key, request.headers)
+            for request in requests
+            if request.key is not None or request.headers
+        ]
+    )
+    return RECORD_OVERHEAD_BYTES * (len(requests) - 1) + beside
+
+
+def _fail_poisoned(
+    requests: Sequence[Request], offset: int, isolation: Isolation
+) -> dict[int, Request]:
+    """Fail the poisoned requests of a record; return them by their places in it."""
+    places = {place for at, place in isolation.poisoned if at == offset}
+    if places and not isolation.runs:
+        # No model runs here, so what ended the process was the work on the record as a whole.
+        places = set(range(len(requests)))
+    poisoned = {place: request for place, request in enumerate(requests) if place in places}
+    for request in poisoned.values():
+        request.fail(poisoned_failure(Stage.BATCHER))
+    return poisoned
 
 
 def admit_record(
@@ -130,7 +165,8 @@ def admit_record(
     if record.offset in assignment.progress:
         assignment.skip(record.offset)
         return None
-    if isolation is not None and isolation.is_accused(record.offset):
+    # Whatever of it is poisoned: its other requests may still have to run alone.
+    if isolation is not None and record.offset in isolation.accused:
         isolation.park_record(assignment, record)
         return None
     return assignment.admit(record.offset, record_bytes(record))
@@ -161,12 +197,12 @@ def log_unreadable(record: Record, error: Rejected) -> None:
 
 def item_receiver(source: Source, ended: Outlet[list[Request]]) -> TopicReceiver:
     """Return a receiver of `items`."""
-    return TopicReceiver(source, decode_item, ended)
+    return TopicReceiver(source, decode_items, ended)
 
 
 def result_receiver(source: Source) -> TopicReceiver:
     """Return a receiver of `results`."""
-    return TopicReceiver(source, decode_result)
+    return TopicReceiver(source, decode_results)
 
 
 class TopicSender:
@@ -179,6 +215,9 @@ class TopicSender:
     (`headrace.transport.burst_limiter`).
 
     Args:
+        divide: divides requests of one partition into chunks, one for each record, of so many
+            requests and bytes at most.
+        encode: returns the record of a chunk.
         stage: the stage that writes; failures of requests that do not fit name it.
         refused: receives requests that do not fit, as failures; if None, they are written as
             failures to the same topic.
@@ -188,7 +227,8 @@ class TopicSender:
         self,
         producer: Producer,
         topic: str,
-        encode: Callable[[Request], bytes],
+        divide: Callable[[Sequence[Request], int, int], list[list[Request]]],
+        encode: Callable[[Sequence[Request]], bytes],
         stage: Stage,
         refused: Outlet[list[Request]] | None = None,
         metrics: Metrics | None = None,
@@ -196,6 +236,7 @@ class TopicSender:
     ) -> None:
         self._producer = producer
         self._topic = topic
+        self._divide = divide
         self._encode = encode
         self._stage = stage
         self._refused = refused
@@ -203,6 +244,7 @@ class TopicSender:
         self._writers: Writers[list[Request]] = Writers(self)
         self._tasks = StageTasks()
         self._limiter = BurstLimiter(tuning)
+        self._max_record = tuning.max_record_requests, tuning.max_record_bytes
         self._max_waiting = tuning.max_waiting_requests
         self._waiting: dict[int, list[Request]] = {}
         self._waiting_count = 0
@@ -260,22 +302,30 @@ class TopicSender:
         self._partitions_in_write.discard(partition)
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
-        left = requests
-        while left:
-            records = [NewRecord(None, self._encode(request)) for request in left]
+        chunks = self._divide(requests, *self._max_record)
+        while chunks:
+            records = [NewRecord(None, self._encode(chunk)) for chunk in chunks]
             refused = await deliver(self._producer, target, records, self._metrics)
             # Acked only now: `deliver` returns when the log has acknowledged the records.
-            ack_handles = [request.ack_handle for request in left]
             ack_all(
-                [each for index, each in enumerate(ack_handles) if index not in refused]
-                if refused
-                else ack_handles
+                [
+                    request.ack_handle
+                    for index, chunk in enumerate(chunks)
+                    if index not in refused
+                    for request in chunk
+                ]
             )
-            unfitting = too_large(target, refused)
-            left = [refuse_oversized(left[index], target.topic, self._stage) for index in unfitting]
-            if left and self._refused is not None:
-                await self._refused.send(left)  # whose receiver acks them
-                return
+            unfitting = [chunks[index] for index in too_large(target, refused)]
+            chunks = [[request] for chunk in unfitting if len(chunk) > 1 for request in chunk]
+            oversized = [
+                refuse_oversized(chunk[0], target.topic, self._stage)
+                for chunk in unfitting
+                if len(chunk) == 1
+            ]
+            if self._refused is None:
+                chunks += [[request] for request in oversized]
+            elif oversized:
+                await self._refused.send(oversized)  # whose receiver acks them
 
 
 _ROUTING_HEADERS = frozenset(
@@ -324,7 +374,9 @@ def item_sender(
     tuning: TransportTuning = TUNING.transport,
 ) -> TopicSender:
     """Return a sender of `items`."""
-    return TopicSender(producer, topic, encode_item, Stage.INGEST, refused, metrics, tuning)
+    return TopicSender(
+        producer, topic, divide_items, encode_items, Stage.INGEST, refused, metrics, tuning
+    )
 
 
 def result_sender(
@@ -335,5 +387,11 @@ def result_sender(
 ) -> TopicSender:
     """Return a sender of `results`."""
     return TopicSender(
-        producer, topic, encode_result, Stage.EXECUTOR, metrics=metrics, tuning=tuning
+        producer,
+        topic,
+        divide_results,
+        encode_results,
+        Stage.EXECUTOR,
+        metrics=metrics,
+        tuning=tuning,
     )

@@ -91,8 +91,9 @@ class BatcherService:
         """Add requests to those that wait, and hand batches to the consumers that wait."""
         batcher = self._batcher
         now_us = self._now_us()
-        if chunk and is_isolated(chunk[0]):
-            self._form_alone(chunk[0], now_us)
+        if chunk and is_isolated(chunk[0]):  # then all of them are, which came in one record
+            for request in chunk:
+                self._form_alone(request, now_us)
             return
         batcher.add_all(chunk, now_us)
         if batcher.cancellations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.log.port import TopicPartition
@@ -11,6 +12,8 @@ from tests.support.pipelines import PARTITIONS, Caller, log_for, serving, settin
 from tests.support.tuning import QUICK
 
 COUNT = 100
+SINGLY = replace(QUICK, transport=replace(QUICK.transport, max_record_requests=1))
+"""One request in each record, so that offsets of `items` count them."""
 
 
 async def test_lost_intermediate_records_make_ingest_unready_and_are_sent_again(
@@ -25,13 +28,13 @@ async def test_lost_intermediate_records_make_ingest_unready_and_are_sent_again(
     ingest = [(Stage.INGEST,)]
     rest = [(Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
     first_items = TopicPartition(settings.topic(Topic.ITEMS), 0)
-    async with serving(settings, log, ingest, QUICK) as (reading,):
+    async with serving(settings, log, ingest, SINGLY) as (reading,):
         await caller.send(COUNT)
         await eventually(
             lambda: log.faults.partitions.end_offset(first_items) == COUNT // PARTITIONS
         )
         log.faults.partitions.trim(first_items, 5)
-        async with serving(settings, log, rest, QUICK):
+        async with serving(settings, log, rest, SINGLY):
 
             def stuck_partitions() -> set[int]:
                 found = [one for asked in reading.state.sources for one in asked().partitions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,14 @@ import pytest
 from headrace.config import make_settings
 from headrace.log.port import TopicPartition
 from headrace.topics import Stage
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.mixed import Mixed
 from tests.support.models import add_version, embedding
 from tests.support.pipelines import PARTITIONS, Grouping, log_for, serving
+
+SINGLY = replace(TUNING, transport=replace(TUNING.transport, max_record_requests=1))
+"""One request in each record, so that the end of `results` counts them."""
 
 THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
 
@@ -37,7 +42,7 @@ async def test_held_answers_do_not_keep_their_predecessor_from_budget(
     log = await log_for(settings)
     caller = Mixed(settings, log)
     results = TopicPartition("headrace.results", 0)
-    async with serving(settings, log, THREE):
+    async with serving(settings, log, THREE, SINGLY):
         await caller.send_one("late", b"one")
         await caller.send_more(5000, b"one")
         await eventually(lambda: log.faults.partitions.end_offset(results) >= 5000)

@@ -21,15 +21,15 @@ from headrace.protocol.codec import (
     Answer,
     callers_id,
     decode_batch,
-    decode_item,
+    decode_items,
     decode_request,
     decode_response,
-    decode_result,
+    decode_results,
     encode_batch,
-    encode_item,
+    encode_items,
     encode_request,
     encode_response,
-    encode_result,
+    encode_results,
 )
 from headrace.protocol.headers import JSON, MSGPACK, answer_headers, parse_envelope
 from headrace.protocol.messages import Batch, Envelope, Request, Tensor
@@ -182,9 +182,9 @@ def test_tensors_survive_wire(array: NDArray[Any], inside: bool) -> None:
     request = Request(NULL_ACK, 0, 1, 0, 5, None, value, (), Envelope())
     request.inputs = request.outputs = (tensor,)
 
-    item = decode_item(encode_item(request), NULL_ACK)
+    item = decode_items(encode_items([request]), NULL_ACK)[0]
     batch = decode_batch(encode_batch(Batch("b", [item, request], "idle")), NULL_ACK)
-    result = decode_result(encode_result(request), NULL_ACK)
+    result = decode_results(encode_results([request]), NULL_ACK)[0]
 
     for received in (item.inputs, *(each.inputs for each in batch.requests), result.outputs):
         assert received is not None
@@ -296,7 +296,7 @@ def test_arbitrary_value_is_decoded_or_refused_within_memory(
 
 @relaxed
 @given(
-    st.sampled_from([decode_item, decode_batch, decode_result]),
+    st.sampled_from([decode_items, decode_batch, decode_results]),
     st.binary() | trees.map(msgpack.packb),
 )
 def test_arbitrary_internal_record_is_decoded_or_refused(decode: Any, value: bytes) -> None:

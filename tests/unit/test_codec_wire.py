@@ -13,12 +13,12 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     decode_batch,
-    decode_item,
+    decode_items,
     decode_request,
-    decode_result,
+    decode_results,
     encode_batch,
-    encode_item,
-    encode_result,
+    encode_items,
+    encode_results,
 )
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request, Tensor
@@ -64,7 +64,7 @@ def test_item_survives_wire() -> None:
     """Every field that the next stages read is there again."""
     sent = checked()
 
-    received = decode_item(encode_item(sent), NULL_ACK)
+    received = decode_items(encode_items([sent]), NULL_ACK)[0]
 
     assert seen(received) == seen(sent)
     assert plain(received.inputs) == plain(sent.inputs)
@@ -74,9 +74,9 @@ def test_item_survives_wire() -> None:
 
 def test_item_value_is_sent_once_with_its_views() -> None:
     """It travels as a place in the value, and is a view again."""
-    record = encode_item(checked())
+    record = encode_items([checked()])
 
-    received = decode_item(record, NULL_ACK)
+    received = decode_items(record, NULL_ACK)[0]
 
     assert record.count(bytes(range(16))) == 1
     assert isinstance(received.inputs[0].data, memoryview)
@@ -85,7 +85,7 @@ def test_item_value_is_sent_once_with_its_views() -> None:
 
 def test_item_received_by_wire_can_be_sent_again() -> None:
     """A batcher reads items, whose values are views of records already, and writes batches."""
-    received = decode_item(encode_item(checked()), NULL_ACK)
+    received = decode_items(encode_items([checked()]), NULL_ACK)[0]
 
     batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NULL_ACK)
 
@@ -95,17 +95,17 @@ def test_item_received_by_wire_can_be_sent_again() -> None:
 
 def test_batch_contains_items_byte_for_byte() -> None:
     """Fields that a newer release has added are kept."""
-    item = encode_item(checked())
+    item = encode_items([checked()])
     newer = msgpack.packb({**msgpack.unpackb(item), "newer": 1})
 
-    batch = encode_batch(Batch("b-1", [decode_item(newer, NULL_ACK)], "full"))
+    batch = encode_batch(Batch("b-1", [decode_items(newer, NULL_ACK)[0]], "full"))
 
     assert batch.endswith(newer)
 
 
 def test_batch_record_carries_time_of_forming() -> None:
     """The time in its items is older."""
-    received = decode_item(encode_item(checked()), NULL_ACK)
+    received = decode_items(encode_items([checked()]), NULL_ACK)[0]
     received.batch = BatchSummary(99)
 
     batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NULL_ACK)
@@ -119,7 +119,7 @@ def test_results_that_differ_in_their_bytes_alone_share_head() -> None:
     for content in (b"\1\0\0\0a", b"\1\0\0\0b", b"\2\0\0\0bb"):
         sent = checked()
         sent.outputs = (Tensor("label", "BYTES", (1,), content),)
-        results.append(decode_result(encode_result(sent), NULL_ACK))
+        results.append(decode_results(encode_results([sent]), NULL_ACK)[0])
 
     first, second, third = results
     assert first.output_metadata is second.output_metadata
@@ -134,7 +134,7 @@ def test_tensor_at_any_place_of_value_survives_wire(start: int) -> None:
     sent.value = value
     sent.inputs = (Tensor("x", "INT8", (2, 2), memoryview(value)[start : start + 4]),)
 
-    received = decode_item(encode_item(sent), NULL_ACK)
+    received = decode_items(encode_items([sent]), NULL_ACK)[0]
 
     assert plain(received.inputs) == [("x", "INT8", (2, 2), value[start : start + 4])]
 
@@ -144,7 +144,7 @@ def test_empty_tensor_survives_wire() -> None:
     sent = checked()
     sent.inputs = (Tensor("x", "FP32", (2, 0), b""),)
 
-    received = decode_item(encode_item(sent), NULL_ACK)
+    received = decode_items(encode_items([sent]), NULL_ACK)[0]
 
     assert plain(received.inputs) == [("x", "FP32", (2, 0), b"")]
 
@@ -153,7 +153,7 @@ def test_deadline_of_default_timeout_survives_wire() -> None:
     """Other processes may have another default; the first one counts."""
     sent = checked(default_timeout_ms=500)
 
-    received = decode_item(encode_item(sent), NULL_ACK)
+    received = decode_items(encode_items([sent]), NULL_ACK)[0]
 
     assert received.envelope == sent.envelope
     assert received.envelope.deadline_ms == 1_500
@@ -164,7 +164,7 @@ def test_result_record_carries_outputs_without_request_value() -> None:
     sent = checked()
     sent.outputs = sent.inputs
 
-    received = decode_result(encode_result(sent), NULL_ACK)
+    received = decode_results(encode_results([sent]), NULL_ACK)[0]
 
     but = ("rows", "shape_class", "wanted", "size_bytes")
     assert seen(received, *but) == seen(sent, *but)
@@ -178,7 +178,7 @@ def test_failure_record_carries_value_for_dead_letter(code: Code) -> None:
     sent = checked()
     sent.fail(Failure(code, "why", "executor", 100))
 
-    received = decode_result(encode_result(sent), NULL_ACK)
+    received = decode_results(encode_results([sent]), NULL_ACK)[0]
 
     assert received.failure == Failure(code, "why", "executor", 100)
     assert received.outputs is None
@@ -188,18 +188,18 @@ def test_failure_record_carries_value_for_dead_letter(code: Code) -> None:
 
 def test_record_of_other_release_is_read_with_defaults() -> None:
     """Two releases may run side by side."""
-    fields = msgpack.unpackb(encode_item(checked()), use_list=True)
+    fields = msgpack.unpackb(encode_items([checked()]), use_list=True)
     fields |= {"colour": "red", "timings": {"ingested_us": 5, "moved_us": 6}}
     for name in ("key", "headers", "id", "shape_class", "wanted", "deadline_ms"):
         fields.pop(name, None)
 
-    received = decode_item(msgpack.packb(fields), NULL_ACK)
+    received = decode_items(msgpack.packb(fields), NULL_ACK)[0]
 
     assert (received.key, received.headers, received.id, received.wanted) == (None, [], None, None)
     assert (received.ingested_us, received.batch.formed_us) == (5, 0)
 
 
-@pytest.mark.parametrize("decode", [decode_item, decode_batch, decode_result])
+@pytest.mark.parametrize("decode", [decode_items, decode_batch, decode_results])
 @pytest.mark.parametrize("value", [b"", b"\xc1", b"\x80", b"\x90", b"\xc0", b"text"])
 def test_foreign_record_is_refused_as_item(decode: Any, value: bytes) -> None:
     """No request can be made out in it."""
@@ -210,29 +210,29 @@ def test_foreign_record_is_refused_as_item(decode: Any, value: bytes) -> None:
 @pytest.mark.parametrize("place", [{"start": -1}, {"start": 1 << 20}, {"size": 1 << 40}])
 def test_tensor_place_outside_value_is_refused(place: dict[str, int]) -> None:
     """It would be another's memory, or none."""
-    fields = msgpack.unpackb(encode_item(checked()))
+    fields = msgpack.unpackb(encode_items([checked()]))
     fields["inputs"][0] |= place
 
     with pytest.raises(Rejected):
-        decode_item(msgpack.packb(fields), NULL_ACK)
+        decode_items(msgpack.packb(fields), NULL_ACK)[0]
 
 
 def test_tensor_whose_bytes_do_not_fit_is_refused_before_it_joins_batch() -> None:
     """The executor gathers rows without looking at them again."""
-    fields = msgpack.unpackb(encode_item(checked()))
+    fields = msgpack.unpackb(encode_items([checked()]))
     fields["inputs"][0]["shape"] = [2, 3]
 
     with pytest.raises(Rejected, match="24 bytes"):
-        decode_item(msgpack.packb(fields), NULL_ACK)
+        decode_items(msgpack.packb(fields), NULL_ACK)[0]
 
 
 def test_unknown_code_of_newer_release_becomes_internal_error() -> None:
     """Its message still says what happened."""
     sent = checked()
     sent.fail(Failure(Code.OVERLOADED, "why", "executor"))
-    fields = msgpack.unpackb(encode_result(sent))
+    fields = msgpack.unpackb(encode_results([sent]))
     fields["failure"]["code"] = "TOO_HOT"
 
-    received = decode_result(msgpack.packb(fields), NULL_ACK)
+    received = decode_results(msgpack.packb(fields), NULL_ACK)[0]
 
     assert received.failure == Failure(Code.INTERNAL, "why", "executor")

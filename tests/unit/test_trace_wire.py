@@ -9,11 +9,11 @@ import pytest
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     decode_batch,
-    decode_item,
-    decode_result,
+    decode_items,
+    decode_results,
     encode_batch,
-    encode_item,
-    encode_result,
+    encode_items,
+    encode_results,
 )
 from headrace.protocol.messages import Batch, Request
 from tests.support.spans import TRACE_ID, T, make_traced, traceparent, tracing_spans
@@ -22,7 +22,7 @@ Journey = Callable[[Request], Request]
 
 
 def _as_item(request: Request) -> Request:
-    return decode_item(encode_item(request), NULL_ACK)
+    return decode_items(encode_items([request]), NULL_ACK)[0]
 
 
 def _as_batch(request: Request) -> Request:
@@ -31,7 +31,7 @@ def _as_batch(request: Request) -> Request:
 
 def _as_result(request: Request) -> Request:
     request.outputs = ()
-    return decode_result(encode_result(request), NULL_ACK)
+    return decode_results(encode_results([request]), NULL_ACK)[0]
 
 
 journeys = pytest.mark.parametrize("journey", [_as_item, _as_batch, _as_result])
@@ -85,5 +85,5 @@ def test_tracing_off_adds_nothing_to_record(journey: Journey) -> None:
     """Fields that say nothing are left out of the bytes."""
     arrived = journey(make_traced(None))
 
-    assert b"trace" not in encode_item(arrived)
-    assert b"checked_us" not in encode_item(arrived)
+    assert b"trace" not in encode_items([arrived])
+    assert b"checked_us" not in encode_items([arrived])

@@ -2,7 +2,7 @@
 
 - `requests`: requests from callers, in MessagePack or JSON;
 - `responses`: answers to callers;
-- `wire`: records between two stages in different processes;
+- `wire`: records between two stages in different processes; `wire_single`: those of one request;
 - `client`: the caller's side of requests and responses;
 - `json_data` and `faults`: tensors in JSON, and msgspec's errors as Headrace's.
 """
@@ -13,11 +13,13 @@ from headrace.protocol.codec.requests import callers_id, check_value, decode_req
 from headrace.protocol.codec.responses import encode_error, encode_response, encode_responses
 from headrace.protocol.codec.wire import (
     decode_batch,
-    decode_item,
-    decode_result,
+    decode_items,
+    decode_results,
+    divide_items,
+    divide_results,
     encode_batch,
-    encode_item,
-    encode_result,
+    encode_items,
+    encode_results,
 )
 
 __all__ = [
@@ -26,16 +28,18 @@ __all__ = [
     "callers_id",
     "check_value",
     "decode_batch",
-    "decode_item",
+    "decode_items",
     "decode_request",
     "decode_response",
-    "decode_result",
+    "decode_results",
+    "divide_items",
+    "divide_results",
     "encode_batch",
     "encode_error",
-    "encode_item",
+    "encode_items",
     "encode_request",
     "encode_response",
     "encode_responses",
-    "encode_result",
+    "encode_results",
     "names_version",
 ]

@@ -1,109 +1,126 @@
 """Encode and decode records between stages in different processes: items, batches and results.
 
-A tensor that is a view of its request's value is encoded as its position there, so that no bytes
-are sent twice. A result contains the value only if a dead letter may be made of it.
+A record holds a chunk of requests in columns (`headrace.protocol.messages.WireChunk`): values that
+all share once, others in a list, and the payloads one after the other. A tensor that is a view of
+its request's value is encoded as its position there, so that no bytes are sent twice. Decoding
+creates new `Request` objects, whose values and tensors are views of the record. Envelopes are
+parsed from the headers again; only deadlines are taken from the record, because ingest may have
+set them by its own default timeout.
 
-Decoding creates a new `Request`, whose envelope is parsed from the headers again; only the
-deadline is taken from the record, because ingest may have set it by its own default timeout.
+A request without companions travels in a record of its own, `headrace.protocol.codec.wire_single`,
+which is also the format of the minor version before. A record of a later format ends the process,
+because dropping it would leave its requests unanswered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import accumulate, repeat
+from operator import attrgetter, gt
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
-from msgspec import Struct
 
-from headrace.errors import Code, Rejected
-from headrace.primitives.bounded_cache import BoundedCache
+from headrace.errors import Code, Fatal, Rejected
 from headrace.protocol.ack import AckHandle
+from headrace.protocol.codec import wire_single
 from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import NO_HEADERS, Headers, is_utf8, parse_envelope
+from headrace.protocol.headers import NO_HEADERS, is_utf8, parse_envelopes
 from headrace.protocol.messages import (
     NO_BATCH,
     Batch,
-    BatchRecord,
     BatchSummary,
+    ChunkedBatchRecord,
+    Envelope,
     Failure,
-    ItemRecord,
+    ItemChunkRecord,
     Request,
-    ResultRecord,
+    ResultChunkRecord,
     Tensor,
     TensorMetadata,
+    WireChunk,
     WireFailure,
-    WireOrigin,
-    WireTensor,
-    WireTimings,
+    WireTensors,
     WireTrace,
 )
 from headrace.protocol.tensors import check_tensor
 from headrace.protocol.trace_context import Trace, parse_traceparent
-from headrace.tuning import TUNING
 
-_Record = TypeVar("_Record", ItemRecord, BatchRecord, ResultRecord)
+FORMAT = 2
+"""Format of the records in columns; format 1 is a record for each request."""
 
-
-class _RawBatchRecord(Struct, kw_only=True, omit_defaults=True):
-    """`BatchRecord` whose items are already encoded."""
-
-    batch_id: str
-    reason: str
-    formed_us: int = 0
-    items: list[msgspec.Raw]
-
-
+T = TypeVar("T")
 _Headers = list[tuple[str, bytes | None]]
+_Place = tuple[int, int]
+_EMPTY = memoryview(b"")
+
 _CODES = frozenset(Code)
-_TUNING = TUNING.protocol
-_metadata: BoundedCache[
-    tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[TensorMetadata, ...]
-] = BoundedCache(_TUNING.cached_output_metadata)
-_starts: BoundedCache[tuple[int, int], int] = BoundedCache(_TUNING.cached_tensor_positions)
-"""Cache of a tensor's position by the sizes of value and tensor: most values are alike."""
+_UNCHECKED = frozenset({"BYTES", "BOOL"})
+"""Datatypes whose content must be checked; of others only the size."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_item_decoder = msgspec.msgpack.Decoder(ItemRecord)
-_batch_decoder = msgspec.msgpack.Decoder(BatchRecord)
-_result_decoder = msgspec.msgpack.Decoder(ResultRecord)
+_items_decoder = msgspec.msgpack.Decoder(ItemChunkRecord)
+_batch_decoder = msgspec.msgpack.Decoder(ChunkedBatchRecord)
+_results_decoder = msgspec.msgpack.Decoder(ResultChunkRecord)
+
+
+class _Format(msgspec.Struct):
+    """The only field that every format from 2 on has."""
+
+    format: int = 0
+
+
+_format_decoder = msgspec.msgpack.Decoder(_Format)
 
 
 # --- items and batches ------------------------------------------------------------------------
 
 
-def encode_item(request: Request) -> bytes:
-    """Return the value of an `items` record."""
-    return _encode(_item(request))
+def divide_items(
+    requests: Sequence[Request], max_requests: int, max_bytes: int
+) -> list[list[Request]]:
+    """Divide requests of one source partition into chunks, one for each `items` record."""
+    return _divide(requests, _item_group, _are_items_alike, max_requests, max_bytes)
 
 
-def decode_item(value: bytes, ack_handle: AckHandle) -> Request:
-    """Decode the request of an `items` record; its tensors are views of `value`.
+def encode_items(requests: Sequence[Request]) -> bytes:
+    """Return the value of an `items` record; the requests are one chunk of `divide_items`."""
+    if len(requests) == 1:
+        return wire_single.encode_item(requests[0])
+    return _encode(ItemChunkRecord(**_item_columns(requests)))
+
+
+def decode_items(value: bytes, ack_handle: AckHandle) -> list[Request]:
+    """Decode the requests of an `items` record; their values and tensors are views of `value`.
 
     Raises:
         Rejected: `INTERNAL` or `INVALID_TENSOR`: the record was not written by Headrace.
+        Fatal: a later release wrote the record.
     """
-    request = _request_of_item(_decoded(_item_decoder, value), ack_handle)
-    request.item = value
-    return request
+    if _is_single(value):
+        return [wire_single.decode_item(value, ack_handle)]
+    record = _decoded(_items_decoder, value)
+    return _requests_of_items(record, ack_handle)
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Return the value of a `batches` record. Requests received as items are not encoded again."""
-    formed_us = 0
-    items: list[msgspec.Raw] = []
+    """Return the value of a `batches` record."""
+    if all(request.item is not None for request in batch.requests):
+        return wire_single.encode_batch(batch)  # their records are copied as they are
+    chunks: list[list[Request]] = []
     for request in batch.requests:
-        item = request.item
-        # The batcher has added to the trace of a sampled request, so its item is encoded again;
-        # when the batch closed is written once for all other items.
-        if item is None or request.trace is not None:
-            item = encode_item(request)
-        else:
-            formed_us = request.batch.formed_us
-        items.append(msgspec.Raw(item))
+        if not chunks or not (
+            _are_items_alike(chunks[-1][-1], request)
+            or _item_group(chunks[-1][-1]) == _item_group(request)
+        ):
+            chunks.append([])
+        chunks[-1].append(request)
     return _encode(
-        _RawBatchRecord(
-            batch_id=batch.batch_id, reason=batch.reason, formed_us=formed_us, items=items
+        ChunkedBatchRecord(
+            format=FORMAT,
+            batch_id=batch.batch_id,
+            reason=batch.reason,
+            chunks=[ItemChunkRecord(**_item_columns(chunk)) for chunk in chunks],
         )
     )
 
@@ -113,212 +130,604 @@ def decode_batch(value: bytes, ack_handle: AckHandle) -> Batch:
 
     Raises:
         Rejected: `INTERNAL` or `INVALID_TENSOR`: the record was not written by Headrace.
+        Fatal: a later release wrote the record.
     """
+    if _is_single(value):
+        return wire_single.decode_batch(value, ack_handle)
     record = _decoded(_batch_decoder, value)
-    if not record.items:
-        raise _unreadable("at least one item", "none")
-    requests = [_request_of_item(item, ack_handle) for item in record.items]
-    if record.formed_us:
-        summary = BatchSummary(record.formed_us)
-        for request in requests:
-            request.batch = summary
+    requests = [
+        request for chunk in record.chunks for request in _requests_of_items(chunk, ack_handle)
+    ]
     return Batch(record.batch_id, requests, record.reason)
 
 
-def _item(request: Request) -> ItemRecord:
-    value = request.value
-    return ItemRecord(
-        origin=_origin(request),
-        key=request.key,
-        headers=list(request.headers),
-        value=None if value is None else memoryview(value),
-        deadline_ms=request.envelope.deadline_ms,
-        model=request.model,
-        version=request.version,
-        id=request.id,
-        inputs=_placed(request.inputs, value),
-        rows=request.rows,
-        shape_class=request.shape_class,
-        wanted=request.wanted,
-        timings=_timings(request),
-        trace=_trace(request),
+def _item_group(request: Request) -> Hashable:
+    """Return what the requests of an item chunk have in common."""
+    inputs = request.inputs
+    if len(inputs) == 1:
+        name, datatype, shape, _ = inputs[0]
+        names: Hashable = (name, datatype, len(shape))
+    else:
+        names = tuple([(tensor.name, tensor.datatype) for tensor in inputs])
+    # The tenant, because the records of an `items` topic are charged to model and tenant.
+    tenant = request.envelope.tenant
+    return (request.model, request.version, request.shape_class, tenant, names)
+
+
+def _are_items_alike(one: Request, other: Request) -> bool:
+    if one.model is not other.model or one.version is not other.version:
+        return False
+    if one.shape_class != other.shape_class or one.envelope.tenant != other.envelope.tenant:
+        return False
+    first, second = one.inputs, other.inputs
+    return (
+        len(first) == len(second) == 1
+        and first[0][:2] == second[0][:2]
+        and len(first[0][2]) == len(second[0][2])
     )
 
 
-def _request_of_item(record: ItemRecord, ack_handle: AckHandle) -> Request:
-    request = _request(record, ack_handle, record.headers)
-    value = record.value
-    size_bytes = 0
-    inputs: list[Tensor] = []
+def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
+    columns = _columns(requests)
+    first = requests[0]
+    values: list[int] = []
+    parts: list[int] = []
+    payload: list[bytes | memoryview] = []
+    placed: list[tuple[_Place, ...]] = []
+    for request in requests:
+        value, places = request.value, request.places
+        part = 0
+        if value is None:
+            values.append(-1)
+        else:
+            part = len(value)
+            values.append(part)
+            payload.append(value)
+        if places is None:
+            places, beside = _places(request.inputs, value)
+            for content in beside:
+                part += len(content)
+                payload.append(content)
+        parts.append(part)
+        placed.append(places)
+    columns["value"], columns["part"] = _column(values), _column(parts)
+    columns["payload"] = memoryview(b"".join(payload))
+    columns["rows"] = _column([request.rows for request in requests])
+    columns["shape_class"] = first.shape_class
+    columns["inputs"] = [
+        _input_columns(requests, place, [each[place] for each in placed])
+        for place in range(len(first.inputs))
+    ]
+    _set_shared_or_each(columns, "wanted", [request.wanted for request in requests])
+    return columns
+
+
+def _input_columns(
+    requests: Sequence[Request], index: int, placed: Sequence[_Place]
+) -> WireTensors:
+    first = requests[0].inputs[index]
+    shapes = [request.inputs[index].shape for request in requests]
+    start: int | list[int]
+    size: int | list[int]
+    if placed.count(placed[0]) == len(placed):
+        start, size = placed[0]
+    else:
+        start, size = _column([each[0] for each in placed]), _column([each[1] for each in placed])
+    tensors = WireTensors(name=first.name, datatype=first.datatype, start=start, size=size)
+    _set_shapes(tensors, shapes)
+    return tensors
+
+
+def _places(
+    tensors: Sequence[Tensor], value: bytes | memoryview | None
+) -> tuple[tuple[_Place, ...], list[bytes | memoryview]]:
+    """Return the position of each tensor in its request's part of the payload, and the tensors
+    that follow the value there because they are no views of it.
+    """
+    places: list[_Place] = []
+    beside: list[bytes | memoryview] = []
+    end = 0 if value is None else len(value)
+    for tensor in tensors:
+        content = tensor.data
+        size = len(content)
+        start = wire_single.start_in(value, content) if value else -1
+        if start < 0:
+            start = end
+            end += size
+            beside.append(content)
+        places.append((start, size))
+    return tuple(places), beside
+
+
+def _requests_of_items(record: ItemChunkRecord, ack_handle: AckHandle) -> list[Request]:
+    layout = _layout(record)
+    payload, bases, parts, values = layout
+    requests = _requests(record, ack_handle, layout)
+    tensors: list[list[Tensor]] = []
+    placed: list[list[_Place]] = []
+    is_inside = True
     for wired in record.inputs:
-        tensor = _tensor(wired, value)
-        name, datatype, shape, content = tensor
-        check_tensor(datatype, shape, content, name)
-        size_bytes += len(content)
-        inputs.append(tensor)
-    request.inputs = tuple(inputs)
-    request.size_bytes = size_bytes
-    request.rows = record.rows
-    request.shape_class = record.shape_class
-    request.wanted = record.wanted
-    return request
+        starts, sizes = _each(wired.start, requests), _each(wired.size, requests)
+        stops = [start + size for start, size in zip(starts, sizes, strict=True)]
+        if min(starts) < 0 or min(sizes) < 0 or any(map(gt, stops, parts)):
+            raise _unreadable(
+                f"a tensor within {max(parts)} bytes", f"{min(starts)} to {max(stops)}"
+            )
+        is_inside = is_inside and not any(map(gt, stops, values))
+        contents = [
+            payload[base + start : base + stop]
+            for base, start, stop in zip(bases, starts, stops, strict=True)
+        ]
+        placed.append(list(zip(starts, sizes, strict=True)))
+        tensors.append(_tensors(wired, contents, is_checked=True))
+    _spread(requests, "rows", record.rows)
+    places = list(zip(*placed, strict=True)) if placed and is_inside else None
+    wanted = _shared_or_each(record.wanted, record.wanted_each, requests)
+    inputs: Sequence[tuple[Tensor, ...]] = (
+        list(zip(*tensors, strict=True)) if tensors else [()] * len(requests)
+    )
+    shape_class = record.shape_class
+    for index, request in enumerate(requests):
+        request.inputs = tensors_of = inputs[index]
+        request.shape_class = shape_class
+        request.wanted = wanted[index]
+        size_bytes = 0
+        for tensor in tensors_of:
+            size_bytes += len(tensor[3])
+        request.size_bytes = size_bytes
+        if places is not None:
+            request.places = places[index]
+    return requests
 
 
 # --- results ----------------------------------------------------------------------------------
 
 
-def encode_result(request: Request) -> bytes:
-    """Return the value of a `results` record of a request with its outputs or its failure."""
-    failure = request.failure
-    keep_value = failure is not None and Code(failure.code).is_dead_letter
-    value = request.value if keep_value else None
-    raw_names = _raw_names(request.headers)
-    return _encode(
-        ResultRecord(
-            origin=_origin(request),
-            key=request.key,
-            headers=_without_names(request.headers, raw_names),
-            value=None if value is None else memoryview(value),
-            deadline_ms=request.envelope.deadline_ms,
-            model=request.model,
-            version=request.version,
-            id=request.id,
-            outputs=_outputs(request),
-            failure=None if failure is None else WireFailure(**failure._asdict()),
-            timings=_timings(request),
-            batch_id=request.batch_id,
-            trace=_trace(request),
-            skipped=request.skipped,
-            raw_names=raw_names,
-        )
-    )
+def divide_results(
+    requests: Sequence[Request], max_requests: int, max_bytes: int
+) -> list[list[Request]]:
+    """Divide requests of one source partition into chunks, one for each `results` record."""
+    return _divide(requests, _result_group, _are_results_alike, max_requests, max_bytes)
 
 
-def decode_result(value: bytes, ack_handle: AckHandle) -> Request:
-    """Decode the request of a `results` record, with `outputs` or `failure` set.
+def encode_results(requests: Sequence[Request]) -> bytes:
+    """Return the value of a `results` record; the requests are one chunk of `divide_results`."""
+    if len(requests) == 1:
+        return wire_single.encode_result(requests[0])
+    columns = _columns(requests)
+    first = requests[0]
+    if first.failure is not None:
+        failures: list[WireFailure] = []
+        values: list[int] = []
+        payload: list[bytes | memoryview] = []
+        for request in requests:
+            failure = request.failure
+            assert failure is not None  # all requests of a chunk have failures
+            failures.append(WireFailure(**failure._asdict()))
+            value = request.value if Code(failure.code).is_dead_letter else None
+            values.append(-1 if value is None else len(value))
+            if value is not None:
+                payload.append(value)
+        columns["failures"] = failures
+        columns["value"] = _column(values)
+        columns["part"] = _column([max(0, size) for size in values])
+        columns["payload"] = memoryview(b"".join(payload)) if payload else None
+    elif first.output_data is not None:
+        columns["outputs"] = [
+            _output_columns(requests, index) for index in range(len(first.output_data))
+        ]
+    else:
+        columns["skipped"] = True
+    columns["batch_id"] = _column([request.batch_id for request in requests])
+    return _encode(ResultChunkRecord(**columns))
+
+
+def decode_results(value: bytes, ack_handle: AckHandle) -> list[Request]:
+    """Decode the requests of a `results` record, with `outputs` or `failure` set.
 
     Raises:
         Rejected: `INTERNAL`: the record was not written by Headrace.
+        Fatal: a later release wrote the record.
     """
-    record = _decoded(_result_decoder, value)
-    request = _request(record, ack_handle, _with_names(record.headers, record.raw_names))
-    request.batch_id = record.batch_id
-    failure = record.failure
+    if _is_single(value):
+        return [wire_single.decode_result(value, ack_handle)]
+    record = _decoded(_results_decoder, value)
+    requests = _requests(record, ack_handle, _layout(record))
+    if record.batch_id:
+        _spread(requests, "batch_id", record.batch_id)
     if record.skipped:
-        return request
-    if failure is None:
-        tensors = [_tensor(tensor, None) for tensor in record.outputs]
-        request.output_data = tuple([tensor[3] for tensor in tensors])
-        request.output_metadata = _shared_metadata(tensors)
+        return requests
+    if record.failures is not None:
+        failures: list[WireFailure] = _each(record.failures, requests)
+        for request, failure in zip(requests, failures, strict=True):
+            # A newer release may have codes unknown to this one.
+            code = failure.code if failure.code in _CODES else Code.INTERNAL
+            request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
+        return requests
+    _set_outputs(requests, record.outputs)
+    return requests
+
+
+def _result_group(request: Request) -> Hashable:
+    """Return what the requests of a result chunk have in common."""
+    names: Hashable = None
+    if request.failure is not None:
+        names = "failed"
+    elif request.output_data is not None:
+        names = tuple([metadata[:2] for metadata in request.output_metadata])
+    return (request.model, request.version, names)
+
+
+def _are_results_alike(one: Request, other: Request) -> bool:
+    return (
+        one.output_data is not None
+        and other.output_data is not None
+        and one.output_metadata is other.output_metadata
+        and one.model is other.model
+        and one.version is other.version
+    )
+
+
+def _output_columns(requests: Sequence[Request], index: int) -> WireTensors:
+    name, datatype, _ = requests[0].output_metadata[index]
+    contents = [request.output_data[index] for request in requests if request.output_data]
+    tensors = WireTensors(
+        name=name,
+        datatype=datatype,
+        size=_column([len(content) for content in contents]),
+        data=memoryview(b"".join(contents)),
+    )
+    _set_shapes(tensors, [request.output_metadata[index][2] for request in requests])
+    return tensors
+
+
+def _set_outputs(requests: Sequence[Request], outputs: Sequence[WireTensors]) -> None:
+    tensors: list[list[Tensor]] = []
+    for wired in outputs:
+        data = _EMPTY if wired.data is None else wired.data
+        sizes = _each(wired.size, requests)
+        stops = list(accumulate(sizes))
+        if min(sizes) < 0 or stops[-1] != len(data):
+            raise _unreadable(f"an output of {stops[-1]} bytes", f"{len(data)} bytes")
+        contents = [data[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+        tensors.append(_tensors(wired, contents, is_checked=False))
+    # Outputs that differ only in their bytes share one metadata object, as in one batch.
+    is_uniform = all(type(each.size) is int and each.shapes is None for each in outputs)
+    metadata: tuple[TensorMetadata, ...] | None = None
+    for index, request in enumerate(requests):
+        own = [each[index] for each in tensors]
+        request.output_data = tuple([tensor[3] for tensor in own])
+        if metadata is None or not is_uniform:
+            metadata = wire_single.shared_metadata(own)
+        request.output_metadata = metadata
+
+
+# --- columns ----------------------------------------------------------------------------------
+
+
+def _divide(
+    requests: Sequence[Request],
+    group: Callable[[Request], Hashable],
+    is_alike: Callable[[Request, Request], bool],
+    max_requests: int,
+    max_bytes: int,
+) -> list[list[Request]]:
+    """Divide requests into chunks of one group each that are not too large.
+
+    Args:
+        requests: requests of one source partition, by offset.
+        group: returns what the requests of a chunk have in common.
+        is_alike: returns True if two requests are of one group, as a quick look tells.
+        max_requests: most requests of a chunk.
+        max_bytes: most bytes of values or outputs of a chunk; a larger request is one by itself.
+    """
+    chunks: list[list[Request]] = []
+    open_chunks: dict[Hashable, tuple[list[Request], int]] = {}
+    chunk: list[Request] = []
+    size_bytes = 0
+    key: Hashable = None
+    last: Request | None = None
+    for request in requests:
+        if last is None or not is_alike(last, request):
+            if last is not None:
+                open_chunks[key] = (chunk, size_bytes)
+            key = group(request)
+            chunk, size_bytes = open_chunks.get(key) or ([], 0)
+        last = request
+        added_bytes = _carried_bytes(request)
+        if not chunk or len(chunk) >= max_requests or size_bytes + added_bytes > max_bytes:
+            chunk, size_bytes = [], 0
+            chunks.append(chunk)
+        chunk.append(request)
+        size_bytes += added_bytes
+    return chunks
+
+
+def _carried_bytes(request: Request) -> int:
+    """Return an estimate of the bytes that a request adds to its chunk."""
+    data = request.output_data
+    if data is not None:
+        return sum(map(len, data))
+    value = request.value
+    return request.size_bytes if value is None else len(value)
+
+
+def _columns(requests: Sequence[Request]) -> dict[str, Any]:
+    """Return the columns of `WireChunk`, without the payload."""
+    first = requests[0]
+    offsets = [request.offset for request in requests]
+    columns: dict[str, Any] = {
+        "format": FORMAT,
+        "partition": _column([request.partition for request in requests]),
+        "offset": offsets,
+        "gap": _column([request.offset - request.previous for request in requests]),
+        "model": first.model,
+        "version": first.version,
+    }
+    for name, getter in _SIMPLE_COLUMNS:
+        columns[name] = _column(list(map(getter, requests)))
+    batch = first.batch
+    for request in requests:
+        if request.batch is not batch:
+            batches = [each.batch for each in requests]
+            columns["formed_us"] = _column([each.formed_us for each in batches])
+            columns["compute_us"] = _column([each.compute_us for each in batches])
+            columns["batch_rows"] = _column([each.rows for each in batches])
+            break
     else:
-        # A newer release may have codes unknown to this one.
-        code = failure.code if failure.code in _CODES else Code.INTERNAL
-        request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
-    return request
+        if batch is not NO_BATCH:
+            columns["formed_us"] = batch.formed_us
+            columns["compute_us"], columns["batch_rows"] = batch.compute_us, batch.rows
+    _add_headers(columns, requests)
+    if any(request.trace is not None for request in requests):
+        columns["trace"] = [_trace(request) for request in requests]
+    return columns
 
 
-def _raw_names(headers: Headers) -> list[tuple[int, bytes]]:
-    """Return index and name of each header whose name is not UTF-8, which text cannot hold."""
+_SIMPLE_COLUMNS = tuple(
+    (name, attrgetter(path))
+    for name, path in (
+        ("timestamp_ms", "timestamp_ms"),
+        ("after", "after"),
+        ("key", "key"),
+        ("deadline_ms", "envelope.deadline_ms"),
+        ("id", "id"),
+        ("ingested_us", "ingested_us"),
+        ("checked_us", "checked_us"),
+        ("done_us", "done_us"),
+    )
+)
+
+
+def _add_headers(columns: dict[str, Any], requests: Sequence[Request]) -> None:
+    headers = [request.headers for request in requests]
+    if not any(headers):
+        return
+    if not all(is_utf8(name) for each in headers for name, _ in each):
+        columns["raw_names"] = True
+        headers = [[(_raw_name(name), value) for name, value in each] for each in headers]
+    names = [name for name, _ in headers[0]]
+    if all([name for name, _ in each] == names for each in headers):
+        values = zip(*[[value for _, value in each] for each in headers], strict=True)
+        columns["headers"] = [
+            (name, _column(list(column))) for name, column in zip(names, values, strict=True)
+        ]
+    else:
+        columns["mixed_headers"] = [list(each) for each in headers]
+
+
+def _requests(record: WireChunk, ack_handle: AckHandle, layout: _Layout) -> list[Request]:
+    """Return the requests of a chunk, without their tensors and outcomes."""
+    offsets = record.offset
+    count = len(offsets)
+    headers = _headers(record)
+    try:
+        requests = [
+            Request(
+                ack_handle,
+                partition,
+                offset,
+                offset - gap,
+                timestamp_ms,
+                key,
+                value,
+                own_headers,
+                envelope,
+                ingested_us,
+                record.model,
+                record.version,
+                id=id_,
+                after=after,
+            )
+            for (
+                partition,
+                offset,
+                gap,
+                timestamp_ms,
+                key,
+                value,
+                own_headers,
+                envelope,
+                ingested_us,
+                id_,
+                after,
+            ) in zip(
+                _repeated(record.partition, count),
+                offsets,
+                _repeated(record.gap, count),
+                _repeated(record.timestamp_ms, count),
+                _repeated(record.key, count),
+                _values(layout),
+                headers,
+                _envelopes(record, headers),
+                _repeated(record.ingested_us, count),
+                _repeated(record.id, count),
+                _repeated(record.after, count),
+                strict=True,
+            )
+        ]
+    except ValueError as error:
+        raise _unreadable(f"columns of {count} requests", str(error)) from error
+    if record.checked_us:
+        _spread(requests, "checked_us", record.checked_us)
+    if record.done_us:
+        _spread(requests, "done_us", record.done_us)
+    if record.formed_us or record.compute_us or record.batch_rows:
+        _set_summaries(requests, record)
+    if record.trace is not None:
+        traces: list[WireTrace | None] = _each(record.trace, requests)
+        for request, trace in zip(requests, traces, strict=True):
+            parent = None if trace is None else parse_traceparent(trace.traceparent.encode())
+            if trace is not None and parent is not None:
+                request.trace = Trace(parent, trace.since_us)
+    return requests
+
+
+def _set_summaries(requests: Sequence[Request], record: WireChunk) -> None:
+    formed, compute, rows = record.formed_us, record.compute_us, record.batch_rows
+    if isinstance(formed, int) and isinstance(compute, int) and isinstance(rows, int):
+        summary = BatchSummary(formed, compute, rows)
+        for request in requests:
+            request.batch = summary
+        return
+    # Requests of one batch share one summary.
+    known: dict[tuple[int, int, int], BatchSummary] = {(0, 0, 0): NO_BATCH}
+    facts = zip(
+        _each(formed, requests), _each(compute, requests), _each(rows, requests), strict=True
+    )
+    for request, fact in zip(requests, facts, strict=True):
+        request.batch = known.get(fact) or known.setdefault(fact, BatchSummary(*fact))
+
+
+class _Layout(NamedTuple):
+    """Where the part of each request in a chunk's payload begins, its size, and its value's."""
+
+    payload: memoryview
+    bases: Sequence[int]
+    parts: list[int]
+    values: list[int]
+
+
+def _layout(record: WireChunk) -> _Layout:
+    parts, values = _each(record.part, record.offset), _each(record.value, record.offset)
+    payload = _EMPTY if record.payload is None else record.payload
+    stops = list(accumulate(parts))
+    if min(parts) < 0 or stops[-1] != len(payload) or any(map(gt, values, parts)):
+        raise _unreadable(f"a payload of {stops[-1]} bytes", f"{len(payload)} bytes")
+    return _Layout(payload, [0, *stops[:-1]], parts, values)
+
+
+def _values(layout: _Layout) -> list[memoryview | None]:
+    payload = layout.payload
     return [
-        (place, name.encode("utf-8", "surrogateescape"))
-        for place, (name, _) in enumerate(headers)
-        if not is_utf8(name)
+        None if size < 0 else payload[base : base + size]
+        for base, size in zip(layout.bases, layout.values, strict=True)
     ]
 
 
-def _without_names(headers: Headers, places: Sequence[tuple[int, bytes]]) -> _Headers:
-    changed = list(headers)
-    for place, _ in places:
-        changed[place] = ("", changed[place][1])
-    return changed
+def _headers(record: WireChunk) -> Sequence[_Headers]:
+    """Return the headers of each request; one list for all if they are equal."""
+    count = len(record.offset)
+    if record.mixed_headers is not None:
+        mixed: list[_Headers] = _each(record.mixed_headers, record.offset)
+        if record.raw_names:
+            return [[(_name(name), value) for name, value in each] for each in mixed]
+        return mixed
+    names = [name for name, _ in record.headers]
+    if record.raw_names:
+        names = list(map(_name, names))
+    columns = [column for _, column in record.headers]
+    if not any(type(column) is list for column in columns):
+        return [list(zip(names, columns, strict=True))] * count  # type: ignore[arg-type]
+    try:
+        rows = list(zip(*[_repeated(column, count) for column in columns], strict=True))
+    except ValueError as error:
+        raise _unreadable(f"headers of {count} requests", str(error)) from error
+    return [list(zip(names, row, strict=True)) for row in rows]
 
 
-def _with_names(headers: _Headers, names: Sequence[tuple[int, bytes]]) -> _Headers:
-    for place, name in names:
-        if 0 <= place < len(headers):
-            headers[place] = (name.decode("utf-8", "surrogateescape"), headers[place][1])
-    return headers
+def _envelopes(record: WireChunk, headers: Sequence[_Headers]) -> Iterable[Envelope]:
+    count = len(record.offset)
+    deadlines = _each(record.deadline_ms, record.offset)
+    if record.mixed_headers is None:
+        if not record.headers and not record.deadline_ms:
+            return repeat(NO_HEADERS, count)
+        varying = [name for name, column in record.headers if type(column) is list]
+    else:
+        varying = None
+    return parse_envelopes(headers, deadlines, varying)
 
 
-def _outputs(request: Request) -> list[WireTensor]:
+def _tensors(
+    wired: WireTensors, contents: Sequence[memoryview], *, is_checked: bool
+) -> list[Tensor]:
+    """Return the tensor of each request, after checking its bytes against its shape."""
+    name, datatype = wired.name, wired.datatype
+    shapes = _shared_or_each(wired.shape, wired.shapes, contents)
+    if is_checked:
+        is_uniform = wired.shapes is None and type(wired.size) is int and datatype not in _UNCHECKED
+        for shape, content in zip(shapes, contents[:1] if is_uniform else contents, strict=False):
+            check_tensor(datatype, shape, content, name)
+    new = tuple.__new__  # half the cost of calling the NamedTuple class
     return [
-        WireTensor(name=name, datatype=datatype, shape=shape, data=memoryview(content))
-        for (name, datatype, shape), content in zip(
-            request.output_metadata, request.output_data or (), strict=True
-        )
+        new(Tensor, (name, datatype, shape, content))
+        for shape, content in zip(shapes, contents, strict=True)
     ]
 
 
-def _shared_metadata(tensors: Sequence[Tensor]) -> tuple[TensorMetadata, ...]:
-    """Return one shared object for outputs that differ only in their bytes, as in one batch."""
-    known = tuple([(*tensor[:3], len(tensor[3])) for tensor in tensors])
-    metadata = _metadata.get(known)
-    if metadata is None:
-        metadata = _metadata.add(known, tuple([tensor[:3] for tensor in tensors]))
-    return metadata
+def _column(values: list[T]) -> T | list[T]:
+    """Return the value that all share, or the list."""
+    first = values[0]
+    return first if values.count(first) == len(values) else values
+
+
+def _each(column: T | list[T], of: Sequence[object]) -> list[T]:
+    """Return the value of each request; raises `Rejected` if there are more or fewer."""
+    if not isinstance(column, list):
+        return [column] * len(of)
+    if len(column) != len(of):
+        raise _unreadable(f"columns of {len(of)} requests", str(len(column)))
+    return column
+
+
+def _repeated(column: T | list[T], count: int) -> Iterable[T]:
+    return column if isinstance(column, list) else repeat(column, count)
+
+
+def _spread(requests: Sequence[Request], name: str, column: object) -> None:
+    """Set an attribute of each request."""
+    for request, value in zip(requests, _each(column, requests), strict=True):
+        setattr(request, name, value)
+
+
+def _set_shapes(tensors: WireTensors, shapes: list[tuple[int, ...]]) -> None:
+    if shapes.count(shapes[0]) == len(shapes):
+        tensors.shape = tuple(shapes[0])
+    else:
+        tensors.shapes = shapes
+
+
+def _set_shared_or_each(columns: dict[str, Any], name: str, values: list[Any]) -> None:
+    """Set the column of values that are lists themselves."""
+    if values.count(values[0]) == len(values):
+        columns[name] = values[0]
+    else:
+        columns[f"{name}_each"] = values
+
+
+def _shared_or_each(shared: T, each: list[T] | None, of: Sequence[object]) -> list[T]:
+    return [shared] * len(of) if each is None else _each(each, of)
 
 
 # --- common parts -----------------------------------------------------------------------------
 
 
-def _request(record: ItemRecord | ResultRecord, ack_handle: AckHandle, headers: Headers) -> Request:
-    origin, timings = record.origin, record.timings
-    envelope = parse_envelope(headers, origin.timestamp_ms, 0) if headers else NO_HEADERS
-    if envelope.deadline_ms != record.deadline_ms:
-        envelope = envelope._replace(deadline_ms=record.deadline_ms)
-    request = Request(
-        ack_handle,
-        origin.partition,
-        origin.offset,
-        origin.previous,
-        origin.timestamp_ms,
-        record.key,
-        record.value,
-        headers,
-        envelope,
-        timings.ingested_us,
-        record.model,
-        record.version,
-        id=record.id,
-        after=origin.after,
-        batch=_summary(timings),
-        checked_us=timings.checked_us,
-        done_us=timings.done_us,
-    )
-    if record.trace is not None:
-        parent = parse_traceparent(record.trace.traceparent.encode())
-        if parent is not None:
-            request.trace = Trace(parent, record.trace.since_us)
-    return request
+def _raw_name(name: str) -> str:
+    return name.encode("utf-8", "surrogateescape").decode("latin-1")
 
 
-def _origin(request: Request) -> WireOrigin:
-    return WireOrigin(
-        partition=request.partition,
-        offset=request.offset,
-        previous=request.previous,
-        timestamp_ms=request.timestamp_ms,
-        after=request.after,
-    )
-
-
-def _summary(timings: WireTimings) -> BatchSummary:
-    formed_us, compute_us, rows = timings.formed_us, timings.compute_us, timings.batch_rows
-    if formed_us or compute_us or rows:
-        return BatchSummary(formed_us, compute_us, rows)
-    return NO_BATCH
-
-
-def _timings(request: Request) -> WireTimings:
-    batch = request.batch
-    return WireTimings(
-        ingested_us=request.ingested_us,
-        formed_us=batch.formed_us,
-        compute_us=batch.compute_us,
-        batch_rows=batch.rows,
-        checked_us=request.checked_us,
-        done_us=request.done_us,
-    )
+def _name(raw: str) -> str:
+    return raw.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
 
 
 def _trace(request: Request) -> WireTrace | None:
@@ -328,84 +737,45 @@ def _trace(request: Request) -> WireTrace | None:
     return WireTrace(traceparent=trace.traceparent(trace.parent_id), since_us=trace.since_us)
 
 
-def _placed(tensors: Sequence[Tensor], value: bytes | memoryview | None) -> list[WireTensor]:
-    """Encode tensors that are views of `value` by their position there, others with their data."""
-    if not value:
-        return [_carried(tensor) for tensor in tensors]
-    placed: list[WireTensor] = []
-    for tensor in tensors:
-        start = _start(value, tensor.data)
-        if start < 0:
-            placed.append(_carried(tensor))
-        else:
-            placed.append(
-                WireTensor(
-                    name=tensor.name,
-                    datatype=tensor.datatype,
-                    shape=tensor.shape,
-                    start=start,
-                    size=len(tensor.data),
-                )
-            )
-    return placed
+_Record = TypeVar("_Record", ItemChunkRecord, ChunkedBatchRecord, ResultChunkRecord)
 
 
-def _start(value: bytes | memoryview, content: bytes | memoryview) -> int:
-    """Return the position of `content` in `value`; -1 if it is not a view of it.
-
-    Comparing a few bytes at the cached position is faster than reading memory addresses.
-    """
-    size = len(content)
-    if not size:
-        return 0
-    lengths = len(value), size
-    guess = _starts.get(lengths, -1)
-    if (
-        guess >= 0
-        and size <= _TUNING.compared_tensor_bytes
-        and isinstance(value, bytes)
-        and value.startswith(content, guess)
-    ):
-        return guess
-    # The value is alive, so an address within its memory belongs to a view of it.
-    start = _address(content) - _address(value)
-    if not 0 <= start <= len(value) - size:
-        return -1
-    return _starts.add(lengths, start)
+def _is_single(value: bytes) -> bool:
+    """Return True unless a record names a format: those of format 1 do not."""
+    return not value.startswith(_FORMAT_KEY, 1) and not value.startswith(_FORMAT_KEY, 3)
 
 
-def _carried(tensor: Tensor) -> WireTensor:
-    return WireTensor(
-        name=tensor.name,
-        datatype=tensor.datatype,
-        shape=tensor.shape,
-        data=memoryview(tensor.data),
-    )
-
-
-def _address(content: memoryview | bytes) -> int:
-    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
-    return address
-
-
-def _tensor(record: WireTensor, value: memoryview | None) -> Tensor:
-    content = record.data
-    if content is None:
-        start = record.start
-        stop = start + record.size
-        if value is None or not 0 <= start <= stop <= len(value):
-            size = 0 if value is None else len(value)
-            raise _unreadable(f"a tensor within {size} bytes", f"{start} to {stop}")
-        content = value[start:stop]
-    # Half the cost of calling the NamedTuple class.
-    return tuple.__new__(Tensor, (record.name, record.datatype, record.shape, content))
+_FORMAT_KEY = b"\xa6format"
+"""First key of a record: after a map's head of 1 byte, or of 3 if it has more than 15 keys."""
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Record], value: bytes) -> _Record:
+    """Return a record in columns.
+
+    Raises:
+        Rejected: it is none.
+        Fatal: it has a later format.
+    """
     try:
-        return decoder.decode(value)
+        record = decoder.decode(value)
     except DECODE_ERRORS as error:
+        _check_format(value)
         raise _unreadable("one of Headrace's", str(error)) from error
+    if record.format != FORMAT:
+        _check_format(value)
+    return record
+
+
+def _check_format(value: bytes) -> None:
+    try:
+        found = _format_decoder.decode(value).format
+    except DECODE_ERRORS:
+        return
+    if found > FORMAT:
+        raise Fatal(
+            f"internal record: expected format {FORMAT} or {FORMAT - 1}, got {found}: a later "
+            "release wrote it; upgrade the processes that read a topic before those that write it"
+        )
 
 
 def _unreadable(expected: str, got: str) -> Rejected:

@@ -44,9 +44,18 @@ _MESSAGES: dict[Topic, tuple[_Message, ...]] = {
             "rawRequest",
         ),
     ),
-    Topic.ITEMS: (_Message("item", "Checked request", MSGPACK, "item-record", "none"),),
-    Topic.BATCHES: (_Message("batch", "Batch of requests", MSGPACK, "batch-record", "none"),),
-    Topic.RESULTS: (_Message("result", "Outcome of a request", MSGPACK, "result-record", "none"),),
+    Topic.ITEMS: (
+        _Message("item", "Checked request", MSGPACK, "item-record", "none"),
+        _Message("itemChunk", "Checked requests", MSGPACK, "item-chunk-record", "none"),
+    ),
+    Topic.BATCHES: (
+        _Message("batch", "Batch of items", MSGPACK, "batch-record", "none"),
+        _Message("chunkedBatch", "Batch of requests", MSGPACK, "chunked-batch-record", "none"),
+    ),
+    Topic.RESULTS: (
+        _Message("result", "Outcome of a request", MSGPACK, "result-record", "none"),
+        _Message("resultChunk", "Outcomes of requests", MSGPACK, "result-chunk-record", "none"),
+    ),
     Topic.RESPONSES: (
         _Message("inferenceResponse", "Response", MSGPACK, "inference-response", "response"),
         _Message(

@@ -19,16 +19,17 @@ from headrace.errors import Code
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     decode_batch,
-    decode_item,
+    decode_items,
     decode_request,
     decode_response,
-    decode_result,
+    decode_results,
     encode_batch,
     encode_error,
-    encode_item,
+    encode_items,
     encode_request,
     encode_response,
-    encode_result,
+    encode_results,
+    wire_single,
 )
 from headrace.protocol.codec.events import decode_event, encode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
@@ -154,6 +155,24 @@ def _failed(content_type: str, failure: Failure) -> Request:
     return request
 
 
+def _chunk() -> list[Request]:
+    """Return three requests of one partition that differ in what is their own."""
+    chunk = [_request(MSGPACK), _request(MSGPACK), _request(MSGPACK)]
+    for place, request in enumerate(chunk):
+        request.previous, request.offset = request.offset - 2 + place, request.offset + place
+        request.headers = [*request.headers[:1], ("kafka_correlationId", b"c-%d" % place)]
+        request.id = f"r-{place}"
+    return chunk
+
+
+def _answered_chunk() -> list[Request]:
+    chunk = _chunk()
+    for request in chunk:
+        request.outputs = (from_array("output", sample_array("FP32")),)
+        request.batch = chunk[0].batch
+    return chunk
+
+
 def _traced(request: Request) -> Request:
     parent = Parent(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, SAMPLED)
     request.trace = Trace(parent, since_us=_INGESTED_US + 900)
@@ -193,25 +212,43 @@ def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
     ) -> GoldenSample:
         return GoldenSample(schema, MSGPACK, write, lambda content: read(content, NULL_ACK))
 
-    yield "item", sample("item-record", lambda: encode_item(_request(MSGPACK)), decode_item)
+    yield "item", sample("item-record", lambda: encode_items([_request(MSGPACK)]), decode_items)
     yield (
         "item-traced",
-        sample("item-record", lambda: encode_item(_traced(_request(MSGPACK))), decode_item),
+        sample("item-record", lambda: encode_items([_traced(_request(MSGPACK))]), decode_items),
     )
     yield (
         "batch",
         sample(
             "batch-record",
-            lambda: encode_batch(Batch("b-1", [_request(MSGPACK), _request(JSON)], "full")),
+            lambda: wire_single.encode_batch(
+                Batch("b-1", [_request(MSGPACK), _request(JSON)], "full")
+            ),
             decode_batch,
         ),
+    )
+    yield (
+        "item-chunk",
+        sample("item-chunk-record", lambda: encode_items(_chunk()), decode_items),
+    )
+    yield (
+        "chunked-batch",
+        sample(
+            "chunked-batch-record",
+            lambda: encode_batch(Batch("b-1", [*_chunk(), _request(JSON)], "full")),
+            decode_batch,
+        ),
+    )
+    yield (
+        "result-chunk",
+        sample("result-chunk-record", lambda: encode_results(_answered_chunk()), decode_results),
     )
     for name, make in (
         ("result-outputs", lambda: _answered(MSGPACK, "FP32")),
         ("result-failure", lambda: _failed(MSGPACK, _FAILURE)),
         ("result-traced", lambda: _traced(_answered(MSGPACK, "FP32"))),
     ):
-        yield name, sample("result-record", partial(_result_bytes, make), decode_result)
+        yield name, sample("result-record", partial(_result_bytes, make), decode_results)
     yield "event", GoldenSample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
 
 
@@ -241,7 +278,7 @@ _EVENT = ExecutorEvent(
 
 
 def _result_bytes(make: Callable[[], Request]) -> bytes:
-    return encode_result(make())
+    return encode_results([make()])
 
 
 SAMPLES: dict[str, GoldenSample] = {**dict(_public_samples()), **dict(_internal_samples())}

@@ -12,10 +12,13 @@ from headrace.protocol.codec.responses import JsonInferenceResponse
 from headrace.protocol.events import ExecutorEvent
 from headrace.protocol.messages import (
     BatchRecord,
+    ChunkedBatchRecord,
     ErrorResponse,
     InferenceRequest,
     InferenceResponse,
+    ItemChunkRecord,
     ItemRecord,
+    ResultChunkRecord,
     ResultRecord,
 )
 
@@ -28,8 +31,11 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "inference-response-json": JsonInferenceResponse,
     "error-response": ErrorResponse,
     "item-record": ItemRecord,
+    "item-chunk-record": ItemChunkRecord,
     "batch-record": BatchRecord,
+    "chunked-batch-record": ChunkedBatchRecord,
     "result-record": ResultRecord,
+    "result-chunk-record": ResultChunkRecord,
     "event-record": ExecutorEvent,
 }
 """Types by the names of their files, without `.schema.json`."""

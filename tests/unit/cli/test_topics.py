@@ -30,7 +30,7 @@ def test_topics_describe_prints_json(call: Call) -> None:
     """The description of each topic names its partitions, message, writers and readers."""
     described = json.loads(call("topics", "describe", "--json").stdout)
     items = next(topic for topic in described if topic["topic"] == "headrace.items")
-    assert (items["partitions"], items["message"]) == (4, "ItemRecord")
+    assert (items["partitions"], items["message"]) == (4, "ItemRecord or ItemChunkRecord")
     assert (items["writers"], items["readers"]) == (["ingest"], ["batcher"])
 
 

@@ -282,3 +282,27 @@ class Late(Failure):
 def _living(kind: type) -> int:
     gc.collect()
     return sum(type(each) is kind for each in gc.get_objects())
+
+
+async def test_requests_of_one_record_are_charged_deferred_and_read_again_together() -> None:
+    """A record is over its share with all of its requests, however many of them ended before."""
+    bench = RereadingHarness()
+    (first,) = await bench.read(1)
+    await write_to(bench.log, ONE, b"value")
+    requests = [bench.request(1, deadline_ms=FAR_AHEAD_MS + 5)]
+    requests[0].ack_handle.parts = 3  # type: ignore[attr-defined]
+    for deadline_ms in (FAR_AHEAD_MS, 0):
+        request = Request(requests[0].ack_handle, 0, 2, 1, 0, None, b"", [], Envelope(), model="m")
+        request.envelope = Envelope(deadline_ms=deadline_ms)
+        requests.append(request)
+
+    kept = await bench.let_in(requests)
+    deferred = bench.assignment.deferred[1]
+    first.ack_handle.ack()
+    async with bench.rereading():
+        delivery = await bench.next()
+
+    assert kept == []
+    assert (deferred.rows, deferred.envelope.deadline_ms) == (3, FAR_AHEAD_MS)
+    assert [record.offset for record in delivery.records] == [1]
+    assert bench.assignment.in_flight == 0

@@ -246,7 +246,7 @@ async def test_items_arriving_during_write_are_written_together() -> None:
         producer.acknowledge()
         writer.close()
 
-    assert producer.runs == [(0, 1), (1, 1), (0, 3)]
+    assert producer.runs == [(0, 1), (1, 1), (0, 1)]  # the last record holds three requests
 
 
 async def test_revoked_requests_are_not_written() -> None:
@@ -348,3 +348,36 @@ async def test_received_batch_of_unknown_model_is_answered() -> None:
 
     assert {one.failure.code for one in answers.requests if one.failure} == {Code.MODEL_NOT_READY}
     assert source.tracker.in_flight() == 0
+
+
+async def test_record_of_many_items_is_done_with_last_of_them() -> None:
+    """Until then it counts as in flight, and its successor reads it again."""
+    log = await make_log()
+    sent = [make_request(inputs=PIXELS) for _ in range(3)]
+
+    await written(log, lambda producer, topic: item_sender(producer, topic, Tray()), *sent)
+    async with reading(log) as source:
+        got = await received(source, lambda of: item_receiver(of, Tray()), 3)
+        left = []
+        for request in got:
+            left.append(source.snapshot().in_flight_records)
+            request.ack_handle.ack()
+        left.append(source.snapshot().in_flight_records)
+
+    assert log.faults.partitions.end_offset(TopicPartition(TOPIC, 0)) == 1
+    assert left == [1, 1, 1, 0]
+
+
+async def test_items_that_do_not_fit_together_travel_alone() -> None:
+    """None of them is refused, since each fits by itself."""
+    log = await make_log(max_message_bytes=2000)
+    sent = [make_request(inputs=PIXELS) for _ in range(3)]
+    for request in sent:
+        request.value = b"x" * 1000
+    refused = Tray()
+
+    await written(log, lambda producer, topic: item_sender(producer, topic, refused), *sent)
+
+    assert refused.requests == []
+    assert [receipt_of(one).acked for one in sent] == [1, 1, 1]
+    assert log.faults.partitions.end_offset(TopicPartition(TOPIC, 0)) == 3

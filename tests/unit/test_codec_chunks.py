@@ -1,0 +1,269 @@
+"""Records that hold many requests in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from headrace.errors import Code, Fatal, Rejected
+from headrace.protocol.ack import NULL_ACK
+from headrace.protocol.codec import (
+    decode_batch,
+    decode_items,
+    decode_results,
+    divide_items,
+    divide_results,
+    encode_batch,
+    encode_items,
+    encode_results,
+    wire_single,
+)
+from headrace.protocol.headers import parse_envelope
+from headrace.protocol.messages import Batch, Envelope, Failure, Request
+from tests.support.work import make_request
+
+PIXELS = np.arange(4, dtype=np.float32)
+
+
+def chunk_of(count: int, **arguments: Any) -> list[Request]:
+    """Requests of one model, each with a tensor of its own."""
+    chunk = [
+        make_request(inputs={"x": (PIXELS + n).reshape(1, 4)}, shape_class=(4,), **arguments)
+        for n in range(count)
+    ]
+    for request in chunk:
+        request.size_bytes = 16
+    return chunk
+
+
+def with_headers(request: Request, *headers: tuple[str, bytes | None]) -> Request:
+    """The request, as ingest has read it with these headers."""
+    request.headers = list(headers)
+    request.envelope = parse_envelope(request.headers, request.timestamp_ms, 0)
+    return request
+
+
+def bytes_of(request: Request) -> list[bytes]:
+    """Contents of the tensors of a request."""
+    return [bytes(tensor.data) for tensor in request.inputs]
+
+
+SEEN = (
+    "partition", "offset", "previous", "timestamp_ms", "after", "key", "envelope", "id",
+    "model", "version", "rows", "shape_class", "wanted", "size_bytes", "ingested_us", "batch",
+)  # fmt: skip
+
+
+def assert_alike(received: Sequence[Request], sent: Sequence[Request]) -> None:
+    """Compare what the next stage reads."""
+    assert len(received) == len(sent)
+    for after, before in zip(received, sent, strict=True):
+        for name in SEEN:
+            assert getattr(after, name) == getattr(before, name), name
+        assert [tuple(each) for each in after.headers] == list(before.headers)
+        assert bytes_of(after) == bytes_of(before)
+        assert bytes(after.value or b"") == bytes(before.value or b"")
+
+
+def test_requests_that_differ_in_all_their_own_arrive_as_they_were() -> None:
+    """Offsets, keys, ids, deadlines and headers of each are there again."""
+    sent = chunk_of(3)
+    sent[1].previous -= 5
+    sent[2].after, sent[2].key, sent[0].id = 4, None, "r"
+    sent[1].wanted = ("y",)
+    sent[2].value = b"another value"
+    with_headers(sent[0], ("kafka_correlationId", b"0"))
+    with_headers(sent[1], ("kafka_correlationId", b"1"), ("x-deadline-ms", b"1700000001000"))
+    with_headers(sent[2], ("caf\udce9", b"1"), ("kafka_replyTopic", b"mine"))
+
+    received = decode_items(encode_items(sent), NULL_ACK)
+
+    assert_alike(received, sent)
+
+
+def test_headers_with_own_correlation_ids_arrive_as_they_were() -> None:
+    """All other headers are equal, and are written and parsed once."""
+    sent = [
+        with_headers(request, ("kafka_replyTopic", b"mine"), ("kafka_correlationId", b"c%d" % n))
+        for n, request in enumerate(chunk_of(3))
+    ]
+
+    record = encode_items(sent)
+
+    assert record.count(b"mine") == record.count(b"kafka_correlationId") == 1
+    assert_alike(decode_items(record, NULL_ACK), sent)
+
+
+def test_values_and_tensors_of_chunk_are_views_of_its_record() -> None:
+    """Nothing is copied when they are read."""
+    record = encode_items(chunk_of(2))
+
+    for request in decode_items(record, NULL_ACK):
+        assert isinstance(request.value, memoryview)
+        assert request.value.obj is record
+        assert isinstance(request.inputs[0].data, memoryview)
+        assert request.inputs[0].data.obj is record
+
+
+def test_one_request_travels_in_record_of_minor_version_before() -> None:
+    """For it columns would be dearer."""
+    (request,) = chunk_of(1)
+    result = chunk_of(1)[0]
+    result.outputs = result.inputs
+
+    assert encode_items([request]) == wire_single.encode_item(request)
+    assert encode_results([result]) == wire_single.encode_result(result)
+
+
+def test_batch_keeps_order_in_which_its_requests_run() -> None:
+    """Its requests come from several records and partitions, and some have inputs of their own."""
+    requests = [*decode_items(encode_items(chunk_of(3)), NULL_ACK), *chunk_of(2)]
+    requests[1].partition = 4
+    odd = make_request(inputs={"z": PIXELS})
+    odd.size_bytes = 16
+    requests.insert(2, odd)
+
+    batch = decode_batch(encode_batch(Batch("b-1", requests, "full")), NULL_ACK)
+
+    assert (batch.batch_id, batch.reason) == ("b-1", "full")
+    assert_alike(batch.requests, requests)
+
+
+def test_batch_of_items_that_came_singly_copies_their_records() -> None:
+    """Byte by byte."""
+    items = [encode_items([request]) for request in chunk_of(2)]
+    requests = [request for item in items for request in decode_items(item, NULL_ACK)]
+
+    record = encode_batch(Batch("b-1", requests, "full"))
+
+    assert all(item in record for item in items)
+
+
+def test_outputs_of_chunk_are_one_array() -> None:
+    """The rows of all requests follow each other, and the requests share their metadata."""
+    sent = chunk_of(3)
+    for request in sent:
+        request.outputs, request.inputs, request.value = request.inputs, (), None
+
+    record = encode_results(sent)
+
+    received = decode_results(record, NULL_ACK)
+    assert b"".join((PIXELS + n).tobytes() for n in range(3)) in record
+    assert [one.outputs and bytes(one.outputs[0].data) for one in received] == [
+        (PIXELS + n).tobytes() for n in range(3)
+    ]
+    assert len({id(one.output_metadata) for one in received}) == 1
+
+
+def test_outputs_of_different_sizes_arrive_as_they_were() -> None:
+    """Metadata are shared by requests of equal sizes only."""
+    sent = chunk_of(3)
+    for rows, request in enumerate(sent):
+        array = np.zeros((rows, 4), np.float32)
+        request.outputs = make_request(inputs={"y": array}).inputs
+
+    received = decode_results(encode_results(sent), NULL_ACK)
+
+    assert [one.output_metadata[0][2] for one in received] == [(0, 4), (1, 4), (2, 4)]
+    assert [len(one.output_data[0]) for one in received if one.output_data] == [0, 16, 32]
+
+
+def test_failures_of_chunk_arrive_with_values_for_dead_letters() -> None:
+    """Those that may succeed if they are sent again leave theirs behind."""
+    sent = chunk_of(2)
+    sent[0].fail(Failure(Code.MODEL_FAILED, "no", "executor"))
+    sent[1].fail(Failure(Code.OVERLOADED, "later", "batcher", 5))
+
+    received = decode_results(encode_results(sent), NULL_ACK)
+
+    assert [one.failure for one in received] == [one.failure for one in sent]
+    assert [one.value and bytes(one.value) for one in received] == [b"value", None]
+
+
+def test_requests_are_divided_by_what_chunk_shares() -> None:
+    """Model, version, shape class and tenant: records are charged to model and tenant."""
+    requests = [
+        *chunk_of(2),
+        make_request("another", inputs={"x": PIXELS}),
+        *chunk_of(1, envelope=Envelope(tenant="t")),
+        *chunk_of(1),
+    ]
+
+    chunks = divide_items(requests, 256, 10_000)
+
+    assert [[requests.index(one) for one in chunk] for chunk in chunks] == [[0, 1, 4], [2], [3]]
+
+
+def test_outcomes_are_divided_into_outputs_failures_and_skipped() -> None:
+    """One record has one kind."""
+    requests = chunk_of(5)
+    for request in requests[:2]:
+        request.outputs = request.inputs
+    for request in requests[2:4]:
+        request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
+
+    assert list(map(len, divide_results(requests, 256, 10_000))) == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("max_requests", "max_bytes", "sizes"),
+    [(2, 1000, [2, 2, 1]), (100, 10, [2, 2, 1]), (100, 1, [1, 1, 1, 1, 1])],
+)
+def test_chunks_are_bounded(max_requests: int, max_bytes: int, sizes: list[int]) -> None:
+    """In requests and in bytes; a larger request travels alone."""
+    assert list(map(len, divide_items(chunk_of(5), max_requests, max_bytes))) == sizes
+
+
+def changed(record: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The record with other fields."""
+    fields = msgpack.unpackb(record)
+    change(fields)
+    content: bytes = msgpack.packb(fields)
+    return content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields["offset"].append(1),
+        lambda fields: fields.update(offset=[]),
+        lambda fields: fields.update(gap=[1]),
+        lambda fields: fields.update(part=1000),
+        lambda fields: fields.update(part=[3, -3]),
+        lambda fields: fields.update(value=1000),
+        lambda fields: fields.update(headers=[["h", [b"1"]]]),
+        lambda fields: fields.update(mixed_headers=[]),
+        lambda fields: fields.update(deadline_ms=[1, 2, 3]),
+        lambda fields: fields["inputs"][0].update(start=-1),
+        lambda fields: fields["inputs"][0].update(size=1000),
+        lambda fields: fields["inputs"][0].update(size=[16]),
+        lambda fields: fields["inputs"][0].update(shape=[1, 5]),
+        lambda fields: fields["inputs"][0].update(shapes=[[1, 4]]),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    """A view outside of its request would be another's memory."""
+    with pytest.raises(Rejected):
+        decode_items(changed(encode_items(chunk_of(2)), change), NULL_ACK)
+
+
+@pytest.mark.parametrize("decode", [decode_items, decode_batch, decode_results])
+def test_record_of_later_format_ends_process_that_names_both(decode: Callable[..., Any]) -> None:
+    """To drop it would leave its requests unanswered."""
+    record = msgpack.packb({"format": 3, "rows": {"in": "another form"}})
+
+    with pytest.raises(Fatal, match="expected format 2 or 1, got 3"):
+        decode(record, NULL_ACK)
+
+
+def test_fields_of_newer_release_are_ignored() -> None:
+    """As long as it writes the same format."""
+    sent = chunk_of(2)
+
+    record = changed(encode_items(sent), lambda fields: fields.update(colour="red"))
+
+    assert_alike(decode_items(record, NULL_ACK), sent)
