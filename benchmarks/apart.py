@@ -104,12 +104,12 @@ async def drain(
         async with cluster.counting(place.responses) as answers:
             with Running(form.programs(subject, place)) as running:
                 await cluster.fill(place.requests, subject.values, warm)
-                await _answered(running, answers, warm)
+                await answered(running, answers, warm)
                 running.signal(signal.SIGSTOP)
                 await cluster.fill(place.requests, subject.values, requests)
                 before, broker_s, began_s = running.cpu_each_s(), cluster.cpu_s(), time.monotonic()
                 running.signal(signal.SIGCONT)
-                await _answered(running, answers, warm + requests)
+                await answered(running, answers, warm + requests)
                 took_s = time.monotonic() - began_s
                 spent = [
                     (now_s - then_s) / requests * 1e6
@@ -121,7 +121,8 @@ async def drain(
     return Drained(dict(zip(FORMS[form.name], spent, strict=True)), broker_us, requests / took_s)
 
 
-async def _answered(running: Running, answers: Counter, count: int) -> None:
+async def answered(running: Running, answers: Counter, count: int) -> None:
+    """Wait until there are that many answers. Raises `ProgramFailed`."""
     give_up_s = time.monotonic() + DEADLINE_S
     while (now := await answers.now()) < count:
         running.check()

@@ -10,7 +10,8 @@ there before. A load that cannot be sent when it is due measures its own queue: 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from statistics import median
 
 from benchmarks.cluster import PARTITIONS, Cluster
@@ -62,9 +63,7 @@ class LatencyRun:
         """Return the capacity per second, and the latencies at shares of it. Raises
         `ProgramFailed`.
         """
-        await self._topics(self._contestant)
-        with Running(self._contestant.programs(self._subject, self._place)) as running:
-            await self._warm_up(running)
+        async with self.serving() as running:
             under_way = 8 * self._subject.batch if self._subject.slow else 2048 * PARTITIONS
             capacity_per_s = (await self._load(seconds, SKIP_S).closed_loop(under_way)).per_s
             if not capacity_per_s:
@@ -82,28 +81,54 @@ class LatencyRun:
         self, running: Running, capacity_per_s: float, share: float, seconds: float
     ) -> OpenLoopLatency:
         """Run one open loop at a share of the capacity, and record where the time went."""
-        place, rate = self._place, (capacity_per_s * share, seconds)
+        rate_per_s = capacity_per_s * share
+        load = await self.load(running, rate_per_s, seconds, SKIP_S)
+        return _latency_result(share, rate_per_s, load)
+
+    async def load(
+        self,
+        running: Running,
+        rate_per_s: float,
+        seconds: float,
+        skip_s: float = 0.0,
+        before: Callable[[], Awaitable[None]] | None = None,
+    ) -> OpenLoop:
+        """Run one open loop; the parameters are those of `open_loop`. Raises `ProgramFailed`."""
+        place = self._place
         topics = (
             TopicPartition(place.requests, PARTITIONS),
             TopicPartition(place.responses, PARTITIONS),
         )
-        values = self._subject.values
 
         def look() -> LoadSample:
             metrics = scrape(place.http_port) if place.http_port else {}
             return LoadSample(time.monotonic(), running.cpu_s(), self._cluster.cpu_s(), metrics)
 
-        load = await open_loop(place.bootstrap_servers, topics, values, rate, SKIP_S, look)
+        load = await open_loop(
+            place.bootstrap_servers,
+            topics,
+            self._subject.values,
+            (rate_per_s, seconds),
+            skip_s,
+            look,
+            before,
+        )
         running.check()
-        return _latency_result(share, rate[0], load)
+        return load
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Running]:
+        """Start the contestant; it has answered when the context is entered."""
+        await self._topics(self._contestant)
+        with Running(self._contestant.programs(self._subject, self._place)) as running:
+            await self._warm_up(running)
+            yield running
 
     async def at(
         self, rates_per_s: Sequence[float], seconds: float
     ) -> tuple[float, list[OpenLoopLatency]]:
         """Return the unloaded median in ms, and the latencies at the given rates."""
-        await self._topics(self._contestant)
-        with Running(self._contestant.programs(self._subject, self._place)) as running:
-            await self._warm_up(running)
+        async with self.serving() as running:
             alone = await self._load(seconds).closed_loop(1)
             latencies = [await self._open(running, rate, 1.0, seconds) for rate in rates_per_s]
         return 1e3 * alone.latency.percentile_s(50), latencies

@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -114,6 +114,7 @@ async def open_loop(
     rate: tuple[float, float],
     skip_s: float,
     look: Callable[[], LoadSample],
+    before: Callable[[], Awaitable[None]] | None = None,
 ) -> OpenLoop:
     """Run one load.
 
@@ -124,6 +125,7 @@ async def open_loop(
         rate: requests per second, and for how many seconds.
         skip_s: see `OpenLoopPlan`.
         look: takes a look.
+        before: is awaited when both processes are connected; the load begins directly after it.
 
     Raises:
         TimeoutError: a process did not start, or did not end, in time.
@@ -135,15 +137,17 @@ async def open_loop(
     with _child(_reader, plan) as reader, _child(_sender, plan) as sender:
         await _receive(reader, START_S)
         await _receive(sender, START_S)
-        before = look()
+        if before is not None:
+            await before()
+        first = look()
         began_s = time.monotonic() + LEAD_S
         reader.send(began_s)
         sender.send(began_s)
         sent: SenderReport = await _receive(sender, seconds + START_S)
-        after = look()
+        last = look()
         reader.send(sent.count)
         answered: ReaderReport = await _receive(reader, LAST_ANSWERS_S + START_S)
-    return OpenLoop(sent, answered, (before, after))
+    return OpenLoop(sent, answered, (first, last))
 
 
 Side = Callable[[OpenLoopPlan, Connection], Coroutine[Any, Any, None]]
@@ -236,7 +240,10 @@ async def _reader(plan: OpenLoopPlan, parent: Connection) -> None:
     partitions = [TopicPartition(topic, number) for number in range(count)]
     async with log, log.reader(partitions) as reader:
         parent.send("ready")
-        seen = _AnswerCounter(plan.prefix, round((parent.recv() + plan.skip_s) * 1e9))
+        began_s = parent.recv()
+        for partition, end in (await reader.end_offsets(partitions)).items():
+            reader.seek(partition, end)  # the answers that were written until now are not ours
+        seen = _AnswerCounter(plan.prefix, round((began_s + plan.skip_s) * 1e9))
         cpu_s = time.process_time()
         expected: int | None = None
         give_up_s = float("inf")
