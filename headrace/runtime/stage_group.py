@@ -34,7 +34,7 @@ from headrace.errors import ConfigurationError
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.models.registry import Models
 from headrace.models.version import State
-from headrace.protocol.messages import Batch, Envelope, Failure, Request
+from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
 from headrace.services.ingest.decode import IngestRules
@@ -47,9 +47,8 @@ from headrace.telemetry.snapshots import DeviceSnapshot, QueueSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
-from headrace.transport.channels import BatchQueue, Outlet, pump
+from headrace.transport.channels import Outlet, pump
 from headrace.transport.dispatcher import BatchDispatcher
-from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, ExecutorIdentity
 from headrace.transport.rebinding import Rebinder
 from headrace.transport.topic_io import (
@@ -72,7 +71,7 @@ TaskFunction = Callable[[], Coroutine[Any, Any, None]]
 """Coroutine function of a task, such as the `run` of a stage."""
 
 
-class _Stage(Protocol):
+class _HasWriters(Protocol):
     """A stage or a topic with writers."""
 
     def writer(self) -> Outlet[Chunk]: ...
@@ -116,6 +115,31 @@ def source_settings(settings: Settings, stages: Sequence[Stage]) -> SourceSettin
     )
 
 
+class _Stages:
+    """The stages of a group that exist in this process, and the functions of their tasks.
+
+    Attributes:
+        functions: by the names of their tasks.
+        batcher, executor, responder: None without that stage.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[str, TaskFunction] = {}
+        self.batcher: BatcherService | None = None
+        self.executor: ExecutorService | None = None
+        self.responder: ResponderService | None = None
+
+    def refusal(self, envelope: Envelope, rows: int = 0) -> Failure | None:
+        """Return the failure of a request that would be late behind those that wait."""
+        assert self.batcher is not None
+        return self.batcher.refusal(envelope, rows)
+
+    def revoked(self) -> None:
+        """Notify the responder that partitions were revoked."""
+        if self.responder is not None:
+            self.responder.revoked()
+
+
 class StageGroup:
     """Group of adjacent stages of a process.
 
@@ -131,36 +155,29 @@ class StageGroup:
         instruments: Instruments,
         tuning: Tuning = TUNING,
     ) -> None:
-        self._tuning = tuning
         self._settings = settings
         self._log = log
-        self._stages = tuple(stages)
-        self._models = models
-        self._instruments = instruments
-        self._metrics = instruments.metrics
-        self._rebinder = Rebinder(models.catalog, instruments.metrics.rebound.inc)
-        self._task_functions: dict[str, TaskFunction] = {}
-        self._batcher: BatcherService | None = None
-        self._executor: ExecutorService | None = None
-        self._responder: ResponderService | None = None
-        self._source_offsets = (
+        self._stages = _Stages()
+        source_offsets = (
             SourceOffsets(log, settings.topic(Topic.REQUESTS), tuning.delivery)
             if stages[0] is Stage.RESPONDER
             else None
         )
-        reading = source_settings(settings, self._stages)
-        refusal = self._deferred_refusal if Stage.BATCHER in stages else None
+        reading = source_settings(settings, stages)
         self.source = Source(
             log,
             reading,
             instruments.metrics,
-            self._source_offsets,
-            refusal,
-            self._on_revoked,
+            source_offsets,
+            self._stages.refusal if Stage.BATCHER in stages else None,
+            self._stages.revoked,
             tuning,
         )
         if instruments.tracing is not None:
-            instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
+            instruments.tracing.reads(stages[0], reading.topic, reading.group)
+        self._composition = _Composition(
+            settings, log, stages, models, instruments, self.source, source_offsets, tuning
+        )
 
     async def run(self, joined: Callable[[], None]) -> None:
         """Read, process and answer until `stop_reading` has taken effect, then commit and leave.
@@ -171,16 +188,17 @@ class StageGroup:
         Args:
             joined: called when this member has got its first assignment from the group.
         """
+        stages = self._stages
         async with AsyncExitStack() as stack:
             producer = await stack.enter_async_context(self._log.producer())
-            await self._wire(producer)
+            await self._composition.add_stages(stages, producer)
             async with asyncio.TaskGroup() as tasks:
                 work = [
                     tasks.create_task(function(), name=name)
-                    for name, function in self._task_functions.items()
+                    for name, function in stages.functions.items()
                 ]
-                if self._executor is not None:
-                    await self._executor.loaded.wait()
+                if stages.executor is not None:
+                    await stages.executor.loaded.wait()
                 async with self.source:
                     reading = tasks.create_task(self.source.run(), name="source")
                     await self.source.assigned.wait()
@@ -191,138 +209,178 @@ class StageGroup:
 
     def activities(self) -> list[Activity]:
         """Return the activities that must make progress: the reader and the model instances."""
-        running = [] if self._executor is None else self._executor.activities()
-        return [self.source.reading, *running]
+        executor = self._stages.executor
+        return [self.source.reading, *([] if executor is None else executor.activities())]
 
     def devices(self) -> list[DeviceSnapshot]:
         """Return the memory of the devices that models run on, without the host."""
-        return [] if self._executor is None else self._executor.devices()
+        executor = self._stages.executor
+        return [] if executor is None else executor.devices()
 
     def waiting(self) -> QueueSnapshot | None:
         """Return what waits for a batch; None without a batcher."""
-        return None if self._batcher is None else self._batcher.waiting()
+        batcher = self._stages.batcher
+        return None if batcher is None else batcher.waiting()
 
     async def abandon(self) -> None:
         """Commit what is acknowledged; another process repeats what is still in flight."""
         await self.source.close_down(0)
 
-    # --- wiring ----------------------------------------------------------------------------
 
-    async def _wire(self, producer: Producer) -> None:
-        answers = await self._wire_responder(producer)
-        batch_queue: BatchQueue[ModelKey, Batch] | None = None
-        if Stage.BATCHER in self._stages:
-            self._batcher = self._make_batcher(answers)
-            self._task_functions["batcher"] = self._batcher.run
-            batch_queue = self._batcher.batch_queue
-        if Stage.INGEST in self._stages:
-            self._wire_ingest(producer, answers)
-        elif self._batcher is not None:
-            items = item_receiver(self.source, answers.writer())
-            self._task_functions["read-items"] = partial(pump, items, self._batcher)
-        if Stage.EXECUTOR in self._stages:
-            events = None if batch_queue is not None else await self._describe_topic(Topic.EVENTS)
-            self._wire_executor(batch_queue, answers, producer, events)
-        elif batch_queue is not None:
-            topic = await self._describe_topic(Topic.BATCHES)
-            writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
-            tuning = self._tuning.transport
-            events = await self._describe_topic(Topic.EVENTS)
-            reader = ExecutorEventReader(self._log, events, tuning)
-            dispatcher = BatchDispatcher(
-                batch_queue, writer, self._models, reader, self._metrics, tuning
-            )
-            self._task_functions["write-batches"] = dispatcher.run
+class _Composition:
+    """Makes the stages of a group and gives each the next one as the stream to which it sends.
 
-    def _wire_ingest(self, producer: Producer, answers: _Stage) -> None:
+    Where the next stage is in another process, a sender or a receiver of a topic takes its place.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        log: Log,
+        stages: Sequence[Stage],
+        models: Models,
+        instruments: Instruments,
+        source: Source,
+        source_offsets: SourceOffsets | None,
+        tuning: Tuning,
+    ) -> None:
+        self._settings = settings
+        self._log = log
+        self._here = frozenset(stages)
+        self._models = models
+        self._instruments = instruments
+        self._metrics = instruments.metrics
+        self._source = source
+        self._source_offsets = source_offsets
+        self._tuning = tuning
+        self._rebinder = Rebinder(models.catalog, instruments.metrics.rebound.inc)
+
+    async def add_stages(self, stages: _Stages, producer: Producer) -> None:
+        """Make the stages, the last one first, since each needs the one to which it sends.
+
+        Raises:
+            ConfigurationError: a topic does not exist.
+        """
+        answers = await self._add_responder(stages, producer)
+        if Stage.BATCHER in self._here:
+            self._add_batcher(stages, answers)
+        if Stage.INGEST in self._here:
+            self._add_ingest(stages, producer, answers)
+        elif stages.batcher is not None:
+            items = item_receiver(self._source, answers.writer())
+            stages.functions["read-items"] = partial(pump, items, stages.batcher)
+        if Stage.EXECUTOR in self._here:
+            await self._add_executor(stages, producer, answers)
+        elif stages.batcher is not None:
+            await self._add_dispatcher(stages, stages.batcher, producer, answers)
+
+    async def _add_responder(self, stages: _Stages, producer: Producer) -> _HasWriters:
+        """Add the responder; return it, or the topic to which others send ended requests."""
+        settings = self._settings
+        if Stage.RESPONDER not in self._here:
+            results = settings.topic(Topic.RESULTS)
+            sender = result_sender(producer, results, self._metrics, self._tuning.transport)
+            stages.functions["write-results"] = sender.run
+            return sender
+        responses = await self._describe_topic(Topic.RESPONSES)
+        responder = ResponderService(
+            producer,
+            Routes(settings, responses, await self._describe_topic(Topic.DEAD_LETTERS)),
+            Delivery(
+                self._source.offset_store,
+                self._source_offsets,
+                self._source.transactions,
+                settings.delivery.order,
+                self._transaction_timeout_s(),
+            ),
+            self._instruments,
+            self._tuning.responder,
+        )
+        stages.responder = responder
+        stages.functions["responder"] = responder.run
+        if self._source_offsets is not None:
+            receiver = result_receiver(self._source)
+            stages.functions["read-results"] = partial(pump, receiver, responder.writer())
+        return responder
+
+    def _add_batcher(self, stages: _Stages, answers: _HasWriters) -> None:
+        stages.batcher = BatcherService(
+            answers.writer(),
+            self._models.catalog.lookup_bound,
+            f"{os.getpid()}-{secrets.token_hex(4)}",  # unique among processes
+            self._instruments,
+            self._rebinder.rebind,
+            self._source.quarantine.has_run,
+            self._tuning.batcher,
+        )
+        stages.functions["batcher"] = stages.batcher.run
+
+    def _add_ingest(self, stages: _Stages, producer: Producer, answers: _HasWriters) -> None:
         items: Outlet[Chunk]
-        if self._batcher is not None:
-            items = self._batcher
+        if stages.batcher is not None:
+            items = stages.batcher
         else:
             topic = self._settings.topic(Topic.ITEMS)
             sender = item_sender(
                 producer, topic, answers.writer(), self._metrics, self._tuning.transport
             )
-            self._task_functions["write-items"] = sender.run
+            stages.functions["write-items"] = sender.run
             items = sender.writer()
-        ingest = IngestService(
-            self.source,
-            items,
-            answers.writer(),
-            self._ingest_rules(),
-            self._instruments,
-            self._tuning.ingest,
-        )
-        self._task_functions["ingest"] = ingest.run
-
-    def _ingest_rules(self) -> IngestRules:
-        """Return the rules of ingest; a batcher in this process refuses what would be too late."""
-        has_batcher = Stage.BATCHER in self._stages
         tuning = self._tuning.ingest
-        return IngestRules(
+        rules = IngestRules(
             self._models.catalog,
             self._settings.limits,
-            self._refusal if has_batcher else None,
+            # A batcher in this process refuses what would be late.
+            stages.refusal if stages.batcher is not None else None,
             cache=DecodeCache(tuning),
             copied_tensor_bytes=tuning.copied_tensor_bytes,
         )
-
-    def _refusal(self, envelope: Envelope) -> Failure | None:
-        assert self._batcher is not None
-        return self._batcher.refusal(envelope)
-
-    def _on_revoked(self) -> None:
-        if self._responder is not None:
-            self._responder.revoked()
-
-    def _deferred_refusal(self, envelope: Envelope, rows: int) -> Failure | None:
-        assert self._batcher is not None
-        return self._batcher.refusal(envelope, rows)
-
-    def _make_batcher(self, answers: _Stage) -> BatcherService:
-        prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # unique among processes
-        return BatcherService(
-            answers.writer(),
-            self._models.catalog.lookup_bound,
-            prefix,
-            self._instruments,
-            self._rebinder.rebind,
-            self.source.quarantine.has_run,
-            self._tuning.batcher,
+        ingest = IngestService(
+            self._source, items, answers.writer(), rules, self._instruments, tuning
         )
+        stages.functions["ingest"] = ingest.run
 
-    def _wire_executor(
-        self,
-        batch_queue: BatchQueue[ModelKey, Batch] | None,
-        answers: _Stage,
-        producer: Producer,
-        events: TopicPartition | None,
+    async def _add_executor(
+        self, stages: _Stages, producer: Producer, answers: _HasWriters
     ) -> None:
         heartbeat: ExecutorHeartbeat | None = None
-        if batch_queue is None:
-            assert events is not None
-            heartbeat = self._make_heartbeat(producer, events)
-            feed = BatchReceiver(
-                self.source,
+        if stages.batcher is not None:
+            batch_queue = stages.batcher.batch_queue
+        else:
+            heartbeat = self._make_heartbeat(producer, await self._describe_topic(Topic.EVENTS))
+            batches = BatchReceiver(
+                self._source,
                 answers.writer(),
                 self._models.catalog.lookup_bound,
                 heartbeat,
                 self._rebinder.rebind,
             )
-            self._task_functions["read-batches"] = feed.run
-            self._task_functions["heartbeat"] = heartbeat.run
-            batch_queue = feed.batch_queue
-        executor = ExecutorService(
+            stages.functions["read-batches"] = batches.run
+            stages.functions["heartbeat"] = heartbeat.run
+            batch_queue = batches.batch_queue
+        stages.executor = ExecutorService(
             batch_queue,
             answers.writer(),
             self._models,
             self._instruments,
             heartbeat,
-            self.source.quarantine,
+            self._source.quarantine,
             self._tuning.executor,
         )
-        self._task_functions["executor"] = executor.run
-        self._executor = executor
+        stages.functions["executor"] = stages.executor.run
+
+    async def _add_dispatcher(
+        self, stages: _Stages, batcher: BatcherService, producer: Producer, answers: _HasWriters
+    ) -> None:
+        """Add what writes batches to the executors of other processes."""
+        tuning = self._tuning.transport
+        topic = await self._describe_topic(Topic.BATCHES)
+        writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
+        reader = ExecutorEventReader(self._log, await self._describe_topic(Topic.EVENTS), tuning)
+        dispatcher = BatchDispatcher(
+            batcher.batch_queue, writer, self._models, reader, self._metrics, tuning
+        )
+        stages.functions["write-batches"] = dispatcher.run
 
     def _make_heartbeat(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka
@@ -333,7 +391,7 @@ class StageGroup:
             producer,
             events,
             ExecutorIdentity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
-            lambda: sorted(each.partition.partition for each in self.source.tracker.assignments),
+            lambda: sorted(each.partition.partition for each in self._source.tracker.assignments),
             lambda: self._models.catalog.versions(State.READY),
             self._tuning.transport,
         )
@@ -343,35 +401,6 @@ class StageGroup:
         if kafka is None:
             return self._tuning.responder.transaction_timeout_s
         return kafka.transaction_timeout_ms / 1000
-
-    async def _wire_responder(self, producer: Producer) -> _Stage:
-        """Wire the responder; return it, or the topic to which others send ended requests."""
-        if Stage.RESPONDER not in self._stages:
-            outlet = result_sender(
-                producer, self._settings.topic(Topic.RESULTS), self._metrics, self._tuning.transport
-            )
-            self._task_functions["write-results"] = outlet.run
-            return outlet
-        responses = await self._describe_topic(Topic.RESPONSES)
-        responder = ResponderService(
-            producer,
-            Routes(self._settings, responses, await self._describe_topic(Topic.DEAD_LETTERS)),
-            Delivery(
-                self.source.offset_store,
-                self._source_offsets,
-                self.source.transactions,
-                self._settings.delivery.order,
-                self._transaction_timeout_s(),
-            ),
-            self._instruments,
-            self._tuning.responder,
-        )
-        self._responder = responder
-        self._task_functions["responder"] = responder.run
-        if self._source_offsets is not None:
-            results = result_receiver(self.source)
-            self._task_functions["read-results"] = partial(pump, results, responder.writer())
-        return responder
 
     async def _describe_topic(self, topic: Topic) -> TopicPartition:
         """Return a topic's name and number of partitions."""
