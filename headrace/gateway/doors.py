@@ -16,8 +16,8 @@ from headrace.gateway.http import HttpDoor
 from headrace.log.port import Log
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
+from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
-from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import GatewaySnapshot
 from headrace.tuning import TUNING, GatewayTuning
 
@@ -84,7 +84,7 @@ async def open_gateway(
     log: Log,
     models: ServedModels,
     health: Health,
-    metrics: Metrics,
+    instruments: Instruments,
     tuning: GatewayTuning = TUNING.gateway,
 ) -> AsyncIterator[Doors]:
     """Open a gateway and those of its doors that are not off, while the context lasts.
@@ -94,7 +94,7 @@ async def open_gateway(
         log: an open log.
         models: the models that the metadata describes.
         health: of the process; the doors are ready while it is.
-        metrics: count its requests.
+        instruments: count its requests and trace them.
         tuning: tuning values of the gateway.
 
     Raises:
@@ -104,7 +104,7 @@ async def open_gateway(
     """
     chosen = settings.gateway
     async with AsyncExitStack() as stack:
-        gateway = Gateway(settings, log, models, health, metrics, tuning)
+        gateway = Gateway(settings, log, models, health, instruments, tuning)
         await stack.enter_async_context(gateway)
         doors: dict[str, Door] = {}
         if chosen.http_port != "off":

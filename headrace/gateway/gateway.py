@@ -14,22 +14,20 @@ from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeo
 from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.codec import InferCall
+from headrace.gateway.spans import ServerSpans
 from headrace.log.port import Log
 from headrace.models.version import State
-from headrace.protocol.headers import MAX_PRIORITY, HeaderName
+from headrace.protocol.headers import MAX_PRIORITY
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
+from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
-from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import GatewaySnapshot
 from headrace.tuning import TUNING, GatewayTuning
 
 log = structlog.get_logger(__name__)
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
-COPIED_HEADERS = (HeaderName.TRACEPARENT, HeaderName.TRACESTATE)
-"""Headers of callers, over any protocol, that the request record gets unchanged."""
-
 UNAVAILABLE = "UNAVAILABLE"
 """Code of the gateway's own errors: its limits are reached, or it cannot reach the broker."""
 
@@ -153,6 +151,7 @@ class Gateway:
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
         draining: set once each answer is to be the last one on its connection.
+        spans: the server spans of all doors.
         under_way: the requests of all doors.
 
     Raises (on entering):
@@ -165,13 +164,14 @@ class Gateway:
         log_: Log,
         models: ServedModels,
         health: Health,
-        metrics: Metrics,
+        instruments: Instruments,
         tuning: GatewayTuning = TUNING.gateway,
     ) -> None:
         self.settings: GatewaySettings = settings.gateway
         self.models = models
         self.health = health
-        self.metrics = metrics
+        self.metrics = instruments.metrics
+        self.spans = ServerSpans(settings.telemetry, instruments)
         self.tuning = tuning
         self.draining = asyncio.Event()
         limits = self.settings

@@ -29,7 +29,6 @@ from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.gateway import (
-    COPIED_HEADERS,
     NO_LOADING,
     UNAVAILABLE,
     ErrorAnswer,
@@ -42,6 +41,7 @@ from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import State
 from headrace.protocol.headers import HeaderName
 from headrace.telemetry.logs import Event
+from headrace.telemetry.span_attributes import Attributes
 from headrace.tuning import GatewayTuning
 
 log = structlog.get_logger(__name__)
@@ -80,6 +80,17 @@ _UNSUPPORTED = {
     "TraceSetting": "traces are set in [telemetry] of the settings",
     "LogSettings": "logs are set in [telemetry] of the settings",
 }
+_SERVERS_FAULTS = frozenset(
+    {
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""Statuses that make the span of a call an error, by OpenTelemetry's conventions for gRPC."""
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -186,7 +197,7 @@ class GrpcDoor:
 
     async def _infer(self, message: bytes, context: Context) -> bytes:
         """Answer `ModelInfer`."""
-        answer = await self._take(message, context)
+        answer = await self._take(message, context, "ModelInfer")
         if isinstance(answer, Refusal):
             await context.abort(*answer)
         return answer.SerializeToString()
@@ -226,7 +237,7 @@ class GrpcDoor:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway stops; open a new stream")
 
     async def _take_from_stream(self, message: bytes, context: Context) -> bytes:
-        answer = await self._take(message, context)
+        answer = await self._take(message, context, "ModelStreamInfer")
         if isinstance(answer, Refusal):
             return messages.ModelStreamInferResponse(
                 error_message=answer.message,
@@ -236,7 +247,7 @@ class GrpcDoor:
         return messages.ModelStreamInferResponse(infer_response=answer).SerializeToString()
 
     async def _take(
-        self, message: bytes, context: Context
+        self, message: bytes, context: Context, method: str
     ) -> messages.ModelInferResponse | Refusal:
         """Parse a request, send it to the log, wait for its answer, and encode that.
 
@@ -246,35 +257,48 @@ class GrpcDoor:
         gateway = self._gateway
         began_s = time.monotonic()
         status = grpc.StatusCode.CANCELLED
+        found = dict(context.invocation_metadata() or ())
+        given = (_text(found.get(name)) for name in (HeaderName.TRACEPARENT, HeaderName.TRACESTATE))
+        span = gateway.spans.begin(*given)
         try:
             with gateway.under_way.counting() as counted:
                 counted.add(len(message))
                 request = _parse(messages.ModelInferRequest, message)
                 call = decode_call(request)
                 call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one
-                found = dict(context.invocation_metadata() or ())
                 given_s = [call.timeout_us / 1e6] if call.timeout_us else []
                 if (left_s := context.time_remaining()) is not None:
                     given_s.append(max(left_s, self._tuning.least_timeout_s))
                 priority = _text(found.get(HeaderName.PRIORITY))
                 urgency = gateway.urgency(given_s, read_priority(HeaderName.PRIORITY, priority))
-                headers = [
-                    (name, value.encode())
-                    for name in COPIED_HEADERS
-                    if (value := _text(found.get(name)))
-                ]
-                version = request.model_version or None
-                answer = await gateway.infer(request.model_name, version, call, urgency, headers)
+                model, version = request.model_name, request.model_version or None
+                answer = await gateway.infer(model, version, call, urgency, span.headers)
+                span.answered(answer)
                 encoded = encode_answer(answer)
             status = grpc.StatusCode.OK
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
-            refusal = _refusal(error, self._tuning)
+            described = answer_of_error(error)
+            refusal = _refusal(described, self._tuning)
             status = refusal.status
+            at_fault = status in _SERVERS_FAULTS
+            span.failed(described.code, described.message, is_callers_fault=not at_fault)
             return refusal
         else:
             return encoded
         finally:
             gateway.metrics.ended_at_door(DOOR, status.name, time.monotonic() - began_s)
+            span.end(partial(self._describe_call, method, status))
+
+    def _describe_call(self, method: str, status: grpc.StatusCode) -> tuple[str, Attributes]:
+        """Return the name and the attributes of the span of a call."""
+        name = f"{SERVICE.full_name}/{method}"
+        return name, {
+            "rpc.system.name": "grpc",
+            "rpc.method": name,
+            "rpc.response.status_code": status.name,
+            "server.address": self._gateway.settings.grpc_host,
+            "server.port": self._port,
+        }
 
     # --- health and metadata ------------------------------------------------------------------
 
@@ -285,7 +309,7 @@ class GrpcDoor:
         try:
             answer = show(_parse(kind, message))
         except Rejected as error:
-            await context.abort(*_refusal(error, self._tuning))
+            await context.abort(*_refusal(answer_of_error(error), self._tuning))
         return answer.SerializeToString()
 
     def _show_live(self, request: messages.ServerLiveRequest) -> Message:
@@ -454,13 +478,12 @@ async def _refuse_method(message: str, request: bytes, context: Context) -> NoRe
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
 
-def _refusal(error: Exception, tuning: GatewayTuning) -> Refusal:
+def _refusal(answer: ErrorAnswer, tuning: GatewayTuning) -> Refusal:
     """Return how an error ends a call: its status, and whether and when to try again.
 
     `grpc-retry-pushback-ms` steers the retries of gRPC's clients (gRFC A6): a time, or -1 against
     them. The details are `google.rpc.Status` with `ErrorInfo` and `RetryInfo`.
     """
-    answer = answer_of_error(error)
     status = _STATUS.get(answer.code)
     if status is None:
         known = grpc.StatusCode

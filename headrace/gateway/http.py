@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
+from functools import partial
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -24,7 +25,6 @@ from headrace.client import Response
 from headrace.errors import Code, Rejected
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
-    COPIED_HEADERS,
     MAX_TIMEOUT_MS,
     NO_LOADING,
     UNAVAILABLE,
@@ -36,13 +36,15 @@ from headrace.gateway.gateway import (
     read_number,
     read_priority,
 )
+from headrace.gateway.spans import ServerSpan
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import JSON
+from headrace.protocol.headers import JSON, HeaderName
 from headrace.telemetry.http_listener import Connections, HttpListener
 from headrace.telemetry.logs import Event
+from headrace.telemetry.span_attributes import Attributes
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +53,7 @@ JSON_BYTES = "Inference-Header-Content-Length"
 TIMEOUT_MS = "X-Timeout-Ms"
 PRIORITY = "X-Priority"
 CALLER_GONE = 499
+TRACEPARENT, TRACESTATE = HeaderName.TRACEPARENT, HeaderName.TRACESTATE
 
 _STATUS = {
     Code.INVALID_REQUEST: 400,
@@ -170,7 +173,7 @@ class HttpDoor:
             text = f"{request.method} {request.path}: {error.reason}"
             return _json_response({"error": text}, error.status, headers)
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
-            return _error_response(error, self._tuning.retry_after_s)
+            return _error_response(error, answer_of_error(error), self._tuning.retry_after_s)
 
     # --- inference ----------------------------------------------------------------------------
 
@@ -178,17 +181,42 @@ class HttpDoor:
         """Take a request, and count it with the status that its caller gets."""
         began_s = time.monotonic()
         status = CALLER_GONE
+        given = (request.headers.get(name) for name in (TRACEPARENT, TRACESTATE))
+        span = self._gateway.spans.begin(*given)
         try:
-            response = await self._take(request)
+            response = await self._take(request, span)
             status = response.status
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
-            response = _error_response(error, self._tuning.retry_after_s)
+            answer = answer_of_error(error)
+            response = _error_response(error, answer, self._tuning.retry_after_s)
             status = response.status
+            span.failed(answer.code, answer.message, is_callers_fault=status < 500)
         finally:
             self._gateway.metrics.ended_at_door(DOOR, str(status), time.monotonic() - began_s)
+            span.end(partial(self._describe_call, request, status))
         return response
 
-    async def _take(self, request: web.Request) -> web.Response:
+    def _describe_call(self, request: web.Request, status: int) -> tuple[str, Attributes]:
+        """Return the name and the attributes of the span of a call."""
+        resource = request.match_info.route.resource
+        route = "" if resource is None else resource.canonical
+        attributes: Attributes = {
+            "http.request.method": request.method,
+            "http.response.status_code": status,
+            "http.route": route,
+            "network.protocol.version": f"{request.version.major}.{request.version.minor}",
+            "server.address": self._gateway.settings.http_host,
+            "server.port": self.port,
+            "url.path": request.path,
+            "url.scheme": request.scheme,
+        }
+        if request.remote:
+            attributes["client.address"] = request.remote
+        if agent := request.headers.get("User-Agent"):
+            attributes["user_agent.original"] = agent
+        return f"{request.method} {route}", attributes
+
+    async def _take(self, request: web.Request, span: ServerSpan) -> web.Response:
         """Read a request, send it to the log, wait for its answer, and encode that.
 
         aiohttp cancels this when the caller hangs up; that cancels the request.
@@ -197,13 +225,12 @@ class HttpDoor:
         model, version = request.match_info["model"], request.match_info.get("version")
         with gateway.under_way.counting() as counted:
             body = await self._read_body(request, counted)
-            headers = _copied_headers(request)
             content_type = _content_type(request)
             json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
             call: InferCall | None = None
             if json_bytes is None and _media_type(content_type) not in _JSON_TYPES:
                 answer = await gateway.infer_payload(
-                    model, version, body, content_type, self._urgency(request), headers
+                    model, version, body, content_type, self._urgency(request), span.headers
                 )
             else:
                 if json_bytes == 0:
@@ -211,7 +238,8 @@ class HttpDoor:
                 else:
                     call = decode_call(body, json_bytes)
                 urgency = self._urgency(request, call.timeout_us)
-                answer = await gateway.infer(model, version, call, urgency, headers)
+                answer = await gateway.infer(model, version, call, urgency, span.headers)
+            span.answered(answer)
             return self._answer_response(answer, call)
 
     async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
@@ -309,12 +337,6 @@ class HttpDoor:
 # --- headers and codings ------------------------------------------------------------------------
 
 
-def _copied_headers(request: web.Request) -> list[tuple[str, bytes]]:
-    """Return the trace context of the caller, which the request record gets unchanged."""
-    found = [(name, request.headers.get(name)) for name in COPIED_HEADERS]
-    return [(name, value.encode("utf-8", "surrogateescape")) for name, value in found if value]
-
-
 def _content_type(request: web.Request) -> str:
     content_type = request.headers.get("Content-Type", "")
     if not content_type.isascii():
@@ -369,8 +391,7 @@ def _too_large(limit_bytes: int, got: str) -> Rejected:
 # --- answers ------------------------------------------------------------------------------------
 
 
-def _error_response(error: Exception, retry_after_s: int) -> web.Response:
-    answer = answer_of_error(error)
+def _error_response(error: Exception, answer: ErrorAnswer, retry_after_s: int) -> web.Response:
     status = _STATUS.get(answer.code) or (503 if answer.retriable else 500)
     if isinstance(error, UnreadableBody):
         status = error.status

@@ -86,12 +86,23 @@ class Trace:
 
     def traceparent(self, span_id: int) -> str:
         """Return the `traceparent` header for children of one of its spans."""
-        return f"00-{self.trace_id:032x}-{span_id:016x}-{self.flags:02x}"
+        return traceparent(self.trace_id, span_id, self.flags)
+
+
+def traceparent(trace_id: int, span_id: int, flags: int) -> str:
+    """Return the `traceparent` header for children of a span."""
+    return f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"
 
 
 def new_trace() -> Parent:
     """Return the root of a new, sampled trace."""
-    return Parent(_random.getrandbits(128) or 1, 0, SAMPLED | RANDOM)
+    trace_id, _, flags = new_root()
+    return Parent(trace_id, 0, flags | SAMPLED)
+
+
+def new_root() -> Parent:
+    """Return the root of a new trace that is not sampled so far."""
+    return Parent(_random.getrandbits(128) or 1, 0, RANDOM)
 
 
 def new_span_id() -> int:

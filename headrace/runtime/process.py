@@ -243,7 +243,12 @@ class OpenDoors(Protocol):
     """Opens a gateway while its context lasts: `headrace.gateway.open_gateway`."""
 
     def __call__(
-        self, settings: Settings, log: Log, models: ModelCatalog, health: Health, metrics: Metrics
+        self,
+        settings: Settings,
+        log: Log,
+        models: ModelCatalog,
+        health: Health,
+        instruments: Instruments,
     ) -> AbstractAsyncContextManager[GatewayDoors]: ...
 
 
@@ -295,7 +300,7 @@ async def run(
         doors: GatewayDoors | None = None
         if open_doors is not None:
             doors = await stack.enter_async_context(
-                open_doors(settings, log_, pipeline.models.catalog, pipeline.health, metrics)
+                open_doors(settings, log_, pipeline.models.catalog, pipeline.health, instruments)
             )
             pipeline.state.gateway = doors.snapshot
             pipeline.drain_first = doors.drain

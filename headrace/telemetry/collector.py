@@ -101,7 +101,12 @@ async def open_tracing(
 
 
 def service_name(stages: Sequence[Stage]) -> str:
-    """Return `headrace`, with the stages' names appended unless the process has all of them."""
+    """Return `headrace`, with the stages' names appended unless the process has all of them.
+
+    A process without a stage is a gateway alone.
+    """
+    if not stages:
+        return "headrace-gateway"
     return "headrace" if tuple(stages) == STAGES else "-".join(("headrace", *stages))
 
 

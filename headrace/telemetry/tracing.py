@@ -1,7 +1,8 @@
 """Tracing: which spans there are, when they begin and end, and how they are linked.
 
 A sampled request has one `process` span for each stage, each the child of the one before, and
-`send` spans for its answer and its dead letter. A batch has a span in a trace of its own, with
+`send` spans for its answer and its dead letter. One that came through a gateway has a server span
+around them, which `headrace.gateway.spans` makes. A batch has a span in a trace of its own, with
 links to the spans of its requests in the executor, which have links back. `docs/tracing.md` has the
 tables.
 
@@ -48,7 +49,7 @@ from headrace.topics import Stage, Topic
 REPLY_TOPIC = "(reply topic)"
 """Replaces topics that callers choose in a span's name, since a name must have few values."""
 
-Kind: TypeAlias = Literal["CONSUMER", "PRODUCER", "INTERNAL"]
+Kind: TypeAlias = Literal["CONSUMER", "PRODUCER", "INTERNAL", "SERVER"]
 
 
 class FinishedSpan(NamedTuple):
@@ -81,14 +82,14 @@ class FinishedSpan(NamedTuple):
 class Tracing:
     """The spans of one process. The stages report events to it, a chunk at a time.
 
-    Args:
-        write: receives each span.
+    Attributes:
+        write: receives each span. A gateway has no events but whole spans of its own.
     """
 
     def __init__(
         self, write: Callable[[FinishedSpan], None], settings: Settings, metrics: Metrics
     ) -> None:
-        self._write = write
+        self.write = write
         self._sampler = Sampler(settings.telemetry, metrics)
         # A system that the conventions do not list gets a name of its own.
         self._system = "headrace" if settings.kafka is None else "kafka"
@@ -148,7 +149,7 @@ class Tracing:
             attributes_of.MODEL: run.batch.model,
             attributes_of.VERSION: run.batch.version,
         }
-        self._write(
+        self.write(
             FinishedSpan(
                 name=f"run {run.batch.model}",
                 kind="INTERNAL",
@@ -222,7 +223,7 @@ class Tracing:
         source = self._inputs.get(stage)
         if source is not None:
             attributes |= attributes_of.reading(stage, request, source)
-        self._write(
+        self.write(
             FinishedSpan(
                 name=f"process {stage if source is None else source.topic}",
                 kind="INTERNAL" if source is None else "CONSUMER",
@@ -259,7 +260,7 @@ class Tracing:
         if isinstance(target, TopicPartition):
             attributes[attributes_of.PARTITION] = str(target.partition)
         ours = topic in (self._responses, self._dead_letters)
-        self._write(
+        self.write(
             FinishedSpan(
                 name=f"send {topic if ours else REPLY_TOPIC}",
                 kind="PRODUCER",
@@ -368,6 +369,23 @@ class Sampler:
             self._limited_by_ratio.inc(over_ratio)
         if over_caller:
             self._limited_by_caller.inc(over_caller)
+
+    def sample_one(self, parent: Parent | None, now_us: int) -> bool:
+        """Return whether a request with this trace context gets a trace; `sample` for many."""
+        if parent is not None:
+            if not parent.flags & SAMPLED:
+                return False
+            bucket, limited = self._by_caller, self._limited_by_caller
+        elif self._until_sampled:
+            self._until_sampled -= 1
+            return False
+        else:
+            self._until_sampled = until_sampled(self._ratio)
+            bucket, limited = self._by_ratio, self._limited_by_ratio
+        if bucket.take(now_us / 1e6):
+            return True
+        limited.inc()
+        return False
 
     def keep_failure(self, now_us: int) -> bool:
         """Return whether a failed request without a trace gets one now."""

@@ -22,6 +22,7 @@ from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.tracing import Tracing
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING, GatewayTuning
 from tests.support.models import add_version, identity
@@ -96,6 +97,8 @@ async def gateway_of(
     repository: Path,
     stages: Sequence[Stage] = STAGES,
     tuning: GatewayTuning = TUNING.gateway,
+    tracing: Tracing | None = None,
+    telemetry: Mapping[str, float] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Served]:
     """Serve a repository behind a gateway while the context lasts; both drain when it is left."""
@@ -103,11 +106,12 @@ async def gateway_of(
         {
             "models": {"repository": str(repository)},
             "gateway": {"http_port": 0, "grpc_port": "off", **gateway},
+            "telemetry": dict(telemetry or {}),
         }
     )
     async with (
         open_log(settings) as log,
-        pipeline_with_doors(settings, log, stages, tuning) as (pipeline, doors),
+        pipeline_with_doors(settings, log, stages, tuning, tracing) as (pipeline, doors),
         ClientSession(f"http://{HOST}:{doors.ports['http']}") as http,
         Client(log=log, settings=settings) as kafka,
     ):
@@ -116,13 +120,17 @@ async def gateway_of(
 
 @asynccontextmanager
 async def pipeline_with_doors(
-    settings: Settings, log: Log, stages: Sequence[Stage], tuning: GatewayTuning
+    settings: Settings,
+    log: Log,
+    stages: Sequence[Stage],
+    tuning: GatewayTuning,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[tuple[Pipeline, Doors]]:
     """Run stages and a gateway in one process, as `headrace run --gateway` does."""
-    metrics = Metrics(CollectorRegistry())
-    pipeline = Pipeline(settings, log, stages, instruments=Instruments(metrics))
+    instruments = Instruments(Metrics(CollectorRegistry()), tracing)
+    pipeline = Pipeline(settings, log, stages, instruments=instruments)
     models, health = pipeline.models.catalog, pipeline.health
-    async with open_gateway(settings, log, models, health, metrics, tuning) as doors:
+    async with open_gateway(settings, log, models, health, instruments, tuning) as doors:
         pipeline.state.gateway = doors.snapshot
         pipeline.drain_first = doors.drain
         async with running(pipeline):

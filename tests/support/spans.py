@@ -42,7 +42,7 @@ class Spans:
         self.all: tuple[ReadableSpan, ...] = ()
 
     def of(self, role: str) -> list[ReadableSpan]:
-        """Return the spans of a stage, or of `send` or `run`, in the order of their creation."""
+        """Return the spans of a stage, `send`, `run` or `server`, in the order of creation."""
         return [span for span in self.all if role_of(span) == role]
 
     def one(self, role: str) -> ReadableSpan:
@@ -55,6 +55,8 @@ def role_of(span: ReadableSpan) -> str:
     """Return the name that `docs/tracing.md` gives a span."""
     if span.kind is SpanKind.PRODUCER:
         return "send"
+    if span.kind is SpanKind.SERVER:
+        return "server"
     return str((span.attributes or {}).get("headrace.stage", "run"))
 
 

@@ -85,9 +85,10 @@ def test_endpoint_that_is_no_url_is_refused() -> None:
 
 
 def test_service_name_lists_stages() -> None:
-    """A process with all stages has the plain name."""
+    """A process with all stages has the plain name; one without any is a gateway."""
     assert service_name(STAGES) == "headrace"
     assert service_name([Stage.BATCHER, Stage.EXECUTOR]) == "headrace-batcher-executor"
+    assert service_name([]) == "headrace-gateway"
 
 
 async def test_tracing_without_endpoint_is_off() -> None:
