@@ -19,6 +19,7 @@ OLDEST_RELEASE: Final = {"at_least_once": (3, 0), "exactly_once": (4, 0)}
 
 _MINUTE_S: Final = 60
 _REPLICATED: Final = 3
+_LONGEST_LINGER_MS: Final = 100
 
 
 class _Judgement(NamedTuple):
@@ -86,6 +87,13 @@ def _judgements(settings: Settings) -> Iterator[_Judgement]:
     )
     yield from _retention_judgements(settings)
     yield from _session_judgements(settings.kafka)
+    yield _Judgement(
+        "group.coordinator.append.linger.ms",
+        lambda value: value <= _LONGEST_LINGER_MS,
+        f"at most {_LONGEST_LINGER_MS}",
+        "each commit waits so long on the broker, and a crash repeats the answers of that time",
+        Severity.WARNING,
+    )
     if settings.delivery.guarantee == "exactly_once":
         longest_ms = settings.kafka.transaction_timeout_ms
         yield _Judgement(
