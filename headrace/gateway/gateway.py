@@ -15,6 +15,7 @@ from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.codec import InferCall
 from headrace.gateway.spans import ServerSpans
+from headrace.gateway.statistics import Statistics
 from headrace.log.port import Log
 from headrace.models.version import State
 from headrace.protocol.headers import MAX_PRIORITY
@@ -152,6 +153,7 @@ class Gateway:
             model is sent, and the stages decide.
         draining: set once each answer is to be the last one on its connection.
         spans: the server spans of all doors.
+        statistics: of the models, over the requests of all doors.
         under_way: the requests of all doors.
 
     Raises (on entering):
@@ -172,6 +174,7 @@ class Gateway:
         self.health = health
         self.metrics = instruments.metrics
         self.spans = ServerSpans(settings.telemetry, instruments)
+        self.statistics = Statistics(models)
         self.tuning = tuning
         self.draining = asyncio.Event()
         limits = self.settings
@@ -225,16 +228,20 @@ class Gateway:
         Raises:
             Exception: `answer_of_error` knows what to tell the caller.
         """
-        return await self._client.infer(
+        return await self.statistics.counted(
             model,
-            call.inputs,
-            version=version,
-            id=call.id,
-            parameters=call.parameters or None,
-            outputs=call.outputs,
-            timeout_s=urgency.timeout_s,
-            priority=urgency.priority,
-            headers=headers,
+            version,
+            self._client.infer(
+                model,
+                call.inputs,
+                version=version,
+                id=call.id,
+                parameters=call.parameters or None,
+                outputs=call.outputs,
+                timeout_s=urgency.timeout_s,
+                priority=urgency.priority,
+                headers=headers,
+            ),
         )
 
     async def infer_payload(
@@ -247,14 +254,18 @@ class Gateway:
         headers: list[tuple[str, bytes]],
     ) -> Response:
         """Send a payload for the model's transform; otherwise as `infer`."""
-        return await self._client.infer_raw(
+        return await self.statistics.counted(
             model,
-            payload,
-            content_type,
-            version=version,
-            timeout_s=urgency.timeout_s,
-            priority=urgency.priority,
-            headers=headers,
+            version,
+            self._client.infer_raw(
+                model,
+                payload,
+                content_type,
+                version=version,
+                timeout_s=urgency.timeout_s,
+                priority=urgency.priority,
+                headers=headers,
+            ),
         )
 
 

@@ -68,7 +68,6 @@ _STATUS = {
 }
 _SHARED_MEMORY = "tensors are in the messages"
 _UNSUPPORTED = {
-    "ModelStatistics": "the stages count; their metrics are at /metrics of their own processes",
     "RepositoryModelLoad": NO_LOADING["load"],
     "RepositoryModelUnload": NO_LOADING["unload"],
     "SystemSharedMemoryStatus": _SHARED_MEMORY,
@@ -178,6 +177,7 @@ class GrpcDoor:
             "ModelReady": self._show_model_ready,
             "ModelMetadata": self._show_model,
             "ModelConfig": self._show_config,
+            "ModelStatistics": self._show_statistics,
             "RepositoryIndex": self._show_index,
         }
         methods: dict[str, Any] = {
@@ -319,7 +319,7 @@ class GrpcDoor:
         return messages.ServerReadyResponse(ready=self._gateway.health.ready)
 
     def _show_server(self, request: messages.ServerMetadataRequest) -> Message:
-        extensions = ["model_configuration", "model_repository"]
+        extensions = ["model_configuration", "model_repository", "statistics"]
         return messages.ServerMetadataResponse(
             name="headrace", version=__version__, extensions=extensions
         )
@@ -343,6 +343,12 @@ class GrpcDoor:
         version = self._gateway.models.lookup(request.name, request.version or None)
         config = messages.ModelConfig(**describe_config(version))
         return messages.ModelConfigResponse(config=config)
+
+    def _show_statistics(self, request: messages.ModelStatisticsRequest) -> Message:
+        found = self._gateway.statistics.describe(request.name, request.version)
+        return messages.ModelStatisticsResponse(
+            model_stats=[messages.ModelStatistics(**each) for each in found]
+        )
 
     def _show_index(self, request: messages.RepositoryIndexRequest) -> Message:
         index = messages.RepositoryIndexResponse()

@@ -143,10 +143,12 @@ class HttpDoor:
         router.add_get("/v2/health/live", self._show_live)
         router.add_get("/v2/health/ready", self._show_ready)
         router.add_get("/v2/models", self._show_models)
+        router.add_get("/v2/models/stats", self._show_statistics)  # before the model of that name
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             router.add_get(path, self._show_model)
             router.add_get(f"{path}/ready", self._show_model_ready)
             router.add_get(f"{path}/config", self._show_config)
+            router.add_get(f"{path}/stats", self._show_statistics)
             router.add_post(f"{path}/infer", self._infer)
         router.add_post("/v2/repository/index", self._show_index)
         router.add_post("/v2/repository/models/{model}/{action:load|unload}", self._refuse_loading)
@@ -295,7 +297,7 @@ class HttpDoor:
         return _json_response({"ready": ready}, 200 if ready else 503)
 
     async def _show_server(self, request: web.Request) -> web.Response:
-        extensions = ["binary_tensor_data", "model_configuration", "model_repository"]
+        extensions = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
         return _json_response(
             {"name": "headrace", "version": __version__, "extensions": extensions}
         )
@@ -313,6 +315,11 @@ class HttpDoor:
 
     async def _show_config(self, request: web.Request) -> web.Response:
         return _json_response(describe_config(self._find_version(request)))
+
+    async def _show_statistics(self, request: web.Request) -> web.Response:
+        path = request.match_info
+        found = self._gateway.statistics.describe(path.get("model", ""), path.get("version", ""))
+        return _json_response({"model_stats": found})
 
     async def _show_index(self, request: web.Request) -> web.Response:
         with self._gateway.under_way.counting() as counted:

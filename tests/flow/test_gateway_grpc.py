@@ -242,7 +242,6 @@ async def test_compressed_bomb_is_refused_as_too_large(repository: Path) -> None
 
 
 UNSUPPORTED = {
-    "ModelStatistics": "metrics",
     "RepositoryModelLoad": "models.repository",
     "RepositoryModelUnload": "models.repository",
     "SystemSharedMemoryStatus": "in the messages",
@@ -308,7 +307,7 @@ async def test_models_are_described_as_clients_expect(repository: Path) -> None:
             await caller.call("ModelMetadata", messages.ModelMetadataRequest(name="letters"))
 
     assert (live.live, ready.ready, server.name) == (True, True, "headrace")
-    assert set(server.extensions) == {"model_configuration", "model_repository"}
+    assert set(server.extensions) == {"model_configuration", "model_repository", "statistics"}
     assert (model_ready.ready, other_ready.ready) == (True, False)
     (tensor,) = metadata.inputs
     assert (tensor.name, tensor.datatype, list(tensor.shape)) == ("pixels", "FP32", [-1, 64])

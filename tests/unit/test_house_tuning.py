@@ -74,6 +74,7 @@ FACTS = {
     "headrace/crash_isolation/poison_search.py": {"CAREFUL_FROM"},
     # Units, and the bound of an exponent.
     "headrace/device/port.py": {"_MIB"},
+    "headrace/gateway/statistics.py": {"_US_NS"},
     "headrace/primitives/backoff.py": {"_MOST_DOUBLINGS"},
 }
 """Numbers that are not chosen, by module."""
