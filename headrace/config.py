@@ -220,6 +220,8 @@ class GatewaySettings(_Section):
     http_host: str = "127.0.0.1"
     http_port: Port | Literal["off"] = 8000
     """Port to listen on; 0 picks a free one, and prints it; `off` does not listen."""
+    base_path: Annotated[str, Field(pattern=r"^(/[A-Za-z0-9._~-]+)*$", max_length=200)] = ""
+    """Path before `/v2`, such as `/inference`, for a proxy that passes paths on unchanged."""
     grpc_host: str = "127.0.0.1"
     grpc_port: Port | Literal["off"] = 8001
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000

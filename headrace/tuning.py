@@ -741,6 +741,8 @@ class GatewayTuning:
     """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
     compressed_from_bytes: int = 1024
     """Smaller answers are not compressed for callers that accept that."""
+    zstd_level: int = 3
+    """Level of answers in zstd: its own default."""
     retry_after_s: int = 1
     """Sent to callers if the time to wait is not known."""
     drain_silence_s: float = 0.2

@@ -14,7 +14,9 @@ import zlib
 from functools import partial
 from typing import Any, Protocol, Self
 
+import cramjam
 import msgspec
+import numpy as np
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -78,6 +80,9 @@ it a form. Every other type is a payload for the model's transform.
 
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """Of the codings of bodies, as zlib names their formats; `deflate` is zlib's own (RFC 9110)."""
+ZSTD = "zstd"
+_CODINGS = (*_WINDOW_BITS, ZSTD)
+_NOT_ACCEPTED = ("q=0", "q=0.0", "q=0.00", "q=0.000")
 
 
 class UnreadableBody(Rejected):
@@ -138,20 +143,24 @@ class HttpDoor:
 
     def _make_application(self) -> web.Application:
         application = web.Application(middlewares=[self._answer_on_connection, self._format_errors])
-        router = application.router
-        router.add_get("/v2", self._show_server)
-        router.add_get("/v2/health/live", self._show_live)
-        router.add_get("/v2/health/ready", self._show_ready)
-        router.add_get("/v2/models", self._show_models)
-        router.add_get("/v2/models/stats", self._show_statistics)  # before the model of that name
-        for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        router, root = application.router, f"{self._gateway.settings.base_path}/v2"
+        router.add_get(root, self._show_server)
+        router.add_get(f"{root}/health/live", self._show_live)
+        router.add_get(f"{root}/health/ready", self._show_ready)
+        router.add_get(f"{root}/models", self._show_models)
+        # before the model of that name
+        router.add_get(f"{root}/models/stats", self._show_statistics)
+        model = f"{root}/models/{{model}}"
+        for path in (model, f"{model}/versions/{{version}}"):
             router.add_get(path, self._show_model)
             router.add_get(f"{path}/ready", self._show_model_ready)
             router.add_get(f"{path}/config", self._show_config)
             router.add_get(f"{path}/stats", self._show_statistics)
             router.add_post(f"{path}/infer", self._infer)
-        router.add_post("/v2/repository/index", self._show_index)
-        router.add_post("/v2/repository/models/{model}/{action:load|unload}", self._refuse_loading)
+        repository = f"{root}/repository"
+        router.add_post(f"{repository}/index", self._show_index)
+        loading = f"{repository}/models/{{model}}/{{action:load|unload}}"
+        router.add_post(loading, self._refuse_loading)
         return application
 
     @web.middleware
@@ -242,14 +251,15 @@ class HttpDoor:
                 urgency = self._urgency(request, call.timeout_us)
                 answer = await gateway.infer(model, version, call, urgency, span.headers)
             span.answered(answer)
-            return self._answer_response(answer, call)
+            return self._answer_response(answer, call, request.headers.get("Accept-Encoding", ""))
 
     async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
         limit = self._gateway.settings.max_body_bytes
         if (request.content_length or 0) > limit:
             raise _too_large(limit, str(request.content_length))
-        decompress = _decompressor(request.headers.get("Content-Encoding", ""), limit)
+        coding = _coding_of(request)
+        decompress = _decompressor(coding, limit)
         parts: list[bytes] = []
         size, sent = 0, 0
         try:
@@ -268,7 +278,12 @@ class HttpDoor:
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise UnreadableBody(400, f"body: expected one that can be read: {error}") from error
         decompress(None)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if coding != ZSTD:
+            return body
+        plain = _decompress_zstd(body, limit)
+        counted.add(max(0, len(plain) - len(body)))
+        return plain
 
     def _urgency(self, request: web.Request, timeout_us: int = 0) -> Urgency:
         headers = request.headers
@@ -276,14 +291,21 @@ class HttpDoor:
         given_s = (each for each in ((timeout_ms or 0) / 1e3, timeout_us / 1e6) if each)
         return self._gateway.urgency(given_s, read_priority(PRIORITY, headers.get(PRIORITY)))
 
-    def _answer_response(self, answer: Response, call: InferCall | None) -> web.Response:
+    def _answer_response(
+        self, answer: Response, call: InferCall | None, accepted: str
+    ) -> web.Response:
         body, json_bytes = encode_answer(answer, call)
         headers = {"Content-Type": JSON}
         if json_bytes is not None:
             headers = {"Content-Type": OCTETS, JSON_BYTES: str(json_bytes)}
+        if len(body) < self._tuning.compressed_from_bytes:
+            return web.Response(body=body, headers=headers)
+        if _accepts(accepted, ZSTD):
+            headers["Content-Encoding"] = ZSTD
+            body = bytes(cramjam.zstd.compress(body, level=self._tuning.zstd_level))
+            return web.Response(body=body, headers=headers)
         response = web.Response(body=body, headers=headers)
-        if len(body) >= self._tuning.compressed_from_bytes:
-            response.enable_compression()  # if the caller accepts gzip or deflate
+        response.enable_compression()  # if the caller accepts gzip or deflate
         return response
 
     # --- health and metadata ------------------------------------------------------------------
@@ -357,23 +379,41 @@ def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
+def _coding_of(request: web.Request) -> str:
+    """Return the coding of a body, empty for none. Raises `UnreadableBody`."""
+    given = request.headers.get("Content-Encoding", "")
+    coding = given.strip().lower()
+    if coding in ("", "identity"):
+        return ""
+    if coding not in _CODINGS:
+        expected = f"one of {', '.join(_CODINGS)}, or none"
+        raise UnreadableBody(
+            415, f"header Content-Encoding: expected {expected}, got {given[:40]!r}"
+        )
+    return coding
+
+
+def _accepts(accepted: str, coding: str) -> bool:
+    """Return whether `Accept-Encoding` names a coding, with a quality above 0 (RFC 9110)."""
+    for each in accepted.lower().split(","):
+        name, _, weight = each.partition(";")
+        if name.strip() == coding:
+            return weight.strip() not in _NOT_ACCEPTED
+    return False
+
+
 class _Decompressor(Protocol):
     def __call__(self, chunk: bytes | None) -> bytes: ...
 
 
-def _decompressor(encoding: str, limit_bytes: int) -> _Decompressor:
+def _decompressor(coding: str, limit_bytes: int) -> _Decompressor:
     """Return the function that decompresses a body's chunks; None after the last one.
 
-    A chunk never yields more than one byte over the limit.
+    A chunk never yields more than one byte over the limit. Of zstd it yields the compressed bytes:
+    `_decompress_zstd` can bound only what it makes of a whole body.
     """
-    coding = encoding.strip().lower()
-    if coding in ("", "identity"):
-        return lambda chunk: chunk or b""
     if coding not in _WINDOW_BITS:
-        expected = f"one of {', '.join(_WINDOW_BITS)}, or none"
-        raise UnreadableBody(
-            415, f"header Content-Encoding: expected {expected}, got {encoding[:40]!r}"
-        )
+        return lambda chunk: chunk or b""
     stream = zlib.decompressobj(_WINDOW_BITS[coding])
 
     def decompress(chunk: bytes | None) -> bytes:
@@ -387,6 +427,18 @@ def _decompressor(encoding: str, limit_bytes: int) -> _Decompressor:
         return part
 
     return decompress
+
+
+def _decompress_zstd(body: bytes, limit_bytes: int) -> bytes:
+    """Decompress a body of any number of frames. Raises `UnreadableBody` and `TOO_LARGE`."""
+    plain = np.empty(limit_bytes, np.uint8)  # takes memory only as it is written
+    try:
+        size = cramjam.zstd.decompress_into(body, plain.data)
+    except cramjam.DecompressionError as error:
+        if "whole buffer" in str(error):  # `std::io::ErrorKind::WriteZero`: the buffer is full
+            raise _too_large(limit_bytes, "more") from None
+        raise UnreadableBody(400, f"body: expected {ZSTD}: {error}") from error
+    return plain[:size].tobytes()
 
 
 def _too_large(limit_bytes: int, got: str) -> Rejected:

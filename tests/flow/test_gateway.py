@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import cramjam
 import msgspec
 import numpy as np
 import pytest
 from aiohttp import ClientSession
 
+from headrace.config import make_settings
+from headrace.errors import ConfigurationError
 from headrace.log.port import TopicPartition
 from headrace.protocol.tensors import DATATYPES, from_array
 from headrace.tuning import GatewayTuning
@@ -27,6 +30,20 @@ from tests.support.python_models import GATE, add_gated_model, shut_gate
 from tests.support.tree import ROOT
 
 PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
+BODY = msgspec.json.encode({"inputs": [PIXELS]})
+
+
+def compress_zstd(body: bytes) -> bytes:
+    return bytes(cramjam.zstd.compress(body))
+
+
+def decompress(body: bytes, coding: str | None) -> bytes:
+    match coding:
+        case "zstd":
+            return bytes(cramjam.zstd.decompress(body))
+        case "gzip":
+            return gzip.decompress(body)
+    return body
 
 
 @pytest.fixture
@@ -82,7 +99,8 @@ async def test_bare_tensor_body_becomes_single_input_of_model(repository: Path) 
 
 
 @pytest.mark.parametrize(
-    ("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+    ("coding", "compress"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress)],
 )
 async def test_compressed_request_and_response_bodies_are_decoded(
     repository: Path, coding: str, compress: Callable[[bytes], bytes]
@@ -99,6 +117,52 @@ async def test_compressed_request_and_response_bodies_are_decoded(
 
     assert response.headers["Content-Encoding"] == coding
     assert response.json["outputs"][0]["shape"] == [100, 10]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "coding"),
+    [
+        ("zstd", "zstd"),
+        ("gzip;q=0.5, zstd;q=0.9", "zstd"),
+        ("gzip, zstd;q=0", "gzip"),
+        ("br", None),
+    ],
+)
+async def test_answer_has_coding_that_caller_accepts(
+    repository: Path, accepted: str, coding: str | None
+) -> None:
+    """Where zstd is accepted, it is taken; the request is in zstd each time."""
+    rows = {**PIXELS, "shape": [100, 64], "data": [1.0] * 6400}
+    body = compress_zstd(msgspec.json.encode({"inputs": [rows]}))
+    headers = {"Content-Encoding": "zstd", "Accept-Encoding": accepted}
+    async with (
+        gateway_of(repository) as served,
+        ClientSession(auto_decompress=False) as http,
+        http.post(
+            f"http://{served.url}/v2/models/digits/infer", data=body, headers=headers
+        ) as response,
+    ):
+        answer = await response.read()
+
+    assert response.headers.get("Content-Encoding") == coding
+    plain = decompress(answer, coding)
+    assert msgspec.json.decode(plain)["outputs"][0]["shape"] == [100, 10]
+
+
+async def test_base_path_is_before_all_paths(repository: Path) -> None:
+    """Without it nothing is found."""
+    async with gateway_of(repository, base_path="/a/b") as served:
+        found = await served.post("/a/b/v2/models/digits/infer", BODY)
+        missing = await served.post("/v2/models/digits/infer", BODY)
+
+    assert (found.status, missing.status) == (200, 404)
+
+
+@pytest.mark.parametrize("path", ["a", "/a/", "/", "/a b", "/{model}"])
+def test_base_path_of_other_form_is_refused(path: str) -> None:
+    """It begins with a slash and does not end with one."""
+    with pytest.raises(ConfigurationError, match=r"gateway\.base_path"):
+        make_settings({"gateway": {"base_path": path}})
 
 
 @pytest.fixture
@@ -324,6 +388,10 @@ BAD_REQUESTS = {
     "no gzip": ({"Content-Encoding": "gzip"}, b"{}", 400, "gzip"),
     "cut gzip": ({"Content-Encoding": "gzip"}, gzip.compress(b"{}")[:-4], 400, "a part"),
     "two gzips": ({"Content-Encoding": "gzip"}, gzip.compress(b"{}") * 2, 400, "after it"),
+    "no zstd": ({"Content-Encoding": "zstd"}, b"{}", 400, "zstd"),
+    "cut zstd": ({"Content-Encoding": "zstd"}, compress_zstd(b"{}")[:-1], 400, "zstd"),
+    "bytes after zstd": ({"Content-Encoding": "zstd"}, compress_zstd(b"{}") + b"{}", 400, "zstd"),
+    "zstd bomb": ({"Content-Encoding": "zstd"}, compress_zstd(bytes(10**8)), 413, "65536"),
     "too large": ({}, b" " * 70_000, 413, "65536"),
     "bomb": ({"Content-Encoding": "gzip"}, gzip.compress(bytes(10**7)), 413, "65536"),
     "no transform": ({"Content-Type": "image/jpeg"}, b"x", 400, "image/jpeg"),
