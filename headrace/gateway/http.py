@@ -1,7 +1,8 @@
 """The door for HTTP: the Open Inference Protocol, REST, with Triton's extensions for clients.
 
-`HttpDoor._take` is a request's whole way through the door. The metadata and health paths beside it
-answer from the models and the health of this process. Protocol:
+`HttpDoor._take` is a request's whole way through the door, and `_take_predict` that of one in the
+older protocol. The metadata and health paths beside them answer from the models and the health of
+this process. Protocol:
 https://github.com/kserve/open-inference-protocol (REST); extensions: binary tensor data and model
 configuration, https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -23,7 +25,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from headrace import __version__
-from headrace.client import Response
 from headrace.errors import Code, Rejected
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
@@ -38,6 +39,7 @@ from headrace.gateway.gateway import (
     read_number,
     read_priority,
 )
+from headrace.gateway.predict import decode_predict, encode_predictions
 from headrace.gateway.spans import ServerSpan
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
@@ -161,6 +163,11 @@ class HttpDoor:
         router.add_post(f"{repository}/index", self._show_index)
         loading = f"{repository}/models/{{model}}/{{action:load|unload}}"
         router.add_post(loading, self._refuse_loading)
+        older = f"{self._gateway.settings.base_path}/v1/models"
+        router.add_get(older, self._show_models)
+        for path in (f"{older}/{{model}}", f"{older}/{{model}}/versions/{{version}}"):
+            router.add_get(path, self._show_model_status)
+            router.add_post(f"{path}:predict", self._predict)
         return application
 
     @web.middleware
@@ -189,13 +196,23 @@ class HttpDoor:
     # --- inference ----------------------------------------------------------------------------
 
     async def _infer(self, request: web.Request) -> web.Response:
+        return await self._answer(request, self._take)
+
+    async def _predict(self, request: web.Request) -> web.Response:
+        return await self._answer(request, self._take_predict)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        take: Callable[[web.Request, ServerSpan], Awaitable[web.Response]],
+    ) -> web.Response:
         """Take a request, and count it with the status that its caller gets."""
         began_s = time.monotonic()
         status = CALLER_GONE
         given = (request.headers.get(name) for name in (TRACEPARENT, TRACESTATE))
         span = self._gateway.spans.begin(*given)
         try:
-            response = await self._take(request, span)
+            response = await take(request, span)
             status = response.status
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             answer = answer_of_error(error)
@@ -251,7 +268,24 @@ class HttpDoor:
                 urgency = self._urgency(request, call.timeout_us)
                 answer = await gateway.infer(model, version, call, urgency, span.headers)
             span.answered(answer)
-            return self._answer_response(answer, call, request.headers.get("Accept-Encoding", ""))
+            body, json_bytes = encode_answer(answer, call)
+            headers = {"Content-Type": JSON}
+            if json_bytes is not None:
+                headers = {"Content-Type": OCTETS, JSON_BYTES: str(json_bytes)}
+            return self._compressed(request, body, headers)
+
+    async def _take_predict(self, request: web.Request, span: ServerSpan) -> web.Response:
+        """Do the same for a request of TensorFlow Serving's protocol."""
+        gateway = self._gateway
+        model, version = request.match_info["model"], request.match_info.get("version")
+        with gateway.under_way.counting() as counted:
+            body = await self._read_body(request, counted)
+            predict = decode_predict(body, self._find_version(request).signature)
+            urgency = self._urgency(request)
+            answer = await gateway.infer(model, version, predict.call, urgency, span.headers)
+            span.answered(answer)
+            answered = encode_predictions(answer, predict)
+            return self._compressed(request, answered, {"Content-Type": JSON})
 
     async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
@@ -291,16 +325,13 @@ class HttpDoor:
         given_s = (each for each in ((timeout_ms or 0) / 1e3, timeout_us / 1e6) if each)
         return self._gateway.urgency(given_s, read_priority(PRIORITY, headers.get(PRIORITY)))
 
-    def _answer_response(
-        self, answer: Response, call: InferCall | None, accepted: str
+    def _compressed(
+        self, request: web.Request, body: bytes, headers: dict[str, str]
     ) -> web.Response:
-        body, json_bytes = encode_answer(answer, call)
-        headers = {"Content-Type": JSON}
-        if json_bytes is not None:
-            headers = {"Content-Type": OCTETS, JSON_BYTES: str(json_bytes)}
+        """Return the response, compressed if it is large and the caller accepts that."""
         if len(body) < self._tuning.compressed_from_bytes:
             return web.Response(body=body, headers=headers)
-        if _accepts(accepted, ZSTD):
+        if _accepts(request.headers.get("Accept-Encoding", ""), ZSTD):
             headers["Content-Encoding"] = ZSTD
             body = bytes(cramjam.zstd.compress(body, level=self._tuning.zstd_level))
             return web.Response(body=body, headers=headers)
@@ -334,6 +365,15 @@ class HttpDoor:
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:
         return _json_response({"name": self._find_version(request).name, "ready": True})
+
+    async def _show_model_status(self, request: web.Request) -> web.Response:
+        """Describe a model as KServe (`name`, `ready`) and TensorFlow Serving do."""
+        version = self._find_version(request)
+        fine = {"error_code": "OK", "error_message": ""}
+        status = {"version": version.version, "state": "AVAILABLE", "status": fine}
+        return _json_response(
+            {"name": version.name, "ready": True, "model_version_status": [status]}
+        )
 
     async def _show_config(self, request: web.Request) -> web.Response:
         return _json_response(describe_config(self._find_version(request)))

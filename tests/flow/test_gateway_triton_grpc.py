@@ -17,6 +17,7 @@ import tritonclient.grpc.aio as triton_aio
 from headrace.protocol.tensors import DATATYPES
 from tests.support.conditions import DEADLINE_S
 from tests.support.gateways import add_identities, gateway_of, values_of
+from tests.support.python_models import ECHO, add_whole_model
 from tests.support.tree import ROOT
 
 CODINGS = (None, "gzip", "deflate")
@@ -117,22 +118,9 @@ async def test_asyncio_client_gets_every_datatype_back(repository: Path) -> None
         np.testing.assert_array_equal(result.as_numpy("y"), values_of(datatype))
 
 
-ECHO = """
-class Model:
-    inputs = [("x", "BYTES", (-1, 2))]
-    outputs = [("y", "BYTES", (-1, 2))]
-
-    def run(self, inputs):
-        return {"y": inputs["x"].copy()}
-"""
-
-
 async def test_bytes_that_are_no_text_come_back(tmp_path: Path) -> None:
     """A model in Python takes any bytes; ONNX Runtime takes UTF-8 alone."""
-    directory = tmp_path / "echo" / "1"
-    directory.mkdir(parents=True)
-    (directory / "model.py").write_text(ECHO)
-    (tmp_path / "echo" / "model.toml").write_text('backend = "python"\nprobe = false\n')
+    add_whole_model(tmp_path, "echo", ECHO)
     values = np.array([[b"\xff\x00", b""], [b"\0", bytes(range(256))]], dtype=object)
     tensor = triton_aio.InferInput("x", [2, 2], "BYTES")
     tensor.set_data_from_numpy(values)

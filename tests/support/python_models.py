@@ -65,6 +65,17 @@ class Model:
 """
 
 
+ECHO = """
+class Model:
+    inputs = [("x", "BYTES", (-1, 2))]
+    outputs = [("y", "BYTES", (-1, 2))]
+
+    def run(self, inputs):
+        return {"y": inputs["x"].copy()}
+"""
+"""A model that returns any bytes; ONNX Runtime takes UTF-8 alone."""
+
+
 def add_python_model(
     repository: Path, run: str, *, name: str = "model", version: int = 1, config: str = ""
 ) -> None:
@@ -78,6 +89,14 @@ def add_python_model(
     if "probe" not in config:
         config += "\nprobe = false"
     (repository / name / "model.toml").write_text(f'backend = "python"\n{config}\n')
+
+
+def add_whole_model(repository: Path, name: str, code: str) -> None:
+    """Add a model whose whole `model.py` is given."""
+    directory = repository / name / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.py").write_text(code)
+    (repository / name / "model.toml").write_text('backend = "python"\nprobe = false\n')
 
 
 @contextmanager
