@@ -30,10 +30,14 @@ class Process:
     Args:
         stages: as on the command line.
         environment: settings, as `HEADRACE_…` variables.
+        options: before the stages on the command line.
     """
 
-    def __init__(self, stages: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self, stages: str, environment: dict[str, str], options: Sequence[str] = ()
+    ) -> None:
         self._stages = stages
+        self._options = options
         self._environment = {
             **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
             **environment,
@@ -52,6 +56,7 @@ class Process:
         self._process = await asyncio.create_subprocess_exec(
             HEADRACE,
             "run",
+            *self._options,
             self._stages,
             env=self._environment,
             stdin=subprocess.DEVNULL,
