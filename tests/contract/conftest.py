@@ -10,6 +10,7 @@ from headrace.config import KafkaSettings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
+from tests.support.logs import PATIENT
 
 MakeTopic = Callable[..., Awaitable[list[TopicPartition]]]
 
@@ -32,7 +33,8 @@ def adapter(request: pytest.FixtureRequest) -> Log:
     broker = request.getfixturevalue("kafka")
     # Heartbeats, by which members learn of a rebalance, come several times in a session timeout.
     return KafkaLog(
-        KafkaSettings(bootstrap_servers=broker.bootstrap_servers, session_timeout_ms=3000)
+        KafkaSettings(bootstrap_servers=broker.bootstrap_servers, session_timeout_ms=3000),
+        tuning=PATIENT,
     )
 
 

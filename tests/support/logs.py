@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
+from headrace.tuning import TUNING
 
 POLL_S = 0.1
 DEADLINE_S = 20.0
+PATIENT = replace(TUNING.kafka, topic_timeout_s=DEADLINE_S)
+"""For tests that are not about slow brokers: on a busy machine one may take seconds to answer."""
 
 OnPartitions = Callable[[Sequence[TopicPartition]], Awaitable[None]]
 
