@@ -147,6 +147,10 @@ $(PEERS)/.complete: benchmarks/peers.txt
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
 	@touch $@
 
+.PHONY: bench-doors
+bench-doors: setup ## measure its doors beside MLServer, LitServe and BentoML; 25 minutes, BENCH=--quick three
+	@$(BIN)/python -m benchmarks.doors $(BENCH)
+
 .PHONY: soak
 soak: setup ## hold a load for an hour and watch the memory; MINUTES=60
 	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
+
+import psutil
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -21,16 +25,25 @@ class ProgramFailed(Exception):
 
 
 class Program(NamedTuple):
-    """A command line, and environment variables that override ours."""
+    """A command line, environment variables that override ours, and a working directory."""
 
     command: Sequence[str | Path]
     environment: Mapping[str, str] = {}
+    directory: Path | None = None
 
 
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process since its start: all threads, user and system time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and its running descendants."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return [pid]
 
 
 def resident_bytes(pid: int) -> int:
@@ -43,6 +56,15 @@ def without_directories(text: str) -> str:
     for directory in (Path.cwd(), Path.home(), Path(tempfile.gettempdir())):
         text = text.replace(f"{directory}/", "")
     return text
+
+
+def _family_cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and of those that it has started."""
+    total_s = 0.0
+    for each in family(pid):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            total_s += cpu_s(each)
+    return total_s
 
 
 class Running:
@@ -70,6 +92,7 @@ class Running:
         return subprocess.Popen(
             program.command,
             env={**ours, **program.environment},
+            cwd=program.directory,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -85,6 +108,9 @@ class Running:
 
     def _end(self) -> None:
         for process in self._processes:
+            for pid in family(process.pid)[1:]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.kill()
         for process in self._processes:
             process.wait()
@@ -113,7 +139,7 @@ class Running:
 
     def cpu_each_s(self) -> list[float]:
         """Return the CPU time of each since its start, in the order of the programs."""
-        return [cpu_s(process.pid) for process in self._processes]
+        return [_family_cpu_s(process.pid) for process in self._processes]
 
     def signal(self, number: int) -> None:
         """Send a signal to all of them."""
