@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.client import Response
 from headrace.errors import Code, Rejected
+from headrace.gateway.classification import take_class_count
 from headrace.models.signature import Signature
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, shown
@@ -46,7 +48,6 @@ _UNSUPPORTED = {
     "shared_memory_region": "none: tensors are in the body",
     "shared_memory_offset": "none: tensors are in the body",
     "shared_memory_byte_size": "none: tensors are in the body",
-    "classification": "none; postprocess in the model's model.toml does it",
 }
 
 
@@ -60,6 +61,7 @@ class InferCall(NamedTuple):
         timeout_us: time that the caller gives in the parameter `timeout`; 0 if it gives none.
         binary: by output, whether its tensor is to follow the JSON.
         binary_by_default: the same for outputs that `binary` does not name.
+        classes: by output, how many of its top classes are to be the answer; others are not named.
     """
 
     id: str | None
@@ -69,6 +71,7 @@ class InferCall(NamedTuple):
     timeout_us: int
     binary: dict[str, bool]
     binary_by_default: bool
+    classes: Mapping[str, int] = MappingProxyType({})
 
 
 class EncodedAnswer(NamedTuple):
@@ -149,14 +152,16 @@ def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
         _refuse("body", "no bytes after those of the tensors", f"{len(tail)} more")
     parameters = dict(request.parameters or {})
     timeout_us = take_timeout_us(parameters)
+    binary, classes = _requested_forms(request.outputs or ())
     return InferCall(
         id=request.id,
         inputs=inputs,
         outputs=[output.name for output in request.outputs] if request.outputs else None,
         parameters=parameters,
         timeout_us=timeout_us,
-        binary=_requested_forms(request.outputs or ()),
+        binary=binary,
         binary_by_default=_flag(parameters, BINARY_OUTPUT, "parameters") or False,
+        classes=classes,
     )
 
 
@@ -179,8 +184,12 @@ def _content(tensor: _Input, tail: memoryview, where: str) -> tuple[bytes | memo
     return tail[:size], tail[size:]
 
 
-def _requested_forms(outputs: Sequence[RequestedOutput]) -> dict[str, bool]:
+def _requested_forms(
+    outputs: Sequence[RequestedOutput],
+) -> tuple[dict[str, bool], dict[str, int]]:
+    """Return `binary` and `classes` of the call."""
     binary: dict[str, bool] = {}
+    classes: dict[str, int] = {}
     for number, output in enumerate(outputs):
         where = f"outputs[{number}]"
         parameters = dict(output.parameters or {})
@@ -188,7 +197,9 @@ def _requested_forms(outputs: Sequence[RequestedOutput]) -> dict[str, bool]:
         wanted = _flag(parameters, BINARY, f"{where}.parameters")
         if wanted is not None:
             binary[output.name] = wanted
-    return binary
+        if count := take_class_count(parameters, where):
+            classes[output.name] = count
+    return binary, classes
 
 
 def _flag(parameters: dict[str, Parameter], name: str, where: str) -> bool | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -13,6 +13,7 @@ import structlog
 from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout, Response
 from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
+from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
@@ -39,6 +40,9 @@ _INDEX_STATES = {
     State.FAILED: "UNAVAILABLE",
     State.UNLOADING: "UNLOADING",
 }
+
+EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics")
+"""Triton's extensions that all doors have, by their names in the metadata of a server."""
 
 NO_LOADING = {
     "load": "models are loaded when they appear in models.repository",
@@ -228,7 +232,7 @@ class Gateway:
         Raises:
             Exception: `answer_of_error` knows what to tell the caller.
         """
-        return await self.statistics.counted(
+        answer = await self.statistics.counted(
             model,
             version,
             self._client.infer(
@@ -243,6 +247,20 @@ class Gateway:
                 headers=headers,
             ),
         )
+        return self._classify(answer, call.classes) if call.classes else answer
+
+    def _classify(self, answer: Response, classes: Mapping[str, int]) -> Response:
+        """Replace outputs by their top classes, with the labels of the version that answered."""
+        try:
+            version = self.models.lookup(answer.model_name, answer.model_version)
+        except Rejected as error:  # the stages have read the repository earlier or later
+            raise Unavailable(f"gateway: unknown version answered: {error}") from error
+        outputs = dict(answer.outputs)
+        for name, count in classes.items():
+            labels = version.labels.get(name, ())
+            batched = version.signature.batched
+            outputs[name] = classify(name, outputs[name], count, batched=batched, labels=labels)
+        return answer._replace(outputs=outputs)
 
     async def infer_payload(
         self,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.client import Response
 from headrace.errors import Code, Rejected
+from headrace.gateway.classification import take_class_count
 from headrace.gateway.codec import InferCall, refuse_unsupported, take_timeout_us
 from headrace.gateway.open_inference_pb2 import (
     InferParameter,
@@ -76,9 +77,6 @@ def decode_call(request: ModelInferRequest) -> InferCall:
         inputs[tensor.name] = _array_of_bytes(tensor, raw[number], where)
     if raw and len(raw) != len(request.inputs):
         _refuse("raw_input_contents", f"one for each of {len(request.inputs)} inputs", len(raw))
-    for number, output in enumerate(request.outputs):
-        where = f"outputs[{number}]"
-        refuse_unsupported(_parameters(output.parameters, f"{where}.parameters"), where)
     parameters = _parameters(request.parameters, "parameters")
     return InferCall(
         id=request.id or None,
@@ -88,7 +86,19 @@ def decode_call(request: ModelInferRequest) -> InferCall:
         parameters=parameters,
         binary={},
         binary_by_default=True,
+        classes=_requested_classes(request),
     )
+
+
+def _requested_classes(request: ModelInferRequest) -> dict[str, int]:
+    classes: dict[str, int] = {}
+    for number, output in enumerate(request.outputs):
+        where = f"outputs[{number}]"
+        parameters = _parameters(output.parameters, f"{where}.parameters")
+        refuse_unsupported(parameters, where)
+        if count := take_class_count(parameters, where):
+            classes[output.name] = count
+    return classes
 
 
 def _array_of_bytes(

@@ -29,6 +29,7 @@ from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.gateway import (
+    EXTENSIONS,
     NO_LOADING,
     UNAVAILABLE,
     ErrorAnswer,
@@ -319,9 +320,8 @@ class GrpcDoor:
         return messages.ServerReadyResponse(ready=self._gateway.health.ready)
 
     def _show_server(self, request: messages.ServerMetadataRequest) -> Message:
-        extensions = ["model_configuration", "model_repository", "statistics"]
         return messages.ServerMetadataResponse(
-            name="headrace", version=__version__, extensions=extensions
+            name="headrace", version=__version__, extensions=EXTENSIONS
         )
 
     def _show_model_ready(self, request: messages.ModelReadyRequest) -> Message:

@@ -28,6 +28,7 @@ from headrace import __version__
 from headrace.errors import Code, Rejected
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
+    EXTENSIONS,
     MAX_TIMEOUT_MS,
     NO_LOADING,
     UNAVAILABLE,
@@ -350,7 +351,7 @@ class HttpDoor:
         return _json_response({"ready": ready}, 200 if ready else 503)
 
     async def _show_server(self, request: web.Request) -> web.Response:
-        extensions = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+        extensions = ["binary_tensor_data", *EXTENSIONS]
         return _json_response(
             {"name": "headrace", "version": __version__, "extensions": extensions}
         )

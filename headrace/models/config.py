@@ -174,6 +174,8 @@ class ModelConfig(_Group):
     """Output that the steps are applied to; empty: the only one."""
     labels: str = ""
     """File with one label per class, in the version's directory or beside this file."""
+    output_labels: dict[str, str] = {}
+    """Such files by output, for callers that ask a gateway for the top classes of an output."""
     inputs: tuple[DeclaredTensor, ...] = ()
     outputs: tuple[DeclaredTensor, ...] = ()
     _declared: frozenset[str] = frozenset()

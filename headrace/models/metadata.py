@@ -43,14 +43,18 @@ def describe_config(version: ModelVersion) -> dict[str, Any]:
     batch dimension out. Source: `model_config.proto` of
     https://github.com/triton-inference-server/common.
     """
-    signature = version.signature
+    signature, labels = version.signature, version.config.output_labels
+    outputs = [_configure_tensor(spec, signature.batched) for spec in signature.outputs]
+    for output in outputs:
+        if output["name"] in labels:
+            output["label_filename"] = labels[output["name"]]
     return {
         "name": version.name,
         "platform": _PLATFORMS[version.config.backend],
         "backend": _BACKENDS[version.config.backend],
         "max_batch_size": version.max_batch_size if signature.batched else 0,
         "input": [_configure_tensor(spec, signature.batched) for spec in signature.inputs],
-        "output": [_configure_tensor(spec, signature.batched) for spec in signature.outputs],
+        "output": outputs,
     }
 
 

@@ -14,6 +14,7 @@ Operators: https://onnx.ai/onnx/operators (Softmax, ArgMax, TopK), along the las
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -181,6 +182,37 @@ def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
             raise ConfigurationError(f"{path}: {error}") from error
         return tuple(line.strip().encode() for line in text.splitlines())
     raise ConfigurationError(f"labels: expected a file {places[0]} or {places[1]}, got none")
+
+
+def read_output_labels(
+    directory: Path, files: Mapping[str, str], signature: Signature
+) -> dict[str, tuple[bytes, ...]]:
+    """Return the labels of each output that has a file in `output_labels`.
+
+    Raises:
+        ConfigurationError: there is no such output, it has no numbers, or another number of
+            elements in a row; or see `read_labels`.
+    """
+    specs = {spec.name: spec for spec in signature.outputs}
+    labels: dict[str, tuple[bytes, ...]] = {}
+    for name, file in files.items():
+        where = f"output_labels.{name}"
+        if name not in specs:
+            raise ConfigurationError(f"{where}: expected one of {', '.join(specs)}")
+        spec = specs[name]
+        if spec.datatype in ("BOOL", "BYTES"):
+            raise ConfigurationError(
+                f"{where}: expected an output of numbers, got one of {spec.datatype}"
+            )
+        try:
+            labels[name] = read_labels(directory, file)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from error
+        dimensions = spec.shape[1:] if signature.batched else spec.shape
+        classes = math.prod(dimensions)
+        if -1 not in dimensions and classes != len(labels[name]):
+            raise ConfigurationError(f"{where}: expected {classes} lines, got {len(labels[name])}")
+    return labels
 
 
 def append_nodes(model: onnx.ModelProto, appendix: Appendix) -> None:

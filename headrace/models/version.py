@@ -12,6 +12,7 @@ from headrace.models.config import CPU, ModelConfig
 from headrace.models.inputs.binding import Binder
 from headrace.models.inputs.padding import add_padding
 from headrace.models.inputs.transforms import make_transform
+from headrace.models.processing import read_output_labels
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.latency import Latency
 from headrace.models.repository import FoundModel, FoundVersion, read_signature
@@ -41,6 +42,7 @@ class ModelVersion:
     Attributes:
         config: configuration of the model.
         signature: signature of this version.
+        labels: of the classes of an output, by output; see `output_labels` of the configuration.
         stamp: changes when a file of the version changes.
         bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
         transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.
@@ -66,6 +68,7 @@ class ModelVersion:
         self.stamp = found.stamp
         self.config: ModelConfig = model.config
         self.signature = add_padding(read_signature(found, model.config), model.config)
+        self.labels = read_output_labels(self.directory, self.config.output_labels, self.signature)
         self.bind = self._binder().bind
         self.transform = make_transform(model.directory, model.config, self.signature)
         self.max_batch_size = model.config.max_batch_size

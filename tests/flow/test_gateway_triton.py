@@ -96,10 +96,12 @@ async def test_tritonclient_asyncio_gets_every_datatype_back(repository: Path) -
 
 
 async def test_triton_example_of_page_prints_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page's code prints the label of its image."""
+    """The page's code prints the label of its image, and its best classes."""
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     async with gateway_of(ROOT / "headrace" / "tools" / "demo" / "models") as served:
         await asyncio.to_thread(exec, code.replace("127.0.0.1:8000", served.url), {})
 
-    assert re.search(r"^\[\d\]$", capsys.readouterr().out, flags=re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert re.search(r"^\[\d\]$", printed, flags=re.MULTILINE)
+    assert re.search(r"^\[\[b'0\.\d+:\d'( b'0\.\d+:\d'){2}\]\]$", printed, flags=re.MULTILINE)

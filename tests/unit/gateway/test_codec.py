@@ -118,9 +118,9 @@ BAD_BODIES = {
         "tensors are in the body",
     ),
     "classification": (
-        encoded(ONE, outputs=[{"name": "y", "parameters": {"classification": 3}}]),
+        encoded(ONE, outputs=[{"name": "y", "parameters": {"classification": -3}}]),
         None,
-        "postprocess",
+        "from 0 to 1000",
     ),
 }
 

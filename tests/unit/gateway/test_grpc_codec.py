@@ -157,9 +157,9 @@ BAD_REQUESTS = {
     ),
     "classification": (
         request_of(
-            ONE, outputs=[{"name": "y", "parameters": {"classification": {"int64_param": 3}}}]
+            ONE, outputs=[{"name": "y", "parameters": {"classification": {"int64_param": -3}}}]
         ),
-        "postprocess",
+        "from 0 to 1000",
     ),
 }
 

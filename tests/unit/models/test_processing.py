@@ -15,7 +15,7 @@ from headrace.errors import ConfigurationError
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.port import ReusedInputs
 from headrace.models.config import make_model_config
-from headrace.models.processing import plan_processing
+from headrace.models.processing import plan_processing, read_output_labels
 from headrace.models.repository import FoundVersion, read_signature
 from headrace.models.signature import read_onnx_signature
 from tests.support import models
@@ -252,6 +252,28 @@ def test_contradicting_processing_keys_are_refused(values: dict[str, Any], fault
     """The error comes before any model is read."""
     with pytest.raises(ConfigurationError, match=fault):
         make_model_config(values, models.settings_for(Path()))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "fault"),
+    [
+        ("other", "labels.txt", "output_labels.other: expected one of scores"),
+        ("scores", "few.txt", "output_labels.scores: expected 10 lines, got 2"),
+        ("scores", "../../secret.txt", "expected a file in the model's directory"),
+        ("scores", "none.txt", "expected a file .*none.txt"),
+    ],
+)
+def test_output_labels_that_do_not_fit_are_refused(
+    tmp_path: Path, name: str, file: str, fault: str
+) -> None:
+    """The error names the output."""
+    directory = models.add_version(tmp_path, "model", 1, scores())
+    (directory / "few.txt").write_text("one\ntwo\n", encoding="utf-8")
+    (tmp_path / "secret.txt").write_text(LABELS, encoding="utf-8")
+    (directory / "labels.txt").write_text(LABELS, encoding="utf-8")
+    signature = read_onnx_signature(directory / "model.onnx")
+    with pytest.raises(ConfigurationError, match=fault):
+        read_output_labels(directory, {name: file}, signature)
 
 
 def test_labels_of_another_directory_are_refused(tmp_path: Path) -> None:
