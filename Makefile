@@ -74,12 +74,14 @@ types: setup ## mypy, strict, on code and tests
 	@$(BIN)/mypy
 
 .PHONY: schemas
-schemas: setup ## write schemas/ anew from the types in headrace/protocol/messages.py
+schemas: setup ## write schemas/ anew from the types in headrace/protocol and headrace/gateway
 	@$(BIN)/python -m headrace.protocol.schemas
+	@$(BIN)/python -m headrace.gateway.openapi
 
 .PHONY: schemas-check
 schemas-check: setup ## fail if schemas/ differs from the types
 	@$(BIN)/python -m headrace.protocol.schemas --check
+	@$(BIN)/python -m headrace.gateway.openapi --check
 
 .PHONY: stubs
 stubs: setup ## generate headrace/gateway/open_inference_pb2.py anew from the .proto

@@ -81,7 +81,9 @@ class EncodedAnswer(NamedTuple):
     json_bytes: int | None
 
 
-class _Input(Struct, kw_only=True):
+class InferInput(Struct, kw_only=True):
+    """One input: its elements are in `data`, or follow the JSON (`binary_data_size`)."""
+
     name: Name
     datatype: Text
     shape: Shape
@@ -89,14 +91,18 @@ class _Input(Struct, kw_only=True):
     parameters: Parameters | None = None
 
 
-class _InferBody(Struct, kw_only=True):
+class InferRequest(Struct, kw_only=True):
+    """The JSON of an inference request."""
+
     id: Text | None = None
     parameters: Parameters | None = None
-    inputs: Annotated[list[_Input], Meta(max_length=MAX_INPUTS)]
+    inputs: Annotated[list[InferInput], Meta(max_length=MAX_INPUTS)]
     outputs: Annotated[list[RequestedOutput], Meta(max_length=MAX_OUTPUTS)] | None = None
 
 
-class _Output(Struct, kw_only=True, omit_defaults=True):
+class InferOutput(Struct, kw_only=True, omit_defaults=True):
+    """One output: its elements are in `data`, or follow the JSON (`binary_data_size`)."""
+
     name: str
     datatype: str
     shape: list[int]
@@ -104,15 +110,17 @@ class _Output(Struct, kw_only=True, omit_defaults=True):
     parameters: Mapping[str, Parameter] | None = None
 
 
-class _AnswerBody(Struct, kw_only=True, omit_defaults=True):
+class InferResponse(Struct, kw_only=True, omit_defaults=True):
+    """The JSON of an answer; `parameters` has timings in microseconds and the batch size."""
+
     model_name: str
     model_version: str
     id: str | None = None
     parameters: dict[str, Parameter] = {}
-    outputs: list[_Output]
+    outputs: list[InferOutput]
 
 
-_decode = msgspec.json.Decoder(_InferBody).decode
+_decode = msgspec.json.Decoder(InferRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -165,7 +173,9 @@ def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
     )
 
 
-def _content(tensor: _Input, tail: memoryview, where: str) -> tuple[bytes | memoryview, memoryview]:
+def _content(
+    tensor: InferInput, tail: memoryview, where: str
+) -> tuple[bytes | memoryview, memoryview]:
     """Return the raw bytes of an input, and what is left of the bytes after the JSON."""
     parameters = tensor.parameters or {}
     refuse_unsupported(parameters, where)
@@ -273,7 +283,7 @@ def _refuse(where: str, expected: str, got: object) -> NoReturn:
 
 def encode_answer(answer: Response, call: InferCall | None = None) -> EncodedAnswer:
     """Encode an answer in the forms that the call asks for; without a call, all in JSON."""
-    outputs: list[_Output] = []
+    outputs: list[InferOutput] = []
     tensors: list[bytes | memoryview] = []
     for name, array in answer.outputs.items():
         tensor = from_array(name, array)
@@ -286,7 +296,7 @@ def encode_answer(answer: Response, call: InferCall | None = None) -> EncodedAns
         else:
             data, parameters = bytes_to_data(tensor)
         outputs.append(
-            _Output(
+            InferOutput(
                 name=name,
                 datatype=tensor.datatype,
                 shape=list(tensor.shape),
@@ -295,7 +305,7 @@ def encode_answer(answer: Response, call: InferCall | None = None) -> EncodedAns
             )
         )
     head = _encode(
-        _AnswerBody(
+        InferResponse(
             model_name=answer.model_name,
             model_version=answer.model_version,
             id=answer.id,

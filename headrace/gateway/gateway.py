@@ -13,6 +13,7 @@ import structlog
 from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout, Response
 from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
+from headrace.gateway.bodies import IndexEntry
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
 from headrace.gateway.spans import ServerSpans
@@ -64,15 +65,6 @@ class ErrorAnswer(NamedTuple):
     message: str
     retriable: bool
     retry_after_ms: int | None = None
-
-
-class IndexEntry(NamedTuple):
-    """A version in the repository, as Triton's extension for model repositories lists it."""
-
-    name: str
-    version: str
-    state: str
-    reason: str
 
 
 class Urgency(NamedTuple):
@@ -206,7 +198,12 @@ class Gateway:
     def index(self, *, ready_only: bool) -> list[IndexEntry]:
         """Return the versions of all models, and the faults of those that cannot be loaded."""
         return [
-            IndexEntry(each["name"], each["version"], _INDEX_STATES[each["state"]], each["reason"])
+            IndexEntry(
+                name=each["name"],
+                version=each["version"],
+                state=_INDEX_STATES[each["state"]],
+                reason=each["reason"],
+            )
             for each in self.models.status()
             if not ready_only or each["state"] == State.READY
         ]

@@ -335,7 +335,7 @@ class GrpcDoor:
     def _show_model(self, request: messages.ModelMetadataRequest) -> Message:
         models = self._gateway.models
         version = models.lookup(request.name, request.version or None)
-        described = describe_model(version, models.versions(State.READY))
+        described: dict[str, Any] = {**describe_model(version, models.versions(State.READY))}
         del described["batching"]
         return messages.ModelMetadataResponse(**described)
 
@@ -353,7 +353,7 @@ class GrpcDoor:
     def _show_index(self, request: messages.RepositoryIndexRequest) -> Message:
         index = messages.RepositoryIndexResponse()
         for entry in self._gateway.index(ready_only=request.ready):
-            index.models.add(**entry._asdict())
+            index.models.add(**entry)
         return index
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import cramjam
 import msgspec
@@ -26,6 +26,20 @@ from aiohttp.typedefs import Handler
 
 from headrace import __version__
 from headrace.errors import Code, Rejected
+from headrace.gateway.bodies import (
+    AllStatistics,
+    ErrorBody,
+    ErrorDetails,
+    IndexOptions,
+    Live,
+    ModelNames,
+    ModelReady,
+    ModelStatus,
+    Ready,
+    ServerMetadata,
+    VersionStatus,
+    VersionStatusText,
+)
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
     EXTENSIONS,
@@ -96,12 +110,6 @@ class UnreadableBody(Rejected):
         self.status = status
 
 
-class _IndexOptions(msgspec.Struct):
-    """The body of a request for the index; Triton gives meaning to nothing else in it."""
-
-    ready: bool = False
-
-
 class HttpDoor:
     """An HTTP server in front of a gateway; entering starts it, leaving stops it.
 
@@ -144,31 +152,41 @@ class HttpDoor:
         """Take no further connections; each of those that are open ends after its next answer."""
         self._listener.stop_listening()
 
+    def routes(self) -> list[web.RouteDef]:
+        """Return the methods and paths that the door answers; `headrace.gateway.openapi` describes
+        them.
+        """
+        base_path = self._gateway.settings.base_path
+        root, older = f"{base_path}/v2", f"{base_path}/v1/models"
+        routes = [
+            web.get(root, self._show_server),
+            web.get(f"{root}/health/live", self._show_live),
+            web.get(f"{root}/health/ready", self._show_ready),
+            web.get(f"{root}/models", self._show_models),
+            # before the model of that name
+            web.get(f"{root}/models/stats", self._show_statistics),
+            web.post(f"{root}/repository/index", self._show_index),
+            web.get(older, self._show_models),
+        ]
+        for action in NO_LOADING:
+            path = f"{root}/repository/models/{{model}}/{action}"
+            routes.append(web.post(path, self._refuse_loading))
+        for model in ("{model}", "{model}/versions/{version}"):
+            path = f"{root}/models/{model}"
+            routes += [
+                web.get(path, self._show_model),
+                web.get(f"{path}/ready", self._show_model_ready),
+                web.get(f"{path}/config", self._show_config),
+                web.get(f"{path}/stats", self._show_statistics),
+                web.post(f"{path}/infer", self._infer),
+                web.get(f"{older}/{model}", self._show_model_status),
+                web.post(f"{older}/{model}:predict", self._predict),
+            ]
+        return routes
+
     def _make_application(self) -> web.Application:
         application = web.Application(middlewares=[self._answer_on_connection, self._format_errors])
-        router, root = application.router, f"{self._gateway.settings.base_path}/v2"
-        router.add_get(root, self._show_server)
-        router.add_get(f"{root}/health/live", self._show_live)
-        router.add_get(f"{root}/health/ready", self._show_ready)
-        router.add_get(f"{root}/models", self._show_models)
-        # before the model of that name
-        router.add_get(f"{root}/models/stats", self._show_statistics)
-        model = f"{root}/models/{{model}}"
-        for path in (model, f"{model}/versions/{{version}}"):
-            router.add_get(path, self._show_model)
-            router.add_get(f"{path}/ready", self._show_model_ready)
-            router.add_get(f"{path}/config", self._show_config)
-            router.add_get(f"{path}/stats", self._show_statistics)
-            router.add_post(f"{path}/infer", self._infer)
-        repository = f"{root}/repository"
-        router.add_post(f"{repository}/index", self._show_index)
-        loading = f"{repository}/models/{{model}}/{{action:load|unload}}"
-        router.add_post(loading, self._refuse_loading)
-        older = f"{self._gateway.settings.base_path}/v1/models"
-        router.add_get(older, self._show_models)
-        for path in (f"{older}/{{model}}", f"{older}/{{model}}/versions/{{version}}"):
-            router.add_get(path, self._show_model_status)
-            router.add_post(f"{path}:predict", self._predict)
+        application.add_routes(self.routes())
         return application
 
     @web.middleware
@@ -190,7 +208,7 @@ class HttpDoor:
         except web.HTTPException as error:
             headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
             text = f"{request.method} {request.path}: {error.reason}"
-            return _json_response({"error": text}, error.status, headers)
+            return _json_response(ErrorBody(error=text), error.status, headers)
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             return _error_response(error, answer_of_error(error), self._tuning.retry_after_s)
 
@@ -344,36 +362,36 @@ class HttpDoor:
 
     async def _show_live(self, request: web.Request) -> web.Response:
         live = self._gateway.health.live
-        return _json_response({"live": live}, 200 if live else 503)
+        return _json_response(Live(live=live), 200 if live else 503)
 
     async def _show_ready(self, request: web.Request) -> web.Response:
         ready = self._gateway.health.ready
-        return _json_response({"ready": ready}, 200 if ready else 503)
+        return _json_response(Ready(ready=ready), 200 if ready else 503)
 
     async def _show_server(self, request: web.Request) -> web.Response:
         extensions = ["binary_tensor_data", *EXTENSIONS]
         return _json_response(
-            {"name": "headrace", "version": __version__, "extensions": extensions}
+            ServerMetadata(name="headrace", version=__version__, extensions=extensions)
         )
 
     async def _show_models(self, request: web.Request) -> web.Response:
         names = {version.name for version in self._gateway.models.versions(State.READY)}
-        return _json_response({"models": sorted(names)})
+        return _json_response(ModelNames(models=sorted(names)))
 
     async def _show_model(self, request: web.Request) -> web.Response:
         ready = self._gateway.models.versions(State.READY)
         return _json_response(describe_model(self._find_version(request), ready))
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:
-        return _json_response({"name": self._find_version(request).name, "ready": True})
+        return _json_response(ModelReady(name=self._find_version(request).name, ready=True))
 
     async def _show_model_status(self, request: web.Request) -> web.Response:
         """Describe a model as KServe (`name`, `ready`) and TensorFlow Serving do."""
         version = self._find_version(request)
-        fine = {"error_code": "OK", "error_message": ""}
-        status = {"version": version.version, "state": "AVAILABLE", "status": fine}
+        fine = VersionStatusText(error_code="OK", error_message="")
+        status = VersionStatus(version=version.version, state="AVAILABLE", status=fine)
         return _json_response(
-            {"name": version.name, "ready": True, "model_version_status": [status]}
+            ModelStatus(name=version.name, ready=True, model_version_status=[status])
         )
 
     async def _show_config(self, request: web.Request) -> web.Response:
@@ -382,22 +400,22 @@ class HttpDoor:
     async def _show_statistics(self, request: web.Request) -> web.Response:
         path = request.match_info
         found = self._gateway.statistics.describe(path.get("model", ""), path.get("version", ""))
-        return _json_response({"model_stats": found})
+        return _json_response(AllStatistics(model_stats=found))
 
     async def _show_index(self, request: web.Request) -> web.Response:
         with self._gateway.under_way.counting() as counted:
             body = await self._read_body(request, counted)
             try:
-                options = msgspec.json.decode(body or b"{}", type=_IndexOptions)
+                options = msgspec.json.decode(body or b"{}", type=IndexOptions)
             except DECODE_ERRORS as error:
                 raise faults.refusal(error, body, faults.JSON) from error
             entries = self._gateway.index(ready_only=options.ready)
-        return _json_response([entry._asdict() for entry in entries])
+        return _json_response(entries)
 
     async def _refuse_loading(self, request: web.Request) -> web.Response:
-        action = request.match_info["action"]
+        action = request.path.rpartition("/")[2]
         error = f"{action} is not supported: {NO_LOADING[action]}"
-        return _json_response({"error": error}, 501)
+        return _json_response(ErrorBody(error=error), 501)
 
     def _find_version(self, request: web.Request) -> ModelVersion:
         path = request.match_info
@@ -505,15 +523,15 @@ def _error_response(error: Exception, answer: ErrorAnswer, retry_after_s: int) -
     return response
 
 
-def _error_body(answer: ErrorAnswer) -> dict[str, Any]:
-    details: dict[str, Any] = {"code": answer.code, "retriable": answer.retriable}
+def _error_body(answer: ErrorAnswer) -> ErrorBody:
+    details = ErrorDetails(code=answer.code, retriable=answer.retriable)
     if answer.retry_after_ms is not None:
         details["retry_after_ms"] = answer.retry_after_ms
-    return {"error": answer.message, "error_details": details}
+    return ErrorBody(error=answer.message, error_details=details)
 
 
 def _json_response(
-    body: dict[str, Any] | list[dict[str, Any]],
+    body: Mapping[str, object] | Sequence[Mapping[str, object]],
     status: int = 200,
     headers: dict[str, str] | None = None,
 ) -> web.Response:

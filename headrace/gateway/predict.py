@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
 
 from headrace.client import Response
@@ -41,13 +41,22 @@ class PredictCall(NamedTuple):
     by_row: bool
 
 
-class _PredictBody(Struct, kw_only=True):
+class PredictRequest(Struct, kw_only=True):
+    """A request of TensorFlow Serving's protocol: `instances` or `inputs`."""
+
     signature_name: str = ""
     instances: list[Any] | None = None
     inputs: Any = UNSET
 
 
-_decode = msgspec.json.Decoder(_PredictBody).decode
+class PredictResponse(Struct, kw_only=True):
+    """The answer: `predictions` to `instances`, or `outputs` to `inputs`."""
+
+    predictions: list[Any] | UnsetType = UNSET
+    outputs: Any = UNSET
+
+
+_decode = msgspec.json.Decoder(PredictRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -134,10 +143,10 @@ def encode_predictions(answer: Response, request: PredictCall) -> bytes:
     """
     values = {name: _nested(name, array) for name, array in answer.outputs.items()}
     if not request.by_row:
-        return _encode({"outputs": _bare(values)})
+        return _encode(PredictResponse(outputs=_bare(values)))
     names, columns = values.keys(), values.values()
     rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    return _encode({"predictions": [_bare(row) for row in rows]})
+    return _encode(PredictResponse(predictions=[_bare(row) for row in rows]))
 
 
 def _bare(values: dict[str, Any]) -> Any:

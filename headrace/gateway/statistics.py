@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from headrace.client import Response
 from headrace.errors import Rejected
@@ -28,6 +28,40 @@ class Duration(TypedDict):
 
     count: int
     ns: int
+
+
+class InferStatistics(TypedDict):
+    """The parts of the time of all requests."""
+
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration
+    cache_miss: Duration
+
+
+class BatchStatistics(TypedDict):
+    """The runs of one size."""
+
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class ModelStatistics(TypedDict):
+    """The extension's `$model_stat`, whose fields are those of gRPC as well."""
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferStatistics
+    batch_stats: list[BatchStatistics]
 
 
 @dataclass(slots=True)
@@ -72,8 +106,8 @@ class _Version:
         runs.input_us += share * input_us
         runs.infer_us += share * infer_us
 
-    def describe(self, name: str, version: str) -> dict[str, Any]:
-        """Return the fields of the extension's `$model_stat`, which are those of gRPC as well."""
+    def describe(self, name: str, version: str) -> ModelStatistics:
+        """Return what was counted."""
         done = self.succeeded
         nothing = _duration(0, 0)
         return {
@@ -138,7 +172,7 @@ class Statistics:
         counted.add(found)
         return found
 
-    def describe(self, model: str = "", version: str = "") -> list[dict[str, Any]]:
+    def describe(self, model: str = "", version: str = "") -> list[ModelStatistics]:
         """Return the statistics of the ready versions of a model, or of all models.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion
@@ -12,10 +12,50 @@ _PLATFORMS = {"onnx": "onnxruntime_onnx", "python": "headrace_python"}
 _BACKENDS = {"onnx": "onnxruntime", "python": "python"}
 
 
-def describe_model(version: ModelVersion, ready: Iterable[ModelVersion]) -> dict[str, Any]:
-    """Return the metadata of a model (Open Inference Protocol, REST) as one version has it.
+class TensorMetadata(TypedDict):
+    """An input or output; -1 stands for a free dimension."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(TypedDict):
+    """A model as the Open Inference Protocol describes it.
 
     `batching` is not the protocol's: batch limits, and what was found about batch safety.
+    """
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+    batching: dict[str, Any]
+
+
+class ConfiguredTensor(TypedDict):
+    """An input or output in Triton's configuration; `dims` have no batch dimension."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+    label_filename: NotRequired[str]
+
+
+class ModelConfiguration(TypedDict):
+    """The part of Triton's `ModelConfig` that is described here."""
+
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: int
+    input: list[ConfiguredTensor]
+    output: list[ConfiguredTensor]
+
+
+def describe_model(version: ModelVersion, ready: Iterable[ModelVersion]) -> ModelMetadata:
+    """Return the metadata of a model (Open Inference Protocol, REST) as one version has it.
 
     Args:
         version: describes the tensors.
@@ -32,11 +72,11 @@ def describe_model(version: ModelVersion, ready: Iterable[ModelVersion]) -> dict
     }
 
 
-def _describe_tensor(spec: TensorSpec) -> dict[str, Any]:
+def _describe_tensor(spec: TensorSpec) -> TensorMetadata:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
 
 
-def describe_config(version: ModelVersion) -> dict[str, Any]:
+def describe_config(version: ModelVersion) -> ModelConfiguration:
     """Return the configuration of a model in the form of Triton's `ModelConfig`, in part.
 
     As there, `max_batch_size` is 0 for a model without a batch dimension, and `dims` leave the
@@ -58,7 +98,7 @@ def describe_config(version: ModelVersion) -> dict[str, Any]:
     }
 
 
-def _configure_tensor(spec: TensorSpec, batched: bool) -> dict[str, Any]:
+def _configure_tensor(spec: TensorSpec, batched: bool) -> ConfiguredTensor:
     name = "STRING" if spec.datatype == "BYTES" else spec.datatype
     dims = list(spec.shape[1:] if batched else spec.shape)
     return {"name": spec.name, "data_type": f"TYPE_{name}", "dims": dims}

@@ -1,0 +1,96 @@
+"""The description in OpenAPI against the door: its routes, and what it answers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from prometheus_client import CollectorRegistry
+
+from headrace.config import make_settings
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.http import HttpDoor
+from headrace.gateway.openapi import describe
+from headrace.models.registry import Models
+from headrace.runtime.log_factory import open_log
+from headrace.telemetry.health import Health
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.metrics import Metrics
+from tests.support.gateways import Reply, Served, gateway_of
+from tests.support.models import add_version, digits
+
+DOCUMENT = describe()
+PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
+BODIES: dict[str, dict[str, Any]] = {
+    "infer": {"id": "1", "inputs": [PIXELS]},
+    ":predict": {"instances": [[1.0] * 64]},
+    "index": {"ready": True},
+}
+"""Bodies by the end of their paths."""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with `digits`."""
+    add_version(tmp_path, "digits", 1, digits(), '[output_labels]\nscores = "labels.txt"\n')
+    (tmp_path / "digits" / "labels.txt").write_text("\n".join("0123456789"), encoding="utf-8")
+    return tmp_path
+
+
+def operations() -> list[tuple[str, str]]:
+    """The methods and paths that the document describes."""
+    return [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
+
+
+def schema_of(method: str, path: str, status: int) -> dict[str, Any]:
+    """Return the schema of the JSON of an answer."""
+    answers = DOCUMENT["paths"][path][method]["responses"]
+    answer = answers.get(str(status), answers["default"])
+    schema: dict[str, Any] = answer["content"]["application/json"]["schema"]
+    return {**schema, "components": DOCUMENT["components"]}
+
+
+async def call(served: Served, method: str, path: str) -> Reply:
+    """Call an operation about `digits`."""
+    filled = path.replace("{model}", "digits").replace("{version}", "1")
+    if method == "get":
+        return await served.get(filled)
+    (body,) = [body for end, body in BODIES.items() if path.endswith(end)] or [{}]
+    async with served.http.post(filled, json=body) as response:
+        return Reply(response.status, response.headers, await response.read())
+
+
+async def test_openapi_describes_every_route_and_no_other(tmp_path: Path) -> None:
+    """What the door answers is described, and what is described is answered."""
+    settings = make_settings({"models": {"repository": str(tmp_path)}})
+    instruments = Instruments(Metrics(CollectorRegistry()))
+    async with open_log(settings) as log:
+        gateway = Gateway(settings, log, Models(settings).catalog, Health(), instruments)
+        routes = HttpDoor(gateway, 0).routes()
+
+    assert {(route.method.lower(), route.path) for route in routes} == set(operations())
+
+
+async def test_answers_have_described_schemas(repository: Path) -> None:
+    """Of every operation, the answer to a good call is what the document says."""
+    async with gateway_of(repository) as served:
+        for method, path in operations():
+            reply = await call(served, method, path)
+            schema = schema_of(method, path, reply.status)
+
+            assert reply.status == (501 if re.search(r"/(un)?load$", path) else 200), path
+            Draft202012Validator(schema).validate(reply.json)
+
+
+async def test_errors_have_described_schema(repository: Path) -> None:
+    """An error of the stages has its details."""
+    async with gateway_of(repository) as served:
+        reply = await served.infer("letters", {"inputs": [PIXELS]})
+
+    assert reply.status == 404
+    schema = schema_of("post", "/v2/models/{model}/infer", 404)
+    Draft202012Validator(schema).validate(reply.json)
+    assert reply.json["error_details"]["code"] == "UNKNOWN_MODEL"
