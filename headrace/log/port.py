@@ -431,6 +431,29 @@ class Log(Entered, Protocol):
         """
         ...
 
+    async def fetch(
+        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+    ) -> Sequence[Record]:
+        """Return the records from offset `first` to `last` that the log still holds, in order, and
+        those after `last` that came with them.
+
+        Name offsets of records that were read: those of open and aborted transactions may be
+        returned as well. A record that cannot be read is left out, like one that is gone.
+
+        Args:
+            partition: the partition.
+            first: the first offset.
+            last: the last offset.
+            max_bytes: the size of one response, which its first batch may exceed; several follow
+                each other if needed.
+
+        Raises:
+            LogUnavailable: no answer within the deadline.
+            UnknownPartition: there is no such topic, or it has fewer partitions.
+            LogAuthenticationFailed: we may not read the topic.
+        """
+        ...
+
     async def close(self) -> None:
-        """Release the connections used for administration."""
+        """Release the connections used for administration and by `fetch`."""
         ...

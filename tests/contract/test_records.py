@@ -243,3 +243,69 @@ async def test_value_other_than_bytes_is_refused(
     async with log.producer() as producer:
         with pytest.raises(TypeError):
             await producer.send(partition, [record])
+
+
+async def test_fetch_returns_records_between_its_offsets(log: Log, make_topic: MakeTopic) -> None:
+    """They come in order, with their offsets, and none from before the first."""
+    (partition,) = await make_topic()
+    for number in range(6):
+        await write_to(log, partition, b"%d" % number)
+    found = await log.fetch(partition, 2, 4, MEBIBYTE)
+    assert [(r.offset, r.value) for r in found if r.offset <= 4] == [
+        (2, b"2"),
+        (3, b"3"),
+        (4, b"4"),
+    ]
+    assert found[0].offset == 2
+
+
+async def test_fetch_with_small_responses_returns_all_records(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """A response that holds fewer records than asked for is followed by another."""
+    (partition,) = await make_topic()
+    large = [bytes([number]) * 100_000 for number in range(5)]
+    async with log.producer() as producer:
+        for each in large:
+            await write(producer, partition, each)
+    found = await log.fetch(partition, 0, 4, 1)
+    assert values(found) == large
+
+
+async def test_fetched_record_equals_polled_one(log: Log, make_topic: MakeTopic) -> None:
+    """Key, headers and timestamp are the same either way."""
+    (partition,) = await make_topic()
+    record = NewRecord(b"k", b"v", (("größe", b"1"), ("gr\udcf6\udcdfe", None)), 1_700_000_000_123)
+    async with log.reader([partition]) as reader, log.producer() as producer:
+        await write(producer, partition, record)
+        (polled,) = await read(reader, 1)
+    (fetched,) = await log.fetch(partition, 0, 0, MEBIBYTE)
+    assert fetched._replace(headers=list(fetched.headers)) == polled._replace(
+        headers=list(polled.headers)
+    )
+
+
+async def test_fetch_beyond_end_returns_what_is_there(log: Log, make_topic: MakeTopic) -> None:
+    """It does not wait for records that may never come."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, b"only")
+    assert values(await log.fetch(partition, 0, 7, MEBIBYTE)) == [b"only"]
+    assert not await log.fetch(partition, 5, 7, MEBIBYTE)
+
+
+async def test_fetch_passes_over_transaction_markers(log: Log, make_topic: MakeTopic) -> None:
+    """Markers take offsets and are no records."""
+    (partition,) = await make_topic()
+    async with log.transactional_producer(f"{partition.topic}-t", partition.topic) as producer:
+        for value in (b"first", b"second"):
+            await producer.commit_transaction({partition: [NewRecord(None, value)]}, {})
+    found = await log.fetch(partition, 0, 2, MEBIBYTE)
+    assert [(r.offset, r.value) for r in found] == [(0, b"first"), (2, b"second")]
+
+
+async def test_fetch_from_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
+    """The error names the partition."""
+    (partition,) = await make_topic()
+    unknown = TopicPartition(partition.topic, 7)
+    with pytest.raises(UnknownPartition, match="it has 1 partitions"):
+        await log.fetch(unknown, 0, 0, MEBIBYTE)

@@ -19,6 +19,7 @@ from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.admin import AdminClient
 from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.consumer import KafkaMember, KafkaReader
+from headrace.log.kafka.direct_fetch import DirectFetch
 from headrace.log.kafka.errors import answered
 from headrace.log.kafka.producer import KafkaProducer
 from headrace.log.kafka.record_batches import DEFAULT_DECOMPRESSED_BYTES
@@ -30,6 +31,7 @@ from headrace.log.port import (
     GroupMember,
     Producer,
     RebalanceListener,
+    Record,
     TopicInfo,
     TopicPartition,
     TransactionalProducer,
@@ -65,7 +67,8 @@ class KafkaLog:
         self._opened: Connection | None = None
         self._client: AIOKafkaClient | None = None
         self._connecting = asyncio.Lock()
-        self._topics = TopicCache(tuning)  # shared by all transactional producers
+        self._topics = TopicCache(tuning)  # shared by all transactional producers, and `fetch`
+        self._direct_fetch: DirectFetch | None = None
 
     def __repr__(self) -> str:
         return f"KafkaLog({self._settings.bootstrap_servers!r})"
@@ -145,6 +148,14 @@ class KafkaLog:
         async with self._administer(f"member {member_id} of group {group}") as admin:
             return await admin.remove_member(group, member_id)
 
+    async def fetch(
+        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+    ) -> Sequence[Record]:
+        """See the port."""
+        if self._direct_fetch is None:
+            self._direct_fetch = DirectFetch(self._connection, self._topics)
+        return await self._direct_fetch.fetch(partition, first, last, max_bytes)
+
     @asynccontextmanager
     async def _administer(self, what: str) -> AsyncIterator[AdminClient]:
         """Connect for administration, and bound the body by the request deadline."""
@@ -164,10 +175,12 @@ class KafkaLog:
             raise
 
     async def close(self) -> None:
-        """Release the connections used for administration."""
+        """See the port."""
         client, self._client = self._client, None
         if client is not None:
             await self._connection.close_client(client)
+        if self._direct_fetch is not None:
+            await self._direct_fetch.close()
 
     async def __aenter__(self) -> Self:
         self._opened = self._new_connection()

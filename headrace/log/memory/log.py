@@ -17,6 +17,7 @@ from headrace.log.port import (
     Committed,
     GroupMember,
     RebalanceListener,
+    Record,
     TopicInfo,
     TopicPartition,
 )
@@ -130,6 +131,14 @@ class MemoryLog:
         there = member_id in self._group(group).members
         self._group(group).evict(member_id, asyncio.get_running_loop().time())
         return there
+
+    async def fetch(
+        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+    ) -> Sequence[Record]:
+        await self.faults.brokers.answered()
+        stored = self._topics.partition(partition)
+        first = max(first, stored.begin)
+        return stored.read(first, max(0, last - first + 1))[0] if first < stored.end else ()
 
     async def close(self) -> None:
         """Do nothing: the records stay as long as this object does."""

@@ -1,0 +1,158 @@
+"""Fetch records whose offsets are known, without a consumer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import aiokafka.errors as kafka_errors
+from aiokafka.client import AIOKafkaClient
+from aiokafka.protocol.fetch import FetchRequest
+
+from headrace.log.errors import LogUnavailable
+from headrace.log.kafka.connection import Connection
+from headrace.log.kafka.errors import answered, broker_error
+from headrace.log.kafka.record_batches import (
+    RecordSet,
+    UnreadableBatch,
+    careful_records,
+    guarded_records,
+    plain_batch,
+)
+from headrace.log.kafka.topic_cache import TopicCache
+from headrace.log.port import Record, TopicPartition
+
+_READ_UNCOMMITTED: Final = 0
+_NO_LEADER: Final = (None, -1)
+_FORMAT_WITH_HEADERS: Final = 2
+
+
+class _Part(NamedTuple):
+    """One partition's part of a fetch response: batches, or why there are none."""
+
+    error: kafka_errors.KafkaError | None
+    log_start: int
+    batches: bytes
+
+
+class DirectFetch:
+    """Fetches records from the leaders of their partitions.
+
+    aiokafka's consumer reads on from a position, as much as fits into a response, and discards what
+    it holds when the position changes. Here a request asks for the bytes that are needed, and its
+    connections are its own, so that no other request waits behind a large response.
+
+    Args:
+        connection: how to reach the brokers.
+        topics: the log's cache of topics.
+    """
+
+    def __init__(self, connection: Connection, topics: TopicCache) -> None:
+        self._connection = connection
+        self._topics = topics
+        self._client: AIOKafkaClient | None = None
+        self._connecting = asyncio.Lock()
+
+    async def fetch(
+        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+    ) -> list[Record]:
+        """See the port."""
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._connection.open_client()
+            client = self._client
+        try:
+            await self._topics.check(client, partition)
+            async with answered(f"fetch from {partition}", self._connection.request_timeout_s):
+                return await self._read(client, partition, first, last, max_bytes)
+        except LogUnavailable:
+            # As for administration: only a new client goes back to the bootstrap servers.
+            if self._client is client:
+                await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Close the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            await self._connection.close_client(client)
+
+    async def _read(
+        self,
+        client: AIOKafkaClient,
+        partition: TopicPartition,
+        first: int,
+        last: int,
+        max_bytes: int,
+    ) -> list[Record]:
+        found: list[Record] = []
+        position = first
+        while position <= last:
+            part = await self._request(client, partition, position, max_bytes)
+            following = position
+            if part.error is None:
+                following = self._take(RecordSet(part.batches), partition, position, found)
+            elif part.log_start > position:  # retention has removed what was before
+                following = part.log_start
+            if following == position:
+                break  # the log ends here
+            position = following
+        return found
+
+    async def _request(
+        self, client: AIOKafkaClient, partition: TopicPartition, position: int, max_bytes: int
+    ) -> _Part:
+        """Return a response that is final: records, or that the position is out of range."""
+        asked = [(partition.topic, [(partition.partition, position, max_bytes)])]
+        request = FetchRequest(0, 0, max_bytes, _READ_UNCOMMITTED, asked)
+        while True:
+            leader = client.cluster.leader_for_partition(partition)
+            if leader not in _NO_LEADER:
+                response = await client.send(leader, request)
+                ((_, ((_, code, _high, _stable, log_start, *_, batches),)),) = response.topics
+                error = broker_error(code, str(partition))
+                if error is None or isinstance(error, kafka_errors.OffsetOutOfRangeError):
+                    return _Part(error, log_start, batches)
+                if not (error.retriable or error.invalid_metadata):
+                    raise error
+            await client.force_metadata_update()
+            await asyncio.sleep(self._connection.tuning.request_retry_s)
+
+    def _take(
+        self, batches: RecordSet, partition: TopicPartition, position: int, found: list[Record]
+    ) -> int:
+        """Add the records from `position` on to `found`; return the offset after the last batch.
+
+        A batch that cannot be read is passed over.
+        """
+        while batches.has_next():
+            try:
+                batch = batches.next_batch()
+                if not batch.validate_crc():
+                    raise UnreadableBatch("expected the checksum of the batch, got another one")
+                following = batch.next_offset
+                if not batch.is_control_batch:
+                    records = self._records_of(batch, batches.content)
+                    found += [
+                        Record(*partition, r.offset, r.timestamp, r.key, r.value, r.headers or ())
+                        for r in records
+                        if r.offset >= position
+                    ]
+            except UnreadableBatch:
+                following = batches.following_offset() or position + 1
+            position = max(position, following)
+        return position
+
+    def _records_of(self, batch: Any, content: memoryview) -> list[Any]:
+        batch, content = plain_batch(batch, content, self._connection.decompressed_bytes)
+        records: Iterator[Any] = chain(batch)
+        if content[16] >= _FORMAT_WITH_HEADERS:
+            records = guarded_records(records, content)
+        try:
+            return list(records)
+        except UnreadableBatch:
+            raise
+        except Exception:  # noqa: BLE001  # whatever the parser in C could not read
+            return list(careful_records(content))
