@@ -166,6 +166,10 @@ class LimitSettings(_Section):
     """Decompressed size of one compressed record batch; 0 means 16 times the largest record. It
     never exceeds `max_in_flight_bytes`.
     """
+    inline_payload_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 16 * 1024
+    """Request records whose values are smaller travel between stages in different processes with
+    their bytes; of others the process that runs the model reads the record on `requests` again.
+    """
     default_timeout_ms: Annotated[int, Field(ge=0, le=31 * _DAY_S * 1000), NOT_BOOL] = 0
     """Timeout of requests that set none, counted from the record's timestamp; 0 means none."""
     drain_timeout_s: Annotated[Real, Field(gt=0, le=_DAY_S), NOT_BOOL] = 10.0

@@ -76,7 +76,8 @@ TOPICS: dict[Topic, TopicSpec] = {
             key="any bytes, the producer's",
             partition="the producer's choice",
             writers=(),
-            readers=(Stage.INGEST,),
+            # All but ingest read only values that travel by reference.
+            readers=(Stage.INGEST, Stage.BATCHER, Stage.EXECUTOR, Stage.RESPONDER),
         ),
         TopicSpec(
             Topic.ITEMS,

@@ -186,6 +186,9 @@ class TransportTuning:
     read again as a whole."""
     max_record_bytes: int = 128 * 1024
     """Payload of an `items` or `results` record of several requests; a larger one travels alone."""
+    max_record_source_bytes: int = 1024 * 1024
+    """The same for values that are only in their source records: they are charged and read again
+    with the record."""
     same_write_within_s: float = 0.001
     """Writes to several partitions that start within this time are not delayed separately."""
     burst_memory_s: float = 0.04
@@ -216,6 +219,19 @@ class TransportTuning:
     """Most batches in one write to an executor, so that the others get their share."""
     completion_timeout_s: float = 60.0
     """A batch without a completion for this long no longer counts as in flight."""
+    source_near_offsets: int = 16
+    """Source records at most this far apart are read with one fetch."""
+    source_fetch_bytes: int = 8 * 1024 * 1024
+    """Most bytes of values to read with one fetch; a larger one is read alone."""
+    source_record_overhead_bytes: int = 512
+    """Estimate of what a source record takes besides its value: batch, key and headers."""
+    source_surplus_bytes: int = 16 * 1024 * 1024
+    """Most bytes of values to keep that came with others."""
+    source_retry_first_s: float = 0.1
+    """First pause after source records could not be read; later ones double."""
+    source_retry_max_s: float = 1.0
+    """Longest pause after source records could not be read."""
+
     rebind_retry_after_ms: int = 1000
     """When a request whose model version is not in this process may be sent again."""
 

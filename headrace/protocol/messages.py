@@ -228,9 +228,10 @@ Ints: TypeAlias = int | list[int]
 class WireTensors(Struct, kw_only=True, omit_defaults=True):
     """One tensor of each request of a chunk.
 
-    Of an input, the `size` bytes from `start` of the request's part of the payload. Of an output,
-    `size` bytes of `data`, which holds the bytes of all requests one after the other: one array of
-    all rows, if the output has a batch dimension. `shapes` is set if the shapes differ.
+    Of an input, the `size` bytes from `start` of the request's part of the payload; of the source
+    record's value and that part, one after the other, if the chunk has `referenced` values. Of an
+    output, `size` bytes of `data`, which holds the bytes of all requests one after the other: one
+    array of all rows, if the output has a batch dimension. `shapes` is set if the shapes differ.
     """
 
     name: str = ""
@@ -255,8 +256,10 @@ class WireChunk(Struct, kw_only=True, omit_defaults=True):
     is not UTF-8, `raw_names` is set, and the text of all names is their bytes as Latin-1.
 
     The payload holds one part for each request, of `part` bytes: first its value, of `value` bytes
-    (-1 if it is absent), then the tensors that are not in the value. `formed_us`, `compute_us` and
-    `batch_rows` are those of `BatchSummary`.
+    (-1 if it is absent), then the tensors that are not in the value. If `referenced` is set, the
+    value has so many bytes and is only in the source record: read that to get it, and check that
+    its timestamp and key are the request's. `formed_us`, `compute_us` and `batch_rows` are those of
+    `BatchSummary`.
     """
 
     format: int
@@ -283,6 +286,7 @@ class WireChunk(Struct, kw_only=True, omit_defaults=True):
     value: Ints = -1
     part: Ints = 0
     payload: memoryview | None = None
+    referenced: Ints = 0
 
 
 class ItemChunkRecord(WireChunk, kw_only=True, omit_defaults=True):
@@ -408,8 +412,8 @@ class IngestedRequest(Struct, eq=False):
     """The part of a request that ingest fills; read-only from then on.
 
     There are three exceptions. Rebinding replaces the version and what depends on it. `inputs` and
-    `value` are released as soon as no later step needs them. A request that runs alone gets another
-    ack handle.
+    `value` are released as soon as no later step needs them, and those that the source record holds
+    as well are read from there again. A request that runs alone gets another ack handle.
 
     Nothing enforces this, since that would cost too much of the 13.4 µs and six memory blocks that
     a request takes. A frozen struct, to which each `Request` would refer, takes one block more, and
@@ -427,6 +431,9 @@ class IngestedRequest(Struct, eq=False):
         wanted: names of the requested outputs; None for all.
         item: value of the `items` record of its own by which it came; None if it came otherwise.
         places: place of each input in `value`, as (start, size); None if it is not known.
+        referenced: size of a value that is only in the source record; 0 if `value` is set, or there
+            is none. Inputs that lie in it are empty, and `places` has the places of all inputs:
+            those behind the value are here.
     """
 
     ack_handle: AckHandle
@@ -450,6 +457,7 @@ class IngestedRequest(Struct, eq=False):
     after: int = -1
     item: bytes | None = None
     places: tuple[tuple[int, int], ...] | None = None
+    referenced: int = 0
 
 
 class Request(IngestedRequest, eq=False):

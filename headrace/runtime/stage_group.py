@@ -30,7 +30,7 @@ from headrace.config import Settings
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery.source_offsets import SourceOffsets
-from headrace.errors import ConfigurationError
+from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.models.registry import Models
 from headrace.models.version import State
@@ -47,10 +47,11 @@ from headrace.telemetry.snapshots import DeviceSnapshot, QueueSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
-from headrace.transport.channels import Outlet, pump
+from headrace.transport.channels import Outlet
 from headrace.transport.dispatcher import BatchDispatcher
 from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, ExecutorIdentity
 from headrace.transport.rebinding import Rebinder
+from headrace.transport.source_values import SourceValues, has_inputs_in_source
 from headrace.transport.topic_io import (
     item_receiver,
     item_sender,
@@ -267,8 +268,11 @@ class _Composition:
         if Stage.INGEST in self._here:
             self._add_ingest(stages, producer, answers)
         elif stages.batcher is not None:
-            items = item_receiver(self._source, answers.writer())
-            stages.functions["read-items"] = partial(pump, items, stages.batcher)
+            values = self._make_source_values(Stage.BATCHER, self._needs_value)
+            items = item_receiver(self._source, answers.writer(), values)
+            stages.functions["read-items"] = partial(
+                values.pump, items, stages.batcher, answers.writer()
+            )
         if Stage.EXECUTOR in self._here:
             await self._add_executor(stages, producer, answers)
         elif stages.batcher is not None:
@@ -299,8 +303,9 @@ class _Composition:
         stages.responder = responder
         stages.functions["responder"] = responder.run
         if self._source_offsets is not None:
-            receiver = result_receiver(self._source)
-            stages.functions["read-results"] = partial(pump, receiver, responder.writer())
+            values = self._make_source_values(Stage.RESPONDER, _needs_dead_letter)
+            receiver = result_receiver(self._source, values)
+            stages.functions["read-results"] = partial(values.pump, receiver, responder.writer())
         return responder
 
     def _add_batcher(self, stages: _Stages, answers: _HasWriters) -> None:
@@ -322,7 +327,12 @@ class _Composition:
         else:
             topic = self._settings.topic(Topic.ITEMS)
             sender = item_sender(
-                producer, topic, answers.writer(), self._metrics, self._tuning.transport
+                producer,
+                topic,
+                answers.writer(),
+                self._metrics,
+                self._tuning.transport,
+                self._settings.limits.inline_payload_bytes,
             )
             stages.functions["write-items"] = sender.run
             items = sender.writer()
@@ -354,6 +364,7 @@ class _Composition:
                 self._models.catalog.lookup_bound,
                 heartbeat,
                 self._rebinder.rebind,
+                self._make_source_values(Stage.EXECUTOR, self._needs_value),
             )
             stages.functions["read-batches"] = batches.run
             stages.functions["heartbeat"] = heartbeat.run
@@ -375,12 +386,43 @@ class _Composition:
         """Add what writes batches to the executors of other processes."""
         tuning = self._tuning.transport
         topic = await self._describe_topic(Topic.BATCHES)
-        writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
+        writer = BatchWriter(
+            producer,
+            topic,
+            answers.writer(),
+            self._metrics,
+            self._settings.limits.inline_payload_bytes,
+        )
         reader = ExecutorEventReader(self._log, await self._describe_topic(Topic.EVENTS), tuning)
         dispatcher = BatchDispatcher(
             batcher.batch_queue, writer, self._models, reader, self._metrics, tuning
         )
         stages.functions["write-batches"] = dispatcher.run
+
+    def _make_source_values(
+        self, stage: Stage, is_needed: Callable[[Request], bool]
+    ) -> SourceValues:
+        return SourceValues(
+            self._log,
+            self._settings.topic(Topic.REQUESTS),
+            is_needed,
+            stage,
+            self._source.quarantine.has_run,
+            self._metrics,
+            self._tuning.transport,
+        )
+
+    def _needs_value(self, request: Request) -> bool:
+        """Return True if models run here and a request's inputs are in its value, or if the request
+        is to be bound to another version, for which its value is read.
+        """
+        if Stage.EXECUTOR in self._here and has_inputs_in_source(request):
+            return True
+        try:
+            self._models.catalog.lookup_bound(request.model, request.version)
+        except Rejected:
+            return True
+        return False
 
     def _make_heartbeat(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka
@@ -411,3 +453,9 @@ class _Composition:
                 f"topic {name}: expected it to exist; `headrace topics create`"
             )
         return TopicPartition(name, found.partitions)
+
+
+def _needs_dead_letter(request: Request) -> bool:
+    """Return True if a dead letter is made of a request, which holds its value."""
+    failure = request.failure
+    return failure is not None and Code(failure.code).is_dead_letter

@@ -75,6 +75,8 @@ class Event(StrEnum):
     SEEK_DELAYED = "partitions.seek_delayed"
     RECORDS_SKIPPED = "records.skipped"
     REREADING_DELAYED = "records.rereading_delayed"
+    SOURCE_VALUES_DELAYED = "source_values.delayed"
+    SOURCE_VALUE_LOST = "source_value.lost"
     RECORDS_UNREADABLE = "records.unreadable"
     QUARANTINE_STARTED = "quarantine.started"
     QUARANTINE_ENDED = "quarantine.ended"

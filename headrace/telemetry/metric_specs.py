@@ -262,6 +262,20 @@ READING = (
         "Records deleted by retention before they were read.",
     ),
     MetricSpec(
+        "headrace_source_values",
+        "counter",
+        ("outcome",),
+        "Values of requests that were read from their source records, because they travel through "
+        "no topic between stages. Outcome: read, kept (it came with another one) or lost (the "
+        "record is gone).",
+    ),
+    MetricSpec(
+        "headrace_source_value_bytes",
+        "counter",
+        (),
+        "Bytes of these values.",
+    ),
+    MetricSpec(
         "headrace_unreadable_records",
         "counter",
         ("code",),

@@ -55,6 +55,7 @@ class Metrics:
         duplicates, revoked, bisections, dead_letters_dropped, unanswered, skipped, heap_trimmed:
             counters without labels.
         rebound: likewise, of requests that were bound to another version.
+        source_values: by outcome, see `headrace.transport.source_values`; source_value_bytes.
         isolated_crashes, poisoned, transaction_timeouts: likewise.
         quarantined, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
@@ -100,6 +101,8 @@ class Metrics:
         self.unanswered = self._counter("unanswerable_requests")
         self.transaction_timeouts = self._counter("transaction_timeouts")
         self.skipped = self._counter("skipped_records")
+        self.source_values = self._counter("source_values")
+        self.source_value_bytes = self._counter("source_value_bytes")
         self._unreadable = self._counter("unreadable_records")
         self.heap_trimmed = self._counter("heap_trimmed_bytes")
         self.known_executors = self._gauge("known_executors")

@@ -13,7 +13,8 @@ from headrace.delivery.inflight import AssignedPartition, ack_all
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
-from headrace.protocol.codec import decode_batch, encode_batch
+from headrace.primitives.stage_tasks import StageTasks
+from headrace.protocol.codec import decode_batch, encode_batch, refer_to_source
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
@@ -21,6 +22,7 @@ from headrace.transport.channels import BatchQueue, Demand, Outlet
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
+from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     admit_record,
     copied_beside,
@@ -35,6 +37,7 @@ class BatchWriter:
     Args:
         topic: its name and number of partitions.
         refused: receives the requests that do not fit into a record, as failures.
+        inline_bytes: values from this size on are not written (`refer_to_source`); None writes all.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class BatchWriter:
         topic: TopicPartition,
         refused: Outlet[list[Request]],
         metrics: Metrics | None = None,
+        inline_bytes: int | None = None,
     ) -> None:
+        self._inline_bytes = inline_bytes
         self._producer = producer
         self._topic, self._partitions = topic
         self._refused = refused
@@ -60,6 +65,10 @@ class BatchWriter:
         if partition is None:
             partition = next(self._turn) % self._partitions
         target = TopicPartition(self._topic, partition)
+        if self._inline_bytes is not None:
+            for batch in batches:
+                for request in batch.requests:
+                    refer_to_source(request, self._inline_bytes)
         records = [NewRecord(None, encode_batch(batch)) for batch in batches]
         refused = await deliver(self._producer, target, records, self._metrics)
         for index, batch in enumerate(batches):
@@ -103,6 +112,7 @@ class BatchReceiver:
         answers: receives the requests whose model does not run here, as failures.
         heartbeat: notified of each batch, and of the requests that end here.
         rebind: binds a request to another version if its own is gone, or raises `Rejected`.
+        values: reads values that are not in the batches; None if all are.
     """
 
     def __init__(
@@ -112,7 +122,10 @@ class BatchReceiver:
         check: Callable[[str, str], object],
         heartbeat: ExecutorHeartbeat | None = None,
         rebind: Rebind = refuse_to_rebind,
+        values: SourceValues | None = None,
     ) -> None:
+        self._values = values
+        self._tasks = StageTasks()
         self._source = source
         self._rebind = rebind
         self._answers = answers
@@ -122,24 +135,65 @@ class BatchReceiver:
         self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
 
     async def run(self) -> None:
-        """Read until the source stops."""
-        while (delivery := await self._source.receive()) is not None:
-            refused: list[Request] = []
-            for record in delivery.records:
-                batch = self._admit(delivery.assignment, record, delivery.isolation)
-                if batch is None:
-                    continue
-                if self._heartbeat is not None:
-                    self._heartbeat.received(batch)
-                if delivery.isolation is not None:
-                    refused += self._enqueue_isolated(batch, record.offset, delivery.isolation)
-                else:
-                    refused += self._enqueue(batch)
-            self.batch_queue.notify()
-            if refused:
-                await self._answers.send(refused)
+        """Read until the source stops. A batch whose values are read first is queued later."""
+        values = self._values
+        async with self._tasks:
+            while (delivery := await self._source.receive()) is not None:
+                isolation = delivery.isolation
+                refused: list[Request] = []
+                for record in delivery.records:
+                    batch = self._admit(delivery.assignment, record, isolation)
+                    if batch is None:
+                        continue
+                    if self._heartbeat is not None:
+                        self._heartbeat.received(batch)
+                    missing = [] if values is None else values.missing(batch.requests)
+                    if values is not None and missing:
+                        work = self._complete(values, missing, batch, record.offset, isolation)
+                        if isolation is None:
+                            self._tasks.start(work, "read-source-values")
+                        else:  # records under suspicion are handled one after another
+                            await work
+                    else:
+                        refused += self._enqueue_received(batch, record.offset, isolation)
+                self.batch_queue.notify()
+                if refused:
+                    await self._answers.send(refused)
         self.batch_queue.close()
         self._answers.close()
+
+    async def _complete(
+        self,
+        values: SourceValues,
+        missing: list[Request],
+        batch: Batch,
+        offset: int,
+        isolation: Isolation | None,
+    ) -> None:
+        """Queue a batch once the values that are not in it are read."""
+        await values.read(missing)
+        refused = [request for request in missing if request.failure is not None]
+        if refused and self._heartbeat is not None:
+            self._heartbeat.finished(batch.batch_id, refused)
+        refused += self._enqueue_received(batch, offset, isolation)
+        self.batch_queue.notify()
+        if refused:
+            await self._answers.send(refused)
+
+    def _enqueue_received(
+        self, batch: Batch, offset: int, isolation: Isolation | None
+    ) -> list[Request]:
+        """Queue the requests of a batch that have not failed. Return those that cannot run, as
+        failures.
+        """
+        if isolation is not None:
+            return self._enqueue_isolated(batch, offset, isolation)
+        left = [request for request in batch.requests if request.failure is None]
+        if not left:
+            return []
+        if len(left) < len(batch.requests):
+            batch = Batch(batch.batch_id, left, batch.reason)
+        return self._enqueue(batch)
 
     def _enqueue(self, batch: Batch) -> list[Request]:
         """Queue a batch, with another version if its own does not run here. Return the requests
@@ -183,8 +237,11 @@ class BatchReceiver:
         """Fail the poisoned requests of a batch and queue the others. If the record is isolated,
         queue each of them as its own batch, ahead of all other batches. Return the failures.
         """
-        places = enumerate(batch.requests)
-        poisoned = [one for place, one in places if (offset, place) in isolation.poisoned]
+        poisoned = [
+            one
+            for place, one in enumerate(batch.requests)
+            if (offset, place) in isolation.poisoned and one.failure is None
+        ]
         for request in poisoned:
             request.fail(poisoned_failure(Stage.EXECUTOR))
         if poisoned and self._heartbeat is not None:
@@ -211,7 +268,10 @@ class BatchReceiver:
         batch = decode_or_ack(record, ack_handle, decode_batch)
         if batch is not None:
             ack_handle.parts = len(batch.requests)
-            ack_handle.resize(ack_handle.size_bytes + copied_beside(batch.requests))
+            added_bytes = copied_beside(batch.requests)
+            if self._values is not None:
+                added_bytes += self._values.missing_bytes(batch.requests)
+            ack_handle.resize(ack_handle.size_bytes + added_bytes)
         return batch
 
     def _supply(self, key: ModelKey | None, _demand: Demand) -> Batch | None:

@@ -95,13 +95,6 @@ class Writer(Generic[T]):
             on_close()
 
 
-async def pump(inlet: Inlet[T], outlet: Outlet[T]) -> None:
-    """Send everything that an inlet receives, and close the outlet at the end of the stream."""
-    while (chunk := await inlet.receive()) is not None:
-        await outlet.send(chunk)
-    outlet.close()
-
-
 class Demand(NamedTuple):
     """State of a consumer when it requests a batch.
 

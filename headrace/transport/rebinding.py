@@ -48,10 +48,10 @@ class Rebinder:
             gone: error of the look-up of that version.
 
         Raises:
-            Rejected: `MODEL_NOT_READY`: the request names its version, there is no other
-                version, or the request does not fit it.
+            Rejected: `MODEL_NOT_READY`: the request names its version, or may do so in a value that
+                is not here; there is no other version, or the request does not fit it.
         """
-        if names_version(request.value, request.envelope):
+        if request.referenced or names_version(request.value, request.envelope):
             raise version_not_ready(gone.message, gone)
         wanted = request.wanted
         try:

@@ -31,12 +31,14 @@ from headrace.log.errors import LogRefused
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.codec import (
+    ChunkLimits,
     decode_items,
     decode_results,
     divide_items,
     divide_results,
     encode_items,
     encode_results,
+    refer_to_source,
 )
 from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import Failure, Request
@@ -45,6 +47,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.burst_limiter import BurstLimiter
 from headrace.transport.channels import Outlet, Writer, Writers
+from headrace.transport.source_values import SourceValues
 from headrace.tuning import TUNING, TransportTuning
 
 log = structlog.get_logger(__name__)
@@ -58,6 +61,7 @@ class TopicReceiver:
     Args:
         ended: receives requests that will not run, as failures; needed where records may be
             accused of a crash.
+        values: reads the values that requests refer to; None if no value is needed.
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class TopicReceiver:
         source: Source,
         decode: Callable[[bytes, InFlightAck], list[Request]],
         ended: Outlet[list[Request]] | None = None,
+        values: SourceValues | None = None,
     ) -> None:
+        self._values = values
         self._source = source
         self._decode = decode
         self._ended = ended
@@ -124,8 +130,11 @@ class TopicReceiver:
             return []
         # The record is done when all its requests are.
         ack_handle.parts = len(requests)
-        if copied_bytes := copied_beside(requests):
-            ack_handle.resize(ack_handle.size_bytes + copied_bytes)
+        added_bytes = copied_beside(requests)
+        if self._values is not None:
+            added_bytes += self._values.missing_bytes(requests)
+        if added_bytes:
+            ack_handle.resize(ack_handle.size_bytes + added_bytes)
         return requests
 
 
@@ -195,14 +204,16 @@ def log_unreadable(record: Record, error: Rejected) -> None:
     )
 
 
-def item_receiver(source: Source, ended: Outlet[list[Request]]) -> TopicReceiver:
+def item_receiver(
+    source: Source, ended: Outlet[list[Request]], values: SourceValues | None = None
+) -> TopicReceiver:
     """Return a receiver of `items`."""
-    return TopicReceiver(source, decode_items, ended)
+    return TopicReceiver(source, decode_items, ended, values)
 
 
-def result_receiver(source: Source) -> TopicReceiver:
+def result_receiver(source: Source, values: SourceValues | None = None) -> TopicReceiver:
     """Return a receiver of `results`."""
-    return TopicReceiver(source, decode_results)
+    return TopicReceiver(source, decode_results, values=values)
 
 
 class TopicSender:
@@ -215,36 +226,40 @@ class TopicSender:
     (`headrace.transport.burst_limiter`).
 
     Args:
-        divide: divides requests of one partition into chunks, one for each record, of so many
-            requests and bytes at most.
+        divide: divides requests of one partition into chunks within limits, one for each record.
         encode: returns the record of a chunk.
         stage: the stage that writes; failures of requests that do not fit name it.
         refused: receives requests that do not fit, as failures; if None, they are written as
             failures to the same topic.
+        inline_bytes: values from this size on are not written (`refer_to_source`); None writes all.
     """
 
     def __init__(
         self,
         producer: Producer,
         topic: str,
-        divide: Callable[[Sequence[Request], int, int], list[list[Request]]],
+        divide: Callable[[Sequence[Request], ChunkLimits], list[list[Request]]],
         encode: Callable[[Sequence[Request]], bytes],
         stage: Stage,
         refused: Outlet[list[Request]] | None = None,
         metrics: Metrics | None = None,
         tuning: TransportTuning = TUNING.transport,
+        inline_bytes: int | None = None,
     ) -> None:
         self._producer = producer
         self._topic = topic
         self._divide = divide
         self._encode = encode
         self._stage = stage
+        self._inline_bytes = inline_bytes
         self._refused = refused
         self._metrics = metrics
         self._writers: Writers[list[Request]] = Writers(self)
         self._tasks = StageTasks()
         self._limiter = BurstLimiter(tuning)
-        self._max_record = tuning.max_record_requests, tuning.max_record_bytes
+        self._chunk_limits = ChunkLimits(
+            tuning.max_record_requests, tuning.max_record_bytes, tuning.max_record_source_bytes
+        )
         self._max_waiting = tuning.max_waiting_requests
         self._waiting: dict[int, list[Request]] = {}
         self._waiting_count = 0
@@ -302,7 +317,10 @@ class TopicSender:
         self._partitions_in_write.discard(partition)
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
-        chunks = self._divide(requests, *self._max_record)
+        if self._inline_bytes is not None:
+            for request in requests:
+                refer_to_source(request, self._inline_bytes)
+        chunks = self._divide(requests, self._chunk_limits)
         while chunks:
             records = [NewRecord(None, self._encode(chunk)) for chunk in chunks]
             refused = await deliver(self._producer, target, records, self._metrics)
@@ -372,10 +390,19 @@ def item_sender(
     refused: Outlet[list[Request]],
     metrics: Metrics | None = None,
     tuning: TransportTuning = TUNING.transport,
+    inline_bytes: int | None = None,
 ) -> TopicSender:
-    """Return a sender of `items`."""
+    """Return a sender of `items`; `inline_bytes` is as for `TopicSender`."""
     return TopicSender(
-        producer, topic, divide_items, encode_items, Stage.INGEST, refused, metrics, tuning
+        producer,
+        topic,
+        divide_items,
+        encode_items,
+        Stage.INGEST,
+        refused,
+        metrics,
+        tuning,
+        inline_bytes,
     )
 
 

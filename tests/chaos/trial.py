@@ -41,6 +41,8 @@ LATECOMERS_S = 1.0
 STRIKES_S = 10.0
 IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """Less than the large keys of one strike."""
+INLINE_BYTES = 200
+"""More than a request of the slow model has, and less than the others: values of both kinds."""
 STAMPED_BY_BROKER = {"message.timestamp.type": "LogAppendTime"}
 REQUEST_TIMEOUT_S = 2.0
 TRANSACTION_TIMEOUT_S = 3.0
@@ -168,6 +170,7 @@ def _settings(trial: Trial, cluster: Cluster, directory: Path) -> Settings:
                 "drain_timeout_s": DRAIN_S,
                 "max_decompressed_bytes": DECOMPRESSED_BYTES,
                 "max_in_flight_bytes": IN_FLIGHT_BYTES,
+                "inline_payload_bytes": INLINE_BYTES,
             },
             "models": {"repository": directory / "models"},
         }

@@ -19,7 +19,6 @@ from headrace.protocol.messages import Request
 from headrace.protocol.tensors import to_array
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
-from headrace.transport.channels import pump
 from tests.support.conditions import DEADLINE_S
 from tests.support.models import add_version, embedding, settings_for
 from tests.support.python_models import add_python_model
@@ -64,16 +63,13 @@ def requests(values: Sequence[int]) -> st.SearchStrategy[Sent]:
     )
 
 
-class Arrivals:
-    """An inlet of chunks that come one by one, with turns of the event loop between them."""
-
-    def __init__(self, chunks: list[list[Request]]) -> None:
-        self._chunks = iter(chunks)
-
-    async def receive(self) -> list[Request] | None:
+async def send_all(chunks: list[list[Request]], batcher: BatcherService) -> None:
+    """Send chunks one by one, with turns of the event loop between them."""
+    for chunk in chunks:
         for _ in range(5):
             await asyncio.sleep(0)
-        return next(self._chunks, None)
+        await batcher.send(chunk)
+    batcher.close()
 
 
 async def answered(repository: Path, chunks: list[list[Request]]) -> list[Request]:
@@ -89,7 +85,7 @@ async def answered(repository: Path, chunks: list[list[Request]]) -> list[Reques
         tasks.create_task(executor.run())
         await executor.loaded.wait()
         tasks.create_task(batcher.run())
-        tasks.create_task(pump(Arrivals(chunks), batcher))
+        tasks.create_task(send_all(chunks, batcher))
     return early.requests + ran.requests
 
 

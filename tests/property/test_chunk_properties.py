@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from headrace.errors import Code
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
+    ChunkLimits,
     decode_batch,
     decode_items,
     decode_results,
@@ -18,6 +19,8 @@ from headrace.protocol.codec import (
     encode_batch,
     encode_items,
     encode_results,
+    refer_to_source,
+    restore_value,
 )
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request, Tensor
@@ -101,7 +104,7 @@ def test_items_and_their_batch_come_back(sent: tuple[Request, ...], most: int) -
 
     received = [
         request
-        for chunk in divide_items(sent, most, 1000)
+        for chunk in divide_items(sent, ChunkLimits(most, 1000, 1000))
         for request in decode_items(encode_items(chunk), NULL_ACK)
     ]
 
@@ -113,6 +116,39 @@ def test_items_and_their_batch_come_back(sent: tuple[Request, ...], most: int) -
         assert [seen(each, "batch") for each in batch.requests] == [
             seen(each, "batch") for each in sent
         ]
+
+
+@relaxed
+@given(MIXTURES, MOST, st.integers(0, 12))
+def test_items_by_reference_come_back_with_their_values(
+    sent: tuple[Request, ...], most: int, from_bytes: int
+) -> None:
+    """Whatever lies in a value or beside it, and whichever values have stayed in the source."""
+    sent = tuple(each for each in sent if not _has_raw_name(each))
+    values = {request.offset: request.value for request in sent}
+    expected = list(map(seen, sent))
+    for request in sent:
+        refer_to_source(request, from_bytes)
+
+    received = [
+        request
+        for chunk in divide_items(sent, ChunkLimits(most, 1000, 1000))
+        for request in decode_items(encode_items(chunk), NULL_ACK)
+    ]
+    received.sort(key=lambda request: request.offset)
+    if sent:
+        batch = decode_batch(encode_batch(Batch("b", received, "full")), NULL_ACK)
+        received = batch.requests
+    for request in received:
+        if request.referenced:
+            value = values[request.offset]
+            assert isinstance(value, bytes)
+            assert request.value is None
+            restore_value(request, value)
+
+    assert [{**seen(each), "batch": None} for each in received] == [
+        {**each, "batch": None} for each in expected
+    ]
 
 
 @relaxed
@@ -132,7 +168,7 @@ def test_outcomes_come_back(sent: tuple[Request, ...], most: int, data: st.DataO
 
     received = [
         request
-        for chunk in divide_results(sent, most, 1000)
+        for chunk in divide_results(sent, ChunkLimits(most, 1000, 1000))
         for request in decode_results(encode_results(chunk), NULL_ACK)
     ]
 

@@ -12,6 +12,7 @@ import pytest
 from headrace.errors import Code, Fatal, Rejected
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
+    ChunkLimits,
     decode_batch,
     decode_items,
     decode_results,
@@ -20,10 +21,12 @@ from headrace.protocol.codec import (
     encode_batch,
     encode_items,
     encode_results,
+    refer_to_source,
+    restore_value,
     wire_single,
 )
 from headrace.protocol.headers import parse_envelope
-from headrace.protocol.messages import Batch, Envelope, Failure, Request
+from headrace.protocol.messages import Batch, Envelope, Failure, Request, Tensor
 from tests.support.work import make_request
 
 PIXELS = np.arange(4, dtype=np.float32)
@@ -38,6 +41,11 @@ def chunk_of(count: int, **arguments: Any) -> list[Request]:
     for request in chunk:
         request.size_bytes = 16
     return chunk
+
+
+def limits_of(requests: int, size_bytes: int) -> ChunkLimits:
+    """Limits of a chunk that are the same wherever values are."""
+    return ChunkLimits(requests, size_bytes, size_bytes)
 
 
 def with_headers(request: Request, *headers: tuple[str, bytes | None]) -> Request:
@@ -193,7 +201,7 @@ def test_requests_are_divided_by_what_chunk_shares() -> None:
         *chunk_of(1),
     ]
 
-    chunks = divide_items(requests, 256, 10_000)
+    chunks = divide_items(requests, limits_of(256, 10_000))
 
     assert [[requests.index(one) for one in chunk] for chunk in chunks] == [[0, 1, 4], [2], [3]]
 
@@ -206,7 +214,7 @@ def test_outcomes_are_divided_into_outputs_failures_and_skipped() -> None:
     for request in requests[2:4]:
         request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
 
-    assert list(map(len, divide_results(requests, 256, 10_000))) == [2, 2, 1]
+    assert list(map(len, divide_results(requests, limits_of(256, 10_000)))) == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +223,7 @@ def test_outcomes_are_divided_into_outputs_failures_and_skipped() -> None:
 )
 def test_chunks_are_bounded(max_requests: int, max_bytes: int, sizes: list[int]) -> None:
     """In requests and in bytes; a larger request travels alone."""
-    assert list(map(len, divide_items(chunk_of(5), max_requests, max_bytes))) == sizes
+    assert list(map(len, divide_items(chunk_of(5), limits_of(max_requests, max_bytes)))) == sizes
 
 
 def changed(record: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -254,9 +262,9 @@ def test_columns_that_do_not_fit_are_refused(change: Callable[[dict[str, Any]], 
 @pytest.mark.parametrize("decode", [decode_items, decode_batch, decode_results])
 def test_record_of_later_format_ends_process_that_names_both(decode: Callable[..., Any]) -> None:
     """To drop it would leave its requests unanswered."""
-    record = msgpack.packb({"format": 3, "rows": {"in": "another form"}})
+    record = msgpack.packb({"format": 4, "rows": {"in": "another form"}})
 
-    with pytest.raises(Fatal, match="expected format 2 or 1, got 3"):
+    with pytest.raises(Fatal, match="expected a format up to 3, got 4"):
         decode(record, NULL_ACK)
 
 
@@ -267,3 +275,132 @@ def test_fields_of_newer_release_are_ignored() -> None:
     record = changed(encode_items(sent), lambda fields: fields.update(colour="red"))
 
     assert_alike(decode_items(record, NULL_ACK), sent)
+
+
+# --- values that only the source record holds -------------------------------------------------
+
+
+def in_value(count: int, *, beside: bool = False) -> list[Request]:
+    """Requests whose tensor is a view of their value, of 24 bytes, and one that is not."""
+    chunk = chunk_of(count)
+    for n, request in enumerate(chunk):
+        value = b"head" + (PIXELS + n).tobytes() + b"tail"
+        pixels = Tensor("x", "FP32", (1, 4), memoryview(value)[4:20])
+        request.value, request.inputs = value, (pixels,)
+        if beside:
+            request.inputs = pixels, Tensor("own", "UINT8", (1, 2), bytes([n, n]))
+            request.size_bytes = 18
+    return chunk
+
+
+def referring(count: int, *, beside: bool = False) -> list[Request]:
+    """The same requests after they have let go of their values."""
+    chunk = in_value(count, beside=beside)
+    for request in chunk:
+        refer_to_source(request, 24)
+    return chunk
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_restored_requests_equal_those_that_carry_their_values(count: int, beside: bool) -> None:
+    """From items to batches, each process knows the places in values that it has not seen."""
+    sent = in_value(count, beside=beside)
+
+    items = decode_items(encode_items(referring(count, beside=beside)), NULL_ACK)
+    received = decode_batch(encode_batch(Batch("b", items, "full")), NULL_ACK).requests
+    for after, before in zip(received, sent, strict=True):
+        assert (after.referenced, after.value, after.size_bytes) == (24, None, before.size_bytes)
+        restore_value(after, bytes(before.value or b""))
+        after.partition, after.offset = before.partition, before.offset
+        after.previous = before.previous
+
+    assert_alike(received, sent)
+    assert [request.referenced for request in received] == [0] * count
+
+
+def test_value_below_limit_is_kept() -> None:
+    """It travels with its bytes, in the format of the release before."""
+    (request, other) = in_value(2)
+
+    refer_to_source(request, 25)
+
+    assert (len(request.value or b""), request.referenced) == (24, 0)
+    assert msgpack.unpackb(encode_items([request, other]))["format"] == 2
+
+
+def test_record_of_referring_requests_has_no_byte_of_their_values() -> None:
+    """Their sizes and places are all that is written."""
+    record = encode_items(referring(2, beside=True))
+
+    assert b"tail" not in record
+    fields = msgpack.unpackb(record)
+    assert (fields["format"], fields["referenced"], fields["part"]) == (3, 24, 2)
+
+
+def test_requests_with_and_without_values_travel_in_records_of_their_own() -> None:
+    """A chunk has one layout."""
+    mixed = [*referring(1), *in_value(1), *referring(1)]
+
+    chunks = divide_items(mixed, limits_of(10, 1000))
+    batch = decode_batch(encode_batch(Batch("b", mixed, "full")), NULL_ACK)
+
+    assert [[each.referenced for each in chunk] for chunk in chunks] == [[24, 24], [0]]
+    assert [each.referenced for each in batch.requests] == [24, 0, 24]
+
+
+def test_values_that_are_not_written_count_against_chunk() -> None:
+    """Its record is charged, deferred and read again as a whole, with all values."""
+    limits = ChunkLimits(256, 1000, 50)
+    assert [len(each) for each in divide_items(referring(5), limits)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("code", "referenced"), [(Code.MODEL_FAILED, 24), (Code.OVERLOADED, 0)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_failure_refers_to_value_if_dead_letter_is_made_of_it(
+    count: int, code: Code, referenced: int
+) -> None:
+    """No other answer needs it."""
+    failed = referring(count)
+    for request in failed:
+        request.fail(Failure(code, "it failed", "executor"))
+
+    received = decode_results(encode_results(failed), NULL_ACK)
+
+    assert [(each.value, each.referenced) for each in received] == [(None, referenced)] * count
+
+
+def test_value_of_failed_request_is_restored_without_inputs() -> None:
+    """It has let go of them, and its dead letter needs the bytes alone."""
+    (failed,) = referring(1)
+    failed.fail(Failure(Code.MODEL_FAILED, "it failed", "executor"))
+
+    restore_value(failed, b"v" * 24)
+
+    assert (failed.value, failed.inputs, failed.referenced) == (b"v" * 24, (), 0)
+
+
+def test_value_that_does_not_hold_inputs_is_refused() -> None:
+    """A tensor of another size would be another request's."""
+    (request,) = referring(1)
+
+    with pytest.raises(Rejected, match="expected 16 bytes"):
+        restore_value(request, b"too short")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.update(referenced=-24),
+        lambda fields: fields.update(referenced=[24, 0]),
+        lambda fields: fields.update(referenced=[24]),
+        lambda fields: fields.update(part=0, payload=b"four"),
+        lambda fields: fields["inputs"][0].update(start=30),
+        lambda fields: fields["inputs"][1].update(start=-2),
+        lambda fields: fields["inputs"][1].update(size=3),
+    ],
+)
+def test_references_that_do_not_fit_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    """A view outside of its request would be another's memory."""
+    with pytest.raises(Rejected):
+        decode_items(changed(encode_items(referring(2, beside=True)), change), NULL_ACK)

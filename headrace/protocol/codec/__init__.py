@@ -12,6 +12,7 @@ from headrace.protocol.codec.json_data import bytes_to_data
 from headrace.protocol.codec.requests import callers_id, check_value, decode_request, names_version
 from headrace.protocol.codec.responses import encode_error, encode_response, encode_responses
 from headrace.protocol.codec.wire import (
+    ChunkLimits,
     decode_batch,
     decode_items,
     decode_results,
@@ -20,10 +21,13 @@ from headrace.protocol.codec.wire import (
     encode_batch,
     encode_items,
     encode_results,
+    refer_to_source,
+    restore_value,
 )
 
 __all__ = [
     "Answer",
+    "ChunkLimits",
     "bytes_to_data",
     "callers_id",
     "check_value",
@@ -42,4 +46,6 @@ __all__ = [
     "encode_responses",
     "encode_results",
     "names_version",
+    "refer_to_source",
+    "restore_value",
 ]

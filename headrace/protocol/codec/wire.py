@@ -2,10 +2,12 @@
 
 A record holds a chunk of requests in columns (`headrace.protocol.messages.WireChunk`): values that
 all share once, others in a list, and the payloads one after the other. A tensor that is a view of
-its request's value is encoded as its position there, so that no bytes are sent twice. Decoding
-creates new `Request` objects, whose values and tensors are views of the record. Envelopes are
-parsed from the headers again; only deadlines are taken from the record, because ingest may have
-set them by its own default timeout.
+its request's value is encoded as its position there, so that no bytes are sent twice. A large value
+is not sent at all: `refer_to_source` releases it, the chunk says how large it is, and a process
+that needs it reads the source record (`headrace.transport.source_values`). Decoding creates new
+`Request` objects, whose values and tensors are views of the record. Envelopes are parsed from the
+headers again; only deadlines are taken from the record, because ingest may have set them by its own
+default timeout.
 
 A request without companions travels in a record of its own, `headrace.protocol.codec.wire_single`,
 which is also the format of the minor version before. A record of a later format ends the process,
@@ -46,8 +48,12 @@ from headrace.protocol.messages import (
 from headrace.protocol.tensors import check_tensor
 from headrace.protocol.trace_context import Trace, parse_traceparent
 
-FORMAT = 2
-"""Format of the records in columns; format 1 is a record for each request."""
+FORMAT = 3
+"""Latest format that this release reads and writes: columns, with values that are only in the
+source record.
+"""
+_COLUMNS_FORMAT = 2
+"""Format of columns without these; format 1 is a record for each request."""
 
 T = TypeVar("T")
 _Headers = list[tuple[str, bytes | None]]
@@ -76,16 +82,68 @@ _format_decoder = msgspec.msgpack.Decoder(_Format)
 # --- items and batches ------------------------------------------------------------------------
 
 
-def divide_items(
-    requests: Sequence[Request], max_requests: int, max_bytes: int
-) -> list[list[Request]]:
+def refer_to_source(request: Request, from_bytes: int) -> None:
+    """Release the value of a request, and the inputs in it, if it has at least so many bytes: the
+    source record holds them.
+    """
+    value = request.value
+    if not value or len(value) < from_bytes:
+        return
+    places = request.places
+    if places is None:
+        places, _ = _places(request.inputs, value)
+    size_bytes = len(value)
+    request.inputs = tuple(
+        [
+            tensor if start >= size_bytes else tensor._replace(data=_EMPTY)
+            for tensor, (start, _) in zip(request.inputs, places, strict=True)
+        ]
+    )
+    request.value, request.item = None, None
+    request.places, request.referenced = places, size_bytes
+
+
+def restore_value(request: Request, value: bytes) -> None:
+    """Set the value of a request that refers to its source record, and the inputs in it.
+
+    Raises:
+        Rejected: `INVALID_TENSOR`: the value does not hold the inputs.
+    """
+    content = memoryview(value)
+    placed = request.places or () if request.inputs else ()
+    request.inputs = tuple(
+        [
+            tensor
+            if start >= request.referenced
+            else tensor._replace(data=content[start : start + size])
+            for tensor, (start, size) in zip(request.inputs, placed, strict=True)
+        ]
+    )
+    for name, datatype, shape, data in request.inputs:
+        check_tensor(datatype, shape, data, name)
+    if not all(start + size <= len(value) for start, size in placed):
+        request.places = None  # of a value without what is behind it
+    request.value, request.referenced = value, 0
+
+
+class ChunkLimits(NamedTuple):
+    """Most requests of a chunk, and most bytes: of values or outputs in it, and of values that are
+    only in the source records. A larger request is a chunk by itself.
+    """
+
+    requests: int
+    size_bytes: int
+    source_bytes: int
+
+
+def divide_items(requests: Sequence[Request], limits: ChunkLimits) -> list[list[Request]]:
     """Divide requests of one source partition into chunks, one for each `items` record."""
-    return _divide(requests, _item_group, _are_items_alike, max_requests, max_bytes)
+    return _divide(requests, _item_group, _are_items_alike, limits)
 
 
 def encode_items(requests: Sequence[Request]) -> bytes:
     """Return the value of an `items` record; the requests are one chunk of `divide_items`."""
-    if len(requests) == 1:
+    if len(requests) == 1 and not requests[0].referenced:
         return wire_single.encode_item(requests[0])
     return _encode(ItemChunkRecord(**_item_columns(requests)))
 
@@ -115,12 +173,13 @@ def encode_batch(batch: Batch) -> bytes:
         ):
             chunks.append([])
         chunks[-1].append(request)
+    columns = [ItemChunkRecord(**_item_columns(chunk)) for chunk in chunks]
     return _encode(
         ChunkedBatchRecord(
-            format=FORMAT,
+            format=max([each.format for each in columns]),
             batch_id=batch.batch_id,
             reason=batch.reason,
-            chunks=[ItemChunkRecord(**_item_columns(chunk)) for chunk in chunks],
+            chunks=columns,
         )
     )
 
@@ -151,13 +210,16 @@ def _item_group(request: Request) -> Hashable:
         names = tuple([(tensor.name, tensor.datatype) for tensor in inputs])
     # The tenant, because the records of an `items` topic are charged to model and tenant.
     tenant = request.envelope.tenant
-    return (request.model, request.version, request.shape_class, tenant, names)
+    is_here = not request.referenced
+    return (request.model, request.version, request.shape_class, tenant, names, is_here)
 
 
 def _are_items_alike(one: Request, other: Request) -> bool:
     if one.model is not other.model or one.version is not other.version:
         return False
     if one.shape_class != other.shape_class or one.envelope.tenant != other.envelope.tenant:
+        return False
+    if one.referenced or other.referenced:
         return False
     first, second = one.inputs, other.inputs
     return (
@@ -183,13 +245,18 @@ def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
             part = len(value)
             values.append(part)
             payload.append(value)
+        beside: Sequence[bytes | memoryview] = ()
         if places is None:
             places, beside = _places(request.inputs, value)
-            for content in beside:
-                part += len(content)
-                payload.append(content)
+        elif request.referenced:
+            beside = [tensor.data for tensor in request.inputs]  # empty if they are in the value
+        for content in beside:
+            part += len(content)
+            payload.append(content)
         parts.append(part)
         placed.append(places)
+    if first.referenced:
+        _set_referenced(columns, [request.referenced for request in requests])
     columns["value"], columns["part"] = _column(values), _column(parts)
     columns["payload"] = memoryview(b"".join(payload))
     columns["rows"] = _column([request.rows for request in requests])
@@ -200,6 +267,10 @@ def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
     ]
     _set_shared_or_each(columns, "wanted", [request.wanted for request in requests])
     return columns
+
+
+def _set_referenced(columns: dict[str, Any], sizes: list[int]) -> None:
+    columns["format"], columns["referenced"] = FORMAT, _column(sizes)
 
 
 def _input_columns(
@@ -241,70 +312,109 @@ def _places(
 
 def _requests_of_items(record: ItemChunkRecord, ack_handle: AckHandle) -> list[Request]:
     layout = _layout(record)
-    payload, bases, parts, values = layout
     requests = _requests(record, ack_handle, layout)
+    is_here = not record.referenced
+    first_bytes = layout.bases
+    if not is_here:
+        layout = _layout_behind_values(record, layout)
+        _spread(requests, "referenced", record.referenced)
     tensors: list[list[Tensor]] = []
     placed: list[list[_Place]] = []
     is_inside = True
     for wired in record.inputs:
         starts, sizes = _each(wired.start, requests), _each(wired.size, requests)
         stops = [start + size for start, size in zip(starts, sizes, strict=True)]
-        if min(starts) < 0 or min(sizes) < 0 or any(map(gt, stops, parts)):
+        if min(starts) < 0 or min(sizes) < 0 or any(map(gt, stops, layout.parts)):
             raise _unreadable(
-                f"a tensor within {max(parts)} bytes", f"{min(starts)} to {max(stops)}"
+                f"a tensor within {max(layout.parts)} bytes", f"{min(starts)} to {max(stops)}"
             )
-        is_inside = is_inside and not any(map(gt, stops, values))
-        contents = [
-            payload[base + start : base + stop]
-            for base, start, stop in zip(bases, starts, stops, strict=True)
-        ]
+        is_inside = is_inside and not any(map(gt, stops, layout.values))
         placed.append(list(zip(starts, sizes, strict=True)))
-        tensors.append(_tensors(wired, contents, is_checked=True))
+        contents = _contents(layout, starts, stops, None if is_here else first_bytes)
+        # A tensor in a source record is checked when that is read.
+        tensors.append(_tensors(wired, contents, is_checked=is_here))
     _spread(requests, "rows", record.rows)
-    places = list(zip(*placed, strict=True)) if placed and is_inside else None
+    # Without its value, a request is known by the places of all inputs.
+    places = list(zip(*placed, strict=True)) if placed and (is_inside or not is_here) else None
+    sizes_bytes = _sum_sizes(placed, len(requests))
     wanted = _shared_or_each(record.wanted, record.wanted_each, requests)
     inputs: Sequence[tuple[Tensor, ...]] = (
         list(zip(*tensors, strict=True)) if tensors else [()] * len(requests)
     )
     shape_class = record.shape_class
     for index, request in enumerate(requests):
-        request.inputs = tensors_of = inputs[index]
+        request.inputs = inputs[index]
         request.shape_class = shape_class
         request.wanted = wanted[index]
-        size_bytes = 0
-        for tensor in tensors_of:
-            size_bytes += len(tensor[3])
-        request.size_bytes = size_bytes
+        request.size_bytes = sizes_bytes[index]
         if places is not None:
             request.places = places[index]
     return requests
 
 
+def _layout_behind_values(record: ItemChunkRecord, layout: _Layout) -> _Layout:
+    """Return a layout whose parts begin with the values, which the payload does not hold."""
+    payload, bases, parts, values = layout
+    referenced = _each(record.referenced, record.offset)
+    if min(referenced) < 1:
+        raise _unreadable("all values in their source records, or none", f"{min(referenced)}")
+    bases = [base - size for base, size in zip(bases, referenced, strict=True)]
+    parts = [part + size for part, size in zip(parts, referenced, strict=True)]
+    return _Layout(payload, bases, parts, values)
+
+
+def _contents(
+    layout: _Layout,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    first_bytes: Sequence[int] | None,
+) -> list[memoryview]:
+    """Return the bytes of each request's tensor; none if they lie before the request's first byte
+    in the payload, in a value that is not here.
+    """
+    payload = layout.payload
+    places = zip(layout.bases, starts, stops, strict=True)
+    if first_bytes is None:
+        return [payload[base + start : base + stop] for base, start, stop in places]
+    return [
+        _EMPTY if base + start < first else payload[base + start : base + stop]
+        for (base, start, stop), first in zip(places, first_bytes, strict=True)
+    ]
+
+
+def _sum_sizes(placed: Sequence[Sequence[_Place]], count: int) -> list[int]:
+    """Return the size of all inputs of each request."""
+    if len(placed) == 1:
+        return [size for _, size in placed[0]]
+    return [sum([each[index][1] for each in placed]) for index in range(count)]
+
+
 # --- results ----------------------------------------------------------------------------------
 
 
-def divide_results(
-    requests: Sequence[Request], max_requests: int, max_bytes: int
-) -> list[list[Request]]:
+def divide_results(requests: Sequence[Request], limits: ChunkLimits) -> list[list[Request]]:
     """Divide requests of one source partition into chunks, one for each `results` record."""
-    return _divide(requests, _result_group, _are_results_alike, max_requests, max_bytes)
+    return _divide(requests, _result_group, _are_results_alike, limits)
 
 
 def encode_results(requests: Sequence[Request]) -> bytes:
     """Return the value of a `results` record; the requests are one chunk of `divide_results`."""
-    if len(requests) == 1:
-        return wire_single.encode_result(requests[0])
-    columns = _columns(requests)
     first = requests[0]
+    if len(requests) == 1 and not (first.failure is not None and first.referenced):
+        return wire_single.encode_result(first)
+    columns = _columns(requests)
     if first.failure is not None:
         failures: list[WireFailure] = []
         values: list[int] = []
+        referenced: list[int] = []
         payload: list[bytes | memoryview] = []
         for request in requests:
             failure = request.failure
             assert failure is not None  # all requests of a chunk have failures
             failures.append(WireFailure(**failure._asdict()))
-            value = request.value if Code(failure.code).is_dead_letter else None
+            keeps_value = Code(failure.code).is_dead_letter
+            referenced.append(request.referenced if keeps_value else 0)
+            value = request.value if keeps_value else None
             values.append(-1 if value is None else len(value))
             if value is not None:
                 payload.append(value)
@@ -312,6 +422,8 @@ def encode_results(requests: Sequence[Request]) -> bytes:
         columns["value"] = _column(values)
         columns["part"] = _column([max(0, size) for size in values])
         columns["payload"] = memoryview(b"".join(payload)) if payload else None
+        if any(referenced):
+            _set_referenced(columns, referenced)
     elif first.output_data is not None:
         columns["outputs"] = [
             _output_columns(requests, index) for index in range(len(first.output_data))
@@ -339,6 +451,8 @@ def decode_results(value: bytes, ack_handle: AckHandle) -> list[Request]:
         return requests
     if record.failures is not None:
         failures: list[WireFailure] = _each(record.failures, requests)
+        if record.referenced:
+            _spread(requests, "referenced", record.referenced)
         for request, failure in zip(requests, failures, strict=True):
             # A newer release may have codes unknown to this one.
             code = failure.code if failure.code in _CODES else Code.INTERNAL
@@ -409,8 +523,7 @@ def _divide(
     requests: Sequence[Request],
     group: Callable[[Request], Hashable],
     is_alike: Callable[[Request, Request], bool],
-    max_requests: int,
-    max_bytes: int,
+    limits: ChunkLimits,
 ) -> list[list[Request]]:
     """Divide requests into chunks of one group each that are not too large.
 
@@ -418,8 +531,7 @@ def _divide(
         requests: requests of one source partition, by offset.
         group: returns what the requests of a chunk have in common.
         is_alike: returns True if two requests are of one group, as a quick look tells.
-        max_requests: most requests of a chunk.
-        max_bytes: most bytes of values or outputs of a chunk; a larger request is one by itself.
+        limits: of a chunk.
     """
     chunks: list[list[Request]] = []
     open_chunks: dict[Hashable, tuple[list[Request], int]] = {}
@@ -435,7 +547,8 @@ def _divide(
             chunk, size_bytes = open_chunks.get(key) or ([], 0)
         last = request
         added_bytes = _carried_bytes(request)
-        if not chunk or len(chunk) >= max_requests or size_bytes + added_bytes > max_bytes:
+        max_bytes = limits.source_bytes if request.referenced else limits.size_bytes
+        if not chunk or len(chunk) >= limits.requests or size_bytes + added_bytes > max_bytes:
             chunk, size_bytes = [], 0
             chunks.append(chunk)
         chunk.append(request)
@@ -444,10 +557,14 @@ def _divide(
 
 
 def _carried_bytes(request: Request) -> int:
-    """Return an estimate of the bytes that a request adds to its chunk."""
+    """Return an estimate of the bytes that a request adds to its chunk, and of those that whoever
+    runs it has to read: they are charged, deferred and read again with the chunk's record.
+    """
     data = request.output_data
     if data is not None:
         return sum(map(len, data))
+    if request.referenced:
+        return request.referenced
     value = request.value
     return request.size_bytes if value is None else len(value)
 
@@ -457,7 +574,7 @@ def _columns(requests: Sequence[Request]) -> dict[str, Any]:
     first = requests[0]
     offsets = [request.offset for request in requests]
     columns: dict[str, Any] = {
-        "format": FORMAT,
+        "format": _COLUMNS_FORMAT,
         "partition": _column([request.partition for request in requests]),
         "offset": offsets,
         "gap": _column([request.offset - request.previous for request in requests]),
@@ -761,7 +878,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Record], value: bytes) -> _Record
     except DECODE_ERRORS as error:
         _check_format(value)
         raise _unreadable("one of Headrace's", str(error)) from error
-    if record.format != FORMAT:
+    if record.format > FORMAT:
         _check_format(value)
     return record
 
@@ -773,7 +890,7 @@ def _check_format(value: bytes) -> None:
         return
     if found > FORMAT:
         raise Fatal(
-            f"internal record: expected format {FORMAT} or {FORMAT - 1}, got {found}: a later "
+            f"internal record: expected a format up to {FORMAT}, got {found}: a later "
             "release wrote it; upgrade the processes that read a topic before those that write it"
         )
 

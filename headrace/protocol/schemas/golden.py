@@ -29,6 +29,7 @@ from headrace.protocol.codec import (
     encode_request,
     encode_response,
     encode_results,
+    refer_to_source,
     wire_single,
 )
 from headrace.protocol.codec.events import decode_event, encode_event
@@ -165,6 +166,21 @@ def _chunk() -> list[Request]:
     return chunk
 
 
+def _referring_chunk() -> list[Request]:
+    """Return requests whose values are only in their source records; one tensor is in neither."""
+    chunk = _chunk()
+    for request in chunk:
+        refer_to_source(request, 1)
+    return chunk
+
+
+def _failed_chunk() -> list[Request]:
+    chunk = _referring_chunk()
+    for request in chunk:
+        request.fail(_FAILURE)
+    return chunk
+
+
 def _answered_chunk() -> list[Request]:
     chunk = _chunk()
     for request in chunk:
@@ -242,6 +258,22 @@ def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
     yield (
         "result-chunk",
         sample("result-chunk-record", lambda: encode_results(_answered_chunk()), decode_results),
+    )
+    yield (
+        "item-chunk-referring",
+        sample("item-chunk-record", lambda: encode_items(_referring_chunk()), decode_items),
+    )
+    yield (
+        "chunked-batch-referring",
+        sample(
+            "chunked-batch-record",
+            lambda: encode_batch(Batch("b-1", _referring_chunk(), "full")),
+            decode_batch,
+        ),
+    )
+    yield (
+        "result-chunk-referring",
+        sample("result-chunk-record", lambda: encode_results(_failed_chunk()), decode_results),
     )
     for name, make in (
         ("result-outputs", lambda: _answered(MSGPACK, "FP32")),

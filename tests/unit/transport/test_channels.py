@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.transport.channels import BatchQueue, Demand, Writers, pump
+from headrace.transport.channels import BatchQueue, Demand, Writers
 
 
 async def ack() -> None:
@@ -53,22 +53,6 @@ async def test_channel_ends_when_all_writers_are_closed() -> None:
 
     second.close()
     await closed
-
-
-async def test_pump_sends_everything_and_closes_its_target() -> None:
-    """Chunks are sent in order, up to the end of the inlet."""
-    chunks: list[int | None] = [1, 2, None]
-
-    class Inlet:
-        async def receive(self) -> int | None:
-            return chunks.pop(0)
-
-    stage = Stage()
-    writers = Writers(stage)
-    await pump(Inlet(), writers.writer())
-
-    await writers.closed()
-    assert stage.received == [1, 2]
 
 
 class Shelf:

@@ -1,0 +1,286 @@
+"""Read the values of requests that came by reference, from the topic of requests.
+
+A large value travels through no topic between stages (`refer_to_source`): its source record holds
+it. The process that needs the value reads that record by its offset. Where a model runs, this is
+done as soon as the request has arrived, so that the values of the next batch are read while a batch
+runs. Partitions do not wait for each other.
+
+A record may be gone: retention or compaction removed it, or its topic was made anew, which its
+timestamp, key and size show. Its request then fails, and its caller can send it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import structlog
+
+from headrace.crash_isolation.isolation import is_isolated
+from headrace.delivery.failures import REVOKED
+from headrace.errors import Code, Rejected, Retriable
+from headrace.log.errors import UnknownPartition
+from headrace.log.port import Log, Record, TopicPartition
+from headrace.primitives.backoff import Backoff, Pauses
+from headrace.primitives.stage_tasks import StageTasks
+from headrace.protocol.codec import restore_value
+from headrace.protocol.messages import Failure, IngestedRequest, Request
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import Stage
+from headrace.transport.channels import Inlet, Outlet
+from headrace.tuning import TUNING, TransportTuning
+
+log = structlog.get_logger(__name__)
+
+
+def has_inputs_in_source(request: IngestedRequest) -> bool:
+    """Return True if inputs of the request are only in its source record."""
+    referenced = request.referenced
+    return referenced > 0 and any(
+        start < referenced and size for start, size in request.places or ()
+    )
+
+
+class SourceValues:
+    """Reads the values that requests of this process need and that only their source records hold.
+
+    Args:
+        log_: an open log.
+        topic: the topic of requests.
+        is_needed: returns True if this process needs the value of a request that refers to it.
+        stage: the stage that needs values; failures of requests whose records are gone name it.
+        has_run: called with isolated requests that end here because their records are gone.
+        metrics: counts the values.
+        tuning: tuning values.
+    """
+
+    def __init__(
+        self,
+        log_: Log,
+        topic: str,
+        is_needed: Callable[[Request], bool],
+        stage: Stage,
+        has_run: Callable[[Sequence[Request]], None],
+        metrics: Metrics,
+        tuning: TransportTuning = TUNING.transport,
+    ) -> None:
+        self._log = log_
+        self._topic = topic
+        self._is_needed = is_needed
+        self._stage = stage
+        self._has_run = has_run
+        self._metrics = metrics
+        self._tuning = tuning
+        self._backoff = Backoff(tuning.source_retry_first_s, tuning.source_retry_max_s)
+        self._surplus = _Surplus(tuning.source_surplus_bytes)
+
+    def missing(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the requests whose values have to be read."""
+        return [each for each in requests if each.referenced and self._is_needed(each)]
+
+    def missing_bytes(self, requests: Sequence[Request]) -> int:
+        """Return the bytes to be read. They are charged to the records by which the requests came
+        as soon as those are admitted, so that nothing else takes their room.
+        """
+        return sum([request.referenced for request in self.missing(requests)])
+
+    async def pump(
+        self,
+        inlet: Inlet[list[Request]],
+        outlet: Outlet[list[Request]],
+        ended: Outlet[list[Request]] | None = None,
+    ) -> None:
+        """Send everything that an inlet receives, and close both outlets at the end of the stream.
+
+        What comes from a partition is sent in its order: a record that cancels a request must not
+        overtake it. Partitions do not wait for each other.
+
+        Args:
+            inlet: where requests come from, each chunk from one partition.
+            outlet: where they go, with their values.
+            ended: where those go that fail because their records are gone; None if all have failed
+                before, so that a value is only their dead letter's.
+        """
+        tasks = StageTasks()
+        last: dict[int, asyncio.Task[None]] = {}
+        async with tasks:
+            while (chunk := await inlet.receive()) is not None:
+                missing = self.missing(chunk)
+                partition = chunk[0].partition
+                before = last.pop(partition, None)
+                if before is not None and before.done():
+                    before = None
+                if not missing and before is None:
+                    await outlet.send(chunk)
+                    continue
+                work = self._complete(chunk, missing, before, outlet, ended)
+                if is_isolated(chunk[0]):  # then all are, and nothing else may run meanwhile
+                    await work
+                    continue
+                task = tasks.start(work, f"read-source-{partition}")
+                if task is not None:
+                    last[partition] = task
+        outlet.close()
+        if ended is not None:
+            ended.close()
+
+    async def _complete(
+        self,
+        chunk: list[Request],
+        missing: list[Request],
+        before: asyncio.Task[None] | None,
+        outlet: Outlet[list[Request]],
+        ended: Outlet[list[Request]] | None,
+    ) -> None:
+        """Read missing values, and send the chunk after the one before it."""
+        await self.read(missing)
+        if before is not None:
+            await asyncio.wait([before])
+        if ended is None:
+            await outlet.send(chunk)
+            return
+        lost = [request for request in missing if request.failure is not None]
+        if len(lost) < len(chunk):
+            gone = set(lost)
+            await outlet.send([request for request in chunk if request not in gone])
+        if lost and is_isolated(lost[0]):
+            self._has_run(lost)
+        if lost:
+            await ended.send(lost)
+
+    async def read(self, requests: Sequence[Request]) -> None:
+        """Set the values of requests and the inputs in them; fail requests whose records are gone.
+
+        While no broker answers, this retries with back-off until cancelled, or until all requests
+        that are read together are revoked: these fail as well, since nothing may run them.
+        """
+        partitions: dict[int, list[Request]] = {}
+        for request in requests:
+            record = self._surplus.pop(request.partition, request.offset)
+            if record is None:
+                partitions.setdefault(request.partition, []).append(request)
+            else:
+                self._restore(request, record, "kept")
+        if len(partitions) == 1:
+            ((partition, wanted),) = partitions.items()
+            await self._read_partition(partition, wanted)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for partition, wanted in partitions.items():
+                name = f"read-source-{partition}"
+                tasks.create_task(self._read_partition(partition, wanted), name=name)
+
+    async def _read_partition(self, partition: int, requests: list[Request]) -> None:
+        requests.sort(key=lambda request: request.offset)
+        for wanted in self._ranges(requests):
+            records = await self._fetch(TopicPartition(self._topic, partition), wanted)
+            if records is None:
+                for request in wanted:
+                    request.fail(REVOKED)
+                continue
+            found = {record.offset: record for record in records}
+            for request in wanted:  # after a rebalance the same one may have come twice
+                record = found.get(request.offset)
+                if record is None:
+                    self._lose(request, "it is no longer in the log")
+                else:
+                    self._restore(request, record, "read")
+            taken = {request.offset for request in wanted}
+            self._surplus.add([each for each in records if each.offset not in taken])
+
+    def _ranges(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Yield requests that are read together: they lie near each other in the log."""
+        chosen: list[Request] = []
+        size_bytes = 0
+        for request in requests:
+            if chosen and (
+                request.offset - chosen[-1].offset > self._tuning.source_near_offsets
+                or size_bytes + request.referenced > self._tuning.source_fetch_bytes
+            ):
+                yield chosen
+                chosen, size_bytes = [], 0
+            chosen.append(request)
+            size_bytes += request.referenced
+        if chosen:
+            yield chosen
+
+    async def _fetch(
+        self, partition: TopicPartition, wanted: Sequence[Request]
+    ) -> Sequence[Record] | None:
+        """Return the records from the first to the last; None if all requests are revoked."""
+        overhead_bytes = self._tuning.source_record_overhead_bytes
+        max_bytes = sum([request.referenced + overhead_bytes for request in wanted])
+        pauses = Pauses(self._backoff)
+        while not all(request.ack_handle.revoked for request in wanted):
+            try:
+                return await self._log.fetch(
+                    partition, wanted[0].offset, wanted[-1].offset, max_bytes
+                )
+            except UnknownPartition:
+                return ()
+            except Retriable as error:
+                log.warning(
+                    Event.SOURCE_VALUES_DELAYED, partition=str(partition), reason=str(error)
+                )
+                self._metrics.retried("fetch")
+                await pauses.sleep()
+        return None
+
+    def _restore(self, request: Request, record: Record, outcome: str) -> None:
+        value = record.value or b""
+        identity = record.timestamp, record.key, len(value)
+        if identity != (request.timestamp_ms, request.key, request.referenced):
+            self._lose(request, "another record has its offset")
+            return
+        try:
+            restore_value(request, value)
+        except Rejected as error:
+            self._lose(request, f"its value is another one: {error.message}")
+            return
+        self._metrics.source_values.labels(outcome).inc()
+        self._metrics.source_value_bytes.inc(len(value))
+
+    def _lose(self, request: Request, reason: str) -> None:
+        where = f"{self._topic}/{request.partition}"
+        log.error(Event.SOURCE_VALUE_LOST, partition=where, offset=request.offset, reason=reason)
+        self._metrics.source_values.labels("lost").inc()
+        request.referenced = 0
+        if request.failure is None:
+            request.fail(
+                Failure(
+                    Code.INTERNAL,
+                    f"{where} offset {request.offset}: expected the request's record, but {reason}",
+                    self._stage,
+                )
+            )
+
+
+class _Surplus:
+    """Records that came with others and that another request may need soon: a fetch returns whole
+    record batches, whose requests may be spread over several batches of a model.
+
+    Args:
+        max_bytes: of their values together; beyond it the oldest are dropped.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._records: dict[tuple[int, int], Record] = {}
+        self._size_bytes = 0
+
+    def pop(self, partition: int, offset: int) -> Record | None:
+        """Remove and return a record; None if it is not here."""
+        record = self._records.pop((partition, offset), None)
+        if record is not None:
+            self._size_bytes -= len(record.value or b"")
+        return record
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Keep records, and drop the oldest if there are too many."""
+        for record in records:
+            self.pop(record.partition, record.offset)
+            self._records[record.partition, record.offset] = record
+            self._size_bytes += len(record.value or b"")
+        while self._size_bytes > self._max_bytes:
+            self.pop(*next(iter(self._records)))

@@ -1,0 +1,138 @@
+"""Large values stay on `requests`: stages in other processes refer to them and read them there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.config import Settings
+from headrace.log.memory import MemoryLog
+from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.protocol.codec import decode_response, encode_request
+from headrace.protocol.messages import ErrorResponse
+from headrace.runtime.process import Pipeline
+from headrace.topics import STAGES, Stage, Topic
+from tests.support.conditions import eventually
+from tests.support.logs import write
+from tests.support.pipelines import (
+    PARTITIONS,
+    Caller,
+    Grouping,
+    groupings,
+    log_for,
+    name_of,
+    serving,
+    settings_of,
+)
+from tests.support.python_models import add_python_model
+
+FRONT = (Stage.INGEST, Stage.BATCHER)
+EXECUTOR = (Stage.EXECUTOR,)
+BACK = (Stage.RESPONDER,)
+APART = [grouping for grouping in groupings() if len(grouping) > 1]
+PIXELS_BYTES = 256
+
+
+def values_of(pipeline: Pipeline, outcome: str) -> float:
+    """How many values a process has read from their source records."""
+    labels = {"outcome": outcome}
+    found = pipeline.metrics.registry.get_sample_value("headrace_source_values_total", labels)
+    return found or 0.0
+
+
+async def records_of(settings: Settings, log: MemoryLog, topic: Topic) -> list[Record]:
+    """All records of a topic between stages, as far as the log holds them."""
+    name = settings.topic(topic)
+    info = (await log.describe_topics([name]))[name]
+    assert info is not None
+    found: list[Record] = []
+    for number in range(info.partitions):
+        partition = TopicPartition(name, number)
+        end = log.faults.partitions.end_offset(partition)
+        found += await log.fetch(partition, 0, end, 1 << 20)
+    return found
+
+
+@pytest.mark.parametrize("grouping", APART, ids=name_of)
+async def test_stages_apart_answer_all_requests_by_reference(
+    tmp_path: Path, grouping: Grouping
+) -> None:
+    """However the stages are divided, each request gets its own answer, once."""
+    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, grouping):
+        await caller.send(200)
+        await caller.all_answered()
+    assert await caller.check() == Counter(range(200))
+
+
+@pytest.mark.parametrize(("inline_bytes", "carried"), [(PIXELS_BYTES, False), (1024, True)])
+async def test_only_values_below_limit_pass_topics_between_stages(
+    tmp_path: Path, inline_bytes: int, carried: bool
+) -> None:
+    """Of a value that stays on `requests`, no other topic holds a byte."""
+    settings = settings_of(tmp_path, inline_payload_bytes=inline_bytes)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, [[stage] for stage in STAGES]) as pipelines:
+        await caller.send(20)
+        await caller.all_answered()
+        read = [values_of(pipeline, "read") + values_of(pipeline, "kept") for pipeline in pipelines]
+    between = [
+        *await records_of(settings, log, Topic.ITEMS),
+        *await records_of(settings, log, Topic.BATCHES),
+    ]
+    size_bytes = sum(len(record.value or b"") for record in between)
+    assert (size_bytes > 2 * 20 * PIXELS_BYTES) is carried
+    assert read == [0, 0, 0 if carried else 20, 0]
+
+
+async def test_request_whose_record_is_gone_fails_and_others_are_answered(tmp_path: Path) -> None:
+    """Retention has removed it before the model could run; the caller may send it again."""
+    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    items = TopicPartition(settings.topic(Topic.ITEMS), 0)
+    async with serving(settings, log, [(Stage.INGEST,), BACK]):
+        await caller.send(2 * PARTITIONS)
+        await eventually(lambda: log.faults.partitions.end_offset(items) > 0)
+        log.faults.partitions.trim(TopicPartition(settings.topic(Topic.REQUESTS), 0), 1)
+        async with serving(settings, log, [(Stage.BATCHER, Stage.EXECUTOR)]) as [pipeline]:
+            await caller.all_answered()
+            assert values_of(pipeline, "lost") == 1
+    answers = [decode_response(each.headers, each.value) for each in await caller.answers()]
+    (lost,) = [each for each in answers if isinstance(each, ErrorResponse)]
+    assert (lost.error_details.code, lost.error_details.retriable) == ("INTERNAL", True)
+    assert "offset 0: expected the request's record, but it is no longer in the log" in lost.error
+    assert len(answers) == 2 * PARTITIONS
+
+
+@pytest.mark.parametrize(
+    "grouping",
+    [[FRONT, EXECUTOR, BACK], [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), BACK]],
+    ids=name_of,
+)
+@pytest.mark.parametrize(
+    ("content_type", "reader"), [("application/msgpack", 1), ("application/json", 2)]
+)
+async def test_dead_letter_of_reference_holds_original_bytes(
+    tmp_path: Path, grouping: Grouping, content_type: str, reader: int
+) -> None:
+    """The executor has read them where the tensors are in them; otherwise the responder does."""
+    add_python_model(tmp_path, "raise ValueError('no')", name="broken")
+    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES)
+    log = await log_for(settings)
+    value = encode_request(content_type, "broken", {"x": np.zeros((100, 1), np.float32)})
+    letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 0)
+    record = NewRecord(None, value, [("content-type", content_type.encode())])
+    async with serving(settings, log, grouping) as pipelines, log.producer() as producer:
+        await write(producer, TopicPartition(settings.topic(Topic.REQUESTS), 0), record)
+        await eventually(lambda: log.faults.partitions.end_offset(letters) > 0)
+        read = [values_of(pipeline, "read") for pipeline in pipelines]
+    (letter,) = await log.fetch(letters, 0, 0, 1 << 20)
+    assert letter.value == value
+    assert read == [float(place == reader) for place in range(3)]
