@@ -240,6 +240,10 @@ class GatewaySettings(_Section):
     """Limit of one body or gRPC message, decompressed. JSON takes several times the bytes of its
     tensors.
     """
+    shared_memory: Annotated[str, Field(pattern=r"^(off|/[A-Za-z0-9._-]{1,100})$")] = "off"
+    """Prefix of the shared memory objects that callers may have tensors in, such as `/headrace_`;
+    only objects of this process' user; `off` for none.
+    """
     drain_notice_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 0.0
     """Time for balancers to see that a gateway is no longer ready, before it stops listening."""
 

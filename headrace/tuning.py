@@ -755,6 +755,8 @@ class GatewayTuning:
     """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
     """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
+    max_regions: int = 256
+    """Limit of the regions of shared memory that callers have registered; each is an open file."""
     max_classes: int = 1000
     """Limit of `classification`: for each row so many strings are made on the event loop."""
     compressed_from_bytes: int = 1024

@@ -7,7 +7,7 @@ TensorFlow Serving (https://www.tensorflow.org/tfx/serving/api_rest, "Model stat
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import Annotated, NotRequired, TypedDict
 
 import msgspec
 
@@ -76,10 +76,22 @@ class AllStatistics(TypedDict):
     model_stats: list[ModelStatistics]
 
 
+class Done(TypedDict):
+    """It was done."""
+
+
 class IndexOptions(msgspec.Struct):
     """What the index is to list; Triton gives meaning to nothing else in this body."""
 
     ready: bool = False
+
+
+class RegisterRequest(msgspec.Struct):
+    """A range of a POSIX shared memory object."""
+
+    key: str
+    byte_size: Annotated[int, msgspec.Meta(ge=1)]
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class IndexEntry(TypedDict):

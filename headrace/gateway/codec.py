@@ -22,6 +22,14 @@ from numpy.typing import NDArray
 from headrace.client import Response
 from headrace.errors import Code, Rejected
 from headrace.gateway.classification import take_class_count
+from headrace.gateway.shared_memory import (
+    NO_REGIONS,
+    REGION,
+    Place,
+    RegionAccess,
+    parameters_of,
+    take_place,
+)
 from headrace.models.signature import Signature
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, shown
@@ -44,12 +52,6 @@ BINARY = "binary_data"
 BINARY_OUTPUT = "binary_data_output"
 TIMEOUT = "timeout"
 
-_UNSUPPORTED = {
-    "shared_memory_region": "none: tensors are in the body",
-    "shared_memory_offset": "none: tensors are in the body",
-    "shared_memory_byte_size": "none: tensors are in the body",
-}
-
 
 class InferCall(NamedTuple):
     """An inference request as a caller sent it.
@@ -62,6 +64,7 @@ class InferCall(NamedTuple):
         binary: by output, whether its tensor is to follow the JSON.
         binary_by_default: the same for outputs that `binary` does not name.
         classes: by output, how many of its top classes are to be the answer; others are not named.
+        places: by output, where in shared memory it is to be written; others are not named.
     """
 
     id: str | None
@@ -72,6 +75,7 @@ class InferCall(NamedTuple):
     binary: dict[str, bool]
     binary_by_default: bool
     classes: Mapping[str, int] = MappingProxyType({})
+    places: Mapping[str, Place] = MappingProxyType({})
 
 
 class EncodedAnswer(NamedTuple):
@@ -127,13 +131,16 @@ _encode = msgspec.json.Encoder().encode
 # --- requests ---------------------------------------------------------------------------------
 
 
-def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
+def decode_call(
+    body: bytes, json_bytes: int | None = None, regions: RegionAccess = NO_REGIONS
+) -> InferCall:
     """Decode the body of an inference request.
 
     Args:
         body: JSON, and the tensors after it.
         json_bytes: the size of the JSON (`Inference-Header-Content-Length`); None if it is all of
             the body.
+        regions: of shared memory, in which tensors may be.
 
     Raises:
         Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the body.
@@ -151,7 +158,7 @@ def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
         where = f"inputs[{number}]"
         if tensor.name in inputs:
             _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
-        content, tail = _content(tensor, tail, where)
+        content, tail = _content(tensor, tail, where, regions)
         check_tensor(tensor.datatype, tensor.shape, content, where)
         inputs[tensor.name] = to_array(
             Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
@@ -160,7 +167,7 @@ def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
         _refuse("body", "no bytes after those of the tensors", f"{len(tail)} more")
     parameters = dict(request.parameters or {})
     timeout_us = take_timeout_us(parameters)
-    binary, classes = _requested_forms(request.outputs or ())
+    binary, classes, places = _requested_forms(request.outputs or (), regions)
     return InferCall(
         id=request.id,
         inputs=inputs,
@@ -170,24 +177,27 @@ def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
         binary=binary,
         binary_by_default=_flag(parameters, BINARY_OUTPUT, "parameters") or False,
         classes=classes,
+        places=places,
     )
 
 
 def _content(
-    tensor: InferInput, tail: memoryview, where: str
+    tensor: InferInput, tail: memoryview, where: str, regions: RegionAccess
 ) -> tuple[bytes | memoryview, memoryview]:
     """Return the raw bytes of an input, and what is left of the bytes after the JSON."""
-    parameters = tensor.parameters or {}
-    refuse_unsupported(parameters, where)
+    parameters = dict(tensor.parameters or {})
     size = parameters.get(BINARY_SIZE)
+    place = take_place(parameters, where)
+    given = [size is not None, tensor.data is not UNSET, place is not None]
+    if given.count(True) != 1:
+        expected = f"one of data, parameters.{BINARY_SIZE} and parameters.{REGION}"
+        _refuse(where, expected, "several" if any(given) else "none")
+    if place is not None:
+        return regions.read(place, where), tail
     if size is None:
-        if tensor.data is UNSET:
-            _refuse(where, f"data, or parameters.{BINARY_SIZE}", "neither")
         encoding = parameters.get(ENCODING)
         content = data_to_bytes(tensor.datatype, tensor.shape, tensor.data, encoding, where)
         return content, tail
-    if tensor.data is not UNSET:
-        _refuse(where, f"data or parameters.{BINARY_SIZE}", "both")
     if type(size) is not int or not 0 <= size <= len(tail):
         expected = f"an integer, at most the {len(tail)} bytes that are left of the body"
         _refuse(f"{where}.parameters.{BINARY_SIZE}", expected, shown(size))
@@ -195,21 +205,24 @@ def _content(
 
 
 def _requested_forms(
-    outputs: Sequence[RequestedOutput],
-) -> tuple[dict[str, bool], dict[str, int]]:
-    """Return `binary` and `classes` of the call."""
+    outputs: Sequence[RequestedOutput], regions: RegionAccess
+) -> tuple[dict[str, bool], dict[str, int], dict[str, Place]]:
+    """Return `binary`, `classes` and `places` of the call."""
     binary: dict[str, bool] = {}
     classes: dict[str, int] = {}
+    places: dict[str, Place] = {}
     for number, output in enumerate(outputs):
         where = f"outputs[{number}]"
         parameters = dict(output.parameters or {})
-        refuse_unsupported(parameters, where)
         wanted = _flag(parameters, BINARY, f"{where}.parameters")
         if wanted is not None:
             binary[output.name] = wanted
         if count := take_class_count(parameters, where):
             classes[output.name] = count
-    return binary, classes
+        if place := take_place(parameters, where):
+            regions.check(place, where)
+            places[output.name] = place
+    return binary, classes, places
 
 
 def _flag(parameters: dict[str, Parameter], name: str, where: str) -> bool | None:
@@ -229,17 +242,6 @@ def take_timeout_us(parameters: dict[str, Parameter]) -> int:
     if type(timeout_us) is not int or timeout_us < 0:
         _refuse("parameters.timeout", "microseconds, 0 or more", shown(timeout_us))
     return timeout_us
-
-
-def refuse_unsupported(parameters: Mapping[str, Parameter], where: str) -> None:
-    """Refuse parameters of a tensor that ask for what a gateway cannot do.
-
-    Raises:
-        Rejected: `INVALID_REQUEST`, with the name of the first of them.
-    """
-    for name in parameters.keys() & _UNSUPPORTED.keys():
-        if parameters[name]:
-            _refuse(f"{where}.parameters.{name}", _UNSUPPORTED[name], shown(parameters[name]))
 
 
 def decode_raw(body: bytes, signature: Signature) -> InferCall:
@@ -281,8 +283,14 @@ def _refuse(where: str, expected: str, got: object) -> NoReturn:
 # --- answers ----------------------------------------------------------------------------------
 
 
-def encode_answer(answer: Response, call: InferCall | None = None) -> EncodedAnswer:
-    """Encode an answer in the forms that the call asks for; without a call, all in JSON."""
+def encode_answer(
+    answer: Response, call: InferCall | None = None, regions: RegionAccess = NO_REGIONS
+) -> EncodedAnswer:
+    """Encode an answer in the forms that the call asks for; without a call, all in JSON.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`: an output does not fit its place in shared memory.
+    """
     outputs: list[InferOutput] = []
     tensors: list[bytes | memoryview] = []
     for name, array in answer.outputs.items():
@@ -290,7 +298,10 @@ def encode_answer(answer: Response, call: InferCall | None = None) -> EncodedAns
         binary = call is not None and call.binary.get(name, call.binary_by_default)
         data: list[Any] | UnsetType = UNSET
         parameters: Mapping[str, Parameter] | None
-        if binary:
+        if call is not None and (place := call.places.get(name)):
+            regions.write(place, tensor.data, f"output {name}")
+            parameters = parameters_of(place, len(tensor.data))
+        elif binary:
             parameters = {BINARY_SIZE: len(tensor.data)}
             tensors.append(tensor.data)
         else:

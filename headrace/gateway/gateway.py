@@ -16,6 +16,7 @@ from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.bodies import IndexEntry
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
+from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
 from headrace.log.port import Log
@@ -41,9 +42,6 @@ _INDEX_STATES = {
     State.FAILED: "UNAVAILABLE",
     State.UNLOADING: "UNLOADING",
 }
-
-EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics")
-"""Triton's extensions that all doors have, by their names in the metadata of a server."""
 
 NO_LOADING = {
     "load": "models are loaded when they appear in models.repository",
@@ -151,6 +149,7 @@ class Gateway:
         spans: the server spans of all doors.
         statistics: of the models, over the requests of all doors.
         under_way: the requests of all doors.
+        regions: of shared memory, which callers of all doors have registered.
 
     Raises (on entering):
         ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `headrace.client.Client`.
@@ -174,6 +173,7 @@ class Gateway:
         self.tuning = tuning
         self.draining = asyncio.Event()
         limits = self.settings
+        self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
         self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes)
         self._client = Client(log=log_, settings=settings, max_in_flight=limits.max_in_flight)
 
@@ -189,11 +189,38 @@ class Gateway:
         trace: TracebackType | None,
     ) -> None:
         await self._client.__aexit__(kind, error, trace)
+        self.regions.unregister()
 
     def snapshot(self) -> GatewaySnapshot:
         """Return the state that the metrics show."""
         under_way = self.under_way
-        return GatewaySnapshot(under_way.requests, under_way.size_bytes, self._client.late_answers)
+        return GatewaySnapshot(
+            under_way.requests, under_way.size_bytes, self._client.late_answers, len(self.regions)
+        )
+
+    @property
+    def has_shared_memory(self) -> bool:
+        """Whether callers may have tensors in shared memory."""
+        return self.settings.shared_memory != "off"
+
+    @property
+    def extensions(self) -> list[str]:
+        """Triton's extensions that all doors have, by their names in the metadata of a server."""
+        names = ["classification", "model_configuration", "model_repository", "statistics"]
+        return [*names, "system_shared_memory"] if self.has_shared_memory else names
+
+    def access(self, counted: CountedRequest) -> RegionAccess:
+        """Return the regions as one request uses them: what it reads counts as its body."""
+        limit = self.settings.max_body_bytes
+
+        def count(size_bytes: int) -> None:
+            if counted.size_bytes + size_bytes > limit:
+                expected = f"at most {limit} bytes in the body and shared memory"
+                got = str(counted.size_bytes + size_bytes)
+                raise Rejected.mismatch(Code.TOO_LARGE, "request", expected=expected, got=got)
+            counted.add(size_bytes)
+
+        return RegionAccess(self.regions, count)
 
     def index(self, *, ready_only: bool) -> list[IndexEntry]:
         """Return the versions of all models, and the faults of those that cannot be loaded."""

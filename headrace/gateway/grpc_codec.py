@@ -8,7 +8,7 @@ Inference Protocol, gRPC (https://github.com/kserve/open-inference-protocol), an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,11 +17,19 @@ from numpy.typing import NDArray
 from headrace.client import Response
 from headrace.errors import Code, Rejected
 from headrace.gateway.classification import take_class_count
-from headrace.gateway.codec import InferCall, refuse_unsupported, take_timeout_us
+from headrace.gateway.codec import InferCall, take_timeout_us
 from headrace.gateway.open_inference_pb2 import (
     InferParameter,
     ModelInferRequest,
     ModelInferResponse,
+)
+from headrace.gateway.shared_memory import (
+    NO_REGIONS,
+    REGION,
+    Place,
+    RegionAccess,
+    parameters_of,
+    take_place,
 )
 from headrace.protocol.codec.faults import shown
 from headrace.protocol.messages import MAX_INPUTS, MAX_OUTPUTS, Parameter, Tensor
@@ -50,33 +58,24 @@ _WIDER = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint3
 # --- requests ---------------------------------------------------------------------------------
 
 
-def decode_call(request: ModelInferRequest) -> InferCall:
-    """Return the call in a request message.
+def decode_call(request: ModelInferRequest, regions: RegionAccess = NO_REGIONS) -> InferCall:
+    """Return the call in a request message. Tensors may be in `regions` of shared memory.
 
     Raises:
         Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the message.
     """
-    raw = request.raw_input_contents
     if len(request.inputs) > MAX_INPUTS:
         _refuse("inputs", f"at most {MAX_INPUTS}", len(request.inputs))
     if len(request.outputs) > MAX_OUTPUTS:
         _refuse("outputs", f"at most {MAX_OUTPUTS}", len(request.outputs))
+    raw = _raw_contents(request)
     inputs: dict[str, NDArray[Any]] = {}
     for number, tensor in enumerate(request.inputs):
         where = f"inputs[{number}]"
-        refuse_unsupported(_parameters(tensor.parameters, f"{where}.parameters"), where)
         if tensor.name in inputs:
             _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
-        if not raw:
-            inputs[tensor.name] = _array_of_contents(tensor, where)
-            continue
-        if tensor.HasField("contents"):
-            _refuse(where, "contents or raw_input_contents", "both")
-        if number >= len(raw):
-            break
-        inputs[tensor.name] = _array_of_bytes(tensor, raw[number], where)
-    if raw and len(raw) != len(request.inputs):
-        _refuse("raw_input_contents", f"one for each of {len(request.inputs)} inputs", len(raw))
+        inputs[tensor.name] = _array(tensor, raw, where, regions)
+    classes, places = _requested_forms(request, regions)
     parameters = _parameters(request.parameters, "parameters")
     return InferCall(
         id=request.id or None,
@@ -86,24 +85,53 @@ def decode_call(request: ModelInferRequest) -> InferCall:
         parameters=parameters,
         binary={},
         binary_by_default=True,
-        classes=_requested_classes(request),
+        classes=classes,
+        places=places,
     )
 
 
-def _requested_classes(request: ModelInferRequest) -> dict[str, int]:
+def _raw_contents(request: ModelInferRequest) -> Iterator[bytes] | None:
+    """Return the raw contents of the inputs that are not in shared memory; None if none are raw."""
+    raw = request.raw_input_contents
+    if not raw:
+        return None
+    count = sum(REGION not in tensor.parameters for tensor in request.inputs)
+    if len(raw) != count:
+        expected = f"one for each of {count} inputs that are not in shared memory"
+        _refuse("raw_input_contents", expected, len(raw))
+    return iter(raw)
+
+
+def _requested_forms(
+    request: ModelInferRequest, regions: RegionAccess
+) -> tuple[dict[str, int], dict[str, Place]]:
+    """Return `classes` and `places` of the call."""
     classes: dict[str, int] = {}
+    places: dict[str, Place] = {}
     for number, output in enumerate(request.outputs):
         where = f"outputs[{number}]"
         parameters = _parameters(output.parameters, f"{where}.parameters")
-        refuse_unsupported(parameters, where)
         if count := take_class_count(parameters, where):
             classes[output.name] = count
-    return classes
+        if place := take_place(parameters, where):
+            regions.check(place, where)
+            places[output.name] = place
+    return classes, places
 
 
-def _array_of_bytes(
-    tensor: ModelInferRequest.InferInputTensor, content: bytes, where: str
+def _array(
+    tensor: ModelInferRequest.InferInputTensor,
+    raw: Iterator[bytes] | None,
+    where: str,
+    regions: RegionAccess,
 ) -> NDArray[Any]:
+    """Return the elements of an input: of shared memory, the next raw ones, or `contents`."""
+    place = take_place(_parameters(tensor.parameters, f"{where}.parameters"), where)
+    if place is None and raw is None:
+        return _array_of_contents(tensor, where)
+    if tensor.HasField("contents"):
+        _refuse(where, "contents, raw_input_contents or shared memory", "several")
+    content = regions.read(place, where) if place else next(raw or iter(()), b"")
     check_tensor(tensor.datatype, tensor.shape, content, where)
     return to_array(Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content))
 
@@ -148,8 +176,14 @@ def _refuse(where: str, expected: str, got: object, code: Code = Code.INVALID_RE
 # --- answers ----------------------------------------------------------------------------------
 
 
-def encode_answer(answer: Response) -> ModelInferResponse:
-    """Return the message of an answer; its tensors are raw."""
+def encode_answer(
+    answer: Response, call: InferCall | None = None, regions: RegionAccess = NO_REGIONS
+) -> ModelInferResponse:
+    """Return the message of an answer; its tensors are raw.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`: an output does not fit its place in shared memory.
+    """
     message = ModelInferResponse(
         model_name=answer.model_name, model_version=answer.model_version, id=answer.id or ""
     )
@@ -157,8 +191,14 @@ def encode_answer(answer: Response) -> ModelInferResponse:
         _set(message.parameters[name], value)
     for name, array in answer.outputs.items():
         tensor = from_array(name, array)
-        message.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
-        message.raw_output_contents.append(bytes(tensor.data))
+        output = message.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+        content = bytes(tensor.data)
+        if call is not None and (place := call.places.get(name)):
+            regions.write(place, content, f"output {name}")
+            for key, value in parameters_of(place, len(content)).items():
+                _set(output.parameters[key], value)
+            content = b""  # clients find the others by the number of their output
+        message.raw_output_contents.append(content)
     return message
 
 

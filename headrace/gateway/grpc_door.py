@@ -29,7 +29,6 @@ from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.gateway import (
-    EXTENSIONS,
     NO_LOADING,
     UNAVAILABLE,
     ErrorAnswer,
@@ -38,6 +37,7 @@ from headrace.gateway.gateway import (
     read_priority,
 )
 from headrace.gateway.grpc_codec import decode_call, encode_answer
+from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import State
 from headrace.protocol.headers import HeaderName
@@ -67,16 +67,15 @@ _STATUS = {
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
     UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
-_SHARED_MEMORY = "tensors are in the messages"
 _UNSUPPORTED = {
     "RepositoryModelLoad": NO_LOADING["load"],
     "RepositoryModelUnload": NO_LOADING["unload"],
-    "SystemSharedMemoryStatus": _SHARED_MEMORY,
-    "SystemSharedMemoryRegister": _SHARED_MEMORY,
-    "SystemSharedMemoryUnregister": _SHARED_MEMORY,
-    "CudaSharedMemoryStatus": _SHARED_MEMORY,
-    "CudaSharedMemoryRegister": _SHARED_MEMORY,
-    "CudaSharedMemoryUnregister": _SHARED_MEMORY,
+    "SystemSharedMemoryStatus": OFF,
+    "SystemSharedMemoryRegister": OFF,
+    "SystemSharedMemoryUnregister": OFF,
+    "CudaSharedMemoryStatus": NO_CUDA,
+    "CudaSharedMemoryRegister": NO_CUDA,
+    "CudaSharedMemoryUnregister": NO_CUDA,
     "TraceSetting": "traces are set in [telemetry] of the settings",
     "LogSettings": "logs are set in [telemetry] of the settings",
 }
@@ -181,6 +180,10 @@ class GrpcDoor:
             "ModelStatistics": self._show_statistics,
             "RepositoryIndex": self._show_index,
         }
+        if self._gateway.has_shared_memory:
+            shown["SystemSharedMemoryStatus"] = self._show_regions
+            shown["SystemSharedMemoryRegister"] = self._register
+            shown["SystemSharedMemoryUnregister"] = self._unregister
         methods: dict[str, Any] = {
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._infer_stream),
@@ -190,6 +193,8 @@ class GrpcDoor:
             answer = partial(self._show, kind, show)
             methods[name] = grpc.unary_unary_rpc_method_handler(answer)
         for name, reason in _UNSUPPORTED.items():
+            if name in methods:
+                continue
             refuse = partial(_refuse_method, f"{name} is not supported: {reason}")
             methods[name] = grpc.unary_unary_rpc_method_handler(refuse)
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
@@ -265,7 +270,8 @@ class GrpcDoor:
             with gateway.under_way.counting() as counted:
                 counted.add(len(message))
                 request = _parse(messages.ModelInferRequest, message)
-                call = decode_call(request)
+                regions = gateway.access(counted)
+                call = decode_call(request, regions)
                 call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one
                 given_s = [call.timeout_us / 1e6] if call.timeout_us else []
                 if (left_s := context.time_remaining()) is not None:
@@ -275,7 +281,7 @@ class GrpcDoor:
                 model, version = request.model_name, request.model_version or None
                 answer = await gateway.infer(model, version, call, urgency, span.headers)
                 span.answered(answer)
-                encoded = encode_answer(answer)
+                encoded = encode_answer(answer, call, regions)
             status = grpc.StatusCode.OK
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             described = answer_of_error(error)
@@ -321,7 +327,7 @@ class GrpcDoor:
 
     def _show_server(self, request: messages.ServerMetadataRequest) -> Message:
         return messages.ServerMetadataResponse(
-            name="headrace", version=__version__, extensions=EXTENSIONS
+            name="headrace", version=__version__, extensions=self._gateway.extensions
         )
 
     def _show_model_ready(self, request: messages.ModelReadyRequest) -> Message:
@@ -355,6 +361,23 @@ class GrpcDoor:
         for entry in self._gateway.index(ready_only=request.ready):
             index.models.add(**entry)
         return index
+
+    # --- shared memory ------------------------------------------------------------------------
+
+    def _show_regions(self, request: messages.SystemSharedMemoryStatusRequest) -> Message:
+        status = messages.SystemSharedMemoryStatusResponse()
+        for each in self._gateway.regions.describe(request.name):
+            kind = messages.SystemSharedMemoryStatusResponse.RegionStatus
+            status.regions[each["name"]].CopyFrom(kind(**each))
+        return status
+
+    def _register(self, request: messages.SystemSharedMemoryRegisterRequest) -> Message:
+        self._gateway.regions.register(request.name, request.key, request.offset, request.byte_size)
+        return messages.SystemSharedMemoryRegisterResponse()
+
+    def _unregister(self, request: messages.SystemSharedMemoryUnregisterRequest) -> Message:
+        self._gateway.regions.unregister(request.name)
+        return messages.SystemSharedMemoryUnregisterResponse()
 
 
 class _HealthService:

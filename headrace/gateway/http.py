@@ -36,13 +36,13 @@ from headrace.gateway.bodies import (
     ModelReady,
     ModelStatus,
     Ready,
+    RegisterRequest,
     ServerMetadata,
     VersionStatus,
     VersionStatusText,
 )
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
-    EXTENSIONS,
     MAX_TIMEOUT_MS,
     NO_LOADING,
     UNAVAILABLE,
@@ -55,6 +55,7 @@ from headrace.gateway.gateway import (
     read_priority,
 )
 from headrace.gateway.predict import decode_predict, encode_predictions
+from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.gateway.spans import ServerSpan
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
@@ -168,6 +169,15 @@ class HttpDoor:
             web.post(f"{root}/repository/index", self._show_index),
             web.get(older, self._show_models),
         ]
+        allowed = self._gateway.has_shared_memory
+        for kind, has in (("system", allowed), ("cuda", False)):
+            path = f"{root}/{kind}sharedmemory"
+            refuse = partial(self._refuse_shared_memory, OFF if kind == "system" else NO_CUDA)
+            for place in (path, f"{path}/region/{{region}}"):
+                routes.append(web.get(f"{place}/status", self._show_regions if has else refuse))
+                routes.append(web.post(f"{place}/unregister", self._unregister if has else refuse))
+            register = f"{path}/region/{{region}}/register"
+            routes.append(web.post(register, self._register if has else refuse))
         for action in NO_LOADING:
             path = f"{root}/repository/models/{{model}}/{action}"
             routes.append(web.post(path, self._refuse_loading))
@@ -273,6 +283,7 @@ class HttpDoor:
         with gateway.under_way.counting() as counted:
             body = await self._read_body(request, counted)
             content_type = _content_type(request)
+            regions = gateway.access(counted)
             json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
             call: InferCall | None = None
             if json_bytes is None and _media_type(content_type) not in _JSON_TYPES:
@@ -283,11 +294,11 @@ class HttpDoor:
                 if json_bytes == 0:
                     call = decode_raw(body, self._find_version(request).signature)
                 else:
-                    call = decode_call(body, json_bytes)
+                    call = decode_call(body, json_bytes, regions)
                 urgency = self._urgency(request, call.timeout_us)
                 answer = await gateway.infer(model, version, call, urgency, span.headers)
             span.answered(answer)
-            body, json_bytes = encode_answer(answer, call)
+            body, json_bytes = encode_answer(answer, call, regions)
             headers = {"Content-Type": JSON}
             if json_bytes is not None:
                 headers = {"Content-Type": OCTETS, JSON_BYTES: str(json_bytes)}
@@ -369,7 +380,7 @@ class HttpDoor:
         return _json_response(Ready(ready=ready), 200 if ready else 503)
 
     async def _show_server(self, request: web.Request) -> web.Response:
-        extensions = ["binary_tensor_data", *EXTENSIONS]
+        extensions = ["binary_tensor_data", *self._gateway.extensions]
         return _json_response(
             ServerMetadata(name="headrace", version=__version__, extensions=extensions)
         )
@@ -415,6 +426,30 @@ class HttpDoor:
     async def _refuse_loading(self, request: web.Request) -> web.Response:
         action = request.path.rpartition("/")[2]
         error = f"{action} is not supported: {NO_LOADING[action]}"
+        return _json_response(ErrorBody(error=error), 501)
+
+    # --- shared memory ------------------------------------------------------------------------
+
+    async def _show_regions(self, request: web.Request) -> web.Response:
+        return _json_response(self._gateway.regions.describe(request.match_info.get("region", "")))
+
+    async def _register(self, request: web.Request) -> web.Response:
+        with self._gateway.under_way.counting() as counted:
+            body = await self._read_body(request, counted)
+            try:
+                given = msgspec.json.decode(body, type=RegisterRequest)
+            except DECODE_ERRORS as error:
+                raise faults.refusal(error, body, faults.JSON) from error
+            name = request.match_info["region"]
+            self._gateway.regions.register(name, given.key, given.offset, given.byte_size)
+        return _json_response({})
+
+    async def _unregister(self, request: web.Request) -> web.Response:
+        self._gateway.regions.unregister(request.match_info.get("region", ""))
+        return _json_response({})
+
+    async def _refuse_shared_memory(self, reason: str, request: web.Request) -> web.Response:
+        error = f"{request.path} is not supported: {reason}"
         return _json_response(ErrorBody(error=error), 501)
 
     def _find_version(self, request: web.Request) -> ModelVersion:

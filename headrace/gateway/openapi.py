@@ -17,6 +17,7 @@ import msgspec
 from headrace import __version__
 from headrace.gateway.bodies import (
     AllStatistics,
+    Done,
     ErrorBody,
     IndexEntry,
     IndexOptions,
@@ -25,10 +26,12 @@ from headrace.gateway.bodies import (
     ModelReady,
     ModelStatus,
     Ready,
+    RegisterRequest,
     ServerMetadata,
 )
 from headrace.gateway.codec import InferRequest, InferResponse
 from headrace.gateway.predict import PredictRequest, PredictResponse
+from headrace.gateway.shared_memory import RegionStatus
 from headrace.models.metadata import ModelConfiguration, ModelMetadata
 from headrace.protocol.headers import JSON, MAX_PRIORITY
 
@@ -52,7 +55,7 @@ _HEADERS: dict[str, dict[str, Any]] = {
     },
     "traceparent": {"description": "W3C Trace Context.", "schema": {"type": "string"}},
 }
-_TAGS = ("inference", "models", "health", "repository", "v1")
+_TAGS = ("inference", "models", "health", "repository", "v1", "shared memory")
 
 
 class Operation(NamedTuple):
@@ -99,6 +102,21 @@ def _operations() -> list[Operation]:
     for action in ("load", "unload"):
         path = f"/v2/repository/models/{{model}}/{action}"
         operations.append(Operation("post", path, "repository", f"Not supported: {action}", None))
+    regions = "/v2/systemsharedmemory"
+    for path, which in ((regions, "all regions"), (f"{regions}/region/{{region}}", "a region")):
+        status, unregister = f"Status of {which}", f"Unregister {which}"
+        operations += [
+            Operation("get", f"{path}/status", "shared memory", status, list[RegionStatus]),
+            Operation("post", f"{path}/unregister", "shared memory", unregister, Done),
+        ]
+    operations.append(
+        Operation(
+            "post", f"{path}/register", "shared memory", "Register a region", Done, RegisterRequest
+        )
+    )
+    for each in operations[-5:]:
+        path = each.path.replace("system", "cuda")
+        operations.append(Operation(each.method, path, each.tag, "Not supported: CUDA", None))
     for model in ("{model}", "{model}/versions/{version}"):
         path, older = f"/v2/models/{model}", f"/v1/models/{model}"
         operations += [

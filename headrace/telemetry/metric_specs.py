@@ -480,6 +480,12 @@ GATEWAY = (
         (),
         "Answers that a gateway dropped, because no caller waited for them any more.",
     ),
+    MetricSpec(
+        "headrace_gateway_shared_memory_regions",
+        "gauge",
+        (),
+        "Regions of shared memory that callers of a gateway have registered; at most 256.",
+    ),
 )
 
 METRIC_SPECS: dict[str, MetricSpec] = {

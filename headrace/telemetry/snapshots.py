@@ -129,8 +129,10 @@ class GatewaySnapshot(NamedTuple):
     Attributes:
         requests: taken and not answered; `size_bytes` is the size of their bodies.
         late_answers: answers that were dropped because their callers had stopped waiting.
+        regions: of shared memory that callers have registered.
     """
 
     requests: int
     size_bytes: int
     late_answers: int
+    regions: int = 0

@@ -266,6 +266,7 @@ class StateGauges(Collector):
         if gateway is not None:
             yield _gauge("gateway_in_flight_requests", [((), gateway.requests)])
             yield _gauge("gateway_in_flight_bytes", [((), gateway.size_bytes)])
+            yield _gauge("gateway_shared_memory_regions", [((), gateway.regions)])
             spec = METRIC_SPECS["headrace_gateway_late_answers"]
             late = CounterMetricFamily(spec.name, spec.meaning, labels=spec.labels)
             late.add_metric((), gateway.late_answers)

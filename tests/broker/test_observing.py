@@ -30,6 +30,7 @@ SEEN_LATER = {
     "headrace_gateway_in_flight_requests",  # the process has a gateway
     "headrace_gateway_in_flight_bytes",
     "headrace_gateway_late_answers",
+    "headrace_gateway_shared_memory_regions",
 }
 MARGIN_S = 5.0
 """What a busy machine adds to a stated time."""

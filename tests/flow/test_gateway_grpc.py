@@ -164,7 +164,7 @@ BAD_REQUESTS: dict[str, tuple[Message | bytes, str, str]] = {
     "unknown model": (pixels(model_name="letters"), "NOT_FOUND", "letters"),
     "unknown version": (pixels(model_version="7"), "NOT_FOUND", "7"),
     "odd version": (pixels(model_version="../1"), "NOT_FOUND", "../1"),
-    "both forms": (pixels(inputs=[TYPED]), "INVALID_ARGUMENT", "got both"),
+    "both forms": (pixels(inputs=[TYPED]), "INVALID_ARGUMENT", "got several"),
     "neither form": (pixels(raw_input_contents=[]), "INVALID_ARGUMENT", "64 elements"),
     "too many contents": (
         pixels(raw_input_contents=[bytes(256)] * 2),
@@ -208,7 +208,7 @@ BAD_REQUESTS: dict[str, tuple[Message | bytes, str, str]] = {
             raw_input_contents=[],
         ),
         "INVALID_ARGUMENT",
-        "shared_memory_region",
+        "shared_memory_byte_size",
     ),
     "classification": (
         pixels(outputs=[{"name": "scores", "parameters": {"classification": {"int64_param": -3}}}]),
@@ -244,12 +244,12 @@ async def test_compressed_bomb_is_refused_as_too_large(repository: Path) -> None
 UNSUPPORTED = {
     "RepositoryModelLoad": "models.repository",
     "RepositoryModelUnload": "models.repository",
-    "SystemSharedMemoryStatus": "in the messages",
-    "SystemSharedMemoryRegister": "in the messages",
-    "SystemSharedMemoryUnregister": "in the messages",
-    "CudaSharedMemoryStatus": "in the messages",
-    "CudaSharedMemoryRegister": "in the messages",
-    "CudaSharedMemoryUnregister": "in the messages",
+    "SystemSharedMemoryStatus": "gateway.shared_memory",
+    "SystemSharedMemoryRegister": "gateway.shared_memory",
+    "SystemSharedMemoryUnregister": "gateway.shared_memory",
+    "CudaSharedMemoryStatus": "only system",
+    "CudaSharedMemoryRegister": "only system",
+    "CudaSharedMemoryUnregister": "only system",
     "TraceSetting": "[telemetry]",
     "LogSettings": "[telemetry]",
 }

@@ -99,7 +99,8 @@ async def test_triton_example_of_page_prints_answer(capsys: pytest.CaptureFixtur
     """The page's code prints the label of its image, and its best classes."""
     page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
-    async with gateway_of(ROOT / "headrace" / "tools" / "demo" / "models") as served:
+    models = ROOT / "headrace" / "tools" / "demo" / "models"
+    async with gateway_of(models, shared_memory="/headrace_") as served:
         await asyncio.to_thread(exec, code.replace("127.0.0.1:8000", served.url), {})
 
     printed = capsys.readouterr().out

@@ -43,6 +43,7 @@ SHOWN_ONLY_WHEN = {
     "headrace_gateway_in_flight_requests",  # the process has a gateway
     "headrace_gateway_in_flight_bytes",
     "headrace_gateway_late_answers",
+    "headrace_gateway_shared_memory_regions",
 }
 
 HANGING = """

@@ -16,6 +16,7 @@ from headrace.protocol.tensors import DATATYPES, from_array
 
 ONE = {"name": "x", "datatype": "INT32", "shape": [2], "data": [1, 2]}
 BINARY = {"name": "x", "datatype": "INT32", "shape": [2], "parameters": {"binary_data_size": 8}}
+IN_REGION = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
 
 
 def values_of(datatype: str) -> np.ndarray[Any, Any]:
@@ -95,8 +96,8 @@ BAD_BODIES = {
     "negative dimension": (encoded({**ONE, "shape": [-1]}), None, "no negative dimension"),
     "huge shape": (encoded({**ONE, "shape": [2**62, 8]}), None, "less than 2.63 bytes"),
     "number out of range": (encoded({**ONE, "data": [1, 2**31]}), None, r"data\[1\]"),
-    "neither form": (encoded({**BINARY, "parameters": {}}), None, "got neither"),
-    "both forms": (encoded({**ONE, **BINARY}) + b"12345678", -8, "got both"),
+    "neither form": (encoded({**BINARY, "parameters": {}}), None, "got none"),
+    "both forms": (encoded({**ONE, **BINARY}) + b"12345678", -8, "got several"),
     "too few bytes": (encoded(BINARY) + b"1234567", -7, "at most the 7 bytes"),
     "too many bytes": (encoded(BINARY) + b"123456789", -9, "got 1 more"),
     "wrong size": (
@@ -113,9 +114,20 @@ BAD_BODIES = {
     "timeout": (encoded(ONE, parameters={"timeout": "1"}), None, "microseconds"),
     "binary_data_output": (encoded(ONE, parameters={"binary_data_output": 1}), None, "true or"),
     "shared memory": (
-        encoded({**ONE, "parameters": {"shared_memory_region": "r"}}),
+        encoded({**BINARY, "parameters": IN_REGION}),
         None,
-        "tensors are in the body",
+        "gateway.shared_memory",
+    ),
+    "shared memory without size": (
+        encoded({**BINARY, "parameters": {"shared_memory_region": "r"}}),
+        None,
+        "shared_memory_byte_size",
+    ),
+    "shared memory and data": (encoded({**ONE, "parameters": IN_REGION}), None, "several"),
+    "output in shared memory": (
+        encoded(ONE, outputs=[{"name": "y", "parameters": IN_REGION}]),
+        None,
+        "gateway.shared_memory",
     ),
     "classification": (
         encoded(ONE, outputs=[{"name": "y", "parameters": {"classification": -3}}]),

@@ -26,6 +26,10 @@ FIELDS = {
 }
 ONE = {"name": "x", "datatype": "INT8", "shape": [2], "contents": {"int_contents": [-128, 127]}}
 RAW = {"name": "x", "datatype": "INT8", "shape": [2]}
+IN_REGION = {
+    "shared_memory_region": {"string_param": "r"},
+    "shared_memory_byte_size": {"int64_param": 8},
+}
 
 
 def values_of(datatype: str) -> np.ndarray[Any, Any]:
@@ -116,7 +120,7 @@ def test_parameters_of_answer_keep_their_types() -> None:
 
 
 BAD_REQUESTS = {
-    "both forms": (request_of(ONE, raw_input_contents=[b"12"]), "got both"),
+    "both forms": (request_of(ONE, raw_input_contents=[b"12"]), "got several"),
     "fewer raw contents": (request_of(RAW, {**RAW, "name": "y"}, raw_input_contents=[b"12"]), "2"),
     "more raw contents": (request_of(RAW, raw_input_contents=[b"12", b"34"]), "one for each of 1"),
     "raw contents alone": (request_of(raw_input_contents=[b"12"]), "one for each of 0"),
@@ -152,8 +156,13 @@ BAD_REQUESTS = {
     "negative timeout": (request_of(ONE, parameters={"timeout": {"int64_param": -1}}), "0 or more"),
     "parameter without value": (request_of(ONE, parameters={"a": {}}), "a value"),
     "shared memory": (
-        request_of({**RAW, "parameters": {"shared_memory_region": {"string_param": "r"}}}),
-        "tensors are in the body",
+        request_of({**RAW, "parameters": IN_REGION}),
+        "gateway.shared_memory",
+    ),
+    "shared memory and contents": (request_of({**ONE, "parameters": IN_REGION}), "several"),
+    "output in shared memory": (
+        request_of(ONE, outputs=[{"name": "y", "parameters": IN_REGION}]),
+        "gateway.shared_memory",
     ),
     "classification": (
         request_of(
