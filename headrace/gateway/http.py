@@ -184,11 +184,11 @@ class HttpDoor:
         for model in ("{model}", "{model}/versions/{version}"):
             path = f"{root}/models/{model}"
             routes += [
+                web.post(f"{path}/infer", self._infer),  # tried first: most requests are for it
                 web.get(path, self._show_model),
                 web.get(f"{path}/ready", self._show_model_ready),
                 web.get(f"{path}/config", self._show_config),
                 web.get(f"{path}/stats", self._show_statistics),
-                web.post(f"{path}/infer", self._infer),
                 web.get(f"{older}/{model}", self._show_model_status),
                 web.post(f"{older}/{model}:predict", self._predict),
             ]
@@ -326,16 +326,24 @@ class HttpDoor:
         decompress = _decompressor(coding, limit)
         parts: list[bytes] = []
         size, sent = 0, 0
+
+        def take(chunk: bytes) -> None:
+            nonlocal size, sent
+            sent += len(chunk)
+            part = decompress(chunk)
+            size += len(part)
+            if max(size, sent) > limit:
+                raise _too_large(limit, "more")
+            counted.add(len(part))
+            parts.append(part)
+
         try:
-            async with asyncio.timeout(self._tuning.body_timeout_s):
-                async for chunk in request.content.iter_any():
-                    sent += len(chunk)
-                    part = decompress(chunk)
-                    size += len(part)
-                    if max(size, sent) > limit:
-                        raise _too_large(limit, "more")
-                    counted.add(len(part))
-                    parts.append(part)
+            if request.content.is_eof():  # a small body comes with its head: nothing to wait for
+                take(request.content.read_nowait())
+            else:
+                async with asyncio.timeout(self._tuning.body_timeout_s):
+                    async for chunk in request.content.iter_any():
+                        take(chunk)
         except TimeoutError:
             expected = f"all of it within {self._tuning.body_timeout_s:g} s"
             raise UnreadableBody(408, f"body: expected {expected}, got {sent} bytes") from None

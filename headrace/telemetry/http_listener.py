@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -82,10 +83,15 @@ class HttpListener:
 async def refuse_other_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer only requests whose `Host` is a loopback name or address."""
     host = request.headers.get("Host")
-    if host is None or is_loopback(_host_name(host)):
+    if host is None or _names_loopback(host):
         return await handler(request)
     error = f"header Host: expected a loopback name or address, got {host!r}"
     return web.json_response({"error": error}, status=421)
+
+
+@lru_cache(maxsize=64)  # callers send the same few with every request
+def _names_loopback(host: str) -> bool:
+    return is_loopback(_host_name(host))
 
 
 def _host_name(host: str) -> str:
