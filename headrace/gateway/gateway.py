@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -271,19 +272,29 @@ class Gateway:
                 headers=headers,
             ),
         )
-        return self._classify(answer, call.classes) if call.classes else answer
+        return await self._classify(answer, call.classes) if call.classes else answer
 
-    def _classify(self, answer: Response, classes: Mapping[str, int]) -> Response:
+    async def _classify(self, answer: Response, classes: Mapping[str, int]) -> Response:
         """Replace outputs by their top classes, with the labels of the version that answered."""
         try:
             version = self.models.lookup(answer.model_name, answer.model_version)
         except Rejected as error:  # the stages have read the repository earlier or later
-            raise Unavailable(f"gateway: unknown version answered: {error}") from error
+            answered = f"{answer.model_name}/{answer.model_version}"
+            raise Unavailable(
+                f"gateway: does not know {answered}, which answered: {error}"
+            ) from error
         outputs = dict(answer.outputs)
         for name, count in classes.items():
-            labels = version.labels.get(name, ())
-            batched = version.signature.batched
-            outputs[name] = classify(name, outputs[name], count, batched=batched, labels=labels)
+            turn = partial(
+                classify,
+                name,
+                outputs[name],
+                count,
+                batched=version.signature.batched,
+                labels=version.labels.get(name, ()),
+            )
+            is_large = outputs[name].size > self.tuning.classified_inline
+            outputs[name] = await asyncio.to_thread(turn) if is_large else turn()
         return answer._replace(outputs=outputs)
 
     async def infer_payload(

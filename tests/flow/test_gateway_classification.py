@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from aiohttp import ClientSession
+from prometheus_client import CollectorRegistry
 
+from headrace.config import make_settings
+from headrace.gateway import open_gateway
+from headrace.models.registry import Models
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import STAGES
 from tests.support.gateways import gateway_of
 from tests.support.models import add_version, digits, unbatched
 
@@ -69,6 +79,48 @@ async def test_model_without_batch_is_classified_as_one_row(tmp_path: Path) -> N
     (output,) = answer.json["outputs"]
     assert (output["datatype"], output["shape"]) == ("BYTES", [2])
     assert output["data"] == ["8.0:1", "6.0:2"]
+
+
+async def test_large_output_is_classified_like_small_one(repository: Path) -> None:
+    """Off the event loop, so that other callers need not wait."""
+    rows = {**PIXELS, "shape": [500, 64], "data": [1.0] * 64 * 500}
+    wanted = {"name": "scores", "parameters": {"classification": 1}}
+    async with gateway_of(repository) as served:
+        answer = await served.infer("digits", {"inputs": [rows], "outputs": [wanted]})
+
+    (output,) = answer.json["outputs"]
+    assert output["shape"] == [500, 1]
+    assert output["data"] == ["576.0:9:class 9"] * 500
+
+
+async def test_answer_of_version_that_gateway_lacks_is_retriable(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A gateway reads the repository itself, and may do so later than the stages."""
+    empty = make_settings({"models": {"repository": str(tmp_path_factory.mktemp("empty"))}})
+    settings = make_settings(
+        {
+            "models": {"repository": str(repository)},
+            "gateway": {"http_port": 0, "grpc_port": "off"},
+        }
+    )
+    wanted = {"name": "scores", "parameters": {"classification": 1}}
+    body = {"inputs": [PIXELS], "outputs": [wanted]}
+    instruments = Instruments(Metrics(CollectorRegistry()))
+    async with open_log(settings) as log:
+        pipeline = Pipeline(settings, log, STAGES, instruments=instruments)
+        models, health = Models(empty).catalog, pipeline.health
+        async with (
+            open_gateway(settings, log, models, health, instruments) as doors,
+            running(pipeline),
+            ClientSession(f"http://127.0.0.1:{doors.ports['http']}") as http,
+            http.post("/v2/models/digits/infer", json=body) as response,
+        ):
+            refused = await response.json()
+
+    assert response.status == 503
+    assert refused["error"].startswith("gateway: does not know digits/1, which answered")
+    assert refused["error_details"]["retriable"]
 
 
 async def test_bad_number_of_classes_is_refused(repository: Path) -> None:
