@@ -760,8 +760,8 @@ class GatewayTuning:
     max_classes: int = 1000
     """Limit of `classification`: the strings that are made for each row."""
     classified_inline: int = 256
-    """Elements of an output whose classes are found on the event loop: 25 rows of ten take 0.5 ms. A
-    larger output goes to a thread, which costs 0.1 ms.
+    """Elements of an output whose classes are found on the event loop: 25 rows of ten take 0.5 ms.
+    A larger output goes to a thread, which costs 0.1 ms.
     """
     compressed_from_bytes: int = 1024
     """Smaller answers are not compressed for callers that accept that."""
