@@ -165,7 +165,7 @@ def decode_call(
         )
     if len(tail):
         _refuse("body", "no bytes after those of the tensors", f"{len(tail)} more")
-    parameters = dict(request.parameters or {})
+    parameters = _checked(request.parameters or {})
     timeout_us = take_timeout_us(parameters)
     binary, classes, places = _requested_forms(request.outputs or (), regions)
     return InferCall(
@@ -223,6 +223,14 @@ def _requested_forms(
             regions.check(place, where)
             places[output.name] = place
     return binary, classes, places
+
+
+def _checked(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return a copy of the parameters of a request; JSON has integers that no record can hold."""
+    for name, value in parameters.items():
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            _refuse(f"parameters.{name}", "an integer of 64 bits", shown(value))
+    return dict(parameters)
 
 
 def _flag(parameters: dict[str, Parameter], name: str, where: str) -> bool | None:

@@ -99,8 +99,8 @@ it a form. Every other type is a payload for the model's transform.
 _WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """Of the codings of bodies, as zlib names their formats; `deflate` is zlib's own (RFC 9110)."""
 ZSTD = "zstd"
-_CODINGS = (*_WINDOW_BITS, ZSTD)
-_NOT_ACCEPTED = ("q=0", "q=0.0", "q=0.00", "q=0.000")
+_CODINGS = (ZSTD, *_WINDOW_BITS)
+"""Of bodies; of those that a caller accepts equally, the first one is taken."""
 
 
 class UnreadableBody(Rejected):
@@ -369,12 +369,14 @@ class HttpDoor:
         """Return the response, compressed if it is large and the caller accepts that."""
         if len(body) < self._tuning.compressed_from_bytes:
             return web.Response(body=body, headers=headers)
-        if _accepts(request.headers.get("Accept-Encoding", ""), ZSTD):
+        coding = _best_coding(request.headers.get("Accept-Encoding", ""))
+        if coding == ZSTD:
             headers["Content-Encoding"] = ZSTD
             body = bytes(cramjam.zstd.compress(body, level=self._tuning.zstd_level))
             return web.Response(body=body, headers=headers)
         response = web.Response(body=body, headers=headers)
-        response.enable_compression()  # if the caller accepts gzip or deflate
+        if coding:
+            response.enable_compression(web.ContentCoding(coding))
         return response
 
     # --- health and metadata ------------------------------------------------------------------
@@ -495,13 +497,27 @@ def _coding_of(request: web.Request) -> str:
     return coding
 
 
-def _accepts(accepted: str, coding: str) -> bool:
-    """Return whether `Accept-Encoding` names a coding, with a quality above 0 (RFC 9110)."""
-    for each in accepted.lower().split(","):
-        name, _, weight = each.partition(";")
-        if name.strip() == coding:
-            return weight.strip() not in _NOT_ACCEPTED
-    return False
+def _best_coding(accepted: str) -> str:
+    """Return the coding that `Accept-Encoding` gives the highest quality, empty for none.
+
+    `*` stands for the codings that are not named (RFC 9110, 12.5.3). Among equal qualities zstd is
+    preferred, then gzip.
+    """
+    qualities = dict(_quality(each) for each in accepted.lower().split(","))
+    others = qualities.get("*", 0.0)
+    best = max(_CODINGS, key=lambda coding: qualities.get(coding, others))
+    quality = qualities.get(best, others)
+    return best if quality > 0 and quality >= qualities.get("identity", 0.0) else ""
+
+
+def _quality(item: str) -> tuple[str, float]:
+    """Return a coding and its quality, 0 if that cannot be read."""
+    name, _, weight = item.partition(";")
+    _, given, value = weight.partition("q=")
+    try:
+        return name.strip(), float(value) if given else 1.0
+    except ValueError:
+        return name.strip(), 0.0
 
 
 class _Decompressor(Protocol):

@@ -125,13 +125,19 @@ async def test_compressed_request_and_response_bodies_are_decoded(
         ("zstd", "zstd"),
         ("gzip;q=0.5, zstd;q=0.9", "zstd"),
         ("gzip, zstd;q=0", "gzip"),
+        ("gzip;q=0.9, zstd;q=0.5", "gzip"),
+        ("gzip, deflate, br, zstd", "zstd"),
+        ("*", "zstd"),
+        ("zstd;q=0, *;q=0.5", "gzip"),
+        ("identity, gzip;q=0.5", None),
+        ("gzip;q=much", None),
         ("br", None),
     ],
 )
 async def test_answer_has_coding_that_caller_accepts(
     repository: Path, accepted: str, coding: str | None
 ) -> None:
-    """Where zstd is accepted, it is taken; the request is in zstd each time."""
+    """The highest quality is taken, of equal ones zstd; the request is in zstd each time."""
     rows = {**PIXELS, "shape": [100, 64], "data": [1.0] * 6400}
     body = compress_zstd(msgspec.json.encode({"inputs": [rows]}))
     headers = {"Content-Encoding": "zstd", "Accept-Encoding": accepted}

@@ -112,6 +112,7 @@ BAD_BODIES = {
     ),
     "JSON longer than the body": (b"{}", 3, "Inference-Header-Content-Length"),
     "timeout": (encoded(ONE, parameters={"timeout": "1"}), None, "microseconds"),
+    "large integer": (encoded(ONE, parameters={"mine": 2**64}), None, "integer of 64 bits"),
     "binary_data_output": (encoded(ONE, parameters={"binary_data_output": 1}), None, "true or"),
     "shared memory": (
         encoded({**BINARY, "parameters": IN_REGION}),
