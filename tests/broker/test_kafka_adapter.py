@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import aiokafka
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge
@@ -365,3 +367,49 @@ async def test_member_reads_topic_created_later(kafka: LocalKafka, unique_name: 
             await eventually(lambda: listener.assignments == 1)
             assert member.assignment() == frozenset()
         assert await log.describe_topics([unique_name]) == {unique_name: None}
+
+
+async def test_fetch_returns_only_what_retention_has_left(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """The offsets before the log's start are gone, and what comes after them is there."""
+    partition = TopicPartition(unique_name, 0)
+    async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
+        await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+        for number in range(5):
+            await write_to(log, partition, b"%d" % number)
+        admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap_servers)
+        await admin.start()
+        try:
+            await admin.delete_records(
+                {aiokafka.TopicPartition(*partition): RecordsToDelete(before_offset=3)}
+            )
+        finally:
+            await admin.close()
+
+        found = await log.fetch(partition, 1, 3, 1000)
+        gone = await log.fetch(partition, 0, 2, 1000)
+
+    assert [record.offset for record in found if record.offset <= 3] == [3]
+    assert not [record for record in gone if record.offset <= 2]
+
+
+async def test_fetch_continues_after_broker_has_returned(fragile: LocalKafka) -> None:
+    """While it is away each attempt ends, and the connections are made anew."""
+    partition = TopicPartition("requests", 0)
+    async with KafkaLog(settings(fragile, 2000), tuning=PATIENT) as log:
+        await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
+        await write_to(log, partition, b"kept")
+        assert values(await log.fetch(partition, 0, 0, 1000)) == [b"kept"]
+        await fragile.stop_node()
+        with pytest.raises(LogUnavailable):
+            await log.fetch(partition, 0, 0, 1000)
+        await fragile.start_node()
+
+        async def is_fetched() -> bool:
+            try:
+                return values(await log.fetch(partition, 0, 0, 1000)) == [b"kept"]
+            except LogUnavailable:
+                return False
+
+        await eventually(is_fetched, deadline_s=60.0)

@@ -34,7 +34,12 @@ FACTS = {
     "headrace/log/port.py": {"MAX_POLL_BYTES"},
     # Formats: of records on Kafka, of commit metadata and crash markers, of DLPack and ONNX.
     "headrace/crash_isolation/markers.py": {"VERSION", "MOST_ATTEMPTS", "MOST_CHARACTERS"},
-    "headrace/log/kafka/direct_fetch.py": {"_READ_UNCOMMITTED", "_FORMAT_WITH_HEADERS"},
+    "headrace/log/kafka/direct_fetch.py": {
+        "_READ_UNCOMMITTED",
+        "_NO_REPLICA",
+        "_EARLIEST",
+        "_FORMAT_WITH_HEADERS",
+    },
     "headrace/protocol/codec/wire.py": {"FORMAT", "_COLUMNS_FORMAT"},
     "headrace/delivery/producing.py": {"_RECORD_BYTES", "_HEADER_BYTES"},
     "headrace/log/kafka/record_batches.py": {"MAX_HEADERS", "_LEGACY_MIN_BYTES"},

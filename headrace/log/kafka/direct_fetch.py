@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient
+from aiokafka.protocol.api import Request
 from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.offset import OffsetRequest
 
 from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.connection import Connection
@@ -25,16 +27,10 @@ from headrace.log.kafka.topic_cache import TopicCache
 from headrace.log.port import Record, TopicPartition
 
 _READ_UNCOMMITTED: Final = 0
+_NO_REPLICA: Final = -1
+_EARLIEST: Final = -2
 _NO_LEADER: Final = (None, -1)
 _FORMAT_WITH_HEADERS: Final = 2
-
-
-class _Part(NamedTuple):
-    """One partition's part of a fetch response: batches, or why there are none."""
-
-    error: kafka_errors.KafkaError | None
-    log_start: int
-    batches: bytes
 
 
 class DirectFetch:
@@ -90,32 +86,43 @@ class DirectFetch:
         found: list[Record] = []
         position = first
         while position <= last:
-            part = await self._request(client, partition, position, max_bytes)
-            following = position
-            if part.error is None:
-                following = self._take(RecordSet(part.batches), partition, position, found)
-            elif part.log_start > position:  # retention has removed what was before
-                following = part.log_start
+            asked = [(partition.topic, [(partition.partition, position, max_bytes)])]
+            request = FetchRequest(0, 0, max_bytes, _READ_UNCOMMITTED, asked)
+            try:
+                *_, batches = await self._ask_leader(client, partition, request)
+            except kafka_errors.OffsetOutOfRangeError:
+                following = max(position, await self._first_offset(client, partition))
+            else:
+                following = self._take(RecordSet(batches), partition, position, found)
             if following == position:
                 break  # the log ends here
             position = following
         return found
 
-    async def _request(
-        self, client: AIOKafkaClient, partition: TopicPartition, position: int, max_bytes: int
-    ) -> _Part:
-        """Return a response that is final: records, or that the position is out of range."""
-        asked = [(partition.topic, [(partition.partition, position, max_bytes)])]
-        request = FetchRequest(0, 0, max_bytes, _READ_UNCOMMITTED, asked)
+    async def _first_offset(self, client: AIOKafkaClient, partition: TopicPartition) -> int:
+        """Return the first offset that retention has left; the error does not tell it."""
+        asked = [(partition.topic, [(partition.partition, _EARLIEST)])]
+        request = OffsetRequest(_NO_REPLICA, _READ_UNCOMMITTED, asked)
+        *_, offset = await self._ask_leader(client, partition, request)
+        return int(offset)
+
+    async def _ask_leader(
+        self, client: AIOKafkaClient, partition: TopicPartition, request: Request[Any]
+    ) -> Sequence[Any]:
+        """Return what the leader says of the partition, after its error code. Ask again while the
+        leader is unknown or changes.
+        """
         while True:
             leader = client.cluster.leader_for_partition(partition)
             if leader not in _NO_LEADER:
                 response = await client.send(leader, request)
-                ((_, ((_, code, _high, _stable, log_start, *_, batches),)),) = response.topics
+                ((_, ((_, code, *rest),)),) = response.topics
+                fields: Sequence[Any] = rest
                 error = broker_error(code, str(partition))
-                if error is None or isinstance(error, kafka_errors.OffsetOutOfRangeError):
-                    return _Part(error, log_start, batches)
-                if not (error.retriable or error.invalid_metadata):
+                if error is None:
+                    return fields
+                out_of_range = isinstance(error, kafka_errors.OffsetOutOfRangeError)
+                if out_of_range or not (error.retriable or error.invalid_metadata):
                     raise error
             await client.force_metadata_update()
             await asyncio.sleep(self._connection.tuning.request_retry_s)
