@@ -209,10 +209,10 @@ class Campaign:
             await self._wait_until_ready(server.doors[0], place, running)
             for door in server.doors:
                 most = max(self._plan.concurrencies)
-                await self._load(self._order(door, place, most, WARM_UP_S), running)
+                await self._load(server, self._order(door, place, most, WARM_UP_S), running)
                 for concurrency in self._plan.concurrencies:
                     order = self._order(door, place, concurrency, self._plan.window_s)
-                    yield door, concurrency, await self._load(order, running)
+                    yield door, concurrency, await self._load(server, order, running)
 
     def _place(self, server: Server) -> Place:
         self._started += 1
@@ -262,7 +262,7 @@ class Campaign:
             await asyncio.sleep(READY_EVERY_S)
         raise ProgramFailed(f"no answer in {START_WAIT_S:g} s: {running.last_words()}")
 
-    async def _load(self, order: LoadOrder, running: Running) -> DoorRun:
+    async def _load(self, server: Server, order: LoadOrder, running: Running) -> DoorRun:
         """Load a door. Raises `ProgramFailed`: the load or the server has ended."""
         path = self._scratch / "order.json"
         path.write_bytes(msgspec.json.encode(order))
@@ -271,9 +271,9 @@ class Campaign:
         load = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE)
         assert load.stdout is not None
         await load.stdout.readline()
-        before_s, broker_s = running.cpu_each_s(), self._broker_s()
+        before_s, broker_s = running.cpu_each_s(), self._broker_s(server)
         line = await load.stdout.readline()
-        after_s, broker_s = running.cpu_each_s(), self._broker_s() - broker_s
+        after_s, broker_s = running.cpu_each_s(), self._broker_s(server) - broker_s
         await load.wait()
         running.check()
         if not line:
@@ -282,8 +282,9 @@ class Campaign:
         each_s = [after - before for after, before in zip(after_s, before_s, strict=True)]
         return door_run(report, each_s, broker_s, load_average)
 
-    def _broker_s(self) -> float:
-        return self._cluster.cpu_s() if self._cluster else 0.0
+    def _broker_s(self, server: Server) -> float:
+        """Return the broker's processor time; 0 beside a server that does not use it."""
+        return self._cluster.cpu_s() if self._cluster and server.needs_broker else 0.0
 
 
 def door_run(
