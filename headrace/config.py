@@ -228,6 +228,14 @@ class GatewaySettings(_Section):
     """Path before `/v2`, such as `/inference`, for a proxy that passes paths on unchanged."""
     grpc_host: str = "127.0.0.1"
     grpc_port: Port | Literal["off"] = 8001
+    tls_cert_file: Path | None = None
+    """Certificate chain of both doors in PEM; with it they speak TLS alone. The files are read anew
+    when they change.
+    """
+    tls_key_file: Path | None = None
+    """Its key in PEM, without a password; by default it is in the same file."""
+    tls_client_ca_file: Path | None = None
+    """Certificates in PEM that sign those of callers; with it, callers without one are refused."""
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000
     """Timeout of requests that give none."""
     max_in_flight: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 1024

@@ -146,13 +146,15 @@ def _announce(settings: Settings, http_port: int, doors: Mapping[str, int]) -> N
     say(f"headrace: models     {models or 'none'} ({repository.absolute()})", err=True)
     say(f"headrace: page       {_url(settings.telemetry.http_host, http_port)}", err=True)
     if "http" in doors:
-        say(f"headrace: gateway    {_url(settings.gateway.http_host, doors['http'])}v2", err=True)
+        scheme = "http" if settings.gateway.tls_cert_file is None else "https"
+        url = _url(settings.gateway.http_host, doors["http"], scheme)
+        say(f"headrace: gateway    {url}v2", err=True)
     if "grpc" in doors:
         say(f"headrace: grpc       {settings.gateway.grpc_host}:{doors['grpc']}", err=True)
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://{'localhost' if host in ANY_ADDRESS else host}:{port}/"
+def _url(host: str, port: int, scheme: str = "http") -> str:
+    return f"{scheme}://{'localhost' if host in ANY_ADDRESS else host}:{port}/"
 
 
 def tune_interpreter(tuning: RuntimeTuning = TUNING.runtime) -> None:

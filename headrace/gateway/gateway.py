@@ -20,6 +20,7 @@ from headrace.gateway.codec import InferCall
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
+from headrace.gateway.tls import open_certificates
 from headrace.log.port import Log
 from headrace.models.version import State
 from headrace.protocol.headers import MAX_PRIORITY
@@ -144,6 +145,7 @@ class Gateway:
     """The client of the log that all doors of a process share; entering opens it.
 
     Attributes:
+        certificates: of the doors; None if they speak without TLS.
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
         draining: set once each answer is to be the last one on its connection.
@@ -151,6 +153,9 @@ class Gateway:
         statistics: of the models, over the requests of all doors.
         under_way: the requests of all doors.
         regions: of shared memory, which callers of all doors have registered.
+
+    Raises:
+        ConfigurationError: the files of certificates cannot be used.
 
     Raises (on entering):
         ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `headrace.client.Client`.
@@ -172,6 +177,7 @@ class Gateway:
         self.spans = ServerSpans(settings.telemetry, instruments)
         self.statistics = Statistics(models)
         self.tuning = tuning
+        self.certificates = open_certificates(self.settings, tuning.tls_check_interval_s)
         self.draining = asyncio.Event()
         limits = self.settings
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)

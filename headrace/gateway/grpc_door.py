@@ -38,6 +38,7 @@ from headrace.gateway.gateway import (
 )
 from headrace.gateway.grpc_codec import decode_call, encode_answer
 from headrace.gateway.shared_memory import NO_CUDA, OFF
+from headrace.gateway.tls import Certificates
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import State
 from headrace.protocol.headers import HeaderName
@@ -137,8 +138,12 @@ class GrpcDoor:
         server.add_generic_rpc_handlers((self._methods(), health.methods()))
         _add_reflection(server)
         try:
-            self._port = server.add_insecure_port(
-                f"[{host}]:{self._port}" if ":" in host else f"{host or '[::]'}:{self._port}"
+            address = f"[{host}]:{self._port}" if ":" in host else f"{host or '[::]'}:{self._port}"
+            certificates = self._gateway.certificates
+            self._port = (
+                server.add_insecure_port(address)
+                if certificates is None
+                else server.add_secure_port(address, _credentials(certificates))
             )
         except RuntimeError as error:
             raise Fatal(
@@ -455,6 +460,22 @@ def _add_reflection(server: grpc.aio.Server) -> None:
     names = [SERVICE.full_name]
     names += [service.full_name for each in others for service in each.services_by_name.values()]
     reflection.enable_server_reflection(names, server, pool=pool)
+
+
+def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Return credentials that begin each connection with the current certificates."""
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(certificates),
+        partial(_configuration, certificates),
+        require_client_authentication=certificates.current().client_ca is not None,
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    identity = certificates.current()
+    return grpc.ssl_server_certificate_configuration(
+        [(identity.key, identity.certificate)], identity.client_ca
+    )
 
 
 def _options(max_message_bytes: int, tuning: GatewayTuning) -> list[tuple[str, int]]:

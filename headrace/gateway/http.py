@@ -57,6 +57,7 @@ from headrace.gateway.gateway import (
 from headrace.gateway.predict import decode_predict, encode_predictions
 from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.gateway.spans import ServerSpan
+from headrace.gateway.tls import RenewedContext
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec import faults
@@ -126,7 +127,14 @@ class HttpDoor:
             self._tuning.max_connections, self._tuning.head_timeout_s, self._tuning.idle_timeout_s
         )
         address = (gateway.settings.http_host, port)
-        self._listener = HttpListener("gateway.http_port", address, self._connections)
+        certificates = gateway.certificates
+        self._listener = HttpListener(
+            "gateway.http_port",
+            address,
+            self._connections,
+            None if certificates is None else RenewedContext.of(certificates),
+            self._tuning.head_timeout_s,
+        )
 
     @property
     def port(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -29,9 +30,20 @@ class HttpListener:
         setting: name of the port's setting, for errors.
         address: host and port; port 0 picks a free one, see `port`.
         connections: its open connections.
+        tls: None to speak without TLS.
+        handshake_timeout_s: of TLS; None for asyncio's, of a minute.
     """
 
-    def __init__(self, setting: str, address: tuple[str, int], connections: Connections) -> None:
+    def __init__(
+        self,
+        setting: str,
+        address: tuple[str, int],
+        connections: Connections,
+        tls: ssl.SSLContext | None = None,
+        handshake_timeout_s: float | None = None,
+    ) -> None:
+        self._tls = tls
+        self._handshake_timeout_s = None if tls is None else handshake_timeout_s
         self._setting = setting
         self._host, self._port = address
         self._connections = connections
@@ -56,7 +68,11 @@ class HttpListener:
         assert make is not None
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._connections.limit(make), self._host, self._port
+                self._connections.limit(make),
+                self._host,
+                self._port,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._handshake_timeout_s,
             )
         except OSError as error:
             await runner.cleanup()

@@ -40,7 +40,7 @@ def is_open(path: Path) -> bool:
     return any(each.exists() and each.samefile(path) for each in Path("/proc/self/fd").iterdir())
 
 
-@pytest.mark.parametrize("key", [KEY, KEY[1:]])
+@pytest.mark.parametrize("key", [KEY, KEY[1:]], ids=["with slash", "without slash"])
 def test_registered_region_is_read_and_written(shm: Path, regions: Regions, key: str) -> None:
     """Offsets of the region and of the place add up; the slash before a name may be left out."""
     regions.register("r", key, 4, 8)
@@ -65,6 +65,7 @@ def test_registered_region_is_read_and_written(shm: Path, regions: Regions, key:
         f"{KEY}\n",
         f"{PREFIX}{'x' * 300}",
     ],
+    ids=lambda key: key.replace(PREFIX, "prefix_") or "empty",
 )
 def test_key_beside_prefix_is_refused(shm: Path, regions: Regions, key: str) -> None:
     """Nothing but a plain name with the prefix is opened."""
