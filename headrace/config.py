@@ -236,6 +236,10 @@ class GatewaySettings(_Section):
     """Its key in PEM, without a password; by default it is in the same file."""
     tls_client_ca_file: Path | None = None
     """Certificates in PEM that sign those of callers; with it, callers without one are refused."""
+    keys_file: Path | None = None
+    """API keys of callers and what they open, in TOML; without it anybody may call everything. The
+    file is read anew when it changes.
+    """
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000
     """Timeout of requests that give none."""
     max_in_flight: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 1024

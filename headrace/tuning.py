@@ -739,8 +739,8 @@ class GatewayTuning:
     """Time from a connection to the end of its first request's head."""
     idle_timeout_s: float = 75.0
     """Time from an answer to the end of the next request's head."""
-    tls_check_interval_s: float = 5.0
-    """Between two looks at the files of certificates."""
+    file_check_interval_s: float = 5.0
+    """Between two looks at the files of certificates and keys."""
     body_timeout_s: float = 30.0
     """Time from a request's head to the end of its body."""
     max_streams: int = 1024

@@ -15,6 +15,7 @@ from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeo
 from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.bodies import IndexEntry
+from headrace.gateway.callers import Callers, Denied
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
 from headrace.gateway.shared_memory import RegionAccess, Regions
@@ -34,6 +35,8 @@ from headrace.tuning import TUNING, GatewayTuning
 log = structlog.get_logger(__name__)
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
+UNAUTHENTICATED, PERMISSION_DENIED = "UNAUTHENTICATED", "PERMISSION_DENIED"
+"""Codes of callers without a key, and of those whose key does not open what they call."""
 UNAVAILABLE = "UNAVAILABLE"
 """Code of the gateway's own errors: its limits are reached, or it cannot reach the broker."""
 
@@ -146,6 +149,7 @@ class Gateway:
 
     Attributes:
         certificates: of the doors; None if they speak without TLS.
+        callers: who may call.
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
         draining: set once each answer is to be the last one on its connection.
@@ -155,7 +159,7 @@ class Gateway:
         regions: of shared memory, which callers of all doors have registered.
 
     Raises:
-        ConfigurationError: the files of certificates cannot be used.
+        ConfigurationError: the files of certificates or keys cannot be used.
 
     Raises (on entering):
         ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `headrace.client.Client`.
@@ -177,7 +181,8 @@ class Gateway:
         self.spans = ServerSpans(settings.telemetry, instruments)
         self.statistics = Statistics(models)
         self.tuning = tuning
-        self.certificates = open_certificates(self.settings, tuning.tls_check_interval_s)
+        self.certificates = open_certificates(self.settings, tuning.file_check_interval_s)
+        self.callers = Callers(self.settings, tuning.file_check_interval_s)
         self.draining = asyncio.Event()
         limits = self.settings
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
@@ -355,6 +360,9 @@ def answer_of_error(error: Exception) -> ErrorAnswer:
     match error:
         case InferenceError():
             return ErrorAnswer(error.code, error.message, error.retriable, error.retry_after_ms)
+        case Denied():
+            code = PERMISSION_DENIED if error.is_known else UNAUTHENTICATED
+            return ErrorAnswer(code, error.message, retriable=False)
         case Rejected():
             return ErrorAnswer(
                 error.code, error.message, error.code.is_retriable, error.retry_after_ms

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 
@@ -28,8 +28,11 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
+from headrace.gateway.callers import Denied, Group
 from headrace.gateway.gateway import (
     NO_LOADING,
+    PERMISSION_DENIED,
+    UNAUTHENTICATED,
     UNAVAILABLE,
     ErrorAnswer,
     Gateway,
@@ -67,6 +70,8 @@ _STATUS = {
     Code.MODEL_FAILED: grpc.StatusCode.INTERNAL,
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
     UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
 }
 _UNSUPPORTED = {
     "RepositoryModelLoad": NO_LOADING["load"],
@@ -95,6 +100,7 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
+_Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
 
@@ -131,6 +137,7 @@ class GrpcDoor:
         settings = self._gateway.settings
         host = settings.grpc_host
         server = grpc.aio.server(
+            interceptors=[_Admission(self._gateway, self._tuning)],
             options=_options(settings.max_body_bytes, self._tuning),
             maximum_concurrent_rpcs=settings.max_in_flight + self._tuning.spare_calls,
         )
@@ -284,7 +291,10 @@ class GrpcDoor:
                 priority = _text(found.get(HeaderName.PRIORITY))
                 urgency = gateway.urgency(given_s, read_priority(HeaderName.PRIORITY, priority))
                 model, version = request.model_name, request.model_version or None
-                answer = await gateway.infer(model, version, call, urgency, span.headers)
+                headers = span.headers
+                if caller := gateway.callers.admit(Group.INFERENCE, *_given(found)):
+                    headers = [*headers, (HeaderName.TENANT, caller.encode())]
+                answer = await gateway.infer(model, version, call, urgency, headers)
                 span.answered(answer)
                 encoded = encode_answer(answer, call, regions)
             status = grpc.StatusCode.OK
@@ -383,6 +393,54 @@ class GrpcDoor:
     def _unregister(self, request: messages.SystemSharedMemoryUnregisterRequest) -> Message:
         self._gateway.regions.unregister(request.name)
         return messages.SystemSharedMemoryUnregisterResponse()
+
+
+class _Admission(grpc.aio.ServerInterceptor):
+    """Refuses callers without the right key before a message is read."""
+
+    def __init__(self, gateway: Gateway, tuning: GatewayTuning) -> None:
+        self._gateway = gateway
+        self._tuning = tuning
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Method | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Method | None:
+        """Return the method, or one that refuses the call."""
+        group = _group_of(handler_call_details.method)
+        found = dict(handler_call_details.invocation_metadata or ())
+        try:
+            self._gateway.callers.admit(group, *_given(found))
+        except Denied as error:
+            refusal = _refusal(answer_of_error(error), self._tuning)
+            if group is Group.INFERENCE:
+                self._gateway.metrics.ended_at_door(DOOR, refusal.status.name, 0.0)
+            # The kind of a stream, because that begins before the first message.
+            return grpc.stream_stream_rpc_method_handler(partial(_refuse_caller, refusal))
+        return await continuation(handler_call_details)
+
+
+async def _refuse_caller(refusal: Refusal, _requests: Any, context: Context) -> None:
+    await context.abort(*refusal)
+
+
+def _group_of(method: str) -> Group:
+    """Return the group of a method by its full name."""
+    _, service, name = method.rsplit("/", 2) if method.count("/") == 2 else ("", "", "")
+    if service == health_pb2.DESCRIPTOR.services_by_name["Health"].full_name:
+        return Group.HEALTH
+    if name in ("ServerLive", "ServerReady", "ModelReady"):
+        return Group.HEALTH
+    if name in ("ModelInfer", "ModelStreamInfer") or "SharedMemory" in name:
+        return Group.INFERENCE
+    is_setting = name in ("TraceSetting", "LogSettings")
+    return Group.REPOSITORY if is_setting or name.startswith("Repository") else Group.METADATA
+
+
+def _given(metadata: Mapping[str, str | bytes]) -> tuple[str, str]:
+    """Return what a caller sends to be known."""
+    return _text(metadata.get("authorization")) or "", _text(metadata.get("x-api-key")) or ""
 
 
 class _HealthService:

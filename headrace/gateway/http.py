@@ -41,10 +41,13 @@ from headrace.gateway.bodies import (
     VersionStatus,
     VersionStatusText,
 )
+from headrace.gateway.callers import Denied, Group
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
     MAX_TIMEOUT_MS,
     NO_LOADING,
+    PERMISSION_DENIED,
+    UNAUTHENTICATED,
     UNAVAILABLE,
     CountedRequest,
     ErrorAnswer,
@@ -73,6 +76,7 @@ DOOR = "http"
 JSON_BYTES = "Inference-Header-Content-Length"
 TIMEOUT_MS = "X-Timeout-Ms"
 PRIORITY = "X-Priority"
+API_KEY = "X-API-Key"
 CALLER_GONE = 499
 TRACEPARENT, TRACESTATE = HeaderName.TRACEPARENT, HeaderName.TRACESTATE
 
@@ -88,7 +92,10 @@ _STATUS = {
     Code.MODEL_FAILED: 500,
     Code.INTERNAL: 500,
     UNAVAILABLE: 503,
+    UNAUTHENTICATED: 401,
+    PERMISSION_DENIED: 403,
 }
+_DENIED = frozenset({401, 403})
 _RETRY_AFTER = frozenset({429, 503})
 OCTETS = "application/octet-stream"
 
@@ -203,7 +210,9 @@ class HttpDoor:
         return routes
 
     def _make_application(self) -> web.Application:
-        application = web.Application(middlewares=[self._answer_on_connection, self._format_errors])
+        application = web.Application(
+            middlewares=[self._answer_on_connection, self._format_errors, self._admit]
+        )
         application.add_routes(self.routes())
         return application
 
@@ -229,6 +238,22 @@ class HttpDoor:
             return _json_response(ErrorBody(error=text), error.status, headers)
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             return _error_response(error, answer_of_error(error), self._tuning.retry_after_s)
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse callers without the right key before anything of the body is read."""
+        callers = self._gateway.callers
+        if callers.are_known:
+            group = _group_of(request)
+            given = (request.headers.get(name, "") for name in ("Authorization", API_KEY))
+            try:
+                request[_CALLER] = callers.admit(group, *given)
+            except Denied as error:
+                if group is Group.INFERENCE:
+                    status = _STATUS[answer_of_error(error).code]
+                    self._gateway.metrics.ended_at_door(DOOR, str(status), 0.0)
+                raise
+        return await handler(request)
 
     # --- inference ----------------------------------------------------------------------------
 
@@ -296,7 +321,12 @@ class HttpDoor:
             call: InferCall | None = None
             if json_bytes is None and _media_type(content_type) not in _JSON_TYPES:
                 answer = await gateway.infer_payload(
-                    model, version, body, content_type, self._urgency(request), span.headers
+                    model,
+                    version,
+                    body,
+                    content_type,
+                    self._urgency(request),
+                    _headers(request, span),
                 )
             else:
                 if json_bytes == 0:
@@ -304,7 +334,7 @@ class HttpDoor:
                 else:
                     call = decode_call(body, json_bytes, regions)
                 urgency = self._urgency(request, call.timeout_us)
-                answer = await gateway.infer(model, version, call, urgency, span.headers)
+                answer = await gateway.infer(model, version, call, urgency, _headers(request, span))
             span.answered(answer)
             body, json_bytes = encode_answer(answer, call, regions)
             headers = {"Content-Type": JSON}
@@ -320,7 +350,9 @@ class HttpDoor:
             body = await self._read_body(request, counted)
             predict = decode_predict(body, self._find_version(request).signature)
             urgency = self._urgency(request)
-            answer = await gateway.infer(model, version, predict.call, urgency, span.headers)
+            answer = await gateway.infer(
+                model, version, predict.call, urgency, _headers(request, span)
+            )
             span.answered(answer)
             answered = encode_predictions(answer, predict)
             return self._compressed(request, answered, {"Content-Type": JSON})
@@ -475,6 +507,30 @@ class HttpDoor:
         return self._gateway.models.lookup(path["model"], path.get("version"))
 
 
+# --- callers ------------------------------------------------------------------------------------
+
+_CALLER = web.RequestKey("caller", str)
+
+
+def _group_of(request: web.Request) -> Group:
+    """Return the group of a route; an unknown path belongs to the metadata."""
+    resource = request.match_info.route.resource
+    path = "" if resource is None else resource.canonical
+    if request.method == "POST" and path.endswith(("/infer", ":predict")):
+        return Group.INFERENCE
+    if path.endswith(("/live", "/ready")):
+        return Group.HEALTH
+    if "/repository/" in path:
+        return Group.REPOSITORY
+    return Group.INFERENCE if "sharedmemory/" in path else Group.METADATA
+
+
+def _headers(request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
+    """Return the headers of the request's record: its trace, and its caller as the tenant."""
+    caller = request.get(_CALLER)
+    return [*span.headers, (HeaderName.TENANT, caller.encode())] if caller else span.headers
+
+
 # --- headers and codings ------------------------------------------------------------------------
 
 
@@ -584,8 +640,10 @@ def _error_response(error: Exception, answer: ErrorAnswer, retry_after_s: int) -
     if status in _RETRY_AFTER:
         wait_ms = answer.retry_after_ms or 0
         headers["Retry-After"] = str(max(-(-wait_ms // 1000), retry_after_s))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     response = _json_response(_error_body(answer), status, headers)
-    if isinstance(error, UnreadableBody):
+    if status in _DENIED or isinstance(error, UnreadableBody):
         response.force_close()  # the rest of the body may never come
     return response
 

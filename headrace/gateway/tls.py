@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import ssl
-import threading
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import structlog
+from typing import Any, NamedTuple, TypeAlias
 
 from headrace.config import GatewaySettings
 from headrace.errors import ConfigurationError
-from headrace.telemetry.logs import Event
-
-log = structlog.get_logger(__name__)
+from headrace.gateway.watched import Watched, read_file
 
 
 class Identity(NamedTuple):
@@ -34,96 +28,52 @@ class Identity(NamedTuple):
     context: ssl.SSLContext
 
 
-class Certificates:
-    """The certificate, the key and the CA of the doors, read anew when their files change.
+Certificates: TypeAlias = Watched[Identity]
 
-    Each new connection asks for them; the files are looked at once in an interval. While they
-    cannot be used, such as between the writing of the certificate and that of its key, the former
-    ones are kept. The threads of gRPC ask too.
 
-    Args:
-        settings: `gateway.tls_*`, with a certificate.
-        check_interval_s: between two looks at the files.
-        now_s: monotonic clock.
+def open_certificates(settings: GatewaySettings, check_interval_s: float) -> Certificates | None:
+    """Return the certificates of the doors; None if they speak without TLS.
 
     Raises:
-        ConfigurationError: the files cannot be used.
+        ConfigurationError: the files cannot be used; or a key or a CA has no certificate beside it.
     """
+    certificate, ca = settings.tls_cert_file, settings.tls_client_ca_file
+    if certificate is not None:
+        key = settings.tls_key_file or certificate
+        files = [certificate, key, *([] if ca is None else [ca])]
+        return Watched(files, partial(_load, certificate, key, ca), check_interval_s)
+    for name in ("tls_key_file", "tls_client_ca_file"):
+        if getattr(settings, name) is not None:
+            raise ConfigurationError(f"gateway.{name}: needs gateway.tls_cert_file beside it")
+    return None
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        check_interval_s: float,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        assert settings.tls_cert_file is not None
-        self._cert_file: Path = settings.tls_cert_file
-        self._key_file: Path = settings.tls_key_file or settings.tls_cert_file
-        self._ca_file = settings.tls_client_ca_file
-        self._check_interval_s = check_interval_s
-        self._now_s = now_s
-        self._lock = threading.Lock()
-        self._looked_s = now_s()
-        self._seen = self._look()
-        self._identity = self._load()
 
-    def current(self) -> Identity:
-        """Return the identity to use for a new connection."""
-        with self._lock:
-            now_s = self._now_s()
-            if now_s - self._looked_s >= self._check_interval_s:
-                self._looked_s = now_s
-                self._reload()
-            return self._identity
-
-    def _reload(self) -> None:
-        seen = self._look()
-        if seen == self._seen:
-            return
-        self._seen = seen
+def _load(certificate: Path, key: Path, client_ca: Path | None) -> Identity:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    identity = Identity(
+        read_file("tls_cert_file", certificate),
+        read_file("tls_key_file", key),
+        None if client_ca is None else read_file("tls_client_ca_file", client_ca),
+        context,
+    )
+    try:
+        # Without a password, OpenSSL would ask for one at the terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"gateway.tls_cert_file, tls_key_file: {certificate}, {key}: expected a certificate "
+            f"and its key in PEM, without a password: {error}"
+        ) from error
+    if client_ca is not None:
         try:
-            self._identity = self._load()
-        except ConfigurationError as error:
-            log.error(Event.CERTIFICATES_REJECTED, reason=str(error))
-        else:
-            log.info(Event.CERTIFICATES_RELOADED, file=str(self._cert_file))
-
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        """Return what shows a change of the files: a file that is replaced has another inode."""
-        found: list[tuple[int, int, int] | None] = []
-        for file in (self._cert_file, self._key_file, self._ca_file):
-            try:
-                stat = None if file is None else file.stat()
-            except OSError:
-                stat = None
-            found.append(None if stat is None else (stat.st_ino, stat.st_mtime_ns, stat.st_size))
-        return found
-
-    def _load(self) -> Identity:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        certificate = _read("tls_cert_file", self._cert_file)
-        key = _read("tls_key_file", self._key_file)
-        client_ca = None
-        try:
-            # Without a password, OpenSSL would ask for one at the terminal.
-            context.load_cert_chain(self._cert_file, self._key_file, password="")
-        except (ssl.SSLError, OSError, ValueError) as error:
+            context.load_verify_locations(client_ca)
+        except (ssl.SSLError, OSError) as error:
             raise ConfigurationError(
-                f"gateway.tls_cert_file, tls_key_file: {self._cert_file}, {self._key_file}: "
-                f"expected a certificate and its key in PEM, without a password: {error}"
+                f"gateway.tls_client_ca_file: {client_ca}: expected certificates in PEM: {error}"
             ) from error
-        if self._ca_file is not None:
-            client_ca = _read("tls_client_ca_file", self._ca_file)
-            try:
-                context.load_verify_locations(self._ca_file)
-            except (ssl.SSLError, OSError) as error:
-                raise ConfigurationError(
-                    f"gateway.tls_client_ca_file: {self._ca_file}: expected certificates in PEM: "
-                    f"{error}"
-                ) from error
-            context.verify_mode = ssl.CERT_REQUIRED
-        return Identity(certificate, key, client_ca, context)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return identity
 
 
 class RenewedContext(ssl.SSLContext):
@@ -145,26 +95,3 @@ class RenewedContext(ssl.SSLContext):
     def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
         """Begin a connection; the event loop calls this."""
         return self.certificates.current().context.wrap_bio(*args, **options)
-
-
-def open_certificates(settings: GatewaySettings, check_interval_s: float) -> Certificates | None:
-    """Return the certificates of the doors; None if they speak without TLS.
-
-    Raises:
-        ConfigurationError: the files cannot be used; or a key or a CA has no certificate beside it.
-    """
-    if settings.tls_cert_file is not None:
-        return Certificates(settings, check_interval_s)
-    for name in ("tls_key_file", "tls_client_ca_file"):
-        if getattr(settings, name) is not None:
-            raise ConfigurationError(f"gateway.{name}: needs gateway.tls_cert_file beside it")
-    return None
-
-
-def _read(setting: str, file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(
-            f"gateway.{setting}: {file}: expected a file that can be read: {error.strerror}"
-        ) from error

@@ -40,8 +40,8 @@ class Event(StrEnum):
     STUCK = "process.stuck"
     HEAP_TRIMMED = "heap.trimmed"
     DRAIN_INCOMPLETE = "drain.incomplete"
-    CERTIFICATES_RELOADED = "certificates.reloaded"
-    CERTIFICATES_REJECTED = "certificates.rejected"
+    GATEWAY_FILES_RELOADED = "gateway.files_reloaded"
+    GATEWAY_FILES_REJECTED = "gateway.files_rejected"
     GATEWAY_LISTENING = "gateway.listening"
     GATEWAY_FAILED = "gateway.request_failed"
 

@@ -19,7 +19,7 @@ from headrace.tools.local_kafka.security import Certificates, make_certificates
 from headrace.tuning import TUNING
 from tests.support.gateways import add_identities, gateway_of, values_of
 
-QUICK = replace(TUNING.gateway, tls_check_interval_s=0.0)
+QUICK = replace(TUNING.gateway, file_check_interval_s=0.0)
 
 
 @pytest.fixture
