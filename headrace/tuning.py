@@ -249,6 +249,9 @@ class KafkaTuning:
     """How long one bootstrap server may take to answer, if the request timeout is not shorter."""
     request_retry_s: float = 0.1
     """Pause before a request is repeated that a broker could not answer yet."""
+    fetch_end_wait_s: float = 2.0
+    """How long a fetch by offset waits for a record at the end of the log: a new leader shows what
+    was acknowledged before a moment later."""
     metadata_max_age_s: float = 60.0
     """How long a new partition or topic can stay unnoticed."""
     connection_max_idle_s: float = 540.0

@@ -438,7 +438,8 @@ class Log(Entered, Protocol):
         those after `last` that came with them.
 
         Name offsets of records that were read: those of open and aborted transactions may be
-        returned as well. A record that cannot be read is left out, like one that is gone.
+        returned as well. A record that cannot be read is left out, like one that is gone, or one
+        that does not appear within a few seconds.
 
         Args:
             partition: the partition.

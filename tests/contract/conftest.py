@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -34,7 +35,7 @@ def adapter(request: pytest.FixtureRequest) -> Log:
     # Heartbeats, by which members learn of a rebalance, come several times in a session timeout.
     return KafkaLog(
         KafkaSettings(bootstrap_servers=broker.bootstrap_servers, session_timeout_ms=3000),
-        tuning=PATIENT,
+        tuning=replace(PATIENT, fetch_end_wait_s=0.1),
     )
 
 

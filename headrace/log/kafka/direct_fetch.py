@@ -83,8 +83,9 @@ class DirectFetch:
         last: int,
         max_bytes: int,
     ) -> list[Record]:
+        tuning = self._connection.tuning
         found: list[Record] = []
-        position = first
+        position, waited_s = first, 0.0
         while position <= last:
             asked = [(partition.topic, [(partition.partition, position, max_bytes)])]
             request = FetchRequest(0, 0, max_bytes, _READ_UNCOMMITTED, asked)
@@ -92,10 +93,17 @@ class DirectFetch:
                 *_, batches = await self._ask_leader(client, partition, request)
             except kafka_errors.OffsetOutOfRangeError:
                 following = max(position, await self._first_offset(client, partition))
+                if following == position:
+                    break  # the log ends before it
             else:
                 following = self._take(RecordSet(batches), partition, position, found)
             if following == position:
-                break  # the log ends here
+                # The log ends here, or its leader is new and does not know yet how far the
+                # followers have come: until then it shows no record after that (KIP-207).
+                if waited_s >= tuning.fetch_end_wait_s:
+                    break
+                await asyncio.sleep(tuning.request_retry_s)
+                waited_s += tuning.request_retry_s
             position = following
         return found
 
