@@ -17,8 +17,8 @@ from headrace.log.port import TopicPartition
 from headrace.tuning import KafkaTuning
 
 PARTITION = TopicPartition("requests", 0)
-NOT_LEADER, OUT_OF_RANGE, FORBIDDEN, CORRUPT = 6, 1, 29, 2
-NOTHING = (0, 9, 9, 0, [], -1, b"")
+NOT_LEADER, OUT_OF_RANGE, FORBIDDEN = 6, 1, 29
+NOTHING: tuple[Any, ...] = (0, 9, 9, 0, [], -1, b"")
 QUICK = KafkaTuning(request_retry_s=0.001, fetch_end_wait_s=0.005)
 
 
@@ -108,7 +108,7 @@ async def test_partition_without_leader_ends_as_unavailable() -> None:
 
 async def test_offset_before_start_of_log_is_read_on_from_there() -> None:
     """Retention has removed the first records; the error does not say where the log begins."""
-    out_of_range = (OUT_OF_RANGE, -1, -1, -1, [], -1, b"")
+    out_of_range: tuple[Any, ...] = (OUT_OF_RANGE, -1, -1, -1, [], -1, b"")
     brokers = Brokers([out_of_range, (0, -1, 5), batch(5, b"kept")])
 
     found = await fetch_from(brokers).fetch(PARTITION, 3, 5, 100)
@@ -118,7 +118,7 @@ async def test_offset_before_start_of_log_is_read_on_from_there() -> None:
 
 async def test_offset_behind_end_of_log_is_given_up_at_once() -> None:
     """The log was cut off before it."""
-    out_of_range = (OUT_OF_RANGE, -1, -1, -1, [], -1, b"")
+    out_of_range: tuple[Any, ...] = (OUT_OF_RANGE, -1, -1, -1, [], -1, b"")
     brokers = Brokers([out_of_range, (0, -1, 0)])
 
     assert not await fetch_from(brokers).fetch(PARTITION, 3, 3, 100)
