@@ -59,9 +59,7 @@ async def jaeger(jaeger_program: Path) -> AsyncIterator[Jaeger]:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """The digits, in batches that wait a while for more: so a request takes long enough for its
-    parts to be compared with the whole.
-    """
+    """The digits, in batches that wait long enough for several requests to share one."""
     shutil.copytree(DEMO / "models" / "digits", tmp_path / "digits")
     (tmp_path / "digits" / "model.toml").write_text("max_queue_delay_ms = 200\n")
     return tmp_path
@@ -164,24 +162,24 @@ async def _whole(jaeger: Jaeger, trace_id: str, spans: int = SPANS) -> list[Foun
 async def test_jaeger_shows_request_path_and_batch(
     journey: tuple[list[Asked], dict[int, float], list[list[Found]]], jaeger: Jaeger
 ) -> None:
-    """All four services in order under the producer's span, times that add up to what the caller
-    saw, and links between requests and their batches in both directions.
+    """All four services in order under the producer's span, without a gap from the producer's
+    timestamp to the acknowledged answer, and links between requests and their batches in both
+    directions.
     """
     asked, arrived_ms, traces = journey
     members: set[Any] = set()
-    elapsed_us = told_us = 0.0
     for number, (one, spans) in enumerate(zip(asked, traces, strict=True)):
-        stages = _path(one, spans)
-        told_us += sum(span.duration_us for span in stages)
-        elapsed_us += 1000 * (arrived_ms[number] - one.timestamp_ms)
+        stages, send = _path(one, spans)
+        # The caller may have the answer before the responder has the broker's acknowledgement, so
+        # only the start of the sending is known to come first.
+        assert send.start_us <= 1000 * arrived_ms[number]
         members.add(stages[STAGES.index("executor")].ids)
 
-    assert told_us == pytest.approx(elapsed_us, rel=0.05)
     assert await _members_of_batches(jaeger, traces) == members
 
 
-def _path(asked: Asked, spans: list[Found]) -> list[Found]:
-    """The spans of the stages, after what every trace must have was seen."""
+def _path(asked: Asked, spans: list[Found]) -> tuple[list[Found], Found]:
+    """Check what every trace must have; return the spans of the stages and that of the sending."""
     by_service = {span.service: span for span in spans if span.tags["span.kind"] == "consumer"}
     stages = [by_service[f"headrace-{stage}"] for stage in STAGES]
     (send,) = [span for span in spans if span.name.endswith(".responses")]
@@ -194,7 +192,7 @@ def _path(asked: Asked, spans: list[Found]) -> list[Found]:
     ends = [asked.timestamp_ms * 1000, *(span.start_us + span.duration_us for span in stages)]
     assert [span.start_us for span in stages] == ends[:-1]
     assert ends[-2] <= send.start_us <= send.start_us + send.duration_us <= ends[-1]
-    return stages
+    return stages, send
 
 
 async def _members_of_batches(jaeger: Jaeger, traces: list[list[Found]]) -> set[Any]:
