@@ -182,7 +182,7 @@ class Client:
             outputs: names of the requested outputs; all by default.
             priority: -100 to 100; among requests of one tenant, larger goes first.
             tenant: tenant of the request; tenants waiting for one model get equal shares of it.
-            key: record key; requests with the same key go to one partition, others round-robin.
+            key: record key; requests with the same key go to one partition.
             headers: your own headers; they are copied to the answer.
 
         Raises:

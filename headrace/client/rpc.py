@@ -2,8 +2,9 @@
 
 `ReplyReader` reads replies and hands each to the request that waits for it, by correlation id.
 `RpcClient` sends single requests and awaits their replies: a request goes to a partition of the
-requests topic, by its key or round-robin; its headers name the reply partition that this process
-reads. Tools that send many requests at once have a `ReplyReader` and a producer of their own.
+requests topic, by its key or as `StickyPartitioner` chooses; its headers name the reply partition
+that this process reads. Tools that send many requests at once have a `ReplyReader` and a producer
+of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple, Self, TypeAlias
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed, OffsetOutOfRange, TopicForbidden
-from headrace.log.partitioner import partition_for_key
+from headrace.log.partitioner import StickyPartitioner, partition_for_key
 from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.topics import Topic
@@ -245,7 +246,7 @@ class RpcClient:
         self._requests = settings.topic(Topic.REQUESTS)
         self._responses = settings.topic(Topic.RESPONSES)
         self._reply_partition = reply_partition
-        self._round_robin = secrets.randbelow(1 << 16)
+        self._without_key = StickyPartitioner(first=secrets.randbelow(1 << 16))
         self._partition_count = 0
         self._recount_at_s = 0.0
         self._producer: Producer | None = None
@@ -312,7 +313,7 @@ class RpcClient:
         partition: TopicPartition | None = None
         try:
             count = await self._count_request_partitions(producer)
-            partition = TopicPartition(self._requests, self._choose_partition(request.key, count))
+            partition = TopicPartition(self._requests, self._choose_partition(request, count))
             for sent in await producer.send(partition, [request._replace(headers=headers)]):
                 await sent.acknowledged
             return await answer
@@ -330,11 +331,10 @@ class RpcClient:
             self._recount_at_s = now_s + PARTITION_COUNT_TTL_S
         return self._partition_count
 
-    def _choose_partition(self, key: bytes | None, count: int) -> int:
-        if key is not None:
-            return partition_for_key(key, count)
-        self._round_robin += 1
-        return self._round_robin % count
+    def _choose_partition(self, request: NewRecord, count: int) -> int:
+        if request.key is not None:
+            return partition_for_key(request.key, count)
+        return self._without_key.choose(len(request.value or b""), count, time.monotonic())
 
     async def _choose_reply_partition(self, producer: Producer) -> TopicPartition:
         count = await _count_partitions(producer, self._responses)

@@ -122,9 +122,9 @@ async def test_client_sends_raw_payload_unchanged(client: Client, responder: Res
 async def test_client_spreads_requests_over_partitions(
     client: Client, responder: Responder
 ) -> None:
-    """Without a key each partition gets its turn."""
+    """Without a key each partition gets 16 KiB, and then the next has its turn."""
     for _ in range(6):
-        await client.infer("m", {"x": PIXELS})
+        await client.infer("m", {"x": np.zeros(4096, np.float32)})
     partitions = [record.partition for record in responder.seen]
     assert sorted(partitions[:3]) == sorted(partitions[3:]) == [0, 1, 2]
 
