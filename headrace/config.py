@@ -240,6 +240,16 @@ class GatewaySettings(_Section):
     """API keys of callers and what they open, in TOML; without it anybody may call everything. The
     file is read anew when it changes.
     """
+    caller_requests_per_second: Rate = 0.0
+    """Limit of the inference requests of each caller; 0 for none. A caller is a login, or the
+    address of one without a login. Each process counts for itself.
+    """
+    caller_burst: Annotated[int, Field(ge=0, le=1_000_000), NOT_BOOL] = 0
+    """Requests that a caller may send at once after a pause; 0 for those of a second."""
+    caller_max_in_flight: Annotated[int, Field(ge=0, le=1_000_000), NOT_BOOL] = 0
+    """Limit of concurrent requests of each caller; 0 for none."""
+    caller_max_in_flight_bytes: Annotated[int, Field(ge=0, le=2**40), NOT_BOOL] = 0
+    """Limit of their decompressed bodies; 0 for none."""
     timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000
     """Timeout of requests that give none."""
     max_in_flight: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 1024

@@ -760,6 +760,10 @@ class GatewayTuning:
     """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
     """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
+    max_idle_callers: int = 10_000
+    """Limit of the callers without a request under way whose rates are remembered, at 400 bytes
+    each; callers with requests under way are at most `gateway.max_in_flight`.
+    """
     max_regions: int = 256
     """Limit of the regions of shared memory that callers have registered; each is an open file."""
     max_classes: int = 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +16,10 @@ from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeo
 from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.bodies import IndexEntry
-from headrace.gateway.callers import Callers, Denied
+from headrace.gateway.callers import Caller, Callers, Denied
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
+from headrace.gateway.limits import CallerLimits, Reason, Usage
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
@@ -80,13 +82,24 @@ class Urgency(NamedTuple):
 class CountedRequest:
     """A request under way, and the bytes of its body."""
 
-    def __init__(self, under_way: UnderWay) -> None:
+    def __init__(self, under_way: UnderWay, usage: Usage | None) -> None:
         self._under_way = under_way
+        self._usage = usage
         self.size_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        """Count more bytes. Raises `Unavailable` if all requests together have too many."""
+        """Count more bytes.
+
+        Raises:
+            Unavailable: all requests together have too many.
+            Rejected: those of its caller do; see `Usage.check_bytes`.
+        """
+        usage = self._usage
+        if usage is not None:
+            usage.check_bytes(self.size_bytes, size_bytes)
         self._under_way.add_bytes(size_bytes)
+        if usage is not None:
+            usage.size_bytes += size_bytes
         self.size_bytes += size_bytes
 
 
@@ -96,25 +109,38 @@ class UnderWay:
     Args:
         max_requests: a further one is refused.
         max_bytes: of the bodies of all of them.
+        callers: counts them for each caller.
     """
 
-    def __init__(self, max_requests: int, max_bytes: int) -> None:
+    def __init__(self, max_requests: int, max_bytes: int, callers: CallerLimits) -> None:
         self.requests = 0
         self.size_bytes = 0
         self.begun = 0
         self._max_requests = max_requests
         self._max_bytes = max_bytes
+        self._callers = callers
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @contextmanager
-    def counting(self) -> Iterator[CountedRequest]:
-        """Count a request while the context lasts. Raises `Unavailable` if there are too many."""
+    def counting(self, caller: Caller | None = None) -> Iterator[CountedRequest]:
+        """Count a request while the context lasts.
+
+        Args:
+            caller: whose limits the request is counted against; None for none.
+
+        Raises:
+            Unavailable: too many requests are under way.
+            Rejected: the caller is over its limits; see `Usage.begin`.
+        """
         if self.requests >= self._max_requests:
             raise Unavailable(
                 f"gateway: {self.requests} requests are under way, which is the limit"
             )
-        counted = CountedRequest(self)
+        usage = None
+        if caller is not None and caller.limits is not None:
+            usage = self._callers.begin(caller.limited_as, caller.limits, time.monotonic())
+        counted = CountedRequest(self, usage)
         self.requests += 1
         self.begun += 1
         self._is_idle.clear()
@@ -123,6 +149,8 @@ class UnderWay:
         finally:
             self.requests -= 1
             self.size_bytes -= counted.size_bytes
+            if caller is not None and usage is not None:
+                self._callers.end(caller.limited_as, usage, counted.size_bytes)
             if not self.requests:
                 self._is_idle.set()
 
@@ -149,7 +177,7 @@ class Gateway:
 
     Attributes:
         certificates: of the doors; None if they speak without TLS.
-        callers: who may call.
+        callers: who may call, and how much.
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
         draining: set once each answer is to be the last one on its connection.
@@ -186,7 +214,8 @@ class Gateway:
         self.draining = asyncio.Event()
         limits = self.settings
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
-        self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes)
+        self._limits = CallerLimits(tuning.max_idle_callers)
+        self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes, self._limits)
         self._client = Client(log=log_, settings=settings, max_in_flight=limits.max_in_flight)
 
     async def __aenter__(self) -> Self:
@@ -207,7 +236,12 @@ class Gateway:
         """Return the state that the metrics show."""
         under_way = self.under_way
         return GatewaySnapshot(
-            under_way.requests, under_way.size_bytes, self._client.late_answers, len(self.regions)
+            under_way.requests,
+            under_way.size_bytes,
+            self._client.late_answers,
+            len(self.regions),
+            len(self._limits),
+            {reason: self._limits.refused[reason] for reason in Reason},
         )
 
     @property

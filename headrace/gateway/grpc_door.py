@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import grpc
 import structlog
@@ -28,7 +29,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
-from headrace.gateway.callers import Denied, Group
+from headrace.gateway.callers import Caller, Credentials, Denied, Group
 from headrace.gateway.gateway import (
     NO_LOADING,
     PERMISSION_DENIED,
@@ -137,7 +138,11 @@ class GrpcDoor:
         settings = self._gateway.settings
         host = settings.grpc_host
         server = grpc.aio.server(
-            interceptors=[_Admission(self._gateway, self._tuning)],
+            interceptors=(
+                []
+                if self._gateway.callers.are_all_alike
+                else [_Admission(self._gateway, self._tuning)]
+            ),
             options=_options(settings.max_body_bytes, self._tuning),
             maximum_concurrent_rpcs=settings.max_in_flight + self._tuning.spare_calls,
         )
@@ -279,7 +284,8 @@ class GrpcDoor:
         given = (_text(found.get(name)) for name in (HeaderName.TRACEPARENT, HeaderName.TRACESTATE))
         span = gateway.spans.begin(*given)
         try:
-            with gateway.under_way.counting() as counted:
+            caller = self._caller_of(found, context)
+            with gateway.under_way.counting(caller) as counted:
                 counted.add(len(message))
                 request = _parse(messages.ModelInferRequest, message)
                 regions = gateway.access(counted)
@@ -292,8 +298,8 @@ class GrpcDoor:
                 urgency = gateway.urgency(given_s, read_priority(HeaderName.PRIORITY, priority))
                 model, version = request.model_name, request.model_version or None
                 headers = span.headers
-                if caller := gateway.callers.admit(Group.INFERENCE, *_given(found)):
-                    headers = [*headers, (HeaderName.TENANT, caller.encode())]
+                if caller is not None and caller.tenant:
+                    headers = [*headers, (HeaderName.TENANT, caller.tenant.encode())]
                 answer = await gateway.infer(model, version, call, urgency, headers)
                 span.answered(answer)
                 encoded = encode_answer(answer, call, regions)
@@ -310,6 +316,14 @@ class GrpcDoor:
         finally:
             gateway.metrics.ended_at_door(DOOR, status.name, time.monotonic() - began_s)
             span.end(partial(self._describe_call, method, status))
+
+    def _caller_of(self, metadata: Mapping[str, str | bytes], context: Context) -> Caller | None:
+        """Return who sends a request; None if all callers are alike. Raises `Denied`."""
+        callers = self._gateway.callers
+        if callers.are_all_alike:
+            return None
+        given = _given(metadata)._replace(address=_address_of(context.peer()))
+        return callers.admit(Group.INFERENCE, given)
 
     def _describe_call(self, method: str, status: grpc.StatusCode) -> tuple[str, Attributes]:
         """Return the name and the attributes of the span of a call."""
@@ -411,7 +425,7 @@ class _Admission(grpc.aio.ServerInterceptor):
         group = _group_of(handler_call_details.method)
         found = dict(handler_call_details.invocation_metadata or ())
         try:
-            self._gateway.callers.admit(group, *_given(found))
+            self._gateway.callers.admit(group, _given(found))
         except Denied as error:
             refusal = _refusal(answer_of_error(error), self._tuning)
             if group is Group.INFERENCE:
@@ -438,9 +452,19 @@ def _group_of(method: str) -> Group:
     return Group.REPOSITORY if is_setting or name.startswith("Repository") else Group.METADATA
 
 
-def _given(metadata: Mapping[str, str | bytes]) -> tuple[str, str]:
+def _given(metadata: Mapping[str, str | bytes]) -> Credentials:
     """Return what a caller sends to be known."""
-    return _text(metadata.get("authorization")) or "", _text(metadata.get("x-api-key")) or ""
+    return Credentials(
+        _text(metadata.get("authorization")) or "", _text(metadata.get("x-api-key")) or ""
+    )
+
+
+def _address_of(peer: str) -> str:
+    """Return the address in a name such as `ipv4:192.0.2.1:50432` or `ipv6:%5B::1%5D:50432`
+    (https://github.com/grpc/grpc/blob/master/doc/naming.md).
+    """
+    _, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]")
 
 
 class _HealthService:

@@ -41,7 +41,7 @@ from headrace.gateway.bodies import (
     VersionStatus,
     VersionStatusText,
 )
-from headrace.gateway.callers import Denied, Group
+from headrace.gateway.callers import Caller, Credentials, Denied, Group
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
     MAX_TIMEOUT_MS,
@@ -243,11 +243,10 @@ class HttpDoor:
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse callers without the right key before anything of the body is read."""
         callers = self._gateway.callers
-        if callers.are_known:
+        if not callers.are_all_alike:
             group = _group_of(request)
-            given = (request.headers.get(name, "") for name in ("Authorization", API_KEY))
             try:
-                request[_CALLER] = callers.admit(group, *given)
+                request[_CALLER] = callers.admit(group, _credentials(request))
             except Denied as error:
                 if group is Group.INFERENCE:
                     status = _STATUS[answer_of_error(error).code]
@@ -313,7 +312,7 @@ class HttpDoor:
         """
         gateway = self._gateway
         model, version = request.match_info["model"], request.match_info.get("version")
-        with gateway.under_way.counting() as counted:
+        with gateway.under_way.counting(request.get(_CALLER)) as counted:
             body = await self._read_body(request, counted)
             content_type = _content_type(request)
             regions = gateway.access(counted)
@@ -346,7 +345,7 @@ class HttpDoor:
         """Do the same for a request of TensorFlow Serving's protocol."""
         gateway = self._gateway
         model, version = request.match_info["model"], request.match_info.get("version")
-        with gateway.under_way.counting() as counted:
+        with gateway.under_way.counting(request.get(_CALLER)) as counted:
             body = await self._read_body(request, counted)
             predict = decode_predict(body, self._find_version(request).signature)
             urgency = self._urgency(request)
@@ -509,7 +508,14 @@ class HttpDoor:
 
 # --- callers ------------------------------------------------------------------------------------
 
-_CALLER = web.RequestKey("caller", str)
+_CALLER = web.RequestKey("caller", Caller)
+
+
+def _credentials(request: web.Request) -> Credentials:
+    headers = request.headers
+    return Credentials(
+        headers.get("Authorization", ""), headers.get(API_KEY, ""), request.remote or ""
+    )
 
 
 def _group_of(request: web.Request) -> Group:
@@ -528,7 +534,9 @@ def _group_of(request: web.Request) -> Group:
 def _headers(request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
     """Return the headers of the request's record: its trace, and its caller as the tenant."""
     caller = request.get(_CALLER)
-    return [*span.headers, (HeaderName.TENANT, caller.encode())] if caller else span.headers
+    if caller is None or not caller.tenant:
+        return span.headers
+    return [*span.headers, (HeaderName.TENANT, caller.tenant.encode())]
 
 
 # --- headers and codings ------------------------------------------------------------------------

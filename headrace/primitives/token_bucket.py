@@ -28,3 +28,10 @@ class TokenBucket:
             return False
         self._tokens -= 1
         return True
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the time until there is a token, if nothing takes one before. The bucket must gain
+        some.
+        """
+        gained = max(0.0, now_s - self._filled_at_s) * self._per_second
+        return max(0.0, 1.0 - self._tokens - gained) / self._per_second

@@ -486,6 +486,20 @@ GATEWAY = (
         (),
         "Regions of shared memory that callers of a gateway have registered; at most 256.",
     ),
+    MetricSpec(
+        "headrace_gateway_limited_requests",
+        "counter",
+        ("reason",),
+        "Inference requests that a gateway refused because their caller was over one of its "
+        "limits: rate, concurrency, bytes.",
+    ),
+    MetricSpec(
+        "headrace_gateway_limited_callers",
+        "gauge",
+        (),
+        "Callers whose requests a gateway counts against limits of their own; those without a "
+        "request under way are at most 10,000.",
+    ),
 )
 
 METRIC_SPECS: dict[str, MetricSpec] = {

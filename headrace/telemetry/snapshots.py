@@ -130,9 +130,13 @@ class GatewaySnapshot(NamedTuple):
         requests: taken and not answered; `size_bytes` is the size of their bodies.
         late_answers: answers that were dropped because their callers had stopped waiting.
         regions: of shared memory that callers have registered.
+        callers: whose requests are counted against limits of their own.
+        limited: number of requests that such a limit refused, by limit.
     """
 
     requests: int
     size_bytes: int
     late_answers: int
-    regions: int = 0
+    regions: int
+    callers: int
+    limited: Mapping[str, int]

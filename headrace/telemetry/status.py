@@ -266,11 +266,7 @@ class StateGauges(Collector):
         if gateway is not None:
             yield _gauge("gateway_in_flight_requests", [((), gateway.requests)])
             yield _gauge("gateway_in_flight_bytes", [((), gateway.size_bytes)])
-            yield _gauge("gateway_shared_memory_regions", [((), gateway.regions)])
-            spec = METRIC_SPECS["headrace_gateway_late_answers"]
-            late = CounterMetricFamily(spec.name, spec.meaning, labels=spec.labels)
-            late.add_metric((), gateway.late_answers)
-            yield late
+            yield from _gateway_metrics(gateway)
 
     def _process_gauges(self) -> Iterator[GaugeMetricFamily]:
         state = self._state
@@ -303,15 +299,13 @@ class StateGauges(Collector):
         )
 
     def _suppressed_counter(self) -> CounterMetricFamily:
-        spec = METRIC_SPECS["headrace_log_lines_suppressed"]
-        family = CounterMetricFamily(spec.name, spec.meaning, labels=spec.labels)
         counts: dict[str, int] = {}
         for kind, count in self._state.log_lines_suppressed.items():
             event = kind if kind in _OWN_EVENTS else "library"
             counts[event] = counts.get(event, 0) + count
-        for event, count in counts.items():
-            family.add_metric((event,), count)
-        return family
+        return _counter(
+            "log_lines_suppressed", [((event,), count) for event, count in counts.items()]
+        )
 
 
 def _source_gauges(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]:
@@ -347,6 +341,24 @@ def _partition_gauges(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFami
 
 def _labels(partition: PartitionSnapshot) -> tuple[str, str]:
     return (partition.topic, str(partition.partition))
+
+
+def _gateway_metrics(gateway: GatewaySnapshot) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    yield _gauge("gateway_in_flight_requests", [((), gateway.requests)])
+    yield _gauge("gateway_in_flight_bytes", [((), gateway.size_bytes)])
+    yield _gauge("gateway_shared_memory_regions", [((), gateway.regions)])
+    yield _gauge("gateway_limited_callers", [((), gateway.callers)])
+    yield _counter("gateway_late_answers", [((), gateway.late_answers)])
+    limited = [((reason,), count) for reason, count in gateway.limited.items()]
+    yield _counter("gateway_limited_requests", limited)
+
+
+def _counter(name: str, series: Iterable[tuple[Sequence[str], int]]) -> CounterMetricFamily:
+    spec = METRIC_SPECS[f"headrace_{name}"]
+    family = CounterMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+    for labels, value in series:
+        family.add_metric(labels, value)
+    return family
 
 
 def _gauge(name: str, series: Iterable[Series]) -> GaugeMetricFamily:

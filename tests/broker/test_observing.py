@@ -31,6 +31,8 @@ SEEN_LATER = {
     "headrace_gateway_in_flight_bytes",
     "headrace_gateway_late_answers",
     "headrace_gateway_shared_memory_regions",
+    "headrace_gateway_limited_requests",
+    "headrace_gateway_limited_callers",
 }
 MARGIN_S = 5.0
 """What a busy machine adds to a stated time."""

@@ -44,6 +44,8 @@ SHOWN_ONLY_WHEN = {
     "headrace_gateway_in_flight_bytes",
     "headrace_gateway_late_answers",
     "headrace_gateway_shared_memory_regions",
+    "headrace_gateway_limited_requests",
+    "headrace_gateway_limited_callers",
 }
 
 HANGING = """

@@ -1,0 +1,146 @@
+"""The limits of one caller: what is refused, with which reason, and what is remembered."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import Code, Rejected
+from headrace.gateway.limits import CallerLimits, Limits, Reason
+
+RATE = Limits(requests_per_second=2.0, burst=3)
+TWO_AT_ONCE = Limits(max_in_flight=2)
+BYTES = Limits(max_in_flight_bytes=100)
+
+
+def ended(callers: CallerLimits, caller: str, limits: Limits, now_s: float) -> None:
+    """Begin a request and end it at once."""
+    callers.end(caller, callers.begin(caller, limits, now_s), 0)
+
+
+def refusal(callers: CallerLimits, caller: str, limits: Limits, now_s: float) -> Rejected:
+    """Return how a further request is refused."""
+    with pytest.raises(Rejected) as caught:
+        callers.begin(caller, limits, now_s)
+    return caught.value
+
+
+def test_requests_over_rate_are_refused_until_token_comes_back() -> None:
+    """The refusal says when that is; at two a second a token takes 500 ms."""
+    callers = CallerLimits(max_idle=10)
+    for _ in range(3):
+        ended(callers, "a", RATE, 100.0)
+
+    refused = refusal(callers, "a", RATE, 100.1)
+
+    assert (refused.code, refused.retry_after_ms) == (Code.OVERLOADED, 401)
+    assert refused.message == (
+        "a: expected at most 2 requests per second, got more; the next one may come in 0.400 s"
+    )
+    assert callers.refused == {Reason.RATE: 1}
+    ended(callers, "a", RATE, 100.5)
+    refusal(callers, "a", RATE, 100.6)
+
+
+@pytest.mark.parametrize(("per_second", "at_once"), [(0.1, 1), (5.0, 5)])
+def test_burst_defaults_to_requests_of_second(per_second: float, at_once: int) -> None:
+    """It is at least one, or a low rate would let nothing pass."""
+    callers, limits = CallerLimits(max_idle=10), Limits(requests_per_second=per_second)
+    for _ in range(at_once):
+        ended(callers, "a", limits, 100.0)
+
+    refusal(callers, "a", limits, 100.0)
+
+
+def test_requests_over_concurrency_are_refused_until_one_ends() -> None:
+    """When that will be is not known."""
+    callers = CallerLimits(max_idle=10)
+    first = callers.begin("a", TWO_AT_ONCE, 0.0)
+    callers.begin("a", TWO_AT_ONCE, 0.0)
+
+    refused = refusal(callers, "a", TWO_AT_ONCE, 0.0)
+
+    assert (refused.code, refused.retry_after_ms) == (Code.OVERLOADED, None)
+    assert refused.message == "a: expected at most 2 requests under way, got one more"
+    assert callers.refused == {Reason.CONCURRENCY: 1}
+    callers.end("a", first, 0)
+    callers.begin("a", TWO_AT_ONCE, 0.0)
+
+
+def test_request_refused_for_concurrency_takes_no_token() -> None:
+    """A caller that asks too early is not slowed down for it."""
+    callers = CallerLimits(max_idle=10)
+    limits = Limits(requests_per_second=1.0, burst=2, max_in_flight=1)
+    usage = callers.begin("a", limits, 100.0)
+    refusal(callers, "a", limits, 100.0)
+
+    callers.end("a", usage, 0)
+
+    callers.begin("a", limits, 100.0)
+
+
+def test_bytes_of_all_requests_of_caller_are_bounded() -> None:
+    """They are free again when a request ends."""
+    callers = CallerLimits(max_idle=10)
+    usage = callers.begin("a", BYTES, 0.0)
+    usage.check_bytes(0, 60)
+    usage.size_bytes += 60
+    assert callers.begin("a", BYTES, 0.0) is usage
+
+    with pytest.raises(Rejected, match=r"^OVERLOADED: a: expected at most 100 bytes .* got more$"):
+        usage.check_bytes(0, 41)
+
+    assert callers.refused == {Reason.BYTES: 1}
+    callers.end("a", usage, 60)
+    usage.check_bytes(0, 100)
+
+
+def test_request_larger_than_all_bytes_of_caller_is_too_large() -> None:
+    """It can never succeed, so that its caller is not asked to try again."""
+    usage = CallerLimits(max_idle=10).begin("a", BYTES, 0.0)
+    usage.size_bytes += 60
+
+    with pytest.raises(Rejected, match=r"^TOO_LARGE: a: expected at most 100 bytes"):
+        usage.check_bytes(60, 41)
+
+
+def test_caller_over_limits_leaves_others_alone() -> None:
+    """Each has tokens of its own."""
+    callers = CallerLimits(max_idle=10)
+    for _ in range(3):
+        ended(callers, "a", RATE, 100.0)
+    refusal(callers, "a", RATE, 100.0)
+
+    ended(callers, "b", RATE, 100.0)
+
+
+def test_changed_limits_hold_for_next_request() -> None:
+    """What is under way stays counted."""
+    callers = CallerLimits(max_idle=10)
+    callers.begin("a", TWO_AT_ONCE, 0.0)
+
+    refusal(callers, "a", Limits(max_in_flight=1), 0.0)
+
+
+def test_idle_callers_beyond_limit_are_forgotten_oldest_first() -> None:
+    """Those with requests under way are not."""
+    callers = CallerLimits(max_idle=2)
+    busy = callers.begin("busy", RATE, 100.0)
+    for caller in ("a", "b", "c"):
+        for _ in range(3):
+            ended(callers, caller, RATE, 100.0)
+
+    assert len(callers) == 3
+    assert busy.requests == 1
+    for remembered in ("b", "c"):
+        refusal(callers, remembered, RATE, 100.0)
+    ended(callers, "a", RATE, 100.0)
+
+
+def test_many_callers_take_bounded_memory() -> None:
+    """Whoever has many addresses is still one of so many."""
+    callers = CallerLimits(max_idle=100)
+
+    for number in range(10_000):
+        ended(callers, f"address {number}", RATE, 100.0)
+
+    assert len(callers) == 100
