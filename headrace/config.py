@@ -189,6 +189,16 @@ class ModelSettings(_Section):
     """Time for which a batcher or executor in a separate process keeps a replaced version after its
     last batch.
     """
+    require_signature: bool = False
+    """Serve only versions whose manifest one of `trusted_keys` has signed."""
+    trusted_keys: tuple[Path, ...] = ()
+    """Files with Ed25519 public keys in PEM."""
+
+    @model_validator(mode="after")
+    def _signatures_can_be_checked(self) -> Self:
+        if self.require_signature and not self.trusted_keys:
+            raise ValueError("require_signature needs trusted_keys")
+        return self
 
 
 class BatchingSettings(_Section):

@@ -425,6 +425,8 @@ class ModelTuning:
     """`retry-after` of a request that was refused because its model is loading."""
     listed_names: int = 20
     """Maximum number of names that an error text lists."""
+    listed_differences: int = 5
+    """Most differences from a manifest that the reason of a refusal shows."""
     checksum_chunk_bytes: int = 1024 * 1024
     """Bytes that are read at once for a checksum."""
 

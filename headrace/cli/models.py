@@ -1,4 +1,7 @@
-"""`headrace models list|describe|check`: list the repository, and check that its models run."""
+"""`headrace models list|describe|check`: list the repository, and check that its models run.
+
+The other commands are in `headrace.cli.models_packing`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import click
 
+from headrace.cli import models_packing
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
@@ -25,7 +29,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON."
 
 @click.group()
 def command() -> None:
-    """List, describe or check the models in the repository (models.repository)."""
+    """List, describe, check or pack the models in the repository (models.repository)."""
+
+
+command.add_command(models_packing.pack)
+command.add_command(models_packing.verify)
 
 
 @command.command("list")

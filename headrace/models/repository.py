@@ -17,6 +17,9 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError, describe_error
 from headrace.models.backends.python import python_signature
 from headrace.models.config import ModelConfig, read_model_config
+from headrace.models.packing.files import check_version
+from headrace.models.packing.manifest import MANIFEST_NAME
+from headrace.models.packing.signatures import Trust, read_trust
 from headrace.models.processing import plan_processing
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.tuning import TUNING
@@ -32,11 +35,13 @@ class FoundVersion(NamedTuple):
 
     Attributes:
         stamp: changes whenever a file of the version, or of the model beside it, does.
+        trust: who must have signed the version.
     """
 
     version: str
     directory: Path
     stamp: str
+    trust: Trust = Trust()
 
 
 class FoundModel(NamedTuple):
@@ -71,22 +76,27 @@ class Repository:
         """Return all models, by name.
 
         Raises:
-            ConfigurationError: the directory itself is missing or cannot be read.
+            ConfigurationError: the directory itself, or a trusted key, cannot be read.
         """
+        trust = read_trust(
+            self._settings.models.require_signature, self._settings.models.trusted_keys
+        )
         try:
             directories = sorted(entry for entry in self.path.iterdir() if entry.is_dir())
         except OSError as error:
             raise ConfigurationError(f"models.repository: {self.path}: {error.strerror}") from error
-        return [self._read_model(each) for each in directories if not each.name.startswith(".")]
+        return [
+            self._read_model(each, trust) for each in directories if not each.name.startswith(".")
+        ]
 
-    def _read_model(self, directory: Path) -> FoundModel:
+    def _read_model(self, directory: Path, trust: Trust) -> FoundModel:
         name = directory.name
         if not _MODEL_NAME.fullmatch(name):
             fault = f"expected a name of letters, digits, '.', '_' and '-', got {name!r}"
             return FoundModel(name, directory, None, (), fault)
         try:
             config = read_model_config(directory / "model.toml", self._settings)
-            versions = _select_versions(directory, config)
+            versions = _select_versions(directory, config, trust)
         except ConfigurationError as error:
             return FoundModel(name, directory, None, (), str(error))
         except OSError as error:
@@ -98,12 +108,23 @@ class Repository:
         return FoundModel(name, directory, config, versions)
 
 
-def _select_versions(directory: Path, config: ModelConfig) -> tuple[FoundVersion, ...]:
-    present = sorted(
+def find_versions(directory: Path) -> list[int]:
+    """Return the numbers of the versions in a model's directory, ascending.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    return sorted(
         int(entry.name)
         for entry in directory.iterdir()
         if entry.is_dir() and _VERSION.fullmatch(entry.name)
     )
+
+
+def _select_versions(
+    directory: Path, config: ModelConfig, trust: Trust
+) -> tuple[FoundVersion, ...]:
+    present = find_versions(directory)
     if not present:
         raise ConfigurationError(
             f"{directory}: expected a version, a directory such as 1, got none"
@@ -121,7 +142,7 @@ def _select_versions(directory: Path, config: ModelConfig) -> tuple[FoundVersion
             )
     beside = _compute_stamp(path for path in directory.iterdir() if path.is_file())
     return tuple(
-        FoundVersion(str(number), path, beside + _compute_stamp(list_files(path)))
+        FoundVersion(str(number), path, beside + _compute_stamp(list_files(path)), trust)
         for number in numbers
         for path in [directory / str(number)]
     )
@@ -146,12 +167,14 @@ def compute_checksum(directory: Path, chunk_bytes: int = TUNING.models.checksum_
     """Return the checksum of a version, in the form of `checksum` in `model.toml`.
 
     It is SHA-256 over, for each file below the directory in the order of its relative name (with
-    forward slashes, compared as UTF-8 bytes; without Python's caches): the name, a zero byte, the
-    content's length as 8 bytes big-endian, and the content.
+    forward slashes, compared as UTF-8 bytes; without Python's caches and the manifest): the name, a
+    zero byte, the content's length as 8 bytes big-endian, and the content.
     """
     digest = hashlib.sha256()
     files = {
-        path.relative_to(directory).as_posix().encode(): path for path in list_files(directory)
+        path.relative_to(directory).as_posix().encode(): path
+        for path in list_files(directory)
+        if path != directory / MANIFEST_NAME
     }
     for name, path in sorted(files.items()):
         digest.update(name + b"\0" + path.stat().st_size.to_bytes(8, "big"))
@@ -161,12 +184,19 @@ def compute_checksum(directory: Path, chunk_bytes: int = TUNING.models.checksum_
     return f"sha256:{digest.hexdigest()}"
 
 
-def read_signature(found: FoundVersion, config: ModelConfig) -> Signature:
+def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = True) -> Signature:
     """Check a version's files and read its signature.
 
+    Args:
+        found: the version on disk.
+        config: configuration of its model.
+        packed: check the manifest, if there is one.
+
     Raises:
-        ConfigurationError: a file is missing or broken, or the checksum differs.
+        ConfigurationError: a file is missing or broken, or the checksum or the manifest differs.
     """
+    if packed:
+        check_version(found.directory, config, found.trust)
     if config.checksum is not None:
         try:
             checksum = compute_checksum(found.directory)

@@ -47,6 +47,10 @@ FACTS = {
     "headrace/log/memory/broker.py": {"FRAMING_BYTES", "_OBJECT_BYTES"},
     "headrace/log/partitioner.py": {"_SEED", "_M", "_R", "_MASK"},
     "headrace/models/config.py": {"_LARGEST_FP32", "MAX_THREADS"},
+    "headrace/models/packing/manifest.py": {
+        *("MAX_MANIFEST_BYTES", "MAX_FILES", "MAX_FILE_BYTES", "MAX_MODEL_FILE_BYTES"),
+        *("_MAX_NAME_BYTES", "_MAX_PART_BYTES", "_MAX_PARTS"),
+    },
     "headrace/models/processing.py": {"OLDEST_OPSET"},
     "headrace/protocol/trace_context.py": {"SAMPLED", "RANDOM", "_VERSION_00_BYTES"},
     "services/executor/buffers.py": {"_ALIGNMENT_BYTES"},
