@@ -71,6 +71,9 @@ NOT_BOOL = BeforeValidator(_refuse_bool)
 """Validator for numbers: pydantic would accept `true` as 1."""
 
 Rate = Annotated[Real, Field(ge=0, le=1_000_000), NOT_BOOL]
+JwtAlgorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
+]
 Port = Annotated[int, Field(ge=0, le=65535), NOT_BOOL]
 Rows = Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL]
 QueueDelayMs = Annotated[Real, Field(ge=0, le=_HOUR_MS), NOT_BOOL]
@@ -228,6 +231,35 @@ class ExecutorSettings(_Section):
     """Limit of ONNX Runtime's arena for each instance on a GPU; 0 sets none."""
 
 
+class JwtSettings(_Section):
+    """JSON Web Tokens of callers, which an identity provider issues (docs/http.md)."""
+
+    jwks_file: Path
+    """The provider's public keys, a JSON Web Key Set. The file is read anew when it changes."""
+    issuer: Annotated[str, Field(min_length=1)]
+    """What the claim `iss` of each token must be."""
+    audience: Annotated[str, Field(min_length=1)]
+    """What the claim `aud` must be or contain."""
+    algorithms: Annotated[tuple[JwtAlgorithm, ...], Field(min_length=1)] = (
+        "RS256",
+        "PS256",
+        "ES256",
+        "ES384",
+        "EdDSA",
+    )
+    """Of signatures. There are none with a shared secret."""
+    tenant_claim: Annotated[str, Field(min_length=1)] = "sub"
+    """The claim that names the tenant of the caller's requests."""
+    groups_claim: Annotated[str, Field(min_length=1)] = "scope"
+    """The claim with the groups of methods that a token opens: words, or a list; others in it are
+    ignored.
+    """
+    groups_prefix: str = ""
+    """Before each group in the claim, such as `headrace:`."""
+    leeway_s: Annotated[Real, Field(ge=0, le=300), NOT_BOOL] = 30.0
+    """Difference between the clocks of the provider and of this machine."""
+
+
 class GatewaySettings(_Section):
     """Inference for clients that do not speak Kafka (docs/http.md, docs/grpc.md)."""
 
@@ -247,9 +279,10 @@ class GatewaySettings(_Section):
     tls_client_ca_file: Path | None = None
     """Certificates in PEM that sign those of callers; with it, callers without one are refused."""
     keys_file: Path | None = None
-    """API keys of callers and what they open, in TOML; without it anybody may call everything. The
-    file is read anew when it changes.
+    """API keys of callers and what they open, in TOML. The file is read anew when it changes.
+    Without it and `jwt` anybody may call everything.
     """
+    jwt: JwtSettings | None = None
     caller_requests_per_second: Rate = 0.0
     """Limit of the inference requests of each caller; 0 for none. A caller is a login, or the
     address of one without a login. Each process counts for itself.

@@ -762,6 +762,10 @@ class GatewayTuning:
     """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
     """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
+    max_token_bytes: int = 6144
+    """Of a caller's JSON Web Token; the doors accept 8 KiB of headers."""
+    cached_tokens: int = 4096
+    """Tokens whose signatures were verified, at 1 KiB each."""
     max_idle_callers: int = 10_000
     """Limit of the callers without a request under way whose rates are remembered, at 400 bytes
     each; callers with requests under way are at most `gateway.max_in_flight`.

@@ -1,5 +1,5 @@
-"""Who may call what at the doors, and how much: API keys, the groups of methods that each key
-opens, and limits.
+"""Who may call what at the doors, and how much: logins by keys or tokens, the groups of methods
+that each login opens, and limits.
 
 A key is a random text that its caller sends with each call; the gateway's file holds only its
 SHA-256. That is enough, because nobody can guess a key of 256 random bits: slow hashes protect
@@ -13,15 +13,19 @@ import ipaddress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
 
-from headrace.config import GatewaySettings
+from headrace.config import GatewaySettings, JwtSettings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.gateway.limits import Limits
 from headrace.gateway.watched import Watched, read_file
+from headrace.tuning import GatewayTuning
+
+if TYPE_CHECKING:
+    from headrace.gateway.tokens import Tokens
 
 BEARER = "bearer "
 
@@ -96,7 +100,7 @@ class _KeysFile(Struct, forbid_unknown_fields=True):
 
 class _Login(NamedTuple):
     caller: Caller
-    groups: frozenset[Group]
+    groups: frozenset[str]
 
 
 class _Keys(NamedTuple):
@@ -107,19 +111,23 @@ class _Keys(NamedTuple):
 
 Keys: TypeAlias = Watched[_Keys]
 
+_NO_KEYS = _Keys(frozenset({Group.HEALTH}), {})
+_BY_KEY = "an API key in Authorization: Bearer or in X-API-Key"
+_BY_TOKEN = "a valid token in Authorization: Bearer"  # noqa: S105 - what an error expects
+
 
 class Callers:
     """Decides who calls, whether the caller may, and which limits it has.
 
     Args:
-        settings: `gateway.keys_file` and the limits of callers.
-        check_interval_s: between two looks at the file.
+        settings: `gateway.keys_file`, `gateway.jwt` and the limits of callers.
+        tuning: the interval of looking at files, and limits of tokens.
 
     Raises:
-        ConfigurationError: the file cannot be used.
+        ConfigurationError: a file cannot be used, or the packages for tokens are missing.
     """
 
-    def __init__(self, settings: GatewaySettings, check_interval_s: float) -> None:
+    def __init__(self, settings: GatewaySettings, tuning: GatewayTuning) -> None:
         self._limits = Limits(
             settings.caller_requests_per_second,
             settings.caller_burst,
@@ -128,13 +136,16 @@ class Callers:
         )
         self._keys: Keys | None = None
         if settings.keys_file is not None:
-            file = settings.keys_file
-            self._keys = Watched([file], partial(_load, file, self._limits), check_interval_s)
+            load = partial(_load, settings.keys_file, self._limits)
+            self._keys = Watched([settings.keys_file], load, tuning.file_check_interval_s)
+        self._tokens = None if settings.jwt is None else _open_tokens(settings.jwt, tuning)
+        kinds = [_BY_KEY] * (self._keys is not None) + [_BY_TOKEN] * (self._tokens is not None)
+        self._expected = " or ".join(kinds)
 
     @property
     def are_all_alike(self) -> bool:
         """Return True if anybody may call everything, without limits of its own."""
-        return self._keys is None and not self._limits.are_set
+        return not self._expected and not self._limits.are_set
 
     def admit(self, group: Group, given: Credentials) -> Caller:
         """Return the caller.
@@ -144,32 +155,64 @@ class Callers:
             given: by the call.
 
         Raises:
-            Denied: the caller sends no key or an unknown one, and the group is not public; or its
-                key does not open the group.
+            Denied: the group is not public, and the caller has no login, or none that is known, or
+                one that does not open the group.
         """
-        if self._keys is None:
+        if not self._expected:
             return self._without_login(given)
-        keys = self._keys.current()
-        key = given.key
-        if not key and given.authorization[: len(BEARER)].lower() == BEARER:
-            key = given.authorization[len(BEARER) :].strip()
-        login = None
-        if key:
-            login = keys.logins.get(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest())
+        keys = _NO_KEYS if self._keys is None else self._keys.current()
+        login: _Login | None = None
+        fault = "none"
+        try:
+            login = self._log_in(keys, given)
+        except Rejected as error:
+            fault = error.message
         if login is not None and group in login.groups:
             return login.caller
         if group in keys.public:
             return self._without_login(given)
         if login is not None:
-            raise Denied(f"the key of {login.caller.tenant} does not open {group}", is_known=True)
-        got = "one that is not known" if key else "none"
-        expected = "expected an API key in Authorization: Bearer or in X-API-Key"
-        raise Denied(f"{group}: {expected}, got {got}", is_known=False)
+            got = f"that of {login.caller.tenant}"
+            raise Denied(f"{group}: expected a login that opens it, got {got}", is_known=True)
+        raise Denied(f"{group}: expected {self._expected}, got {fault}", is_known=False)
+
+    def _log_in(self, keys: _Keys, given: Credentials) -> _Login | None:
+        """Return the login of a call, None if it shows none.
+
+        Raises:
+            Rejected: it is not known; the text completes "got ...".
+        """
+        bearer = ""
+        if given.authorization[: len(BEARER)].lower() == BEARER:
+            bearer = given.authorization[len(BEARER) :].strip()
+        key = given.key or bearer
+        if not key:
+            return None
+        login = keys.logins.get(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest())
+        if login is not None:
+            return login
+        if self._tokens is None or not bearer or bearer.count(".") != 2:
+            raise Rejected(Code.INVALID_REQUEST, "one that is not known")
+        claims = self._tokens.read(bearer)
+        limits = self._limits if self._limits.are_set else None
+        # Never counted as a key's caller of that name: its limits may be others.
+        caller = Caller(claims.tenant, f"token of {claims.tenant}", limits)
+        return _Login(caller, claims.groups)
 
     def _without_login(self, given: Credentials) -> Caller:
         if not self._limits.are_set:
             return Caller()
         return Caller(limited_as=f"address {_network_of(given.address)}", limits=self._limits)
+
+
+def _open_tokens(settings: JwtSettings, tuning: GatewayTuning) -> Tokens:
+    try:
+        from headrace.gateway.tokens import Tokens
+    except ImportError as error:
+        raise ConfigurationError(
+            "gateway.jwt needs PyJWT and cryptography: pip install 'headrace[jwt]'"
+        ) from error
+    return Tokens(settings, tuning)
 
 
 def _network_of(address: str) -> str:

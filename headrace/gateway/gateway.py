@@ -210,7 +210,7 @@ class Gateway:
         self.statistics = Statistics(models)
         self.tuning = tuning
         self.certificates = open_certificates(self.settings, tuning.file_check_interval_s)
-        self.callers = Callers(self.settings, tuning.file_check_interval_s)
+        self.callers = Callers(self.settings, tuning)
         self.draining = asyncio.Event()
         limits = self.settings
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.config import GatewaySettings
 from headrace.gateway.callers import Callers, Credentials, Group
+from headrace.tuning import TUNING
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from headrace.gateway.callers import Callers, Credentials, Group
 )
 def test_caller_without_login_is_counted_by_its_network(address: str, counted_by: str) -> None:
     """A host has all addresses of a /64, so that they are one caller."""
-    callers = Callers(GatewaySettings(caller_max_in_flight=1), check_interval_s=5.0)
+    callers = Callers(GatewaySettings(caller_max_in_flight=1), TUNING.gateway)
 
     caller = callers.admit(Group.INFERENCE, Credentials(address=address))
 
@@ -31,4 +32,4 @@ def test_caller_without_login_is_counted_by_its_network(address: str, counted_by
 
 def test_without_keys_and_limits_all_callers_are_alike() -> None:
     """The doors then ask nothing of a call."""
-    assert Callers(GatewaySettings(), check_interval_s=5.0).are_all_alike
+    assert Callers(GatewaySettings(), TUNING.gateway).are_all_alike
