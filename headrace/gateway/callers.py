@@ -1,5 +1,5 @@
-"""Who may call what at the doors, and how much: logins by keys or tokens, the groups of methods
-that each login opens, and limits.
+"""Who may call what at the doors, and how much: logins by keys, tokens or certificates, the groups
+of methods that each login opens, and limits.
 
 A key is a random text that its caller sends with each call; the gateway's file holds only its
 SHA-256. That is enough, because nobody can guess a key of 256 random bits: slow hashes protect
@@ -54,11 +54,14 @@ class Credentials(NamedTuple):
         authorization: value of the header `Authorization`.
         key: value of the header `X-API-Key`.
         address: of the other end of the connection, without its port.
+        certificate: names in the certificate of the other end, which the door has verified: those
+            for URIs (`URI:spiffe://...`), for hosts (`DNS:...`), and the common names (`CN=...`).
     """
 
     authorization: str = ""
     key: str = ""
     address: str = ""
+    certificate: tuple[str, ...] = ()
 
 
 class Caller(NamedTuple):
@@ -79,7 +82,8 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**40)]
 
 
 class _Entry(Struct, forbid_unknown_fields=True):
-    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    certificate: Annotated[str, Meta(pattern="^(URI:|DNS:|CN=).{1,1000}$")] | None = None
     groups: list[Group] = msgspec.field(default_factory=lambda: list(Group))
     requests_per_second: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
     burst: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
@@ -106,13 +110,14 @@ class _Login(NamedTuple):
 class _Keys(NamedTuple):
     public: frozenset[Group]
     logins: dict[str, _Login]
-    """By the SHA-256 of their keys."""
+    """By the SHA-256 of their keys, and by names in their certificates, which have a prefix."""
 
 
 Keys: TypeAlias = Watched[_Keys]
 
 _NO_KEYS = _Keys(frozenset({Group.HEALTH}), {})
 _BY_KEY = "an API key in Authorization: Bearer or in X-API-Key"
+_BY_CERTIFICATE = "a certificate that is known"
 _BY_TOKEN = "a valid token in Authorization: Bearer"  # noqa: S105 - what an error expects
 
 
@@ -122,6 +127,9 @@ class Callers:
     Args:
         settings: `gateway.keys_file`, `gateway.jwt` and the limits of callers.
         tuning: the interval of looking at files, and limits of tokens.
+
+    Attributes:
+        use_certificates: True if a certificate can be a login.
 
     Raises:
         ConfigurationError: a file cannot be used, or the packages for tokens are missing.
@@ -136,11 +144,17 @@ class Callers:
         )
         self._keys: Keys | None = None
         if settings.keys_file is not None:
-            load = partial(_load, settings.keys_file, self._limits)
+            has_certificates = settings.tls_client_ca_file is not None
+            load = partial(_load, settings.keys_file, self._limits, has_certificates)
             self._keys = Watched([settings.keys_file], load, tuning.file_check_interval_s)
         self._tokens = None if settings.jwt is None else _open_tokens(settings.jwt, tuning)
-        kinds = [_BY_KEY] * (self._keys is not None) + [_BY_TOKEN] * (self._tokens is not None)
-        self._expected = " or ".join(kinds)
+        self.use_certificates = self._keys is not None and settings.tls_client_ca_file is not None
+        kinds = {
+            _BY_KEY: self._keys is not None,
+            _BY_TOKEN: self._tokens is not None,
+            _BY_CERTIFICATE: self.use_certificates,
+        }
+        self._expected = " or ".join(kind for kind, is_used in kinds.items() if is_used)
 
     @property
     def are_all_alike(self) -> bool:
@@ -187,7 +201,7 @@ class Callers:
             bearer = given.authorization[len(BEARER) :].strip()
         key = given.key or bearer
         if not key:
-            return None
+            return self._log_in_by_certificate(keys, given.certificate)
         login = keys.logins.get(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest())
         if login is not None:
             return login
@@ -198,6 +212,15 @@ class Callers:
         # Never counted as a key's caller of that name: its limits may be others.
         caller = Caller(claims.tenant, f"token of {claims.tenant}", limits)
         return _Login(caller, claims.groups)
+
+    @staticmethod
+    def _log_in_by_certificate(keys: _Keys, names: tuple[str, ...]) -> _Login | None:
+        for name in names:
+            if (login := keys.logins.get(name)) is not None:
+                return login
+        if names:
+            raise Rejected(Code.INVALID_REQUEST, "a certificate that is not known")
+        return None
 
     def _without_login(self, given: Credentials) -> Caller:
         if not self._limits.are_set:
@@ -232,22 +255,33 @@ def _network_of(address: str) -> str:
     return str(ipaddress.IPv6Network((found.packed[:8] + bytes(8), 64)))
 
 
-def _load(file: Path, usual: Limits) -> _Keys:
+def _load(file: Path, usual: Limits, has_certificates: bool) -> _Keys:
     content = read_file("keys_file", file)
+    where = f"gateway.keys_file: {file}"
     try:
         found = msgspec.toml.decode(content, type=_KeysFile)
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigurationError(
-            f"gateway.keys_file: {file}: expected [callers.NAME] with sha256 and groups: {error}"
+            f"{where}: expected [callers.NAME] with sha256 or certificate, and groups: {error}"
         ) from error
     logins: dict[str, _Login] = {}
     for name, entry in found.callers.items():
-        if entry.sha256 in logins:
-            other = logins[entry.sha256].caller.tenant
+        shown = [each for each in (entry.sha256, entry.certificate) if each is not None]
+        if len(shown) != 1:
             raise ConfigurationError(
-                f"gateway.keys_file: {file}: expected a key of its own for each caller, "
+                f"{where}: {name}: expected either sha256 or certificate, got {len(shown)} of them"
+            )
+        if entry.certificate is not None and not has_certificates:
+            raise ConfigurationError(
+                f"{where}: {name}: expected gateway.tls_client_ca_file for a certificate, got none"
+            )
+        (key,) = shown
+        if key in logins:
+            other = logins[key].caller.tenant
+            raise ConfigurationError(
+                f"{where}: expected a key or certificate of its own for each caller, "
                 f"{name} has that of {other}"
             )
         caller = Caller(name, f"caller {name}", entry.limits(usual))
-        logins[entry.sha256] = _Login(caller, frozenset(entry.groups))
+        logins[key] = _Login(caller, frozenset(entry.groups))
     return _Keys(frozenset(found.public), logins)

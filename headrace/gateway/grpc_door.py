@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from functools import partial
+from inspect import isasyncgen
 from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -323,6 +324,8 @@ class GrpcDoor:
         if callers.are_all_alike:
             return None
         given = _given(metadata)._replace(address=_address_of(context.peer()))
+        if callers.use_certificates:
+            given = given._replace(certificate=_names_in(context.auth_context()))
         return callers.admit(Group.INFERENCE, given)
 
     def _describe_call(self, method: str, status: grpc.StatusCode) -> tuple[str, Attributes]:
@@ -410,7 +413,11 @@ class GrpcDoor:
 
 
 class _Admission(grpc.aio.ServerInterceptor):
-    """Refuses callers without the right key before a message is read."""
+    """Refuses callers without the right login before a message is read.
+
+    A certificate is known only where a method begins, which for one message is after that was read.
+    Then another certificate of the same authority can cost a message, and nothing else.
+    """
 
     def __init__(self, gateway: Gateway, tuning: GatewayTuning) -> None:
         self._gateway = gateway
@@ -423,16 +430,61 @@ class _Admission(grpc.aio.ServerInterceptor):
     ) -> _Method | None:
         """Return the method, or one that refuses the call."""
         group = _group_of(handler_call_details.method)
-        found = dict(handler_call_details.invocation_metadata or ())
+        given = _given(dict(handler_call_details.invocation_metadata or ()))
+        if self._gateway.callers.use_certificates:
+            method = await continuation(handler_call_details)
+            return None if method is None else self._admitting(group, given, method)
+        refusal = self._refusal_of(group, given)
+        if refusal is not None:
+            # The kind of a stream, because that begins before the first message.
+            return grpc.stream_stream_rpc_method_handler(partial(_refuse_caller, refusal))
+        return await continuation(handler_call_details)
+
+    def _refusal_of(self, group: Group, given: Credentials) -> Refusal | None:
         try:
-            self._gateway.callers.admit(group, _given(found))
+            self._gateway.callers.admit(group, given)
         except Denied as error:
             refusal = _refusal(answer_of_error(error), self._tuning)
             if group is Group.INFERENCE:
                 self._gateway.metrics.ended_at_door(DOOR, refusal.status.name, 0.0)
-            # The kind of a stream, because that begins before the first message.
-            return grpc.stream_stream_rpc_method_handler(partial(_refuse_caller, refusal))
-        return await continuation(handler_call_details)
+            return refusal
+        return None
+
+    def _admitting(self, group: Group, given: Credentials, method: Any) -> _Method:
+        """Return the method, which first looks at the certificate of its caller.
+
+        Args:
+            group: of the method.
+            given: in the call's metadata.
+            method: a `_Method` of coroutines; the stubs of gRPC know only plain functions in it.
+        """
+
+        async def admit(context: Context) -> None:
+            names = _names_in(context.auth_context())
+            refusal = self._refusal_of(group, given._replace(certificate=names))
+            if refusal is not None:
+                await context.abort(*refusal)
+
+        async def answer(message: Any, context: Context) -> Any:
+            await admit(context)
+            return await method.unary_unary(message, context)
+
+        async def answer_stream(sent: Any, context: Context) -> None:
+            await admit(context)
+            begin = method.stream_stream if method.request_streaming else method.unary_stream
+            answers = begin(sent, context)
+            if not isasyncgen(answers):
+                await answers
+                return
+            async for each in answers:
+                await context.write(each)
+
+        codecs = (method.request_deserializer, method.response_serializer)
+        if not method.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(answer, *codecs)
+        if method.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(answer_stream, *codecs)
+        return grpc.unary_stream_rpc_method_handler(answer_stream, *codecs)
 
 
 async def _refuse_caller(refusal: Refusal, _requests: Any, context: Context) -> None:
@@ -456,6 +508,16 @@ def _given(metadata: Mapping[str, str | bytes]) -> Credentials:
     """Return what a caller sends to be known."""
     return Credentials(
         _text(metadata.get("authorization")) or "", _text(metadata.get("x-api-key")) or ""
+    )
+
+
+def _names_in(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """Return the names in the certificate of a caller, as gRPC describes it."""
+    kinds = (("URI:", "peer_uri"), ("DNS:", "peer_dns"), ("CN=", "x509_common_name"))
+    return tuple(
+        f"{prefix}{name.decode(errors='replace')}"
+        for prefix, property_ in kinds
+        for name in auth_context.get(property_, ())
     )
 
 

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import cramjam
 import msgspec
@@ -241,12 +241,13 @@ class HttpDoor:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse callers without the right key before anything of the body is read."""
+        """Refuse callers without the right login before anything of the body is read."""
         callers = self._gateway.callers
         if not callers.are_all_alike:
             group = _group_of(request)
             try:
-                request[_CALLER] = callers.admit(group, _credentials(request))
+                given = _credentials(request, with_certificate=callers.use_certificates)
+                request[_CALLER] = callers.admit(group, given)
             except Denied as error:
                 if group is Group.INFERENCE:
                     status = _STATUS[answer_of_error(error).code]
@@ -511,11 +512,26 @@ class HttpDoor:
 _CALLER = web.RequestKey("caller", Caller)
 
 
-def _credentials(request: web.Request) -> Credentials:
+def _credentials(request: web.Request, *, with_certificate: bool) -> Credentials:
     headers = request.headers
     return Credentials(
-        headers.get("Authorization", ""), headers.get(API_KEY, ""), request.remote or ""
+        headers.get("Authorization", ""),
+        headers.get(API_KEY, ""),
+        request.remote or "",
+        _names_in(request.get_extra_info("peercert") or {}) if with_certificate else (),
     )
+
+
+def _names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names in a certificate as `ssl.SSLSocket.getpeercert` describes it."""
+    names = [
+        f"{kind}:{name}"
+        for wanted in ("URI", "DNS")
+        for kind, name in certificate.get("subjectAltName", ())
+        if kind == wanted
+    ]
+    subject = [each for part in certificate.get("subject", ()) for each in part]
+    return (*names, *(f"CN={name}" for kind, name in subject if kind == "commonName"))
 
 
 def _group_of(request: web.Request) -> Group:
