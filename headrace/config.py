@@ -184,10 +184,49 @@ class LimitSettings(_Section):
     """A process whose event loop stalls for this long ends itself; 0 disables this."""
 
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}")
+_STORES = ("s3", "gs", "az", "https")
+
+
+def _read_locations(value: object) -> object:
+    """Tell URLs of stores from paths of directories."""
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError("expected at least one, got none")
+        return tuple(_read_location(each) for each in value)
+    return _read_location(value)
+
+
+def _read_location(value: object) -> Path | str:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"expected a directory or a URL, got {type(value).__name__}")  # noqa: TRY004 - pydantic tells it
+    match = _SCHEME.match(str(value))
+    if match is None:
+        return Path(value)
+    scheme, rest = match[1], str(value)[match.end() :]
+    if scheme not in _STORES:
+        raise ValueError(
+            f"expected a directory or a URL that begins with one of "
+            f"{', '.join(f'{each}://' for each in _STORES)}, got {scheme}://"
+        )
+    host = rest.partition("/")[0]
+    if not host or "@" in host or "?" in rest:
+        raise ValueError(f"expected {scheme}://NAME/PATH, without credentials and query")
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
 class ModelSettings(_Section):
     """The model repository."""
 
-    repository: Path = Path("models")
+    repository: Annotated[Path | str | tuple[Path | str, ...], BeforeValidator(_read_locations)] = (
+        Path("models")
+    )
+    """Directory, or the URL of an object store, or several of them; the first with a model wins."""
+    cache_dir: Path = Path("~/.cache/headrace/models")
+    """Cache for versions from object stores, shared by the processes of a machine."""
+    cache_bytes: Annotated[int, Field(ge=1, le=2**50), NOT_BOOL] = 64 * 1024**3
+    allow_python: bool = False
+    """Serve versions with Python code from object stores."""
     keep_replaced_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
     """Time for which a batcher or executor in a separate process keeps a replaced version after its
     last batch.
@@ -196,6 +235,23 @@ class ModelSettings(_Section):
     """Serve only versions whose manifest one of `trusted_keys` has signed."""
     trusted_keys: tuple[Path, ...] = ()
     """Files with Ed25519 public keys in PEM."""
+
+    @property
+    def locations(self) -> tuple[Path | str, ...]:
+        """All repositories, the first choice first."""
+        return self.repository if isinstance(self.repository, tuple) else (self.repository,)
+
+    @property
+    def directory(self) -> Path:
+        """The repository, where only a directory will do.
+
+        Raises:
+            ConfigurationError: it is a store, or there are several.
+        """
+        if isinstance(self.repository, Path):
+            return self.repository
+        got = ", ".join(map(str, self.locations))
+        raise ConfigurationError(f"models.repository: expected a directory here, got {got}")
 
     @model_validator(mode="after")
     def _signatures_can_be_checked(self) -> Self:

@@ -425,6 +425,20 @@ class ModelTuning:
     """`retry-after` of a request that was refused because its model is loading."""
     listed_names: int = 20
     """Maximum number of names that an error text lists."""
+    store_attempts: int = 5
+    """Attempts of one request to an object store."""
+    store_retry_first_s: float = 0.2
+    """Pause after the first failed attempt; later ones double."""
+    store_retry_max_s: float = 5.0
+    """Longest pause between two attempts."""
+    store_read_bytes: int = 8 * 1024 * 1024
+    """Size of the ranges in which files are downloaded; one must come within 30 s."""
+    store_error_chars: int = 300
+    """Most characters of a store's error that are shown."""
+    cache_lock_timeout_s: float = 600.0
+    """Longest wait for another process of this machine that downloads."""
+    cache_lock_interval_s: float = 0.05
+    """Interval of the attempts to get a lock of the cache."""
     listed_differences: int = 5
     """Most differences from a manifest that the reason of a refusal shows."""
     checksum_chunk_bytes: int = 1024 * 1024

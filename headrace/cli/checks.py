@@ -156,11 +156,11 @@ def check_topics(
 
 def check_models(settings: Settings) -> list[Finding]:
     """Check each model of the repository: its configuration, its files, its signature."""
-    from headrace.models.repository import Repository
+    from headrace.models.repositories import open_repository
 
-    path = settings.models.repository
+    path = ", ".join(map(str, settings.models.locations))
     try:
-        models = Repository(path, settings).scan()
+        models = open_repository(settings).scan()
     except ConfigurationError as error:
         return [Finding("models", Severity.ERROR, str(error), "set models.repository, or make it")]
     if not models:

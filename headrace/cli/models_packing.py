@@ -74,7 +74,7 @@ def pack(
 
     The manifest has the hash of each file, inputs and outputs, and what --metadata says.
     """
-    directory = _find_version(settings.models.repository / model, version)
+    directory = _find_version(settings.models.directory / model, version)
     config = read_model_config(directory.parent / "model.toml", settings)
     signature = read_signature(FoundVersion(directory.name, directory, ""), config, packed=False)
     try:
@@ -126,7 +126,7 @@ def verify(settings: Settings, model: str | None, as_json: bool) -> None:
     All versions of MODEL, or of all models. Exit code 1 when one differs, or lacks a manifest that
     models.require_signature asks for.
     """
-    repository = settings.models.repository
+    repository = settings.models.directory
     trust = read_trust(settings.models.require_signature, settings.models.trusted_keys)
     try:
         names = [model] if model else sorted(_name_models(repository))

@@ -384,7 +384,7 @@ def _plan(settings: Settings, given: CompareOptions, chosen: dict[str, Any]) -> 
     return CompareJob(
         chosen_source(settings, chosen),
         Repositories(
-            given.models or settings.models.repository,
+            given.models or settings.models.directory,
             given.candidate,
             given.candidate_version,
             given.current_version,

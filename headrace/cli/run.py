@@ -39,7 +39,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Sta
 
 
 _OVERRIDING: tuple[tuple[str, tuple[str, str], click.ParamType[Any], str], ...] = (
-    ("--models", ("models", "repository"), click.Path(file_okay=False, path_type=Path), "DIR"),
+    ("--models", ("models", "repository"), click.STRING, "DIR|URL"),
     ("--bootstrap-servers", ("kafka", "bootstrap_servers"), click.STRING, "HOST:PORT,..."),
     ("--http-port", ("telemetry", "http_port"), click.INT, "N"),
     ("--gateway-port", ("gateway", "http_port"), click.INT, "N"),
@@ -137,13 +137,21 @@ def on_terminal() -> bool:
 def _announce(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:
     """Print on a terminal where requests come from, the models, and the HTTP addresses."""
     broker = settings.kafka.bootstrap_servers if settings.kafka else "none, a log in memory"
-    repository = settings.models.repository
-    models = ""
-    if repository.is_dir():  # otherwise the pipeline ends, and reports it
-        models = ", ".join(sorted(each.name for each in repository.glob("[!.]*/")))
+    locations = settings.models.locations
+    models = ", ".join(  # of directories; a store is not asked, and the pipeline reports faults
+        sorted(
+            each.name
+            for location in locations
+            if isinstance(location, Path) and location.is_dir()
+            for each in location.glob("[!.]*/")
+        )
+    )
+    places = ", ".join(
+        str(each.absolute()) if isinstance(each, Path) else each for each in locations
+    )
     say(f"headrace: broker     {broker}", err=True)
     say(f"headrace: namespace  {settings.namespace}", err=True)
-    say(f"headrace: models     {models or 'none'} ({repository.absolute()})", err=True)
+    say(f"headrace: models     {models or 'none'} ({places})", err=True)
     say(f"headrace: page       {_url(settings.telemetry.http_host, http_port)}", err=True)
     if "http" in doors:
         scheme = "http" if settings.gateway.tls_cert_file is None else "https"

@@ -315,6 +315,17 @@ def read_model_config(path: Path, settings: Settings) -> ModelConfig:
     return make_model_config(values, settings, origin=str(path))
 
 
+def parse_model_config(text: str, settings: Settings) -> ModelConfig:
+    """Make a configuration from the text of a `model.toml`. Raises `ConfigurationError`."""
+    try:
+        values = tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"model.toml: {error}") from error
+    except RecursionError as error:
+        raise ConfigurationError("model.toml: expected TOML, got too many levels") from error
+    return make_model_config(values, settings)
+
+
 def make_model_config(
     values: Mapping[str, Any], settings: Settings, *, origin: str = "model.toml"
 ) -> ModelConfig:

@@ -21,14 +21,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from headrace.config import Settings
 from headrace.models.catalog import ModelCatalog, ModelEntry, ReplacedVersions
 from headrace.models.profiling.batch_safety import Verdict
-from headrace.models.repository import Repository
-from headrace.models.scan import (
-    KnownVersions,
-    OpenedModel,
-    VersionScanner,
-    has_retired_version,
-    relative_to_repository,
-)
+from headrace.models.repositories import open_repository
+from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner, has_retired_version
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.events import ExecutorEvent
@@ -46,13 +40,14 @@ class Reloaded(NamedTuple):
     """Result of a scan of the repository; versions as `name/version`, faults as lines.
 
     A removed version keeps serving until its successor is ready. A failed version that is retried
-    counts as changed.
+    counts as changed. `away` says why stores could not be reached, whose models stay as they were.
     """
 
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
     faults: tuple[str, ...]
+    away: tuple[str, ...] = ()
 
 
 Subscriber: TypeAlias = Callable[[Change], None]
@@ -87,8 +82,7 @@ class Models:
         self._executes = executes
         keep_s = settings.models.keep_replaced_s if keeps_replaced else 0.0
         self._replaced = ReplacedVersions(keep_s, clock_s)
-        self._repository = settings.models.repository
-        self._scanner = scanner or VersionScanner(Repository(self._repository, settings), tuning)
+        self._scanner = scanner or VersionScanner(open_repository(settings, tuning), tuning)
         self.catalog = ModelCatalog(self._replaced, tuning)
         self._models = self.catalog.models
         self._subscribers: list[Subscriber] = []
@@ -131,7 +125,7 @@ class Models:
             self._remove(name)
         for each in opened:
             self._update(self._models.setdefault(each.name, ModelEntry()), each)
-        return _summarize_changes(before, self._models)
+        return _summarize_changes(before, self._models)._replace(away=self._scanner.away)
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:
         model.faults = opened.faults
@@ -195,10 +189,7 @@ class Models:
 
     def mark_failed(self, version: ModelVersion, reason: str) -> None:
         """Record that a version cannot take requests (any more); its predecessor stays."""
-        version.state, version.reason = (
-            State.FAILED,
-            relative_to_repository(reason, self._repository),
-        )
+        version.state, version.reason = State.FAILED, self._scanner.shorten(reason)
         model = self._models.get(version.name)
         if model is None:
             return

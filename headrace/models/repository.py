@@ -8,8 +8,9 @@ not hide the others: its faults are reported separately.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,12 +37,14 @@ class FoundVersion(NamedTuple):
     Attributes:
         stamp: changes whenever a file of the version, or of the model beside it, does.
         trust: who must have signed the version.
+        fault: why its files are not there, or empty.
     """
 
     version: str
     directory: Path
     stamp: str
     trust: Trust = Trust()
+    fault: str = ""
 
 
 class FoundModel(NamedTuple):
@@ -66,7 +69,12 @@ class Repository:
     Args:
         path: path of the directory.
         settings: defaults for keys missing in `model.toml`.
+
+    Attributes:
+        away: see `headrace.models.repositories.ModelRepository`.
     """
+
+    away: tuple[str, ...] = ()
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path = path
@@ -89,10 +97,17 @@ class Repository:
             self._read_model(each, trust) for each in directories if not each.name.startswith(".")
         ]
 
+    def shorten(self, fault: str) -> str:
+        """Make the paths in a fault relative to the repository, as remote callers may see it."""
+        return fault.replace(f"{self.path}{os.sep}", "")
+
+    def release_unused(self, in_use: Collection[Path]) -> None:
+        """Do nothing: the directory is not a cache."""
+
     def _read_model(self, directory: Path, trust: Trust) -> FoundModel:
         name = directory.name
-        if not _MODEL_NAME.fullmatch(name):
-            fault = f"expected a name of letters, digits, '.', '_' and '-', got {name!r}"
+        fault = find_model_fault(name)
+        if fault:
             return FoundModel(name, directory, None, (), fault)
         try:
             config = read_model_config(directory / "model.toml", self._settings)
@@ -106,6 +121,13 @@ class Repository:
             fault = f"{directory}: {describe_error(error)}"
             return FoundModel(name, directory, None, (), fault)
         return FoundModel(name, directory, config, versions)
+
+
+def find_model_fault(name: str) -> str:
+    """Return what is wrong with the name of a model; empty if nothing is."""
+    if _MODEL_NAME.fullmatch(name):
+        return ""
+    return f"expected a name of letters, digits, '.', '_' and '-', got {name!r}"
 
 
 def find_versions(directory: Path) -> list[int]:
@@ -129,23 +151,36 @@ def _select_versions(
         raise ConfigurationError(
             f"{directory}: expected a version, a directory such as 1, got none"
         )
-    if config.versions == "latest":
-        numbers = present[-1:]
-    elif config.versions == "all":
-        numbers = present
-    else:
-        numbers = sorted(set(config.versions))
-        if missing := set(numbers).difference(present):
-            raise ConfigurationError(
-                f"{directory / 'model.toml'}: versions: expected some of {present}, "
-                f"got {sorted(missing)}"
-            )
+    numbers = select_versions(present, config, str(directory / "model.toml"))
     beside = _compute_stamp(path for path in directory.iterdir() if path.is_file())
     return tuple(
         FoundVersion(str(number), path, beside + _compute_stamp(list_files(path)), trust)
         for number in numbers
         for path in [directory / str(number)]
     )
+
+
+def select_versions(present: list[int], config: ModelConfig, place: str) -> list[int]:
+    """Return the versions that a model's configuration selects, ascending.
+
+    Args:
+        present: numbers of the versions that are there, ascending; at least one.
+        config: of the model.
+        place: of the configuration, for the error.
+
+    Raises:
+        ConfigurationError: a selected one is missing.
+    """
+    if config.versions == "latest":
+        return present[-1:]
+    if config.versions == "all":
+        return present
+    numbers = sorted(set(config.versions))
+    if missing := set(numbers).difference(present):
+        raise ConfigurationError(
+            f"{place}: versions: expected some of {present}, got {sorted(missing)}"
+        )
+    return numbers
 
 
 def list_files(directory: Path) -> Iterator[Path]:
@@ -195,6 +230,8 @@ def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = T
     Raises:
         ConfigurationError: a file is missing or broken, or the checksum or the manifest differs.
     """
+    if found.fault:
+        raise ConfigurationError(found.fault)
     if packed:
         check_version(found.directory, config, found.trust)
     if config.checksum is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError, describe_error
-from headrace.models.repository import FoundModel, Repository
+from headrace.models.repositories import ModelRepository
+from headrace.models.repository import FoundModel
 from headrace.models.user_code import StillImporting
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
@@ -54,7 +53,7 @@ class VersionScanner:
         tuning: passed on to the versions.
     """
 
-    def __init__(self, repository: Repository, tuning: ModelTuning = TUNING.models) -> None:
+    def __init__(self, repository: ModelRepository, tuning: ModelTuning = TUNING.models) -> None:
         self._repository = repository
         self._tuning = tuning
         self._importings: UnfinishedImports = {}
@@ -71,14 +70,25 @@ class VersionScanner:
         opened: list[OpenedModel] = []
         for found in self._repository.scan():
             if found.fault:
-                fault = relative_to_repository(found.fault, self._repository.path)
-                opened.append(OpenedModel(found.name, {}, {"": fault}))
+                opened.append(OpenedModel(found.name, {}, {"": self.shorten(found.fault)}))
             else:
                 opened.append(self._open_model(found, known))
+        in_use = {version.directory for version in known.values()}
+        in_use.update(version.directory for each in opened for version in each.versions.values())
+        self._repository.release_unused(in_use)
         return opened
 
+    @property
+    def away(self) -> tuple[str, ...]:
+        """Why stores could not be reached by the last scan; empty if all could."""
+        return self._repository.away
+
+    def shorten(self, fault: str) -> str:
+        """Remove from a fault the paths that remote callers need not see."""
+        return self._repository.shorten(fault)
+
     def _open_model(self, found: FoundModel, known: KnownVersions) -> OpenedModel:
-        importings, repository = self._importings, self._repository.path
+        importings = self._importings
         versions: dict[str, ModelVersion] = {}
         faults: dict[str, str] = {}
         for each in found.versions:
@@ -88,17 +98,17 @@ class VersionScanner:
                 versions[each.version] = same
                 continue
             if importing is not None and importing.is_under_way(each.stamp):
-                faults[each.version] = relative_to_repository(str(importing.error), repository)
+                faults[each.version] = self.shorten(str(importing.error))
                 continue
             importings.pop(key, None)
             try:
                 versions[each.version] = ModelVersion(found, each, self._tuning)
             except ConfigurationError as error:
-                faults[each.version] = relative_to_repository(str(error), repository)
+                faults[each.version] = self.shorten(str(error))
                 if isinstance(error, StillImporting):
                     importings[key] = UnfinishedImport(each.stamp, error)
             except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
-                faults[each.version] = relative_to_repository(describe_error(error), repository)
+                faults[each.version] = self.shorten(describe_error(error))
         return OpenedModel(found.name, versions, faults)
 
 
@@ -106,8 +116,3 @@ def has_retired_version(opened: list[OpenedModel]) -> bool:
     """Return whether a version that was found unchanged was replaced during the scan."""
     versions = (version for each in opened for version in each.versions.values())
     return any(version.state is State.UNLOADING for version in versions)
-
-
-def relative_to_repository(fault: str, repository: Path) -> str:
-    """Make the paths in a fault relative to the repository, as remote callers may see it."""
-    return fault.replace(f"{repository}{os.sep}", "")

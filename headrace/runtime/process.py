@@ -17,7 +17,7 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
 from headrace.models.catalog import ModelCatalog
-from headrace.models.registry import Models
+from headrace.models.registry import Models, Reloaded
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
@@ -131,7 +131,7 @@ class Pipeline:
         if faults:
             raise ConfigurationError("\n".join(faults))
         if self._stages != (Stage.RESPONDER,):
-            await run_on_daemon_thread(self.models.open)
+            _log_absence(await run_on_daemon_thread(self.models.open))
         self.health.explain("loading the models and joining the group")
         joining = len(self._groups)
 
@@ -348,7 +348,13 @@ async def _reload(pipeline: Pipeline) -> None:
         return
     finally:
         notice.cancel()
+    _log_absence(reloaded)
     log.info(Event.MODELS_RELOADED, **reloaded._asdict())
+
+
+def _log_absence(reloaded: Reloaded) -> None:
+    for reason in reloaded.away:
+        log.warning(Event.STORE_UNAVAILABLE, reason=reason)
 
 
 def _log_slow_reload(after_s: float) -> None:

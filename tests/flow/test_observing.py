@@ -242,7 +242,7 @@ async def test_process_with_hung_model_is_not_live(settings: Settings) -> None:
     """
     executor = replace(TUNING.executor, watchdog_grace_s=0.3, cancel_grace_s=3600.0)
     tuning = replace(TUNING, executor=executor)
-    repository = settings.models.repository
+    repository = settings.models.directory
     (repository / "hanging" / "1").mkdir(parents=True)
     (repository / "hanging" / "1" / "model.py").write_text(HANGING, encoding="utf-8")
     config = 'backend = "python"\nmax_execution_s = 0.2\n'

@@ -154,7 +154,7 @@ async def _double(client: Client, caller: CallerSpan, value: float) -> object:
 async def test_bisected_batch_trace_shows_faulty_request(settings: Settings) -> None:
     """A failing batch of eight is run as 8, 4, 2 and 1; the faulty request's span has the error."""
     add_python_model(
-        settings.models.repository,
+        settings.models.directory,
         "if (x == 13).any(): raise ValueError('thirteen')",
         config="max_batch_size = 8\nmax_queue_delay_ms = 5000",
     )
@@ -182,7 +182,7 @@ async def test_bisected_batch_trace_shows_faulty_request(settings: Settings) -> 
 async def test_retried_run_span_counts_its_retries(settings: Settings) -> None:
     """The attempts stand on the run's span and on the request's."""
     add_python_model(
-        settings.models.repository, "if len(self.calls) == 1: raise Retriable('in a moment')"
+        settings.models.directory, "if len(self.calls) == 1: raise Retriable('in a moment')"
     )
     with tracing_spans(settings) as (tracing, spans):
         async with _served(settings, TOGETHER, tracing) as client:

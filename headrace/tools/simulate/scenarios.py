@@ -253,7 +253,7 @@ def latest_models(settings: Settings, directory: Path | None) -> dict[str, Model
         settings: name the repository, and have the models' defaults.
         directory: repository to use instead.
     """
-    repository = directory or settings.models.repository
+    repository = directory or settings.models.directory
     if not repository.is_dir():
         return {}
     models = Models(settings.model_copy(update={"models": ModelSettings(repository=repository)}))

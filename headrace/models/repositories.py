@@ -1,0 +1,84 @@
+"""The repositories that `models.repository` names: directories, object stores, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from headrace.config import Settings
+from headrace.models.repository import FoundModel, Repository
+from headrace.models.stores.cache import ModelCache
+from headrace.models.stores.remote import RemoteRepository
+from headrace.models.stores.store import open_store
+from headrace.tuning import TUNING, ModelTuning
+
+
+class ModelRepository(Protocol):
+    """Models, wherever they are; implemented by `Repository`, and by those below."""
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """Why stores could not be reached by the last scan; empty if all could."""
+
+    def scan(self) -> list[FoundModel]:
+        """Return all models, by name. Blocks. Raises `ConfigurationError`."""
+
+    def shorten(self, fault: str) -> str:
+        """Remove from a fault what remote callers need not see."""
+
+    def release_unused(self, in_use: Collection[Path]) -> None:
+        """Let go of versions in other directories than these."""
+
+
+class RepositoryList:
+    """Several repositories as one; of models with the same name, the first one counts."""
+
+    def __init__(self, repositories: Sequence[ModelRepository]) -> None:
+        self._repositories = repositories
+
+    def scan(self) -> list[FoundModel]:
+        """Return all models, by name. Blocks.
+
+        Raises:
+            ConfigurationError: one of the repositories cannot be read.
+        """
+        found: dict[str, FoundModel] = {}
+        for repository in self._repositories:
+            for model in repository.scan():
+                found.setdefault(model.name, model)
+        return [found[name] for name in sorted(found)]
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """Why stores could not be reached by the last scan; empty if all could."""
+        return tuple(reason for each in self._repositories for reason in each.away)
+
+    def shorten(self, fault: str) -> str:
+        """Remove from a fault what remote callers need not see."""
+        for repository in self._repositories:
+            fault = repository.shorten(fault)
+        return fault
+
+    def release_unused(self, in_use: Collection[Path]) -> None:
+        """Let go of versions in other directories than these."""
+        for repository in self._repositories:
+            repository.release_unused(in_use)
+
+
+def open_repository(settings: Settings, tuning: ModelTuning = TUNING.models) -> ModelRepository:
+    """Return what `models.repository` names. Nothing is read yet.
+
+    Raises:
+        ConfigurationError: a store cannot be opened, or the package for it is missing.
+    """
+    repositories = [_open(location, settings, tuning) for location in settings.models.locations]
+    return repositories[0] if len(repositories) == 1 else RepositoryList(repositories)
+
+
+def _open(location: Path | str, settings: Settings, tuning: ModelTuning) -> ModelRepository:
+    if isinstance(location, Path):
+        return Repository(location, settings)
+    models = settings.models
+    cache = ModelCache(models.cache_dir.expanduser(), models.cache_bytes, tuning)
+    return RemoteRepository(open_store(location, tuning), cache, settings)

@@ -1,0 +1,3 @@
+"""Repositories in object stores: the store (`store.py`), the cache of this machine (`cache.py`,
+with its rule in `eviction.py`), and the repository made of both (`remote.py`).
+"""

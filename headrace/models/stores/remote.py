@@ -1,0 +1,185 @@
+"""Repository of models in an object store, read through the cache of this machine.
+
+A version is there when its manifest is: whoever copies a version to a store writes that last. The
+configuration of a model is the `model.toml` that its highest version was packed with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.models.config import ModelConfig, parse_model_config
+from headrace.models.packing.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from headrace.models.packing.signatures import Trust, check_signature, read_trust
+from headrace.models.repository import FoundModel, FoundVersion, find_model_fault, select_versions
+from headrace.models.stores.cache import ModelCache
+from headrace.models.stores.store import Store, StoreUnavailable
+
+
+class Described(NamedTuple):
+    """A version's manifest, and its content as the store has it."""
+
+    content: bytes
+    manifest: Manifest
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+class RemoteRepository:
+    """The models of an object store.
+
+    Args:
+        store: has the models.
+        cache: of this machine.
+        settings: defaults of `model.toml`, and who is trusted.
+
+    Attributes:
+        away: why the store could not be reached by the last scan; empty if it could.
+    """
+
+    def __init__(self, store: Store, cache: ModelCache, settings: Settings) -> None:
+        self.name = store.name
+        self._store = store
+        self._cache = cache
+        self._settings = settings
+        self._note_name = hashlib.sha256(store.name.encode()).hexdigest()
+        self._digests: dict[str, dict[str, str]] = {}
+        self.away: tuple[str, ...] = ()
+
+    def scan(self) -> list[FoundModel]:
+        """Return all models, by name, and download the selected versions. Blocks.
+
+        While the store is away, the models are those of the last time, as far as they are cached.
+
+        Raises:
+            ConfigurationError: the store is away and was never read, or refuses.
+        """
+        models = self._settings.models
+        trust = read_trust(models.require_signature, models.trusted_keys)
+        self._read_note()
+        listed = self._list()
+        known, self._digests = self._digests, {}
+        found = [
+            self._read_model(name, listed[name], known.get(name, {}), trust) for name in listed
+        ]
+        if not self.away and self._digests != known:
+            self._cache.write_note(self._note_name, json.dumps(self._digests).encode())
+        return found
+
+    def shorten(self, fault: str) -> str:
+        """Make the paths in a fault relative to the cache, as remote callers may see it."""
+        return fault.replace(f"{self._cache.directory}{os.sep}", "")
+
+    def release_unused(self, in_use: Collection[Path]) -> None:
+        """Let versions in other directories than these be removed from the cache."""
+        self._cache.release_unused(in_use)
+
+    def _read_note(self) -> None:
+        """Read which versions the store had the last time any process of this machine saw it."""
+        try:
+            self._digests = json.loads(self._cache.read_note(self._note_name) or b"{}")
+        except ValueError:
+            self._digests = {}
+
+    def _list(self) -> dict[str, list[int]]:
+        self.away = ()
+        try:
+            return self._store.list_versions()
+        except FileNotFoundError as error:
+            raise ConfigurationError(f"models.repository: {error}") from error
+        except StoreUnavailable as error:
+            if not self._digests:
+                raise ConfigurationError(f"models.repository: {error}") from error
+            self._note_absence(error)
+            return {
+                name: sorted(map(int, versions)) for name, versions in sorted(self._digests.items())
+            }
+
+    def _note_absence(self, error: StoreUnavailable) -> None:
+        self.away = (str(error),)
+
+    def _read_model(
+        self, name: str, numbers: list[int], known: dict[str, str], trust: Trust
+    ) -> FoundModel:
+        fault = find_model_fault(name)
+        if fault:
+            return FoundModel(name, Path(), None, (), fault)
+        try:
+            highest = self._describe(name, numbers[-1], known)
+            config = parse_model_config(
+                highest.manifest.model_files.get("model.toml", ""), self._settings
+            )
+            selected = select_versions(numbers, config, f"{self.name}/{name}: model.toml")
+        except (ConfigurationError, StoreUnavailable, FileNotFoundError) as error:
+            self._digests.setdefault(name, known)
+            return FoundModel(name, Path(), None, (), str(error))
+        stamp = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+        versions = [self._read_version(name, number, config, known, trust) for number in selected]
+        found = tuple(each._replace(stamp=each.stamp + stamp) for each in versions)
+        # `transform.py` is that of the highest version that is here.
+        here = [each.directory.parent for each in found if not each.fault]
+        return FoundModel(name, here[-1] if here else Path(), config, found)
+
+    def _read_version(
+        self, name: str, number: int, config: ModelConfig, known: dict[str, str], trust: Trust
+    ) -> FoundVersion:
+        version = str(number)
+        try:
+            content, manifest = described = self._describe(name, number, known)
+            check_signature(manifest, trust)
+            if not self._settings.models.allow_python:
+                _refuse_python(manifest, config)
+            read_range = partial(self._read_range, f"{name}/{version}")
+            directory = self._cache.fetch(content, manifest, read_range)
+        except (ConfigurationError, StoreUnavailable, FileNotFoundError) as error:
+            fault = f"{self.name}/{name}/{version}: {error}"
+            return FoundVersion(version, Path(), "", trust, fault)
+        return FoundVersion(version, directory, described.digest, trust)
+
+    def _read_range(self, prefix: str, name: str, start: int, length: int) -> bytes:
+        if self.away:
+            raise StoreUnavailable(f"{self.name} is away, and the version is not in the cache")
+        return self._store.read_range(f"{prefix}/{name}", start, length)
+
+    def _describe(self, name: str, number: int, known: dict[str, str]) -> Described:
+        """Return a version's manifest, from the cache while the store is away."""
+        content = None
+        if not self.away:
+            try:
+                content = self._store.read(f"{name}/{number}/{MANIFEST_NAME}")
+            except StoreUnavailable as error:
+                self._note_absence(error)
+        if content is None:
+            content = self._cache.read_manifest(known.get(str(number), ""))
+        if content is None:
+            raise StoreUnavailable(f"{self.name} is away, and the version is not in the cache")
+        manifest = parse_manifest(content)
+        if (manifest.model, manifest.version) != (name, str(number)):
+            raise ConfigurationError(
+                f"{MANIFEST_NAME}: expected that of {name}/{number}, "
+                f"got that of {manifest.model}/{manifest.version}"
+            )
+        described = Described(content, manifest)
+        self._digests.setdefault(name, {})[str(number)] = described.digest
+        return described
+
+
+def _refuse_python(manifest: Manifest, config: ModelConfig) -> None:
+    names = [name for name in (*manifest.files, *manifest.model_files) if name.endswith(".py")]
+    uses = "python" in (config.backend, config.transform)
+    if names or uses:
+        raise ConfigurationError(
+            "models.allow_python: expected a version without Python code, got "
+            + (", ".join(names) or "a model.toml that runs some")
+        )

@@ -1,0 +1,185 @@
+"""Object stores by URL, through the library obstore: S3, Google Cloud, Azure and HTTPS.
+
+Calls block, and are for threads other than the event loop's. Credentials come from the standard
+environment variables of each service, such as `AWS_ACCESS_KEY_ID` or `AWS_ENDPOINT_URL`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from headrace.errors import ConfigurationError, Retriable, describe_error
+from headrace.models.packing.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from headrace.primitives.backoff import Backoff, Pauses
+from headrace.tuning import TUNING, ModelTuning
+
+if TYPE_CHECKING:
+    import obstore.store
+
+T = TypeVar("T")
+
+INDEX_NAME = "index.json"
+"""Object that lists the versions, `{"digits": ["1", "2"]}`: HTTPS itself has no listings."""
+
+_MANIFEST = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/{re.escape(MANIFEST_NAME)}")
+
+
+class StoreUnavailable(Retriable):
+    """The store could not be reached, in spite of retries."""
+
+
+class Store:
+    """An object store with models, as `<model>/<version>/<file>`.
+
+    Args:
+        objects: the store of the library.
+        name: URL or path, for messages.
+        has_index: list versions by `INDEX_NAME`.
+        tuning: number of attempts, and pauses between them.
+        sleep: waits between attempts, in seconds.
+    """
+
+    def __init__(
+        self,
+        objects: obstore.store.ObjectStore,
+        name: str,
+        *,
+        has_index: bool = False,
+        tuning: ModelTuning = TUNING.models,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.name = name
+        self._objects = objects
+        self._has_index = has_index
+        self._tuning = tuning
+        self._sleep = sleep
+
+    def list_versions(self) -> dict[str, list[int]]:
+        """Return the versions whose manifest is there, by model, ascending.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached.
+            ConfigurationError: the store refuses, or its index cannot be used.
+        """
+        keys = self._list_index() if self._has_index else self._list_keys()
+        found: dict[str, list[int]] = {}
+        for match in filter(None, map(_MANIFEST.fullmatch, keys)):
+            found.setdefault(match[1], []).append(int(match[2]))
+        return {name: sorted(found[name]) for name in sorted(found)}
+
+    def _list_keys(self) -> list[str]:
+        import obstore
+
+        def collect() -> list[str]:
+            return [each["path"] for page in obstore.list(self._objects) for each in page]
+
+        return self._attempt("", collect)
+
+    def _list_index(self) -> list[str]:
+        content = self.read(INDEX_NAME)
+        try:
+            index = json.loads(content)
+            return [
+                f"{name}/{version}/{MANIFEST_NAME}" for name in index for version in index[name]
+            ]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigurationError(
+                f'{self.name}/{INDEX_NAME}: expected {{"MODEL": ["VERSION"]}}, got something else'
+            ) from error
+
+    def read(self, key: str) -> bytes:
+        """Return a small object, of at most `MAX_MANIFEST_BYTES`.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            StoreUnavailable: the store cannot be reached.
+            ConfigurationError: the store refuses, or the object is too large.
+        """
+        import obstore
+
+        def get() -> bytes:
+            result = obstore.get(self._objects, key)
+            size = result.meta["size"]
+            if size > MAX_MANIFEST_BYTES:
+                raise ConfigurationError(
+                    f"{self.name}/{key}: expected at most {MAX_MANIFEST_BYTES} bytes, got {size}"
+                )
+            return bytes(result.bytes())
+
+        return self._attempt(key, get)
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        """Return a part of an object; see `read`."""
+        import obstore
+
+        return self._attempt(
+            key,
+            lambda: bytes(obstore.get_range(self._objects, key, start=start, length=length)),
+        )
+
+    def write(self, key: str, content: bytes | Path) -> None:
+        """Write an object, from bytes or from a file; see `read`."""
+        import obstore
+
+        self._attempt(key, lambda: obstore.put(self._objects, key, content))
+
+    def _attempt(self, key: str, call: Callable[[], T]) -> T:
+        """Call the library, again after pauses while the store cannot be reached."""
+        from obstore import exceptions
+
+        refusals = (
+            exceptions.PermissionDeniedError,
+            exceptions.UnauthenticatedError,
+            exceptions.InvalidPathError,
+            exceptions.NotSupportedError,
+        )
+        place = f"{self.name}/{key}" if key else self.name
+        pauses = Pauses(Backoff(self._tuning.store_retry_first_s, self._tuning.store_retry_max_s))
+        for left in range(self._tuning.store_attempts - 1, -1, -1):
+            try:
+                return call()
+            except (exceptions.NotFoundError, FileNotFoundError) as error:
+                raise FileNotFoundError(f"{place}: expected an object, got none") from error
+            except refusals as error:
+                raise ConfigurationError(f"{place}: {_describe(error, self._tuning)}") from error
+            except (exceptions.BaseError, OSError) as error:
+                if not left:
+                    raise StoreUnavailable(f"{place}: {_describe(error, self._tuning)}") from error
+            self._sleep(pauses.next_s())
+        raise AssertionError("at least one attempt is made")
+
+
+def _describe(error: Exception, tuning: ModelTuning) -> str:
+    """Describe an error of the library by the first of its many lines."""
+    return describe_error(error, tuning.store_error_chars).splitlines()[0]
+
+
+def open_store(location: str | Path, tuning: ModelTuning = TUNING.models) -> Store:
+    """Return the store of a URL (`s3://`, `gs://`, `az://`, `https://`), or of a directory.
+
+    Raises:
+        ConfigurationError: the URL is wrong, or the package `obstore` is missing.
+    """
+    try:
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{location} needs the package obstore: pip install 'headrace[store]'"
+        ) from error
+    if isinstance(location, Path):
+        return Store(obstore.store.LocalStore(location, mkdir=True), str(location), tuning=tuning)
+    is_plain = location.startswith("https://")
+    open_url = obstore.store.HTTPStore.from_url if is_plain else obstore.store.from_url
+    try:
+        # `Store` itself retries, with pauses that are injected. Without `client_options` a request
+        # has 30 s and a connection 5 s, and the environment says whether HTTP will do.
+        objects = open_url(location, retry_config={"max_retries": 0})
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise ConfigurationError(f"{location}: {_describe(error, tuning)}") from error
+    return Store(objects, location, has_index=is_plain, tuning=tuning)

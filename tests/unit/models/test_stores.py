@@ -1,0 +1,420 @@
+"""Repositories in object stores, with the store of the library that is in memory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from obstore.store import MemoryStore, S3Store
+
+from headrace.config import Settings, make_settings
+from headrace.errors import ConfigurationError
+from headrace.models.config import read_model_config
+from headrace.models.packing.files import make_manifest, write_manifest
+from headrace.models.packing.manifest import Manifest
+from headrace.models.registry import Models
+from headrace.models.repositories import RepositoryList
+from headrace.models.repository import FoundVersion, Repository, read_signature
+from headrace.models.scan import VersionScanner
+from headrace.models.stores.cache import ModelCache
+from headrace.models.stores.eviction import Cached, Room, make_room
+from headrace.models.stores.remote import RemoteRepository
+from headrace.models.stores.store import Store, StoreUnavailable
+from headrace.tuning import ModelTuning
+from tests.support.models import add_version, digits
+
+CREATED = datetime(2026, 1, 2, tzinfo=UTC)
+TUNING = ModelTuning(store_read_bytes=1000, store_attempts=2, cache_lock_timeout_s=0)
+PYTHON = """
+class Model:
+    inputs = [("x", "FP32", (-1, 2))]
+    outputs = [("y", "FP32", (-1, 2))]
+
+    def run(self, inputs):
+        return {"y": inputs["x"]}
+"""
+
+
+class Away(Store):
+    """A store that can go away, and counts the bytes that are read from it."""
+
+    def __init__(self) -> None:
+        self.objects = MemoryStore()
+        super().__init__(self.objects, "s3://models", tuning=TUNING)
+        self.is_away = False
+        self.reads_left = 1_000_000
+        self.starts: list[int] = []
+
+    def list_versions(self) -> dict[str, list[int]]:
+        self._require()
+        return super().list_versions()
+
+    def read(self, key: str) -> bytes:
+        self._require()
+        return super().read(key)
+
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        self._require()
+        if not self.reads_left:
+            raise StoreUnavailable("the connection broke")
+        self.reads_left -= 1
+        self.starts.append(start)
+        return super().read_range(key, start, length)
+
+    def _require(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("s3://models: nobody answers")
+
+
+@pytest.fixture
+def store() -> Away:
+    return Away()
+
+
+def upload(
+    store: Away,
+    scratch: Path,
+    number: int = 1,
+    config: str = "",
+    *,
+    weight: float = 1.0,
+    code: str = "",
+    name: str = "digits",
+) -> Manifest:
+    """Pack a version and copy it to the store, the manifest last."""
+    directory = scratch / name / str(number)
+    add_version(scratch, name, number, digits(weight), config)
+    if code:
+        (directory / "model.py").write_text(code)
+    found = read_model_config(directory.parent / "model.toml", Settings())
+    signature = read_signature(FoundVersion(str(number), directory, ""), found)
+    manifest = make_manifest(directory, found, signature, CREATED, {})
+    write_manifest(directory, manifest)
+    for each in (*manifest.files, "manifest.json"):
+        store.write(f"{name}/{number}/{each}", directory / each)
+    return manifest
+
+
+def settings_with(**models: Any) -> Settings:
+    """Settings of the section `models`."""
+    return make_settings({"models": models})
+
+
+def open_models(store: Store, cache: Path, limit_bytes: int = 10**9, **models: Any) -> Models:
+    """The models of one process."""
+    settings = settings_with(**models)
+    remote = RemoteRepository(store, ModelCache(cache, limit_bytes, TUNING), settings)
+    return Models(settings, scanner=VersionScanner(remote))
+
+
+def states(models: Models) -> dict[str, str]:
+    """The versions and faults of a process: `name/version` to its reason, empty if it serves."""
+    return {f"{each['name']}/{each['version']}": each["reason"] for each in models.catalog.status()}
+
+
+def test_version_with_manifest_is_served(store: Away, tmp_path: Path) -> None:
+    """Files, and the configuration that was packed with them, come from the store."""
+    upload(store, tmp_path / "made", config="max_batch_size = 4")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert models.catalog.lookup("digits").max_batch_size == 4
+
+
+def test_upload_without_manifest_is_not_seen(store: Away, tmp_path: Path) -> None:
+    """A version counts when the object that is written last is there."""
+    upload(store, tmp_path / "made")
+    store.write("digits/2/model.onnx", b"half of it")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert states(models) == {"digits/1": ""}
+
+
+async def test_version_pushed_later_is_served_after_reload(store: Away, tmp_path: Path) -> None:
+    """A reload asks the store again."""
+    upload(store, tmp_path / "made")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    upload(store, tmp_path / "made", 2, weight=2.0)
+    reloaded = await models.reload()
+    assert reloaded.added == ("digits/2",)
+    assert models.catalog.lookup("digits").version == "2"
+
+
+async def test_tampered_version_never_replaces_working_one(store: Away, tmp_path: Path) -> None:
+    """A byte that differs from the manifest is found before the version is opened."""
+    upload(store, tmp_path / "made")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    upload(store, tmp_path / "made", 2, weight=2.0)
+    content = bytearray((tmp_path / "made" / "digits" / "2" / "model.onnx").read_bytes())
+    content[-1] ^= 1
+    store.write("digits/2/model.onnx", bytes(content))
+    await models.reload()
+    assert models.catalog.lookup("digits").version == "1"
+    assert "model.onnx: expected" in states(models)["digits/2"]
+
+
+def test_manifest_of_another_version_is_refused(store: Away, tmp_path: Path) -> None:
+    """An old version cannot be passed off as a new one."""
+    upload(store, tmp_path / "made")
+    store.write("digits/2/manifest.json", tmp_path / "made/digits/1/manifest.json")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert "got that of digits/1" in states(models)["digits/"]
+
+
+def test_unsigned_version_is_refused_before_download(store: Away, tmp_path: Path) -> None:
+    """Nothing of an untrusted version reaches the disk."""
+    key = tmp_path / "release.pub"
+    key.write_text(
+        "-----BEGIN PUBLIC KEY-----\n"
+        "MCowBQYDK2VwAyEAGb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=\n"
+        "-----END PUBLIC KEY-----\n"
+    )
+    upload(store, tmp_path / "made")
+    models = open_models(store, tmp_path / "cache", require_signature=True, trusted_keys=[str(key)])
+    models.open()
+    assert "models.trusted_keys" in states(models)["digits/1"]
+    assert store.starts == []
+
+
+def test_python_from_store_is_refused_unless_allowed(store: Away, tmp_path: Path) -> None:
+    """Code from elsewhere runs only if the settings say so."""
+    upload(store, tmp_path / "made", config='backend = "python"', code=PYTHON)
+    refusing = open_models(store, tmp_path / "cache")
+    refusing.open()
+    allowing = open_models(store, tmp_path / "cache", allow_python=True)
+    allowing.open()
+    assert "models.allow_python" in states(refusing)["digits/1"]
+    assert states(allowing) == {"digits/1": ""}
+
+
+def test_process_started_while_store_is_away_serves_from_cache(store: Away, tmp_path: Path) -> None:
+    """Another process of the machine has fetched the models before."""
+    upload(store, tmp_path / "made")
+    open_models(store, tmp_path / "cache").open()
+    store.is_away = True
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert states(models) == {"digits/1": ""}
+
+
+async def test_reload_while_store_is_away_changes_nothing(store: Away, tmp_path: Path) -> None:
+    """The version that serves stays the same object."""
+    upload(store, tmp_path / "made")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    before = models.catalog.lookup("digits")
+    store.is_away = True
+    reloaded = await models.reload()
+    assert (reloaded.changed, reloaded.faults) == ((), ())
+    assert reloaded.away == ("s3://models: nobody answers",)
+    assert models.catalog.lookup("digits") is before
+
+
+def test_store_that_was_never_seen_and_is_away_is_an_error(store: Away, tmp_path: Path) -> None:
+    """Without a cache nobody knows what there is."""
+    store.is_away = True
+    with pytest.raises(ConfigurationError, match=r"models\.repository: .*nobody answers"):
+        open_models(store, tmp_path / "cache").open()
+
+
+async def test_broken_download_is_resumed_where_it_broke(store: Away, tmp_path: Path) -> None:
+    """What has come is not read again."""
+    upload(store, tmp_path / "made")
+    models = open_models(store, tmp_path / "cache")
+    store.reads_left = 1
+    models.open()
+    assert "the connection broke" in states(models)["digits/1"]
+    store.reads_left = 1_000_000
+    await models.reload()
+    assert states(models) == {"digits/1": ""}
+    assert store.starts == sorted(set(store.starts))
+
+
+def test_second_process_downloads_nothing(store: Away, tmp_path: Path) -> None:
+    """The cache belongs to the machine."""
+    upload(store, tmp_path / "made")
+    open_models(store, tmp_path / "cache").open()
+    store.reads_left = 0
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert states(models) == {"digits/1": ""}
+
+
+async def test_unused_version_makes_room_for_new_one(store: Away, tmp_path: Path) -> None:
+    """A version that was replaced and let go is removed when the next one needs its place."""
+    size = upload(store, tmp_path / "made").total_bytes
+    models = open_models(store, tmp_path / "cache", 2 * size + size // 2)
+    models.open()
+    for number in (2, 3, 4):
+        upload(store, tmp_path / "made", number, weight=number)
+        await models.reload()
+        await models.reload()  # by now the version before it is not in use any more
+    assert models.catalog.lookup("digits").version == "4"
+    kept = [path.stat().st_size for path in (tmp_path / "cache" / "files").iterdir()]
+    assert sum(kept) <= 2 * size + size // 2
+
+
+async def test_version_that_does_not_fit_fails_with_figures(store: Away, tmp_path: Path) -> None:
+    """What is in use is not removed, and serves on."""
+    size = upload(store, tmp_path / "made").total_bytes
+    models = open_models(store, tmp_path / "cache", size + 10)
+    models.open()
+    new = upload(store, tmp_path / "made", 2, weight=2.0).total_bytes
+    await models.reload()
+    assert states(models)["digits/2"].endswith(
+        f"models.cache_bytes: digits/2 needs {new} bytes beside {size} of 1 versions in use, "
+        f"got a limit of {size + 10}"
+    )
+    assert models.catalog.lookup("digits").version == "1"
+
+
+def test_version_in_use_by_another_process_is_kept(store: Away, tmp_path: Path) -> None:
+    """Its lock tells, whichever process has it."""
+    size = upload(store, tmp_path / "made").total_bytes
+    open_models(store, tmp_path / "cache", size + 10).open()
+    [lock] = (tmp_path / "cache" / "versions").glob("*/lock")
+    upload(store, tmp_path / "made", 2, weight=2.0)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        models = open_models(store, tmp_path / "cache", size + 10)
+        models.open()
+        assert "versions in use" in states(models)["digits/2"]
+        assert lock.exists()
+
+
+def test_download_of_another_process_that_takes_too_long_is_a_fault(
+    store: Away, tmp_path: Path
+) -> None:
+    """Nothing waits for ever."""
+    upload(store, tmp_path / "made")
+    (tmp_path / "cache").mkdir()
+    with (tmp_path / "cache" / "download.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        models = open_models(store, tmp_path / "cache")
+        models.open()
+    assert "another process has held it" in states(models)["digits/1"]
+
+
+def test_damaged_file_in_cache_is_fetched_again(store: Away, tmp_path: Path) -> None:
+    """A file that lost its end, as after a crash of the machine, is not served."""
+    manifest = upload(store, tmp_path / "made")
+    open_models(store, tmp_path / "cache").open()
+    damaged = tmp_path / "cache" / "files" / manifest.files["model.onnx"].sha256
+    damaged.chmod(0o644)
+    damaged.write_bytes(b"")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert states(models) == {"digits/1": ""}
+
+
+def test_first_repository_with_a_model_wins(store: Away, tmp_path: Path) -> None:
+    """Other models come from the repositories after it."""
+    upload(store, tmp_path / "made", 7)
+    upload(store, tmp_path / "made", name="other")
+    add_version(tmp_path / "models", "digits", 1, digits())
+    settings = Settings()
+    remote = RemoteRepository(store, ModelCache(tmp_path / "cache", 10**9, TUNING), settings)
+    both = RepositoryList([Repository(tmp_path / "models", settings), remote])
+    models = Models(settings, scanner=VersionScanner(both))
+    models.open()
+    assert states(models) == {"digits/1": "", "other/1": ""}
+
+
+def test_index_lists_versions_where_store_has_no_listing() -> None:
+    """HTTPS knows objects by name only."""
+    objects = MemoryStore()
+    store = Store(objects, "https://example.org", has_index=True, tuning=TUNING)
+    obstore.put(objects, "index.json", json.dumps({"digits": ["2", "10"]}).encode())
+    assert store.list_versions() == {"digits": [2, 10]}
+
+
+def test_unreachable_store_is_asked_again_after_pauses() -> None:
+    """The number of attempts, and the pauses, are given."""
+    pauses: list[float] = []
+    tuning = ModelTuning(store_attempts=3)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # bound, so that nobody else gets the port, but not listening
+        objects = S3Store(
+            "models",
+            endpoint=f"http://127.0.0.1:{deaf.getsockname()[1]}",
+            access_key_id="a",
+            secret_access_key="b",
+            region="us-east-1",
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0},
+        )
+        store = Store(objects, "s3://models", tuning=tuning, sleep=pauses.append)
+        with pytest.raises(StoreUnavailable, match="s3://models"):
+            store.read("index.json")
+    assert len(pauses) == 2
+
+
+def cached(digest: str, used_s: float, size: int, *, in_use: bool = False) -> Cached:
+    """A version of one file of its own."""
+    return Cached(digest, used_s, in_use, {digest: size})
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (30, Room((), 20, 30)),
+        (29, Room((cached("old", 1, 10),), 10, 20)),
+        (19, Room((cached("old", 1, 10), cached("new", 2, 10)), 0, 10)),
+        (9, Room((), 0, 10)),
+    ],
+    ids=["fits", "one-goes", "both-go", "never-fits"],
+)
+def test_longest_unused_versions_make_room(limit: int, expected: Room) -> None:
+    """As few as needed go; none if even all of them are not enough."""
+    room = make_room([cached("new", 2, 10), cached("old", 1, 10)], {"wanted": 10}, limit)
+    assert room == expected
+
+
+def test_shared_file_counts_once() -> None:
+    """A version that shares its files with another one needs no room."""
+    one = Cached("one", 1, False, {"shared": 10, "own": 5})
+    assert make_room([one], {"shared": 10}, 15) == Room((), 15, 15)
+
+
+def test_version_in_use_does_not_make_room() -> None:
+    """However long ago it was touched."""
+    room = make_room([cached("used", 1, 10, in_use=True)], {"wanted": 10}, 15)
+    assert room == Room((), 10, 20)
+
+
+@pytest.mark.parametrize(
+    ("repository", "text"),
+    [
+        ("ftp://host/models", "got ftp://"),
+        ("hdfs://host/models", "got hdfs://"),
+        ("s3://", "expected s3://NAME/PATH"),
+        ("https://user:secret@host/models", "without credentials"),
+        ([], "expected at least one"),
+        (3, "expected a directory or a URL, got int"),
+        (["models", "ftp://host"], "got ftp://"),
+    ],
+    ids=["ftp", "hdfs", "no-bucket", "credentials", "none", "number", "in-list"],
+)
+def test_repository_that_is_neither_directory_nor_store_is_refused(
+    repository: object, text: str
+) -> None:
+    """The settings say so before anything is opened, without showing credentials."""
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        settings_with(repository=repository)
+    assert "secret" not in str(caught.value)
+
+
+def test_repositories_are_directories_and_urls() -> None:
+    """A path without a scheme is a directory."""
+    settings = settings_with(repository=["models", "s3://bucket/models/", "/srv/models"])
+    assert settings.models.locations == (Path("models"), "s3://bucket/models", Path("/srv/models"))
+    with pytest.raises(ConfigurationError, match="expected a directory here"):
+        _ = settings.models.directory
