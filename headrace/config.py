@@ -193,11 +193,12 @@ def _read_locations(value: object) -> object:
     if isinstance(value, list | tuple):
         if not value:
             raise ValueError("expected at least one, got none")
-        return tuple(_read_location(each) for each in value)
-    return _read_location(value)
+        return tuple(read_location(each) for each in value)
+    return read_location(value)
 
 
-def _read_location(value: object) -> Path | str:
+def read_location(value: object) -> Path | str:
+    """Return the URL of a store as a text, and anything else as a path. Raises `ValueError`."""
     if not isinstance(value, str | Path):
         raise ValueError(f"expected a directory or a URL, got {type(value).__name__}")  # noqa: TRY004 - pydantic tells it
     match = _SCHEME.match(str(value))

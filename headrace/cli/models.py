@@ -1,6 +1,6 @@
 """`headrace models list|describe|check`: list the repository, and check that its models run.
 
-The other commands are in `headrace.cli.models_packing`.
+The other commands are in `headrace.cli.models_packing` and `headrace.cli.models_copying`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from headrace.cli import models_packing
+from headrace.cli import models_copying, models_packing
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
@@ -29,11 +29,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON."
 
 @click.group()
 def command() -> None:
-    """List, describe, check or pack the models in the repository (models.repository)."""
+    """List, describe, check, pack or copy the models in the repository (models.repository)."""
 
 
 command.add_command(models_packing.pack)
 command.add_command(models_packing.verify)
+command.add_command(models_copying.push)
+command.add_command(models_copying.pull)
 
 
 @command.command("list")

@@ -74,7 +74,7 @@ def pack(
 
     The manifest has the hash of each file, inputs and outputs, and what --metadata says.
     """
-    directory = _find_version(settings.models.directory / model, version)
+    directory = find_version(settings.models.directory / model, version)
     config = read_model_config(directory.parent / "model.toml", settings)
     signature = read_signature(FoundVersion(directory.name, directory, ""), config, packed=False)
     try:
@@ -93,7 +93,12 @@ def pack(
     )
 
 
-def _find_version(directory: Path, version: str | None) -> Path:
+def find_version(directory: Path, version: str | None) -> Path:
+    """Return the directory of a model's version, by default the highest one.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
     try:
         present = [str(number) for number in find_versions(directory)]
     except OSError as error:

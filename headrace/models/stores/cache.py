@@ -230,10 +230,10 @@ class ModelCache:
             while (start := target.tell()) < file.bytes:
                 length = min(self._tuning.store_read_bytes, file.bytes - start)
                 part = read_range(name, start, length)
-                if not part:
-                    break
                 target.write(part)
                 target.flush()
+                if len(part) < length:
+                    break  # the object is shorter than the manifest says
             os.fsync(target.fileno())
         got = hash_file(partial)
         if got != file:

@@ -1,0 +1,140 @@
+"""Copies of packed versions between a directory and a store: `headrace models push|pull`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from headrace.errors import ConfigurationError
+from headrace.models.packing.files import (
+    find_differences,
+    hash_file,
+    read_manifest,
+    read_model_files,
+)
+from headrace.models.packing.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    compare_model_files,
+    parse_manifest,
+)
+from headrace.models.packing.signatures import Trust, check_signature
+from headrace.models.stores.store import INDEX_NAME, Store
+from headrace.tuning import TUNING, ModelTuning
+
+
+def push_version(directory: Path, store: Store) -> Manifest:
+    """Copy a packed version to a store, its manifest last, and list it in the index.
+
+    A push that was broken off is repeated from its beginning; until it ends nobody sees it.
+
+    Raises:
+        ConfigurationError: the version is not packed or has changed since, or the store has another
+            one of that number.
+        StoreUnavailable: the store cannot be reached.
+        OSError: a file cannot be read.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise ConfigurationError(
+            f"{directory}: expected a manifest, got none; pack it first (headrace models pack)"
+        )
+    differences = find_differences(directory, manifest)
+    if differences:
+        raise ConfigurationError(f"{directory}: differs from its manifest: {differences[0]}")
+    prefix = f"{manifest.model}/{manifest.version}"
+    content = (directory / MANIFEST_NAME).read_bytes()
+    try:
+        present = store.read(f"{prefix}/{MANIFEST_NAME}")
+    except FileNotFoundError:
+        pass
+    else:
+        if present == content:
+            return manifest
+        raise ConfigurationError(
+            f"{store.name}/{prefix}: expected no version or the same one, got another one; "
+            "give the new one another number"
+        )
+    for name in manifest.files:
+        store.write(f"{prefix}/{name}", directory / name)
+    store.write(f"{prefix}/{MANIFEST_NAME}", content)  # the last: it makes the version count
+    index = {name: list(map(str, numbers)) for name, numbers in store.list_versions().items()}
+    store.write(INDEX_NAME, json.dumps(index).encode())
+    return manifest
+
+
+def pull_version(
+    store: Store,
+    model: str,
+    version: str,
+    repository: Path,
+    trust: Trust,
+    tuning: ModelTuning = TUNING.models,
+) -> Manifest:
+    """Copy a version from a store to a directory of models, where it appears complete.
+
+    Files beside the version are written if they are not there; `model.toml` is left as it is.
+
+    Raises:
+        ConfigurationError: the version is there already, its manifest or a file is wrong, no
+            trusted key has signed it, or a file beside it differs.
+        FileNotFoundError: the store does not have it.
+        StoreUnavailable: the store cannot be reached.
+        OSError: a file cannot be written.
+    """
+    content = store.read(f"{model}/{version}/{MANIFEST_NAME}")
+    manifest = parse_manifest(content)
+    if (manifest.model, manifest.version) != (model, version):
+        raise ConfigurationError(
+            f"{store.name}/{model}/{version}: expected its own manifest, "
+            f"got that of {manifest.model}/{manifest.version}"
+        )
+    check_signature(manifest, trust)
+    target = repository / model / version
+    if target.exists():
+        raise ConfigurationError(f"{target}: expected no such version yet, got one")
+    beside = read_model_files(target, manifest.model_files)
+    differences = compare_model_files({name: manifest.model_files[name] for name in beside}, beside)
+    if differences:
+        raise ConfigurationError(f"{target}: {differences[0]}")
+    repository.mkdir(parents=True, exist_ok=True)
+    scratch = repository / f".pull-{model}-{version}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        _download(store, manifest, scratch / model / version, tuning)
+        (scratch / model / version / MANIFEST_NAME).write_bytes(content)
+        _put_in_place(manifest, scratch / model, repository / model)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return manifest
+
+
+def _download(store: Store, manifest: Manifest, directory: Path, tuning: ModelTuning) -> None:
+    for name, file in manifest.files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        key = f"{manifest.model}/{manifest.version}/{name}"
+        with path.open("wb") as target:
+            while (start := target.tell()) < file.bytes:
+                length = min(tuning.store_read_bytes, file.bytes - start)
+                part = store.read_range(key, start, length)
+                target.write(part)
+                if len(part) < length:
+                    break  # the object is shorter than the manifest says
+        got = hash_file(path)
+        if got != file:
+            raise ConfigurationError(f"{store.name}/{key}: expected {file}, got {got}")
+
+
+def _put_in_place(manifest: Manifest, made: Path, model: Path) -> None:
+    place = model if model.exists() else made
+    for name, text in manifest.model_files.items():
+        path = place / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
+    if place is made:
+        made.rename(model)
+    else:
+        (made / manifest.version).rename(model / manifest.version)
