@@ -92,7 +92,7 @@ class _Verified(NamedTuple):
 
 class Tokens:
     """Verifies tokens. One that was valid is not verified again while its key set and its time
-    last: a signature takes 40 to 100 µs.
+    last: a signature takes 150 to 250 µs of the event loop, and a remembered token takes 2.
 
     Args:
         settings: see there.

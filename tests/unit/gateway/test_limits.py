@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import Code, Rejected
+from headrace.gateway.callers import Caller
+from headrace.gateway.gateway import Unavailable, UnderWay
 from headrace.gateway.limits import CallerLimits, Limits, Reason
 
 RATE = Limits(requests_per_second=2.0, burst=3)
@@ -144,3 +146,32 @@ def test_many_callers_take_bounded_memory() -> None:
         ended(callers, f"address {number}", RATE, 100.0)
 
     assert len(callers) == 100
+
+
+def test_bytes_that_gateway_refuses_are_not_counted_for_caller() -> None:
+    """Otherwise its own limit would shrink with each refusal, for ever."""
+    callers, limits = CallerLimits(max_idle=10), Limits(max_in_flight_bytes=1000)
+    under_way = UnderWay(max_requests=10, max_bytes=100, callers=callers)
+    caller = Caller("a", "caller a", limits)
+
+    with under_way.counting(caller) as first, under_way.counting(caller) as second:
+        first.add(60)
+        with pytest.raises(Unavailable):
+            second.add(60)
+
+    usage = callers.begin("caller a", limits, 0.0)
+    assert (usage.requests, usage.size_bytes) == (1, 0)
+    assert (under_way.requests, under_way.size_bytes) == (0, 0)
+
+
+def test_caller_over_limits_takes_no_place_in_gateway() -> None:
+    """It would otherwise fill the gateway with refusals."""
+    callers = CallerLimits(max_idle=10)
+    under_way = UnderWay(max_requests=2, max_bytes=100, callers=callers)
+    narrow, other = Caller("a", "caller a", Limits(max_in_flight=1)), Caller()
+
+    with under_way.counting(narrow):
+        with pytest.raises(Rejected), under_way.counting(narrow):
+            pass
+        with under_way.counting(other):
+            assert under_way.requests == 2
