@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from headrace.errors import ConfigurationError, HeadraceError, describe_error
 from headrace.models.backends.port import Backend
 from headrace.models.backends.warmup import Inputs, NoMadeUpInputsError, make_sample_batches
-from headrace.models.profiling.batch_safety import Batching, Verdict
+from headrace.models.profiling.batch_safety import Batching, Verdict, choose_tolerance
+from headrace.models.profiling.golden import check_golden_samples
 from headrace.models.profiling.probe import probe
 from headrace.models.signature import Signature, without_batching
 from headrace.models.version import ModelVersion
@@ -95,12 +96,20 @@ class BackendLoader:
         """Make a backend ready to run. Blocks; call it on the backend's thread.
 
         Raises:
-            ConfigurationError: it cannot be loaded, or not even one recorded row can be run.
+            ConfigurationError: it cannot be loaded, gives other outputs than its golden samples, or
+                not even one recorded row can be run.
         """
         version = self._version
         if version.config.pinned:
             self._pin_to_cores()
         backend.load()
+        if self._is_first:
+            check_golden_samples(
+                backend.run,
+                backend.signature,
+                version.directory,
+                choose_tolerance(version.config, backend.signature, version.tuning),
+            )
         probing = self._is_first and version.config.probe
         if probing:
             self._probe(backend)

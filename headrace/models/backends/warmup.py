@@ -234,7 +234,7 @@ def _read_sample(path: Path, signature: Signature) -> Inputs:
                 f"{path}: {spec.name}: expected {list(spec.shape)}, got {list(array.shape)}"
             )
         if spec.datatype == "BYTES" and array.dtype.kind in "SU":
-            sample[spec.name] = _as_bytes(array)
+            sample[spec.name] = as_bytes(array)
         elif array.dtype != DATATYPES[spec.datatype].dtype:
             raise ConfigurationError(
                 f"{path}: {spec.name}: expected {spec.datatype}, got {array.dtype}"
@@ -246,7 +246,7 @@ def _read_sample(path: Path, signature: Signature) -> Inputs:
     return {spec.name: np.ascontiguousarray(sample[spec.name]) for spec in signature.inputs}
 
 
-def _as_bytes(array: NDArray[Any]) -> NDArray[Any]:
+def as_bytes(array: NDArray[Any]) -> NDArray[Any]:
     """Convert fixed-width strings, the only kind in a file, to an object array of bytes."""
     encoded = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
     return encoded.astype(object)
