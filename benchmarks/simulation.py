@@ -47,7 +47,7 @@ from headrace.telemetry.logs import configure_logging
 from headrace.tools.replay.jobs import open_recording
 from headrace.tools.replay.recording import Selection
 from headrace.tools.simulate.arrivals import read_arrivals
-from headrace.tools.simulate.events import Arrivals, Limits
+from headrace.tools.simulate.events import Arrivals, BatchLimits
 from headrace.tools.simulate.scenarios import (
     Scenario,
     ScenarioResult,
@@ -198,7 +198,7 @@ def served_limits(settings: Settings, model: str, service_time: ServiceTime) -> 
     """Return the model with its current limits."""
     version = latest_models(settings, None)[model]
     limits = (version.max_batch_size, version.max_batch_bytes, version.max_queue_delay_ms)
-    return Served(Limits(*limits), version.config.instances, service_time)
+    return Served(BatchLimits(*limits), version.config.instances, service_time)
 
 
 def summary(rows: Sequence[ComparedRun]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from headrace.runtime.log_factory import open_log
 SHOWN_ELEMENTS = 1000
 
 
-class InferRequest(NamedTuple):
+class OutgoingRequest(NamedTuple):
     """A request to send: either `inputs`, or `payload` with its content type."""
 
     model: str
@@ -103,7 +103,7 @@ def command(
         raise click.UsageError("give either --input, once or more, or --file")
     if content_type and file is None:
         raise click.UsageError("--content-type goes with --file")
-    question = InferRequest(model, version, timeout_s, inputs)
+    question = OutgoingRequest(model, version, timeout_s, inputs)
     if file is not None:
         guessed = content_type or mimetypes.guess_type(file.name)[0]
         question = question._replace(
@@ -116,7 +116,7 @@ def command(
     say(json.dumps(as_protocol(response)) if as_json else as_text(response))
 
 
-async def _ask(settings: Settings, question: InferRequest) -> Response:
+async def _ask(settings: Settings, question: OutgoingRequest) -> Response:
     async with _client(settings) as client:
         if question.payload is None:
             return await client.infer(

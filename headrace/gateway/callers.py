@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BEARER = "bearer "
 
 
-class Group(StrEnum):
+class ApiGroup(StrEnum):
     """The groups of methods that are opened together, like Triton's restricted protocols."""
 
     HEALTH = "health"
@@ -84,7 +84,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**40)]
 class _Entry(Struct, forbid_unknown_fields=True):
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
     certificate: Annotated[str, Meta(pattern="^(URI:|DNS:|CN=).{1,1000}$")] | None = None
-    groups: list[Group] = msgspec.field(default_factory=lambda: list(Group))
+    groups: list[ApiGroup] = msgspec.field(default_factory=lambda: list(ApiGroup))
     requests_per_second: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
     burst: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     max_in_flight: Count | None = None
@@ -99,7 +99,7 @@ class _Entry(Struct, forbid_unknown_fields=True):
 
 class _KeysFile(Struct, forbid_unknown_fields=True):
     callers: dict[Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")], _Entry]
-    public: list[Group] = msgspec.field(default_factory=lambda: [Group.HEALTH])
+    public: list[ApiGroup] = msgspec.field(default_factory=lambda: [ApiGroup.HEALTH])
 
 
 class _Login(NamedTuple):
@@ -108,14 +108,14 @@ class _Login(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    public: frozenset[Group]
+    public: frozenset[ApiGroup]
     logins: dict[str, _Login]
     """By the SHA-256 of their keys, and by names in their certificates, which have a prefix."""
 
 
 Keys: TypeAlias = Watched[_Keys]
 
-_NO_KEYS = _Keys(frozenset({Group.HEALTH}), {})
+_NO_KEYS = _Keys(frozenset({ApiGroup.HEALTH}), {})
 _BY_KEY = "an API key in Authorization: Bearer or in X-API-Key"
 _BY_CERTIFICATE = "a certificate that is known"
 _BY_TOKEN = "a valid token in Authorization: Bearer"  # noqa: S105 - what an error expects
@@ -161,7 +161,7 @@ class Callers:
         """Return True if anybody may call everything, without limits of its own."""
         return not self._expected and not self._limits.are_set
 
-    def admit(self, group: Group, given: Credentials) -> Caller:
+    def admit(self, group: ApiGroup, given: Credentials) -> Caller:
         """Return the caller.
 
         Args:

@@ -19,7 +19,7 @@ from headrace.gateway.bodies import IndexEntry
 from headrace.gateway.callers import Caller, Callers, Denied
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
-from headrace.gateway.limits import CallerLimits, Reason, Usage
+from headrace.gateway.limits import CallerLimits, CallerUsage, Reason
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
@@ -82,7 +82,7 @@ class Urgency(NamedTuple):
 class CountedRequest:
     """A request under way, and the bytes of its body."""
 
-    def __init__(self, under_way: UnderWay, usage: Usage | None) -> None:
+    def __init__(self, under_way: UnderWay, usage: CallerUsage | None) -> None:
         self._under_way = under_way
         self._usage = usage
         self.size_bytes = 0
@@ -92,7 +92,7 @@ class CountedRequest:
 
         Raises:
             Unavailable: all requests together have too many.
-            Rejected: those of its caller do; see `Usage.check_bytes`.
+            Rejected: those of its caller do; see `CallerUsage.check_bytes`.
         """
         usage = self._usage
         if usage is not None:
@@ -131,7 +131,7 @@ class UnderWay:
 
         Raises:
             Unavailable: too many requests are under way.
-            Rejected: the caller is over its limits; see `Usage.begin`.
+            Rejected: the caller is over its limits; see `CallerUsage.begin`.
         """
         if self.requests >= self._max_requests:
             raise Unavailable(

@@ -30,7 +30,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
-from headrace.gateway.callers import Caller, Credentials, Denied, Group
+from headrace.gateway.callers import ApiGroup, Caller, Credentials, Denied
 from headrace.gateway.gateway import (
     NO_LOADING,
     PERMISSION_DENIED,
@@ -326,7 +326,7 @@ class GrpcDoor:
         given = _given(metadata)._replace(address=_address_of(context.peer()))
         if callers.use_certificates:
             given = given._replace(certificate=_names_in(context.auth_context()))
-        return callers.admit(Group.INFERENCE, given)
+        return callers.admit(ApiGroup.INFERENCE, given)
 
     def _describe_call(self, method: str, status: grpc.StatusCode) -> tuple[str, Attributes]:
         """Return the name and the attributes of the span of a call."""
@@ -440,17 +440,17 @@ class _Admission(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(partial(_refuse_caller, refusal))
         return await continuation(handler_call_details)
 
-    def _refusal_of(self, group: Group, given: Credentials) -> Refusal | None:
+    def _refusal_of(self, group: ApiGroup, given: Credentials) -> Refusal | None:
         try:
             self._gateway.callers.admit(group, given)
         except Denied as error:
             refusal = _refusal(answer_of_error(error), self._tuning)
-            if group is Group.INFERENCE:
+            if group is ApiGroup.INFERENCE:
                 self._gateway.metrics.ended_at_door(DOOR, refusal.status.name, 0.0)
             return refusal
         return None
 
-    def _admitting(self, group: Group, given: Credentials, method: Any) -> _Method:
+    def _admitting(self, group: ApiGroup, given: Credentials, method: Any) -> _Method:
         """Return the method, which first looks at the certificate of its caller.
 
         Args:
@@ -491,17 +491,17 @@ async def _refuse_caller(refusal: Refusal, _requests: Any, context: Context) -> 
     await context.abort(*refusal)
 
 
-def _group_of(method: str) -> Group:
+def _group_of(method: str) -> ApiGroup:
     """Return the group of a method by its full name."""
     _, service, name = method.rsplit("/", 2) if method.count("/") == 2 else ("", "", "")
     if service == health_pb2.DESCRIPTOR.services_by_name["Health"].full_name:
-        return Group.HEALTH
+        return ApiGroup.HEALTH
     if name in ("ServerLive", "ServerReady", "ModelReady"):
-        return Group.HEALTH
+        return ApiGroup.HEALTH
     if name in ("ModelInfer", "ModelStreamInfer") or "SharedMemory" in name:
-        return Group.INFERENCE
+        return ApiGroup.INFERENCE
     is_setting = name in ("TraceSetting", "LogSettings")
-    return Group.REPOSITORY if is_setting or name.startswith("Repository") else Group.METADATA
+    return ApiGroup.REPOSITORY if is_setting or name.startswith("Repository") else ApiGroup.METADATA
 
 
 def _given(metadata: Mapping[str, str | bytes]) -> Credentials:

@@ -41,7 +41,7 @@ from headrace.gateway.bodies import (
     VersionStatus,
     VersionStatusText,
 )
-from headrace.gateway.callers import Caller, Credentials, Denied, Group
+from headrace.gateway.callers import ApiGroup, Caller, Credentials, Denied
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
     MAX_TIMEOUT_MS,
@@ -249,7 +249,7 @@ class HttpDoor:
                 given = _credentials(request, with_certificate=callers.use_certificates)
                 request[_CALLER] = callers.admit(group, given)
             except Denied as error:
-                if group is Group.INFERENCE:
+                if group is ApiGroup.INFERENCE:
                     status = _STATUS[answer_of_error(error).code]
                     self._gateway.metrics.ended_at_door(DOOR, str(status), 0.0)
                 raise
@@ -534,17 +534,17 @@ def _names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
     return (*names, *(f"CN={name}" for kind, name in subject if kind == "commonName"))
 
 
-def _group_of(request: web.Request) -> Group:
+def _group_of(request: web.Request) -> ApiGroup:
     """Return the group of a route; an unknown path belongs to the metadata."""
     resource = request.match_info.route.resource
     path = "" if resource is None else resource.canonical
     if request.method == "POST" and path.endswith(("/infer", ":predict")):
-        return Group.INFERENCE
+        return ApiGroup.INFERENCE
     if path.endswith(("/live", "/ready")):
-        return Group.HEALTH
+        return ApiGroup.HEALTH
     if "/repository/" in path:
-        return Group.REPOSITORY
-    return Group.INFERENCE if "sharedmemory/" in path else Group.METADATA
+        return ApiGroup.REPOSITORY
+    return ApiGroup.INFERENCE if "sharedmemory/" in path else ApiGroup.METADATA
 
 
 def _headers(request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:

@@ -43,7 +43,7 @@ class Limits(NamedTuple):
         return bool(self.requests_per_second or self.max_in_flight or self.max_in_flight_bytes)
 
 
-class Usage:
+class CallerUsage:
     """What one caller has under way, and the tokens that it has left.
 
     Attributes:
@@ -127,15 +127,15 @@ class CallerLimits:
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
-        self._busy: dict[str, Usage] = {}
-        self._idle: dict[str, Usage] = {}
+        self._busy: dict[str, CallerUsage] = {}
+        self._idle: dict[str, CallerUsage] = {}
         """In the order in which they became idle."""
         self.refused: Counter[Reason] = Counter()
 
     def __len__(self) -> int:
         return len(self._busy) + len(self._idle)
 
-    def begin(self, caller: str, limits: Limits, now_s: float) -> Usage:
+    def begin(self, caller: str, limits: Limits, now_s: float) -> CallerUsage:
         """Count a request until `end`, and return what its caller uses.
 
         Args:
@@ -148,7 +148,7 @@ class CallerLimits:
         """
         usage = self._busy.get(caller) or self._idle.pop(caller, None)
         if usage is None:
-            usage = Usage(caller, limits, self.refused)
+            usage = CallerUsage(caller, limits, self.refused)
         elif usage.limits != limits:
             usage.renew(limits)
         try:
@@ -157,13 +157,13 @@ class CallerLimits:
             self._keep(caller, usage)
         return usage
 
-    def end(self, caller: str, usage: Usage, size_bytes: int) -> None:
+    def end(self, caller: str, usage: CallerUsage, size_bytes: int) -> None:
         """Count the end of a request with so many bytes."""
         usage.requests -= 1
         usage.size_bytes -= size_bytes
         self._keep(caller, usage)
 
-    def _keep(self, caller: str, usage: Usage) -> None:
+    def _keep(self, caller: str, usage: CallerUsage) -> None:
         if usage.requests:
             self._busy[caller] = usage
             return

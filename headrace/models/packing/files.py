@@ -21,7 +21,7 @@ from headrace.models.packing.manifest import (
     Difference,
     File,
     Manifest,
-    Tensor,
+    PackedTensor,
     check_manifest,
     compare_files,
     compare_model_files,
@@ -73,8 +73,8 @@ def make_manifest(
     return parse_manifest(manifest.to_json())
 
 
-def _describe_tensor(spec: TensorSpec) -> Tensor:
-    return Tensor(spec.name, spec.datatype, tuple(spec.shape))
+def _describe_tensor(spec: TensorSpec) -> PackedTensor:
+    return PackedTensor(spec.name, spec.datatype, tuple(spec.shape))
 
 
 def _find_tools() -> Iterator[tuple[str, str]]:

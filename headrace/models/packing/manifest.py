@@ -43,7 +43,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.bytes} bytes, sha256:{self.sha256}"
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An input or output as requests see it; -1 stands for a free dimension."""
 
     name: str
@@ -80,8 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,17}$")]
     files: Annotated[dict[str, File], msgspec.Meta(min_length=1, max_length=MAX_FILES)]
     model_files: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_FILES)]
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[PackedTensor, ...]
+    outputs: tuple[PackedTensor, ...]
     created: _Text
     tools: dict[str, str]
     metadata: dict[str, Any] = {}

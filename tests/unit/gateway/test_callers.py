@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import GatewaySettings
-from headrace.gateway.callers import Callers, Credentials, Group
+from headrace.gateway.callers import ApiGroup, Callers, Credentials
 from headrace.tuning import TUNING
 
 
@@ -25,7 +25,7 @@ def test_caller_without_login_is_counted_by_its_network(address: str, counted_by
     """A host has all addresses of a /64, so that they are one caller."""
     callers = Callers(GatewaySettings(caller_max_in_flight=1), TUNING.gateway)
 
-    caller = callers.admit(Group.INFERENCE, Credentials(address=address))
+    caller = callers.admit(ApiGroup.INFERENCE, Credentials(address=address))
 
     assert (caller.limited_as, caller.tenant) == (f"address {counted_by}", "")
 

@@ -20,7 +20,7 @@ from jwt.algorithms import RSAAlgorithm
 
 from headrace.config import GatewaySettings, JwtSettings
 from headrace.errors import ConfigurationError, Rejected
-from headrace.gateway.callers import Callers, Credentials, Denied, Group
+from headrace.gateway.callers import ApiGroup, Callers, Credentials, Denied
 from headrace.gateway.tokens import Claims, Tokens
 from headrace.tuning import TUNING
 from tests.support.tokens import HOUR_S, Provider, jwt_settings
@@ -262,14 +262,14 @@ def test_public_groups_need_no_token(provider: Provider, jwks: Path) -> None:
     """Health, for balancers; a token that is not valid changes nothing about that."""
     callers = Callers(GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks))), QUICK)
 
-    assert callers.admit(Group.HEALTH, bearer(provider.token(exp=1))).tenant == ""
+    assert callers.admit(ApiGroup.HEALTH, bearer(provider.token(exp=1))).tenant == ""
     with pytest.raises(Denied, match=r"metadata: expected a valid token in .*, got none$"):
-        callers.admit(Group.METADATA, Credentials())
+        callers.admit(ApiGroup.METADATA, Credentials())
 
 
 def test_token_and_key_of_same_name_are_counted_apart(provider: Provider, jwks: Path) -> None:
     """Their limits may differ, and a change of limits gives all tokens of the rate back."""
     settings = GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks)), caller_max_in_flight=1)
-    caller = Callers(settings, QUICK).admit(Group.INFERENCE, bearer(provider.token()))
+    caller = Callers(settings, QUICK).admit(ApiGroup.INFERENCE, bearer(provider.token()))
 
     assert (caller.tenant, caller.limited_as) == ("team-a", "token of team-a")
