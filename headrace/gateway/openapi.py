@@ -55,6 +55,24 @@ _HEADERS: dict[str, dict[str, Any]] = {
     },
     "traceparent": {"description": "W3C Trace Context.", "schema": {"type": "string"}},
 }
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds until the next try.", "schema": _INTEGER}}
+_SECURITY_SCHEMES = {
+    "key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-API-Key",
+        "description": "A key of `gateway.keys_file`.",
+    },
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A key of `gateway.keys_file`, or a token of the identity provider.",
+    },
+    "certificate": {
+        "type": "mutualTLS",
+        "description": "A client certificate that `gateway.keys_file` names.",
+    },
+}
 _TAGS = ("inference", "models", "health", "repository", "v1", "shared memory")
 
 
@@ -167,13 +185,21 @@ def describe() -> dict[str, Any]:
         "servers": [{"url": "http://127.0.0.1:8000"}],
         "tags": [{"name": tag} for tag in _TAGS],
         "paths": paths,
-        "components": {"schemas": _one_line(components)},
+        "components": {
+            "schemas": _one_line(components),
+            "securitySchemes": _SECURITY_SCHEMES,
+        },
+        "security": [{}, *({name: []} for name in _SECURITY_SCHEMES)],
     }
 
 
 def _describe_operation(operation: Operation, schemas: dict[Any, Any]) -> dict[str, Any]:
     error = {"description": "An error", "content": _json(schemas[ErrorBody])}
-    answers: dict[str, Any] = {"default": error}
+    answers: dict[str, Any] = {
+        "default": error,
+        "401": error | {"description": "The caller is not known"},
+        "403": error | {"description": "The caller may not do this"},
+    }
     described: dict[str, Any] = {
         "operationId": operation.name,
         "tags": [operation.tag],
@@ -192,6 +218,10 @@ def _describe_operation(operation: Operation, schemas: dict[Any, Any]) -> dict[s
     if operation.tag in ("inference", "v1") and operation.request is not None:
         names = [name for name in _HEADERS if operation.binary or name[0] != "I"]
         parameters += [{"name": name, "in": "header", **_HEADERS[name]} for name in names]
+        answers["429"] = error | {
+            "description": "Too many requests, of this caller or of all",
+            "headers": _RETRY_AFTER,
+        }
     if operation.answer is not None:
         answers["200"] = {"description": "OK", "content": _json(schemas[operation.answer])}
     if operation.answer in (Live, Ready):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,36 @@ async def test_errors_have_described_schema(repository: Path) -> None:
     schema = schema_of("post", "/v2/models/{model}/infer", 404)
     Draft202012Validator(schema).validate(reply.json)
     assert reply.json["error_details"]["code"] == "UNKNOWN_MODEL"
+
+
+async def test_answers_to_unknown_callers_have_described_schemas(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Of every operation that is not public; only the process's health is."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[callers.known]\nsha256 = "{hashlib.sha256(b"key").hexdigest()}"\n')
+    async with gateway_of(repository, keys_file=str(keys)) as served:
+        for method, path in operations():
+            reply = await call(served, method, path)
+
+            if path.endswith(("/live", "/ready")):
+                assert reply.status == 200, path
+                continue
+            assert reply.status == 401, path
+            described = DOCUMENT["paths"][path][method]["responses"]["401"]
+            schema = described["content"]["application/json"]["schema"]
+            validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+            validator.validate(reply.json)
+
+
+async def test_refusal_of_caller_over_its_limit_is_described(repository: Path) -> None:
+    """Its header says when to try again."""
+    async with gateway_of(repository, caller_requests_per_second=0.01, caller_burst=1) as served:
+        replies = [await served.infer("digits", {"inputs": [PIXELS]}) for _ in range(2)]
+
+    assert [each.status for each in replies] == [200, 429]
+    described = DOCUMENT["paths"]["/v2/models/{model}/infer"]["post"]["responses"]["429"]
+    assert set(described["headers"]) <= set(replies[1].headers)
+    schema = described["content"]["application/json"]["schema"]
+    validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+    validator.validate(replies[1].json)
