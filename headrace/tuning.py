@@ -170,6 +170,19 @@ class ProtocolTuning:
     counted_value_bytes: int = 65_536
     """Values up to this size are decoded to count their elements for such a text."""
 
+    compressed_from_bytes: int = 1024
+    """Smaller requests and answers are not compressed."""
+    zstd_level: int = 3
+    """Level of what is compressed with zstd: its own default."""
+    deflate_level: int = 1
+    """Level of what is compressed with gzip or deflate: the fastest."""
+    max_decompressed_bytes: int = 1 << 30
+    """Largest value that is decompressed where no setting limits it, as in a client."""
+    first_zstd_bytes: int = 64 * 1024
+    """First room for what is made of zstd, besides eight times its size; then eight times that."""
+    located_damage_bytes: int = 256
+    """Damage in a compressed value is located to so many bytes."""
+
 
 @dataclass(frozen=True)
 class TransportTuning:
@@ -482,6 +495,10 @@ class IngestTuning:
     each request read. Reading ahead still helps to refuse late requests early and to share fairly,
     but must not take time from the requests read before."""
 
+    inline_decompressed_bytes: int = 512 * 1024
+    """Bytes made of compressed values on the event loop before it does something else; gzip
+    takes up to 4 ms for them. A value that yields more is decompressed on a thread."""
+
     hold_loop_s: float = 0.01
     """Longest time to read without yielding; images or large JSON take milliseconds each."""
     double_records_for_s: float = 0.001
@@ -596,6 +613,10 @@ class ResponderTuning:
     """Reply topics that are looked up at the same time."""
     reply_topic_retry_s: float = 0.5
     """Pause before a look-up that failed is retried."""
+
+    inline_compressed_bytes: int = 64 * 1024
+    """Answers that are compressed on the event loop together; gzip takes up to 3 ms for them. More
+    go to a thread."""
 
     max_unacknowledged_chunks: int = 16
     """Chunks of answers that wait for acknowledgements, at least once and in no order."""
@@ -794,8 +815,6 @@ class GatewayTuning:
     """
     compressed_from_bytes: int = 1024
     """Smaller answers are not compressed for callers that accept that."""
-    zstd_level: int = 3
-    """Level of answers in zstd: its own default."""
     retry_after_s: int = 1
     """Sent to callers if the time to wait is not known."""
     drain_silence_s: float = 0.2

@@ -23,9 +23,11 @@ from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriab
 from headrace.log.port import Log, NewRecord, Record
 from headrace.protocol import headers as envelope
 from headrace.protocol.codec import decode_response, encode_request
+from headrace.protocol.compression import CODINGS, compress
 from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import ErrorResponse, Parameter
 from headrace.runtime.log_factory import open_log
+from headrace.tuning import TUNING
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_MAX_IN_FLIGHT = 1024
@@ -86,6 +88,8 @@ class Client:
             (`HEADRACE_KAFKA__SECURITY_PROTOCOL`, …) over the defaults.
         reply_partition: partition of the responses topic; chosen at random by default.
         content_type: `application/msgpack` or `application/json`, for requests and answers.
+        compression: coding of requests and answers of 1 KiB and more: `zstd`, `gzip` or `deflate`;
+            none by default.
         max_in_flight: most calls in flight at once. It bounds memory: at most this many requests
             and their answers are held.
 
@@ -104,8 +108,13 @@ class Client:
         settings: Settings | None = None,
         reply_partition: int | None = None,
         content_type: str = envelope.MSGPACK,
+        compression: str = "",
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
     ) -> None:
+        if compression and compression not in CODINGS:
+            raise ValueError(
+                f"compression: expected one of {', '.join(CODINGS)}, got {compression!r}"
+            )
         if content_type not in (envelope.MSGPACK, envelope.JSON):
             raise ValueError(
                 f"content_type: expected {envelope.MSGPACK} or {envelope.JSON}, "
@@ -117,6 +126,7 @@ class Client:
         self._log = log
         self._reply_partition = reply_partition
         self._content_type = content_type
+        self._compression = compression
         self._permits = asyncio.Semaphore(max_in_flight)
         self._rpc: RpcClient | None = None
         self._stack = AsyncExitStack()
@@ -237,6 +247,8 @@ class Client:
             (HeaderName.CONTENT_TYPE, content_type.encode()),
             (HeaderName.DEADLINE_MS, b"%d" % deadline_ms),
         ]
+        if self._compression:
+            request = self._compress(request, about)
         if self._rpc is None:
             raise ClientClosed("the client is not open: use it within `async with`")
         with _refusals_as_inference_errors():
@@ -248,6 +260,20 @@ class Client:
                     raise
                 raise InferenceTimeout(f"no answer within {timeout_s:g} s") from None
             return _response(answer)
+
+    def _compress(self, request: NewRecord, about: list[tuple[str, bytes | None]]) -> NewRecord:
+        """Compress a request's value unless the caller has, and add the headers that say so."""
+        given = {name for name, _ in about}
+        coding = self._compression.encode()
+        if HeaderName.ACCEPT_ENCODING not in given:
+            about.append((HeaderName.ACCEPT_ENCODING, coding))
+        value = request.value
+        if HeaderName.CONTENT_ENCODING in given or value is None:
+            return request
+        if len(value) < TUNING.protocol.compressed_from_bytes:
+            return request
+        about.append((HeaderName.CONTENT_ENCODING, coding))
+        return request._replace(value=compress(value, self._compression))
 
 
 def _override(settings: Settings, bootstrap_servers: str | None, namespace: str | None) -> Settings:

@@ -36,8 +36,8 @@ class SyncClient:
     The client runs on an event loop in a thread of its own while the context is entered.
 
     Args:
-        bootstrap_servers, namespace, settings, reply_partition, content_type, max_in_flight:
-            see `Client`.
+        bootstrap_servers, namespace, settings, reply_partition, content_type, compression,
+            max_in_flight: see `Client`.
 
     Raises (on entering):
         ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `Client`.
@@ -51,6 +51,7 @@ class SyncClient:
         settings: Settings | None = None,
         reply_partition: int | None = None,
         content_type: str = headers.MSGPACK,
+        compression: str = "",
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
     ) -> None:
         client = Client(
@@ -59,6 +60,7 @@ class SyncClient:
             settings=settings,
             reply_partition=reply_partition,
             content_type=content_type,
+            compression=compression,
             max_in_flight=max_in_flight,
         )
         self._open: Callable[[], AbstractAsyncContextManager[Client]] = lambda: client

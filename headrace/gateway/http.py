@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import cramjam
 import msgspec
-import numpy as np
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -65,6 +63,17 @@ from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.compression import (
+    CODINGS,
+    ZSTD,
+    Decompressor,
+    choose_coding,
+    compress,
+    new_decompressor,
+    read_coding,
+    too_large,
+)
+from headrace.protocol.compression import decompress as decompress_value
 from headrace.protocol.headers import JSON, HeaderName
 from headrace.telemetry.http_listener import Connections, HttpListener
 from headrace.telemetry.logs import Event
@@ -103,12 +112,6 @@ _JSON_TYPES = frozenset({"", JSON, OCTETS, "application/x-www-form-urlencoded"})
 """Content types of a body that begins with JSON: clients call any body octets, and `curl -d` calls
 it a form. Every other type is a payload for the model's transform.
 """
-
-_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""Of the codings of bodies, as zlib names their formats; `deflate` is zlib's own (RFC 9110)."""
-ZSTD = "zstd"
-_CODINGS = (ZSTD, *_WINDOW_BITS)
-"""Of bodies; of those that a caller accepts equally, the first one is taken."""
 
 
 class UnreadableBody(Rejected):
@@ -361,7 +364,7 @@ class HttpDoor:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
         limit = self._gateway.settings.max_body_bytes
         if (request.content_length or 0) > limit:
-            raise _too_large(limit, str(request.content_length))
+            raise too_large("body", limit, str(request.content_length))
         coding = _coding_of(request)
         decompress = _decompressor(coding, limit)
         parts: list[bytes] = []
@@ -370,10 +373,11 @@ class HttpDoor:
         def take(chunk: bytes) -> None:
             nonlocal size, sent
             sent += len(chunk)
-            part = decompress(chunk)
+            with _damage_as_unreadable():
+                part = decompress(chunk)
             size += len(part)
             if max(size, sent) > limit:
-                raise _too_large(limit, "more")
+                raise too_large("body", limit, "more")
             counted.add(len(part))
             parts.append(part)
 
@@ -389,11 +393,13 @@ class HttpDoor:
             raise UnreadableBody(408, f"body: expected {expected}, got {sent} bytes") from None
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise UnreadableBody(400, f"body: expected one that can be read: {error}") from error
-        decompress(None)
+        with _damage_as_unreadable():
+            decompress(None)
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if coding != ZSTD:
             return body
-        plain = _decompress_zstd(body, limit)
+        with _damage_as_unreadable():
+            plain = decompress_value(body, ZSTD, limit, "body")
         counted.add(max(0, len(plain) - len(body)))
         return plain
 
@@ -409,11 +415,10 @@ class HttpDoor:
         """Return the response, compressed if it is large and the caller accepts that."""
         if len(body) < self._tuning.compressed_from_bytes:
             return web.Response(body=body, headers=headers)
-        coding = _best_coding(request.headers.get("Accept-Encoding", ""))
+        coding = choose_coding(request.headers.get("Accept-Encoding", ""))
         if coding == ZSTD:
             headers["Content-Encoding"] = ZSTD
-            body = bytes(cramjam.zstd.compress(body, level=self._tuning.zstd_level))
-            return web.Response(body=body, headers=headers)
+            return web.Response(body=compress(body, ZSTD), headers=headers)
         response = web.Response(body=body, headers=headers)
         if coding:
             response.enable_compression(web.ContentCoding(coding))
@@ -574,83 +579,34 @@ def _media_type(content_type: str) -> str:
 def _coding_of(request: web.Request) -> str:
     """Return the coding of a body, empty for none. Raises `UnreadableBody`."""
     given = request.headers.get("Content-Encoding", "")
-    coding = given.strip().lower()
-    if coding in ("", "identity"):
-        return ""
-    if coding not in _CODINGS:
-        expected = f"one of {', '.join(_CODINGS)}, or none"
+    coding = read_coding(given)
+    if coding is None:
+        expected = f"one of {', '.join(CODINGS)}, or none"
         raise UnreadableBody(
             415, f"header Content-Encoding: expected {expected}, got {given[:40]!r}"
         )
     return coding
 
 
-def _best_coding(accepted: str) -> str:
-    """Return the coding that `Accept-Encoding` gives the highest quality, empty for none.
-
-    `*` stands for the codings that are not named (RFC 9110, 12.5.3). Among equal qualities zstd is
-    preferred, then gzip.
-    """
-    qualities = dict(_quality(each) for each in accepted.lower().split(","))
-    others = qualities.get("*", 0.0)
-    best = max(_CODINGS, key=lambda coding: qualities.get(coding, others))
-    quality = qualities.get(best, others)
-    return best if quality > 0 and quality >= qualities.get("identity", 0.0) else ""
-
-
-def _quality(item: str) -> tuple[str, float]:
-    """Return a coding and its quality, 0 if that cannot be read."""
-    name, _, weight = item.partition(";")
-    _, given, value = weight.partition("q=")
-    try:
-        return name.strip(), float(value) if given else 1.0
-    except ValueError:
-        return name.strip(), 0.0
-
-
-class _Decompressor(Protocol):
-    def __call__(self, chunk: bytes | None) -> bytes: ...
-
-
-def _decompressor(coding: str, limit_bytes: int) -> _Decompressor:
+def _decompressor(coding: str, limit_bytes: int) -> Decompressor:
     """Return the function that decompresses a body's chunks; None after the last one.
 
-    A chunk never yields more than one byte over the limit. Of zstd it yields the compressed bytes:
-    `_decompress_zstd` can bound only what it makes of a whole body.
+    Of zstd it yields the compressed bytes: only what is made of a whole body can be bounded.
     """
-    if coding not in _WINDOW_BITS:
+    if coding in ("", ZSTD):
         return lambda chunk: chunk or b""
-    stream = zlib.decompressobj(_WINDOW_BITS[coding])
-
-    def decompress(chunk: bytes | None) -> bytes:
-        try:
-            part = b"" if chunk is None else stream.decompress(chunk, limit_bytes + 1)
-        except zlib.error as error:
-            raise UnreadableBody(400, f"body: expected {coding}: {error}") from error
-        if stream.unused_data or (chunk is None and not stream.eof):
-            found = "bytes after it" if stream.unused_data else "a part of one"
-            raise UnreadableBody(400, f"body: expected one {coding} stream, got {found}")
-        return part
-
-    return decompress
+    return new_decompressor(coding, limit_bytes, "body")
 
 
-def _decompress_zstd(body: bytes, limit_bytes: int) -> bytes:
-    """Decompress a body of any number of frames. Raises `UnreadableBody` and `TOO_LARGE`."""
-    plain = np.empty(limit_bytes, np.uint8)  # takes memory only as it is written
+@contextmanager
+def _damage_as_unreadable() -> Iterator[None]:
+    """Turn the refusal of a damaged body into `UnreadableBody`."""
     try:
-        size = cramjam.zstd.decompress_into(body, plain.data)
-    except cramjam.DecompressionError as error:
-        if "whole buffer" in str(error):  # `std::io::ErrorKind::WriteZero`: the buffer is full
-            raise _too_large(limit_bytes, "more") from None
-        raise UnreadableBody(400, f"body: expected {ZSTD}: {error}") from error
-    return plain[:size].tobytes()
-
-
-def _too_large(limit_bytes: int, got: str) -> Rejected:
-    return Rejected.mismatch(
-        Code.TOO_LARGE, "body", expected=f"at most {limit_bytes} bytes", got=got
-    )
+        yield
+    except Rejected as error:
+        if error.code != Code.INVALID_REQUEST or isinstance(error, UnreadableBody):
+            raise
+        raise UnreadableBody(400, error.message) from error
 
 
 # --- answers ------------------------------------------------------------------------------------

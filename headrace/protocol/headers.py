@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
+from headrace.protocol.compression import CODINGS, choose_coding, read_coding
 from headrace.protocol.messages import MAX_NAME_LENGTH, Envelope, Failure, Request
 from headrace.tuning import TUNING
 
@@ -24,6 +25,7 @@ class HeaderName:
     # of requests
     CONTENT_TYPE: Final = "content-type"
     CONTENT_ENCODING: Final = "content-encoding"
+    ACCEPT_ENCODING: Final = "accept-encoding"
     CORRELATION_ID: Final = "kafka_correlationId"
     REPLY_TOPIC: Final = "kafka_replyTopic"
     REPLY_PARTITION: Final = "kafka_replyPartition"
@@ -294,10 +296,17 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
-def _content_encoding(value: bytes) -> NoReturn:
-    raise ValueError(
-        f"expected no such header, as values are read as they are, got {_shown(value)}"
-    )
+@lru_cache(maxsize=_TUNING.cached_header_values)
+def _content_encoding(value: bytes) -> str:
+    coding = read_coding(value.decode("ascii", "replace"))
+    if coding is None:
+        raise ValueError(f"expected one of {', '.join(CODINGS)}, or none, got {_shown(value)}")
+    return coding
+
+
+@lru_cache(maxsize=_TUNING.cached_header_values)
+def _accept_encoding(value: bytes) -> str:
+    return choose_coding(value.decode("ascii", "replace"))
 
 
 def _too_long(value: bytes) -> NoReturn:
@@ -311,7 +320,7 @@ def _shown(value: bytes) -> str:
 _Parse = Callable[[bytes], Any]
 
 # Index of each header among the fields of `parse_envelope`, and its parser, if it has one.
-# The first thirteen fields are those of `Envelope`; the last two are merged into them.
+# The first fifteen fields are those of `Envelope`; the last two are merged into them.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.CONTENT_TYPE: (0, _content_type),
     HeaderName.CORRELATION_ID: (1, None),
@@ -323,9 +332,10 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.TRACEPARENT: (9, None),
     HeaderName.TRACESTATE: (10, None),
     HeaderName.CANCEL: (12, _cancelled),
-    HeaderName.TIMEOUT_MS: (13, _milliseconds(0)),
-    HeaderName.MODEL: (14, _model),
-    HeaderName.CONTENT_ENCODING: (11, _content_encoding),  # always a fault
+    HeaderName.CONTENT_ENCODING: (13, _content_encoding),
+    HeaderName.ACCEPT_ENCODING: (14, _accept_encoding),
+    HeaderName.TIMEOUT_MS: (15, _milliseconds(0)),
+    HeaderName.MODEL: (16, _model),
 }
 _DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
 _BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
@@ -418,6 +428,8 @@ def answers_headers(
 
 def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
     """Add the headers of an answer that come from the caller's."""
+    if request.compressed and request.failure is None:
+        headers.append((HeaderName.CONTENT_ENCODING, envelope.answer_encoding.encode()))
     if envelope.correlation_id is not None:
         headers.append((HeaderName.CORRELATION_ID, envelope.correlation_id))
     trace = request.trace

@@ -370,6 +370,8 @@ class Envelope(NamedTuple):
         fault: what is wrong with the headers, if anything; the answer is then an error.
         cancels: topic, partition and offset of the request that the record cancels, or
             `headrace.protocol.headers.BY_CORRELATION`.
+        content_encoding: coding of the value; empty for none.
+        answer_encoding: coding that the caller wants for the answer; empty for none.
     """
 
     content_type: str = ""
@@ -385,6 +387,8 @@ class Envelope(NamedTuple):
     tracestate: bytes | None = None
     fault: str | None = None
     cancels: tuple[str, int, int] | None = None
+    content_encoding: str = ""
+    answer_encoding: str = ""
 
 
 class BatchSummary(Struct, frozen=True):
@@ -481,6 +485,7 @@ class Request(IngestedRequest, eq=False):
             if their outputs have equal sizes, so that it need not be compared item by item; with
             BYTES outputs each request has its own.
         failure: why it has no outputs; None unless it failed.
+        compressed: value of its answer in `envelope.answer_encoding`; None unless it was made.
     """
 
     arrived_us: int = 0
@@ -494,6 +499,7 @@ class Request(IngestedRequest, eq=False):
     output_metadata: tuple[TensorMetadata, ...] = ()
     output_data: tuple[memoryview | bytes, ...] | None = None
     failure: Failure | None = None
+    compressed: bytes | None = None
 
     @property
     def outputs(self) -> tuple[Tensor, ...] | None:

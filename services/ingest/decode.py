@@ -19,7 +19,7 @@ from headrace.errors import Code, Rejected
 from headrace.log.port import Record
 from headrace.models.version import ModelVersion
 from headrace.protocol.ack import NULL_ACK
-from headrace.protocol.codec import callers_id, check_value, decode_request
+from headrace.protocol.codec import callers_id, check_value, decode_request, plain_value
 from headrace.protocol.headers import (
     BY_CORRELATION,
     JSON,
@@ -36,6 +36,7 @@ from headrace.protocol.messages import (
     Tensor,
 )
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
+from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.transforms import PendingTransform
 from headrace.topics import Stage
 from headrace.tuning import TUNING
@@ -68,6 +69,7 @@ class IngestRules:
 
     Attributes:
         admission: None if the batcher is in another process.
+        decompressor: decompresses values; without it they are decompressed immediately.
         transform_later: receives payloads whose transform is user code, to be run on a thread;
             without it they are transformed immediately.
         cache: layouts of the values that were decoded.
@@ -77,6 +79,7 @@ class IngestRules:
     models: ModelLookup
     limits: LimitSettings
     admission: Admission | None = None
+    decompressor: ValueDecompressor | None = None
     transform_later: Callable[[PendingTransform], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
     copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
@@ -192,6 +195,8 @@ def _is_plain(envelope: Envelope, now_us: int) -> bool:
     """Return True if the headers need no special handling and the deadline has not passed."""
     if envelope.fault is not None or envelope.cancels is not None or envelope.model:
         return False
+    if envelope.content_encoding:
+        return False
     deadline_ms = envelope.deadline_ms
     in_time = not deadline_ms or now_us < deadline_ms * 1000
     return in_time and envelope.content_type in MSGPACK_TYPES
@@ -251,21 +256,62 @@ def _decode(
             request.version = ""
             ack_handle.resize(size_bytes - len(value or b""))
             return request
+    if envelope.content_encoding and envelope.fault is None:
+        return _decode_compressed(request, value, rules)
     try:
         if envelope.fault is not None:
             raise Rejected(Code.INVALID_REQUEST, envelope.fault)
-        if envelope.content_type not in DECODED_TYPES:
-            _bind_payload(request, value, envelope, rules)
-        else:
-            _bind(request, value, envelope, rules)
+        _bind_value(request, value, envelope, rules)
     except Rejected as error:
-        request.fail(rejection(error, Stage.INGEST))
-        request.version = ""  # named by the caller; this version may not exist
-        request.id = request.id or callers_id(value, envelope)
+        _refuse(request, error, value)
     if envelope.content_type not in MSGPACK_TYPES:
         # These tensors are no views of the value, so they take memory besides it.
         ack_handle.resize(ack_handle.size_bytes + request.size_bytes)
     return request
+
+
+def _decode_compressed(request: Request, value: bytes | None, rules: IngestRules) -> Request:
+    """Decode a compressed value, unless the decompressor leaves it to its thread."""
+    limits, decompressor = rules.limits, rules.decompressor
+    try:
+        compressed = check_value(value, limits)
+        if decompressor is None:
+            plain = plain_value(compressed, request.envelope, limits.max_request_bytes)
+        else:
+            plain = decompressor.decompress(request, compressed)
+    except Rejected as error:
+        _refuse(request, error, None)
+        return request
+    return request if plain is None else bind_decompressed(request, plain, rules)
+
+
+def bind_decompressed(request: Request, plain: bytes | memoryview, rules: IngestRules) -> Request:
+    """Decode what was compressed in the value of a request; return the request."""
+    envelope, ack_handle = request.envelope, request.ack_handle
+    kept_bytes = 0
+    try:
+        _bind_value(request, plain, envelope, rules)
+        # In MessagePack the tensors are views of all that was decompressed.
+        is_viewed = envelope.content_type in MSGPACK_TYPES
+        kept_bytes = len(plain) if is_viewed else request.size_bytes
+    except Rejected as error:
+        _refuse(request, error, plain)
+    assert isinstance(ack_handle, InFlightAck)
+    ack_handle.resize(ack_handle.size_bytes + kept_bytes)
+    return request
+
+
+def refuse_compressed(request: Request, error: Rejected) -> Request:
+    """Fail a request whose value could not be decompressed; return it."""
+    _refuse(request, error, None)
+    return request
+
+
+def _refuse(request: Request, error: Rejected, plain: bytes | memoryview | None) -> None:
+    """Fail a request whose value, decompressed, was refused."""
+    request.fail(rejection(error, Stage.INGEST))
+    request.version = ""  # named by the caller; this version may not exist
+    request.id = request.id or callers_id(plain, request.envelope)
 
 
 def fail_poisoned(
@@ -278,7 +324,8 @@ def fail_poisoned(
     request = Request(ack_handle, *origin, record.key, record.value, record.headers, envelope)
     request.ingested_us = now_us
     request.model, request.version = envelope.model, envelope.version
-    request.id = callers_id(record.value, envelope)
+    if not envelope.content_encoding:
+        request.id = callers_id(record.value, envelope)
     request.fail(poisoned_failure(Stage.INGEST))
     return request
 
@@ -310,9 +357,21 @@ def _cancel_request(record: Record, assignment: AssignedPartition, envelope: Env
     return Request(NULL_ACK, *origin, None, None, record.headers, envelope)
 
 
+def _bind_value(
+    request: Request,
+    value: bytes | memoryview | None,
+    envelope: Envelope,
+    rules: IngestRules,
+) -> None:
+    if envelope.content_type in DECODED_TYPES:
+        _bind(request, value, envelope, rules)
+    else:
+        _bind_payload(request, value, envelope, rules)
+
+
 def _bind(
     request: IngestedRequest,
-    value: bytes | None,
+    value: bytes | memoryview | None,
     envelope: Envelope,
     rules: IngestRules,
 ) -> None:
@@ -338,7 +397,7 @@ def _bind(
 
 def _bind_payload(
     request: Request,
-    value: bytes | None,
+    value: bytes | memoryview | None,
     envelope: Envelope,
     rules: IngestRules,
 ) -> None:

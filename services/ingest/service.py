@@ -1,7 +1,8 @@
 """The ingest stage: records of a partition → checked requests → the batcher, or an answer.
 
 The path of a record: `run` receives the polled records of a partition; `_read` decodes and checks
-them; `_transform` runs Python transforms on their thread; `_pass_on` sends the requests on.
+them; `_decompress` and `_transform` make large values and run Python transforms on their threads;
+`_pass_on` sends the requests on.
 Requests are *runnable*, or they have *ended*: with a failure, which the responder answers.
 """
 
@@ -16,19 +17,24 @@ from itertools import islice
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
+from headrace.delivery.failures import REVOKED
 from headrace.delivery.inflight import AssignedPartition, skipped_range
 from headrace.delivery.ordering import KeyChains
+from headrace.errors import Rejected
 from headrace.log.port import Record
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import IngestedRequest, Request
 from headrace.services.ingest.decode import (
     IngestRules,
+    bind_decompressed,
     bind_transformed,
     cancels_another,
     decode_record,
     decode_records,
     fail_poisoned,
+    refuse_compressed,
 )
+from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.transforms import PendingTransform, TransformThread
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
@@ -57,7 +63,10 @@ class IngestService:
         self._items = items
         self._answers = answers
         self._pending: list[PendingTransform] = []
-        self._rules = replace(rules, transform_later=self._pending.append)
+        self._decompressor = ValueDecompressor(rules.limits, tuning)
+        self._rules = replace(
+            rules, decompressor=self._decompressor, transform_later=self._pending.append
+        )
         self._transforms = TransformThread(tuning)
         self._tracing = instruments.tracing
         self._clock = instruments.clock
@@ -68,23 +77,43 @@ class IngestService:
             assignment, records = polled.assignment, iter(polled.records)
             if polled.skipped is not None:
                 await self._answers.send([skipped_range(assignment, polled.skipped)])
-            isolation = polled.isolation
             while not assignment.revoked:
-                runnable, ended = self._read(polled, records)
-                if self._pending:
-                    runnable, ended = await self._transform(runnable, ended)
-                if isolation is not None:
-                    isolation.isolate(runnable)
-                if not (runnable or ended):
+                read = self._read(polled, records)
+                if not read:
                     break
-                await self._pass_on(polled, runnable, ended)
+                await self._finish(polled, read)
+                while self._decompressor.waiting:
+                    await self._finish(polled, [await self._decompress()])
                 # Yield even without a pause: the other stages work in between.
                 is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
                 pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
-                await asyncio.sleep((len(runnable) + len(ended)) * pause_s)
+                await asyncio.sleep(len(read) * pause_s)
+        self._decompressor.close()
         self._transforms.close()
         self._items.close()
         self._answers.close()
+
+    async def _finish(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
+        """Run the transforms that requests wait for, and send on all whose values are complete."""
+        waiting = {id(request) for request in self._decompressor.waiting}
+        waiting.update(id(payload.request) for payload in self._pending)
+        complete = list(requests)
+        if waiting:
+            complete = [request for request in requests if id(request) not in waiting]
+        self._trace(complete)
+        if self._pending:
+            complete += await self._transform()
+        runnable = [request for request in complete if request.failure is None]
+        ended: list[Request] = []
+        if len(runnable) != len(complete):
+            ended = [request for request in complete if request.failure is not None]
+        if polled.isolation is not None:
+            polled.isolation.isolate(runnable)
+        await self._pass_on(polled, runnable, ended)
+
+    def _trace(self, requests: Sequence[Request]) -> None:
+        if self._tracing is not None:
+            self._tracing.ingested(requests, self._clock())
 
     async def _pass_on(
         self, polled: PolledRecords, runnable: list[Request], ended: list[Request]
@@ -107,34 +136,38 @@ class IngestService:
             if runnable:
                 await self._items.send(runnable)
 
-    async def _transform(
-        self, runnable: list[Request], ended: list[Request]
-    ) -> tuple[list[Request], list[Request]]:
-        """Run the pending transforms; return (runnable, ended), with their requests last."""
+    async def _decompress(self) -> Request:
+        """Decompress the next value that waits for the thread; return its request."""
+        request = self._decompressor.waiting[0]
+        if request.ack_handle.revoked:
+            self._decompressor.waiting.popleft()
+            request.fail(REVOKED)
+            return request
+        try:
+            request, plain = await self._decompressor.decompress_next()
+        except Rejected as error:
+            return refuse_compressed(request, error)
+        return bind_decompressed(request, plain, self._rules)
+
+    async def _transform(self) -> list[Request]:
+        """Run the pending transforms; return their requests."""
         payloads = self._pending[:]
         self._pending.clear()
         await self._transforms.run(payloads)
         requests = [bind_transformed(payload) for payload in payloads]
-        if self._tracing is not None:
-            self._tracing.ingested(requests, self._clock())
-        transformed = {id(request) for request in requests}
-        runnable = [request for request in runnable if id(request) not in transformed]
-        return (
-            runnable + [request for request in requests if request.failure is None],
-            ended + [request for request in requests if request.failure is not None],
-        )
+        self._trace(requests)
+        return requests
 
-    def _read(
-        self, polled: PolledRecords, records: Iterator[Record]
-    ) -> tuple[list[Request], list[Request]]:
-        """Admit and check records for about `hold_loop_s`; return (runnable, ended).
+    def _read(self, polled: PolledRecords, records: Iterator[Record]) -> list[Request]:
+        """Admit and check records for about `hold_loop_s`; return their requests.
 
-        Both lists are empty when no records are left. Records answered before this assignment
-        are skipped.
+        The list is empty when no records are left. Records answered before this assignment are
+        skipped.
         """
         assignment, isolation = polled.assignment, polled.isolation
         tuning = self._tuning
         now_us = self._clock()
+        self._decompressor.begin_reading()
         began_s = time.perf_counter()
         requests: list[Request] = []
         count = 1  # records read between two looks at the clock
@@ -148,26 +181,14 @@ class IngestService:
             else:
                 requests += decode_records(some, assignment, self._rules, now_us)
             elapsed_s = time.perf_counter() - began_s
-            if requests and elapsed_s >= tuning.hold_loop_s:
+            if requests and (elapsed_s >= tuning.hold_loop_s or self._decompressor.is_exhausted):
                 break
             if elapsed_s < tuning.double_records_for_s:
                 count = min(2 * count, tuning.max_records_at_once)
         # An isolated record got its place in the order when it was parked.
         if assignment.chains is not None and not polled.is_isolated:
             _chain(requests, assignment.chains)
-        runnable = [request for request in requests if request.failure is None]
-        ended: list[Request] = []
-        if len(runnable) != len(requests):
-            ended = [request for request in requests if request.failure is not None]
-        if self._tracing is not None:
-            checked_us = self._clock()
-            pending = {id(payload.request) for payload in self._pending}
-            checked = runnable
-            if pending:  # these are checked after their transforms
-                checked = [request for request in runnable if id(request) not in pending]
-            self._tracing.ingested(checked, checked_us)
-            self._tracing.ingested(ended, checked_us)
-        return runnable, ended
+        return requests
 
     def _read_singly(
         self,

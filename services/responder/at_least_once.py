@@ -144,6 +144,7 @@ class AtLeastOnce:
 
     async def _answer_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         encoder = self._encoder
+        await encoder.compress_answers(requests)
         clock = encoder.anchored()
         began_us = clock()
         records = encoder.encode_answers(requests, began_us)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -15,7 +16,8 @@ from headrace.delivery.transactions import Records
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused, RecordsRefused, RecordTooLarge
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.protocol.codec import encode_error, encode_responses
+from headrace.protocol.codec import encode_error, encode_response, encode_responses
+from headrace.protocol.compression import compress
 from headrace.protocol.headers import (
     OWN_ANSWER_HEADERS,
     answer_headers,
@@ -29,6 +31,7 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.request_log import log_answered
 from headrace.telemetry.span_attributes import Answering
 from headrace.topics import Stage
+from headrace.tuning import TUNING, ResponderTuning
 
 log = structlog.get_logger(__name__)
 
@@ -39,10 +42,46 @@ RequestsByTarget = dict[TopicPartition, list[Request]]
 class AnswerEncoder:
     """Encode the records of ended requests, and report what was answered."""
 
-    def __init__(self, routes: Routes, instruments: Instruments) -> None:
+    def __init__(
+        self, routes: Routes, instruments: Instruments, tuning: ResponderTuning = TUNING.responder
+    ) -> None:
+        self._tuning = tuning
         self._routes = routes
         self._metrics, self._tracing = instruments.metrics, instruments.tracing
         self.clock, self.anchored = instruments.clock, instruments.anchored
+
+    async def compress_answers(self, requests: Iterable[Request]) -> None:
+        """Compress the answers of requests whose callers want that, before they are encoded.
+
+        Small answers, and those that do not shrink, stay as they are. Many bytes are compressed
+        on a thread.
+        """
+        chosen = [
+            request
+            for request in requests
+            if request.envelope.answer_encoding
+            and request.output_data is not None
+            and request.compressed is None
+        ]
+        if not chosen:
+            return
+        from_bytes = TUNING.protocol.compressed_from_bytes
+        values = encode_responses(chosen, self.clock())
+
+        def compress_all() -> list[bytes]:
+            return [
+                compress(value, request.envelope.answer_encoding)
+                if len(value) >= from_bytes
+                else value
+                for request, value in zip(chosen, values, strict=True)
+            ]
+
+        if sum(map(len, values)) <= self._tuning.inline_compressed_bytes:
+            made = compress_all()
+        else:
+            made = await asyncio.to_thread(compress_all)
+        for request, value, compressed in zip(chosen, values, made, strict=True):
+            request.compressed = compressed if len(compressed) < len(value) else b""
 
     def encode_answers(
         self, requests: Sequence[Request], now_us: int, *, minimal: bool = False
@@ -59,7 +98,10 @@ class AnswerEncoder:
             if late is not None and request.failure is None:
                 request.fail(late)
         fine = [request for request in requests if request.failure is None]
-        values = encode_responses(fine, now_us)
+        if any(request.compressed for request in fine):
+            values = [request.compressed or encode_response(request, now_us) for request in fine]
+        else:
+            values = encode_responses(fine, now_us)
         headers = answers_headers(fine, "ok", self._routes.requests)
         new = tuple.__new__  # half the cost of calling a NamedTuple's class
         records: list[NewRecord] = [

@@ -245,6 +245,7 @@ class OrderedStep:
 
     async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
         encoder = self._encoder
+        await encoder.compress_answers(requests)
         clock = encoder.anchored()
         began_us = clock()
         records = encoder.encode_answers(requests, began_us)

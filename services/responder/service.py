@@ -73,7 +73,7 @@ class ResponderService:
         self._offset_store = delivery.offset_store
         self._source_offsets = delivery.source_offsets
         self._metrics = instruments.metrics
-        self._encoder = AnswerEncoder(routes, instruments)
+        self._encoder = AnswerEncoder(routes, instruments, tuning)
         self._reply_topics = ReplyTopics(producer, self._resolved, tuning)
         self._sequencer: PartitionSequencer | None = None
         self._answers = self._make_answers(producer, delivery)

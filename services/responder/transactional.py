@@ -455,6 +455,7 @@ class TransactionalStep:
         self, committer: _PartitionCommitter, left: list[PendingAnswer]
     ) -> Sequence[PendingAnswer]:
         """Answer requests; halve them while the brokers refuse them together."""
+        await self._encoder.compress_answers([request for request, _ in left])
         records = TransactionRecords(self._encoder)
         while left:
             refusal = await committer.commit_all(left, records)

@@ -8,7 +8,7 @@ from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
 from headrace.models.inputs.binding import Binder
 from headrace.models.signature import TensorSpec, make_signature
-from headrace.protocol.codec import decode_request
+from headrace.protocol.codec import decode_request, plain_value
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import InferenceRequest
 from tests.support.bad_records import BAD_RECORDS, MAX_REQUEST_BYTES, BadRecord
@@ -25,7 +25,10 @@ DIGITS = Binder(
 def serve(record: BadRecord) -> None:
     """Pass a record through ingest, up to the point where it would run."""
     envelope = parse_envelope(record.headers, 1_700_000_000_000, 0)
-    request = decode_request(record.value, envelope, LIMITS)
+    if envelope.fault is not None:
+        raise Rejected(Code.INVALID_REQUEST, envelope.fault)
+    value = plain_value(record.value, envelope, MAX_REQUEST_BYTES)
+    request = decode_request(value, envelope, LIMITS)
     look_up(request)
     DIGITS.bind(request.inputs, request.outputs)
 

@@ -9,7 +9,13 @@
 
 from headrace.protocol.codec.client import Answer, decode_response, encode_request
 from headrace.protocol.codec.json_data import bytes_to_data
-from headrace.protocol.codec.requests import callers_id, check_value, decode_request, names_version
+from headrace.protocol.codec.requests import (
+    callers_id,
+    check_value,
+    decode_request,
+    names_version,
+    plain_value,
+)
 from headrace.protocol.codec.responses import encode_error, encode_response, encode_responses
 from headrace.protocol.codec.wire import (
     ChunkLimits,
@@ -46,6 +52,7 @@ __all__ = [
     "encode_responses",
     "encode_results",
     "names_version",
+    "plain_value",
     "refer_to_source",
     "restore_value",
 ]

@@ -12,6 +12,7 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.codec.json_data import ENCODING, bytes_to_data, data_to_bytes
 from headrace.protocol.codec.requests import JsonInferenceRequest, JsonInputTensor
+from headrace.protocol.compression import decompress
 from headrace.protocol.headers import JSON, MSGPACK_TYPES, parse_envelope
 from headrace.protocol.messages import (
     ErrorDetails,
@@ -25,6 +26,7 @@ from headrace.protocol.messages import (
     Tensor,
 )
 from headrace.protocol.tensors import from_array, to_array
+from headrace.tuning import TUNING
 
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 _encode_json = msgspec.json.Encoder().encode
@@ -147,9 +149,12 @@ def decode_response(
     Raises:
         Rejected: `INTERNAL`: the record is not an answer from Headrace.
     """
-    content_type = parse_envelope(headers, 0, 0).content_type
+    envelope = parse_envelope(headers, 0, 0)
+    content_type = envelope.content_type
     if value is None:
         raise _unreadable("a value", "null")
+    if envelope.content_encoding:
+        value = _decompress(value, envelope.content_encoding)
     body: _Packed | _Json
     try:
         if content_type in MSGPACK_TYPES:
@@ -167,6 +172,13 @@ def decode_response(
         return ErrorResponse(id=body.id, error=body.error, error_details=details)
     outputs = {tensor.name: to_array(tensor) for tensor in tensors}
     return Answer(body.model_name, body.model_version, body.id, outputs, body.parameters)
+
+
+def _decompress(value: bytes | memoryview, coding: str) -> bytes:
+    try:
+        return decompress(value, coding, TUNING.protocol.max_decompressed_bytes, "answer")
+    except Rejected as error:
+        raise Rejected(Code.INTERNAL, error.message) from error
 
 
 def _tensor(output: OutputTensor) -> Tensor:

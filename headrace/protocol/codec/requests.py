@@ -18,6 +18,7 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, refusal
 from headrace.protocol.codec.json_data import ENCODING, data_to_bytes
+from headrace.protocol.compression import decompress
 from headrace.protocol.headers import JSON, MSGPACK_TYPES, begins_as_json
 from headrace.protocol.messages import (
     MAX_INPUTS,
@@ -33,6 +34,7 @@ from headrace.protocol.messages import (
     Text,
 )
 from headrace.protocol.tensors import check_tensor
+from headrace.tuning import TUNING
 
 
 class JsonInputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -88,14 +90,28 @@ def check_value(value: bytes | memoryview | None, limits: LimitSettings) -> byte
     return value
 
 
+def plain_value(
+    value: bytes | memoryview | None, envelope: Envelope, limit_bytes: int
+) -> bytes | memoryview | None:
+    """Return a record's value without its `content-encoding`.
+
+    Raises:
+        Rejected: `TOO_LARGE`, or `INVALID_REQUEST` for a damaged value.
+    """
+    if value is None or not envelope.content_encoding:
+        return value
+    return decompress(value, envelope.content_encoding, limit_bytes, "value")
+
+
 def decode_request(
     value: bytes | memoryview | None, envelope: Envelope, limits: LimitSettings
 ) -> InferenceRequest:
     """Decode a request record's value and check its tensors.
 
-    Each input has a known datatype, a valid shape, and as many bytes as the shape requires; in
-    MessagePack they are a view of `value`. `headrace.models` checks whether the model accepts
-    them. `model_name` and `model_version` are from the body or `x-model`.
+    The value must not be compressed any more, see `plain_value`. Each input has a known datatype,
+    a valid shape, and as many bytes as the shape requires; in MessagePack they are a view of
+    `value`. `headrace.models` checks whether the model accepts them. `model_name` and
+    `model_version` are from the body or `x-model`.
 
     Raises:
         Rejected: `INVALID_REQUEST`, `INVALID_TENSOR` or `TOO_LARGE`.
@@ -296,6 +312,7 @@ def names_version(value: bytes | memoryview | None, envelope: Envelope) -> bool:
         return False
     decode = _decode_version_json if content_type == JSON else _decode_version_msgpack
     try:
-        return bool(decode(value).model_version)
-    except DECODE_ERRORS:  # not the caller's fault: do not assume that any version will do
+        plain = plain_value(value, envelope, TUNING.protocol.max_decompressed_bytes)
+        return bool(decode(plain or b"").model_version)
+    except (*DECODE_ERRORS, Rejected):  # not the caller's fault: assume that it names one
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headrace.errors import Code
+from headrace.protocol.compression import CODINGS
 from headrace.protocol.headers import JSON, MAX_PRIORITY, MSGPACK
 from headrace.protocol.schemas.types import DIALECT
 from headrace.topics import TOPICS, Stage, Topic, TopicSpec
@@ -208,6 +209,11 @@ def _request_headers() -> _Node:
             f"{MSGPACK} when absent (also application/vnd.msgpack, application/x-msgpack), {JSON}, "
             "or a payload's own type. Matched without regard to case and parameters."
         ),
+        "content-encoding": _coding("Of the value; it is not compressed when absent."),
+        "accept-encoding": _text(
+            f"Codings that the caller reads, of {', '.join(CODINGS)}, with qualities as in HTTP. "
+            "The answer is not compressed when absent."
+        ),
         "kafka_replyTopic": _text("Where to answer; must be one that the settings allow."),
         "kafka_replyPartition": _bytes("int32, big-endian; 0 or more."),
         "x-deadline-ms": _digits("Epoch milliseconds after which no answer is of use."),
@@ -233,6 +239,7 @@ def _response_headers() -> _Node:
             f"As the request's; {JSON} for a raw payload, and for the error of a value that begins "
             "with a brace."
         ),
+        "content-encoding": _coding("Of the value, as the request accepts it; absent for none."),
         "x-status": {"type": "string", "enum": ["ok", *map(str, Code)]},
         "x-request": _text("The request record, as topic/partition/offset."),
         **_passed_on(),
@@ -267,6 +274,10 @@ def _object(properties: _Node, required: list[str]) -> _Node:
 
 def _text(description: str) -> _Node:
     return {"type": "string", "description": description}
+
+
+def _coding(description: str) -> _Node:
+    return {"type": "string", "enum": [*CODINGS, "identity"], "description": description}
 
 
 def _bytes(description: str) -> _Node:

@@ -29,10 +29,12 @@ from headrace.protocol.codec import (
     encode_request,
     encode_response,
     encode_results,
+    plain_value,
     refer_to_source,
     wire_single,
 )
 from headrace.protocol.codec.events import decode_event, encode_event
+from headrace.protocol.compression import CODINGS, compress, decompress
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.headers import JSON, MSGPACK, parse_envelope
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request, Tensor
@@ -50,6 +52,7 @@ class GoldenSample(NamedTuple):
     Attributes:
         schema: schema of its value, in `headrace.protocol.schemas.types`.
         content_type: content type of its value.
+        encoding: coding of its value; empty for none.
         write: returns the bytes.
         read: raises `Rejected` if the bytes can no longer be read.
     """
@@ -58,15 +61,21 @@ class GoldenSample(NamedTuple):
     content_type: str
     write: Callable[[], bytes]
     read: Callable[[bytes], object]
+    encoding: str = ""
+
+    def plain(self, content: bytes) -> bytes:
+        """Return the sample without its coding: releases of zlib and zstd write other bytes."""
+        return decompress(content, self.encoding, 1 << 20, "sample") if self.encoding else content
 
     def described(self, content: bytes) -> str:
         """Return a readable form of the sample: its type, and its value with `bin` as base64."""
         codec = msgspec.json if self.content_type == JSON else msgspec.msgpack
-        value = codec.decode(content, type=SCHEMAS[self.schema])
+        value = codec.decode(self.plain(content), type=SCHEMAS[self.schema])
         return json.dumps(
             {
                 "schema": f"{self.schema}.schema.json",
                 "content_type": self.content_type,
+                **({"content_encoding": self.encoding} if self.encoding else {}),
                 "value": msgspec.to_builtins(value),
             },
             indent=2,
@@ -197,12 +206,15 @@ def _traced(request: Request) -> Request:
     return request
 
 
-def _headers(content_type: str) -> list[tuple[str, bytes | None]]:
-    return [("content-type", content_type.encode())]
+def _headers(content_type: str, encoding: str = "") -> list[tuple[str, bytes | None]]:
+    return [("content-type", content_type.encode()), ("content-encoding", encoding.encode())]
 
 
-def _read_request(content_type: str, content: bytes) -> object:
-    return decode_request(content, parse_envelope(_headers(content_type), 0, 0), LimitSettings())
+def _read_request(content_type: str, content: bytes, encoding: str = "") -> object:
+    envelope, limits = parse_envelope(_headers(content_type, encoding), 0, 0), LimitSettings()
+    return decode_request(
+        plain_value(content, envelope, limits.max_request_bytes), envelope, limits
+    )
 
 
 def _public_samples() -> Iterator[tuple[str, GoldenSample]]:
@@ -220,6 +232,39 @@ def _public_samples() -> Iterator[tuple[str, GoldenSample]]:
             yield f"response-{name}", GoldenSample(schema, content_type, write, read_response)
         write = partial(_error_bytes, content_type)
         yield f"error-{form}", GoldenSample("error-response", content_type, write, read_response)
+
+
+def _compressed_samples() -> Iterator[tuple[str, GoldenSample]]:
+    for coding in CODINGS:
+        for form, content_type in (("msgpack", MSGPACK), ("json", JSON)):
+            suffix = "" if content_type == MSGPACK else "-json"
+
+            def write_request(coding: str = coding, content_type: str = content_type) -> bytes:
+                return compress(_request_bytes(content_type, "FP32"), coding)
+
+            def write_response(coding: str = coding, content_type: str = content_type) -> bytes:
+                return compress(_response_bytes(content_type, "FP32"), coding)
+
+            yield (
+                f"request-{form}-fp32-{coding}",
+                GoldenSample(
+                    f"inference-request{suffix}",
+                    content_type,
+                    write_request,
+                    partial(_read_request, content_type, encoding=coding),
+                    coding,
+                ),
+            )
+            yield (
+                f"response-{form}-fp32-{coding}",
+                GoldenSample(
+                    f"inference-response{suffix}",
+                    content_type,
+                    write_response,
+                    partial(decode_response, _headers(content_type, coding)),
+                    coding,
+                ),
+            )
 
 
 def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
@@ -313,5 +358,9 @@ def _result_bytes(make: Callable[[], Request]) -> bytes:
     return encode_results([make()])
 
 
-SAMPLES: dict[str, GoldenSample] = {**dict(_public_samples()), **dict(_internal_samples())}
+SAMPLES: dict[str, GoldenSample] = {
+    **dict(_public_samples()),
+    **dict(_compressed_samples()),
+    **dict(_internal_samples()),
+}
 """All samples by name: `golden/<name>.bin` has the bytes, `<name>.json` their meaning."""

@@ -17,7 +17,7 @@ import numpy as np
 from headrace.config import LimitSettings
 from headrace.errors import Rejected
 from headrace.log.port import Record, TopicPartition
-from headrace.protocol.codec import decode_request
+from headrace.protocol.codec import decode_request, plain_value
 from headrace.protocol.headers import (
     DECODED_TYPES,
     HeaderName,
@@ -246,7 +246,8 @@ def _decoded(value: bytes, envelope: Envelope) -> Iterator[str]:
         yield _beginning(value)
         return
     # Faults in other headers must not keep the body from being shown.
-    request = decode_request(value, envelope._replace(fault=None), _NO_LIMITS)
+    plain = plain_value(value, envelope, _NO_LIMITS.max_request_bytes)
+    request = decode_request(plain, envelope._replace(fault=None), _NO_LIMITS)
     version = f"/{request.model_version}" if request.model_version else ""
     yield f"model {request.model_name}{version}, {len(value)} bytes"
     if request.id is not None:

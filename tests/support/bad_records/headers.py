@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.errors import Code
+from headrace.protocol.compression import CODINGS, compress
 from tests.support.bad_records.building import (
     ABSENT,
     DATA,
@@ -80,9 +81,16 @@ def _content_types() -> Iterator[BadRecord]:
     yield refused("JSON behind spaces", b"\n  " + as_json(), "application/json for a value that be")
     msgpack_type = (("content-type", b"application/msgpack"),)
     yield refused("JSON as MessagePack", as_json(), "header content-type: ", msgpack_type)
-    for encoding in (b"gzip", b"zstd", b"identity", b""):
+    for encoding in (b"br", b"x-gzip", b"gzip, gzip", b"gzip;q=1", b"*", b"\xff"):
         header = (("content-encoding", encoding),)
         yield refused(f"{encoding!r} as encoding", packed(), "header content-encoding: ", header)
+    for coding in CODINGS:
+        header = (("content-encoding", coding.encode()),)
+        whole = compress(packed(), coding)
+        yield refused(f"{coding} that is none", packed(), "value: expected ", header)
+        yield refused(f"half of {coding}", whole[: len(whole) // 2], "value: expected ", header)
+        yield refused(f"null in {coding}", None, "value: expected an inference", header)
+        yield refused(f"nothing in {coding}", b"", "value: ", header)
 
 
 def _models() -> Iterator[BadRecord]:

@@ -1,0 +1,164 @@
+"""The codings of values on topics and of bodies over HTTP: gzip, deflate and zstd.
+
+Sizes are bounded before the bytes are made. Names and qualities are those of RFC 9110 (8.4.1 and
+12.5.3), in which `deflate` is zlib's format (RFC 1950); the others are RFC 1952 (gzip) and RFC 8878
+(zstd).
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Protocol
+
+import cramjam
+import numpy as np
+
+from headrace.errors import Code, Rejected
+from headrace.tuning import TUNING
+
+GZIP = "gzip"
+DEFLATE = "deflate"
+ZSTD = "zstd"
+CODINGS = (ZSTD, GZIP, DEFLATE)
+"""The known codings; of those that a caller accepts equally, the first one is taken."""
+
+_WINDOW_BITS = {GZIP: 16 + zlib.MAX_WBITS, DEFLATE: zlib.MAX_WBITS}
+_TUNING = TUNING.protocol
+
+
+class Decompressor(Protocol):
+    """Decompresses the chunks of a value in their order; None stands for its end."""
+
+    def __call__(self, chunk: bytes | None) -> bytes: ...
+
+
+def read_coding(text: str) -> str | None:
+    """Return the coding that a header `content-encoding` names, empty for none; None if it is not
+    known.
+    """
+    coding = text.strip().lower()
+    if coding in ("", "identity"):
+        return ""
+    return coding if coding in CODINGS else None
+
+
+def choose_coding(accepted: str) -> str:
+    """Return the coding that `accept-encoding` gives the highest quality, empty for none.
+
+    `*` stands for the codings that are not named. Among equal qualities zstd is preferred, then
+    gzip.
+    """
+    qualities = dict(_quality(each) for each in accepted.lower().split(","))
+    others = qualities.get("*", 0.0)
+    best = max(CODINGS, key=lambda coding: qualities.get(coding, others))
+    quality = qualities.get(best, others)
+    return best if quality > 0 and quality >= qualities.get("identity", 0.0) else ""
+
+
+def _quality(item: str) -> tuple[str, float]:
+    """Return a coding and its quality, 0 if that cannot be read."""
+    name, _, weight = item.partition(";")
+    _, given, value = weight.partition("q=")
+    try:
+        return name.strip(), float(value) if given else 1.0
+    except ValueError:
+        return name.strip(), 0.0
+
+
+def compress(content: bytes, coding: str) -> bytes:
+    """Return the content in a coding."""
+    if coding == ZSTD:
+        return bytes(cramjam.zstd.compress(content, level=_TUNING.zstd_level))
+    return zlib.compress(content, _TUNING.deflate_level, _WINDOW_BITS[coding])
+
+
+def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where: str) -> bytes:
+    """Return what was compressed.
+
+    Args:
+        content: one stream of gzip or deflate, or any number of frames of zstd.
+        coding: one of `CODINGS`.
+        limit_bytes: largest result.
+        where: name of the content, for messages.
+
+    Raises:
+        Rejected: `TOO_LARGE` for a larger result, of which only `limit_bytes` and one are made;
+            `INVALID_REQUEST` for content that is damaged or not whole.
+    """
+    if coding == ZSTD:
+        return _decompress_zstd(content, limit_bytes, where)
+    stream = zlib.decompressobj(_WINDOW_BITS[coding])
+    try:
+        plain = stream.decompress(content, limit_bytes + 1)
+    except zlib.error as error:
+        place = _locate_damage(content, coding)
+        raise _damaged(where, f"{coding} without damage", f"{error} {place}") from error
+    if len(plain) > limit_bytes:
+        raise too_large(where, limit_bytes)
+    if stream.unused_data:
+        end = len(content) - len(stream.unused_data)
+        raise _damaged(where, f"one {coding} stream", f"other bytes from byte {end} on")
+    if not stream.eof:
+        got = f"{len(content)} bytes that end early, after {len(plain)} decompressed ones"
+        raise _damaged(where, f"a whole {coding} stream", got)
+    return plain
+
+
+def new_decompressor(coding: str, limit_bytes: int, where: str) -> Decompressor:
+    """Return the function that decompresses a stream of gzip or deflate which comes in chunks.
+
+    A chunk never yields more than one byte over the limit. The function raises `Rejected` as
+    `decompress` does, except `TOO_LARGE`: the caller adds the sizes.
+    """
+    stream = zlib.decompressobj(_WINDOW_BITS[coding])
+
+    def decompress_chunk(chunk: bytes | None) -> bytes:
+        try:
+            part = b"" if chunk is None else stream.decompress(chunk, limit_bytes + 1)
+        except zlib.error as error:
+            raise _damaged(where, f"{coding} without damage", str(error)) from error
+        if stream.unused_data or (chunk is None and not stream.eof):
+            found = "bytes after it" if stream.unused_data else "a part of one"
+            raise _damaged(where, f"one {coding} stream", found)
+        return part
+
+    return decompress_chunk
+
+
+def too_large(where: str, limit_bytes: int, got: str = "more") -> Rejected:
+    """Return the error for content that is larger than its limit, before or after decompression."""
+    expected = f"at most {limit_bytes} bytes"
+    return Rejected.mismatch(Code.TOO_LARGE, where, expected=expected, got=got)
+
+
+def _decompress_zstd(content: bytes | memoryview, limit_bytes: int, where: str) -> bytes:
+    room_bytes = _TUNING.first_zstd_bytes + 8 * len(content)
+    while True:
+        plain = np.empty(min(room_bytes, limit_bytes), np.uint8)  # memory only as it is written
+        try:
+            size = cramjam.zstd.decompress_into(content, plain.data)
+        except cramjam.DecompressionError as error:
+            if "whole buffer" not in str(error):  # `std::io::ErrorKind::WriteZero`: it is full
+                got = f"{error}, in {len(content)} bytes"
+                raise _damaged(where, f"whole {ZSTD} frames", got) from error
+            if room_bytes >= limit_bytes:
+                raise too_large(where, limit_bytes) from None
+            room_bytes *= 8
+        else:
+            return plain[:size].tobytes()
+
+
+def _locate_damage(content: bytes | memoryview, coding: str) -> str:
+    """Return where content that cannot be decompressed is damaged, to a few bytes."""
+    stream = zlib.decompressobj(_WINDOW_BITS[coding])
+    step = _TUNING.located_damage_bytes
+    for start in range(0, len(content), step):
+        try:
+            stream.decompress(content[start : start + step])
+        except zlib.error:
+            return f"in bytes {start} to {min(start + step, len(content))} of {len(content)}"
+    return f"in {len(content)} bytes"
+
+
+def _damaged(where: str, expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INVALID_REQUEST, where, expected=expected, got=got)

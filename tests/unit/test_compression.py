@@ -1,0 +1,138 @@
+"""Codings of values: what is read of headers, and how damage and size are refused."""
+
+from __future__ import annotations
+
+import gzip
+import tracemalloc
+import zlib
+
+import pytest
+
+from headrace.errors import Code, Rejected
+from headrace.protocol.compression import (
+    CODINGS,
+    choose_coding,
+    compress,
+    decompress,
+    read_coding,
+)
+
+LIMIT_BYTES = 1 << 20
+TEXT = b"".join(b"%d, " % number for number in range(20_000))
+
+
+def refusal(content: bytes, coding: str, limit_bytes: int = LIMIT_BYTES) -> Rejected:
+    """The error of content that cannot be decompressed."""
+    with pytest.raises(Rejected) as raised:
+        decompress(content, coding, limit_bytes, "value")
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("text", "coding"),
+    [
+        ("", ""),
+        ("identity", ""),
+        (" GZip ", "gzip"),
+        ("zstd", "zstd"),
+        ("deflate", "deflate"),
+        ("br", None),
+        ("gzip, gzip", None),
+    ],
+)
+def test_coding_is_read_without_case(text: str, coding: str | None) -> None:
+    """One coding, or none; a list or an unknown one is not read."""
+    assert read_coding(text) == coding
+
+
+@pytest.mark.parametrize(
+    ("accepted", "coding"),
+    [
+        ("", ""),
+        ("gzip", "gzip"),
+        ("gzip, zstd", "zstd"),
+        ("gzip;q=0.9, zstd;q=0.8, deflate", "deflate"),
+        ("*", "zstd"),
+        ("*;q=0.5, zstd;q=0", "gzip"),
+        ("identity, gzip;q=0.5", ""),
+        ("identity;q=0.5, gzip;q=0.5", "gzip"),
+        ("gzip;q=0", ""),
+        ("br", ""),
+        ("gzip;q=soon", ""),
+    ],
+)
+def test_answer_coding_has_highest_quality(accepted: str, coding: str) -> None:
+    """As HTTP reads the header; of equals, zstd and then gzip."""
+    assert choose_coding(accepted) == coding
+
+
+def test_formats_are_those_of_other_programs() -> None:
+    """What Python's own modules write is read, and the other way round."""
+    assert decompress(gzip.compress(TEXT), "gzip", LIMIT_BYTES, "value") == TEXT
+    assert decompress(zlib.compress(TEXT), "deflate", LIMIT_BYTES, "value") == TEXT
+    assert gzip.decompress(compress(TEXT, "gzip")) == TEXT
+    assert zlib.decompress(compress(TEXT, "deflate")) == TEXT
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_result_at_limit_is_whole_and_one_byte_more_refused(coding: str) -> None:
+    """The limit is the largest result."""
+    content = compress(TEXT, coding)
+
+    assert decompress(content, coding, len(TEXT), "value") == TEXT
+    error = refusal(content, coding, len(TEXT) - 1)
+    assert error.code == Code.TOO_LARGE
+    assert error.message == f"value: expected at most {len(TEXT) - 1} bytes, got more"
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_bomb_takes_no_more_memory_than_limit(coding: str) -> None:
+    """Of 64 MiB, only the limit is made, and copied."""
+    bomb = compress(bytes(64 << 20), coding)
+    tracemalloc.start()
+    try:
+        error = refusal(bomb, coding)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert error.code == Code.TOO_LARGE
+    assert peak_bytes < 3 * LIMIT_BYTES
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_damage_is_refused_with_its_place(coding: str) -> None:
+    """A wrong byte shows where it is read, which is a little behind it."""
+    content = bytearray(compress(TEXT, coding))
+    content[20_000] ^= 0xFF
+    message = refusal(bytes(content), coding).message
+
+    place = message.partition("in bytes ")[2].split()
+    assert 20_000 <= int(place[2]) <= len(content)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_truncated_stream_is_refused_with_both_sizes(coding: str) -> None:
+    """It is not taken for a shorter value."""
+    content = compress(TEXT, coding)[:5_000]
+    error = refusal(content, coding)
+
+    assert error.code == Code.INVALID_REQUEST
+    assert error.message.startswith(f"value: expected a whole {coding} stream, got 5000 bytes that")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_bytes_behind_stream_are_refused_with_their_place(coding: str) -> None:
+    """Nothing is dropped without a word."""
+    content = compress(TEXT, coding)
+    error = refusal(content + b"more", coding)
+
+    assert error.message.endswith(f"got other bytes from byte {len(content)} on")
+
+
+def test_truncated_zstd_is_refused_with_its_size() -> None:
+    """The library says no place."""
+    error = refusal(compress(TEXT, "zstd")[:5_000], "zstd")
+
+    assert error.code == Code.INVALID_REQUEST
+    assert error.message.endswith("in 5000 bytes")
