@@ -160,6 +160,28 @@ async def test_transaction_without_answer_has_unknown_outcome(
                 assert values(await read(reader, len(expected))) == expected
 
 
+@pytest.mark.slow
+async def test_cluster_without_second_version_commits_by_first(
+    kafka_installed: None, unique_name: str
+) -> None:
+    """A cluster that was upgraded keeps its level until its operator raises it."""
+    async with LocalKafka(features={"transaction.version": 1}) as cluster:
+        settings = KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)
+        async with KafkaLog(settings) as log:
+            await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
+            answers, source = TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
+            async with (
+                log.reader([answers]) as reader,
+                log.transactional_producer(unique_name, unique_name) as producer,
+            ):
+                for number in range(3):
+                    await producer.commit_transaction(
+                        {answers: [NewRecord(None, b"%d" % number)]}, {source: Committed(number)}
+                    )
+                assert values(await read(reader, 3)) == [b"0", b"1", b"2"]
+            assert (await log.committed(unique_name, [source]))[source] == Committed(2)
+
+
 @pytest.fixture
 async def guarded(kafka_installed: None) -> AsyncIterator[KafkaLog]:
     """A broker with access rules: a topic, a group and an id that may be seen and not used."""

@@ -19,6 +19,18 @@ from headrace.log.errors import (
     RecordTooLarge,
 )
 
+
+class TransactionAbortable(kafka_errors.BrokerResponseError):  # type: ignore[misc]
+    """The broker could not take part in a transaction, which must be aborted (KIP-890).
+
+    aiokafka does not know the code.
+    """
+
+    errno = 120
+    message = "TRANSACTION_ABORTABLE"
+    retriable = False
+
+
 _NOT_ALLOWED = (
     kafka_errors.AuthenticationFailedError,
     kafka_errors.AuthenticationMethodNotSupported,
@@ -34,6 +46,7 @@ _MOVED_ON = (
     kafka_errors.CommitFailedError,
     kafka_errors.IllegalGenerationError,
     kafka_errors.InvalidProducerEpoch,
+    kafka_errors.InvalidTxnState,  # the broker, or a successor, has ended the transaction
     kafka_errors.ProducerFenced,
     kafka_errors.RebalanceInProgressError,
     kafka_errors.UnknownMemberIdError,
@@ -53,6 +66,7 @@ _PASSING = (
     kafka_errors.OutOfOrderSequenceNumber,
     kafka_errors.ProducerClosed,
     kafka_errors.ReplicaNotAvailableError,
+    TransactionAbortable,
     kafka_errors.UnknownProducerId,
 )
 
@@ -96,7 +110,9 @@ async def answered(what: str, deadline_s: float) -> AsyncIterator[None]:
 
 def broker_error(code: int, *details: object) -> KafkaError | None:
     """Return the error for a code in a broker's response; None for success."""
-    kind = kafka_errors.for_code(code)
+    kind = (
+        TransactionAbortable if code == TransactionAbortable.errno else kafka_errors.for_code(code)
+    )
     return None if kind is kafka_errors.NoError else kind(*details)
 
 

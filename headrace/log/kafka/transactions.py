@@ -38,9 +38,15 @@ from headrace.log.errors import (
     TopicForbidden,
     TransactionTimedOut,
 )
+from headrace.log.kafka import transaction_requests as second_version
 from headrace.log.kafka._aiokafka import build_batch, close_client
 from headrace.log.kafka.connection import Connection
-from headrace.log.kafka.errors import answered, broker_error, in_port_words
+from headrace.log.kafka.errors import (
+    TransactionAbortable,
+    answered,
+    broker_error,
+    in_port_words,
+)
 from headrace.log.kafka.producer import RecordBatch
 from headrace.log.kafka.topic_cache import TopicCache, require_known_leaders, require_leaders
 from headrace.log.port import Committed, NewRecord, TopicPartition
@@ -59,6 +65,7 @@ _NOT_ABOUT_RECORDS = (
     kafka_errors.InvalidProducerEpoch,
     kafka_errors.InvalidTxnState,
     kafka_errors.TopicAuthorizationFailedError,
+    TransactionAbortable,
 )
 _FINAL = (
     kafka_errors.GroupAuthorizationFailedError,
@@ -233,7 +240,9 @@ class ProducerEpoch:
 
     aiokafka's own producer makes one request after the other, each by way of a task, and waits 20
     ms, or 100, while the previous transaction is still ending. Here independent requests run
-    concurrently: a transaction takes three round trips instead of five.
+    concurrently: a transaction takes three round trips instead of five, or two where the cluster
+    has the second version of transactions (`headrace.log.kafka.transaction_requests`). There each
+    commit begins a new epoch of the same id, which this object continues with.
 
     Every method raises aiokafka's errors, except the port's for records that their topic refuses,
     and waits as long as it takes; the caller bounds it in time.
@@ -260,6 +269,7 @@ class ProducerEpoch:
         self._request_timeout_ms = request_timeout_ms
         self._tuning = tuning
         self._producer_id, self._epoch = -1, -1
+        self._has_second_version = False
         self._sequences: dict[TopicPartition, int] = defaultdict(int)
         self._coordinators: dict[CoordinationType, int] = {}
         self._ended_s = 0.0  # monotonic
@@ -270,6 +280,9 @@ class ProducerEpoch:
         request = InitProducerIdRequest(self._id, self._transaction_timeout_ms)
         answer = await self._ask_coordinator(CoordinationType.TRANSACTION, self._id, request)
         self._producer_id, self._epoch = answer.producer_id, answer.producer_epoch
+        node = await self._coordinator(CoordinationType.TRANSACTION, self._id)
+        features = await self._send(node, second_version.FeaturesRequest())
+        self._has_second_version = second_version.has_second_version(features)
 
     async def close(self) -> None:
         """Close the sockets. Requests in flight fail and are not retried."""
@@ -311,13 +324,21 @@ class ProducerEpoch:
         transaction. It is not retried after a lost response: it could arrive late, and end a later
         transaction (KAFKA-17754).
         """
-        request = EndTxnRequest(*self._identity, transaction_result=True)
+        request = (
+            second_version.EndTxnRequest(self._identity)
+            if self._has_second_version
+            else EndTxnRequest(*self._identity, transaction_result=True)
+        )
         kind, pauses = CoordinationType.TRANSACTION, self._pauses_s()
         while True:
             node = await self._coordinator(kind, self._id)
-            error = _error_in(await self._send(node, request, ConnectionGroup.COORDINATION))
+            answer = await self._send(node, request, ConnectionGroup.COORDINATION)
+            error = _error_in(answer)
             if error is None:
                 self._ended_s = time.monotonic()
+                if self._has_second_version:
+                    self._producer_id, self._epoch = answer.producer_id, answer.producer_epoch
+                    self._sequences.clear()  # they begin at 0 in each epoch
                 return
             if not isinstance(error, _COULD_NOT_END):
                 raise error
@@ -328,28 +349,35 @@ class ProducerEpoch:
         return self._id, self._producer_id, self._epoch
 
     async def _write_offsets(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
-        # The transaction coordinator must know the group before the offsets go to it.
-        await self._ask_coordinator(
-            CoordinationType.TRANSACTION, self._id, AddOffsetsToTxnRequest(*self._identity, group)
-        )
-        topics: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-        for (topic, number), (offset, metadata) in offsets.items():
-            topics[topic].append((number, offset, metadata))
-        request = TxnOffsetCommitRequest(
-            self._id, group, self._producer_id, self._epoch, list(topics.items())
-        )
+        request: Any
+        if self._has_second_version:
+            request = second_version.TxnOffsetCommitRequest(self._identity, group, offsets)
+        else:
+            # The transaction coordinator must know the group before the offsets go to it.
+            await self._ask_coordinator(
+                CoordinationType.TRANSACTION,
+                self._id,
+                AddOffsetsToTxnRequest(*self._identity, group),
+            )
+            topics: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+            for (topic, number), (offset, metadata) in offsets.items():
+                topics[topic].append((number, offset, metadata))
+            request = TxnOffsetCommitRequest(
+                self._id, group, self._producer_id, self._epoch, list(topics.items())
+            )
         # Do not retry after a lost response: a late request would overwrite the offsets of a later
         # transaction.
         await self._ask_coordinator(CoordinationType.GROUP, group, request, if_lost=False)
 
     async def _write_records(self, batches: Sequence[Sequence[RecordBatch]]) -> None:
         """Write one batch of each partition at a time: the first of all, then the second of all."""
-        topics: dict[str, list[int]] = defaultdict(list)
-        for first, *_ in batches:
-            topics[first.partition.topic].append(first.partition.partition)
-        request = AddPartitionsToTxnRequest(*self._identity, list(topics.items()))
-        # The transaction coordinator must know the partitions before any batch is sent.
-        await self._ask_coordinator(CoordinationType.TRANSACTION, self._id, request)
+        if not self._has_second_version:
+            topics: dict[str, list[int]] = defaultdict(list)
+            for first, *_ in batches:
+                topics[first.partition.topic].append(first.partition.partition)
+            request = AddPartitionsToTxnRequest(*self._identity, list(topics.items()))
+            # The transaction coordinator must know the partitions before any batch is sent.
+            await self._ask_coordinator(CoordinationType.TRANSACTION, self._id, request)
         # One batch per partition at a time keeps their order.
         for rank in zip_longest(*batches):
             waiting: dict[TopicPartition, bytes] = {}
@@ -395,23 +423,22 @@ class ProducerEpoch:
         topics: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
         for partition in partitions:
             topics[partition.topic].append((partition.partition, waiting[partition]))
-        request = ProduceRequest(
-            self._id, _ALL_REPLICAS, self._request_timeout_ms, list(topics.items())
-        )
+        produce = second_version.ProduceRequest if self._has_second_version else ProduceRequest
+        request = produce(self._id, _ALL_REPLICAS, self._request_timeout_ms, list(topics.items()))
         try:
             answer = await self._send(node, request)
         except KafkaError as unreached:
             errors.append(unreached.with_traceback(None))  # its frames hold the batches
         else:
-            for topic, acknowledged in answer.topics:
-                for number, code, *_ in acknowledged:
+            for topic, acknowledged, *_tags in answer.topics:
+                for number, code, *_rest in acknowledged:
                     error = broker_error(code, topic)
                     if error is None or isinstance(error, kafka_errors.DuplicateSequenceNumber):
                         waiting.pop(TopicPartition(topic, number), None)
                     else:
                         errors.append(error)
         for error in errors:
-            if not error.retriable:
+            if not _is_transient(error):
                 raise _translate_batch_error(error)
             if error.invalid_metadata:
                 self.client.force_metadata_update()
@@ -497,8 +524,8 @@ def _error_in(answer: Any) -> KafkaError | None:
         return broker_error(answer.error_code)
     found = [
         error
-        for topic, partitions in answer.errors
-        for _, code in partitions
+        for topic, partitions, *_ in answer.errors
+        for _, code, *_ in partitions
         if (error := broker_error(code, topic)) is not None
     ]
     return min(found, key=_is_transient, default=None)

@@ -121,6 +121,8 @@ class LocalKafka:
         port: port of node 1, the other nodes use the next ones; 0 picks free ports.
         security: None for plaintext only, or an additional listener with TLS and SASL.
         properties: broker settings (`server.properties`) that override all others.
+        features: level of each feature, such as `transaction.version`, that a new cluster has
+            instead of Kafka's default (`kafka-storage.sh format --feature`).
         start_timeout_s: time limit of a start.
     """
 
@@ -132,6 +134,7 @@ class LocalKafka:
         port: int = 0,
         security: ScramTls | None = None,
         properties: Mapping[str, str] | None = None,
+        features: Mapping[str, int] | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
         if nodes < 1:
@@ -141,6 +144,7 @@ class LocalKafka:
         self._port = port
         self._security = security
         self._overrides = dict(properties or {})
+        self._features = dict(features or {})
         self._start_timeout_s = start_timeout_s
         self._path: Path | None = None
         self._certificates: Certificates | None = None
@@ -216,8 +220,10 @@ class LocalKafka:
             self._ports = self._choose_ports()
             directory = ClusterDirectory(self._path, self._count)
             directory.configure(self._ports, self._security_settings(), self._overrides)
-            users = [] if self._security is None else scram_arguments(self._security)
-            await directory.format(installation, users, self._start_timeout_s)
+            arguments = [f"--feature={name}={level}" for name, level in self._features.items()]
+            if self._security is not None:
+                arguments += scram_arguments(self._security)
+            await directory.format(installation, arguments, self._start_timeout_s)
             self._nodes = tuple(directory.broker(installation, each) for each in self.node_ids)
             for node in self._nodes:
                 node.spawn()
