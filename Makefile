@@ -8,6 +8,8 @@ NODES ?= 1
 # Most of the time of a test on a real Kafka is waiting. A file's tests stay in one process; the
 # files are taken in the order of tests/conftest.py, the longest first.
 WORKERS ?= 2
+# A broker of a test ends before the optimising compiler pays.
+test test-broker chaos: export KAFKA_JVM_PERFORMANCE_OPTS ?= -XX:TieredStopAtLevel=1
 
 # The first of these that is Python 3.11 or newer makes the environment.
 PYTHON ?=

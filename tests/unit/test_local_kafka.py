@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from headrace.tools.local_kafka.configuration import (
     server_properties,
 )
 from headrace.tools.local_kafka.installation import (
+    Installation,
     Jar,
     cache_directory,
     ensure_jars,
@@ -198,6 +200,61 @@ def _properties(nodes: int, **overrides: str) -> dict[str, str]:
         NodePorts(plaintext=20000 + number, controller=21000 + number) for number in range(nodes)
     ]
     return server_properties(nodes, ports, Path("/data"), security={}, overrides=overrides)
+
+
+@pytest.fixture
+def installation(tmp_path: Path) -> Installation:
+    """Files that stand for a Java and a jar."""
+    java, jar = tmp_path / "java", tmp_path / "cache" / "thing.jar"
+    jar.parent.mkdir()
+    for file in (java, jar):
+        file.write_bytes(b"")
+    return Installation(java, (jar,))
+
+
+def test_first_node_writes_class_archive_if_there_is_none(
+    installation: Installation, tmp_path: Path
+) -> None:
+    """The others start as usual, since one archive is enough."""
+    directory = ClusterDirectory(tmp_path, 2)
+    commands = [directory.broker(installation, node_id).command for node_id in (1, 2)]
+    option = f"-XX:ArchiveClassesAtExit={directory.written_class_archive}"
+    assert [option in command for command in commands] == [True, False]
+
+
+def test_kept_class_archive_is_used_by_later_nodes(
+    installation: Installation, tmp_path: Path
+) -> None:
+    """Nothing else is left beside it."""
+    directory = ClusterDirectory(tmp_path, 1)
+    written = tmp_path / "written.jsa"
+    written.write_bytes(b"classes")
+    installation.keep_class_archive(written)
+    command = directory.broker(installation, 1).command
+    assert f"-XX:SharedArchiveFile={installation.class_archive}" in command
+    assert sorted(path.name for path in installation.class_archive.parent.iterdir()) == sorted(
+        [installation.class_archive.name, "thing.jar"]
+    )
+
+
+def test_class_archive_of_changed_jar_is_not_used(
+    installation: Installation, tmp_path: Path
+) -> None:
+    """Java would ignore it, and nobody would replace it."""
+    written = tmp_path / "written.jsa"
+    written.write_bytes(b"classes")
+    installation.keep_class_archive(written)
+    os.utime(installation.jars[0], (1, 1))
+    assert not installation.has_class_archive
+
+
+def test_jvm_options_of_environment_reach_nodes(
+    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable is that of Kafka's own scripts."""
+    monkeypatch.setenv("KAFKA_JVM_PERFORMANCE_OPTS", "-XX:TieredStopAtLevel=1 -Xss1m")
+    command = ClusterDirectory(tmp_path, 1).broker(installation, 1).command
+    assert {"-XX:TieredStopAtLevel=1", "-Xss1m"} <= set(command)
 
 
 def test_node_settings_name_every_voter() -> None:

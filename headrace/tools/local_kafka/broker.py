@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Container, Mapping, Sequence
@@ -17,7 +18,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
 from headrace.tools.local_kafka.configuration import HOST, ClusterDirectory, NodePorts
-from headrace.tools.local_kafka.installation import BrokerUnavailable, install
+from headrace.tools.local_kafka.installation import BrokerUnavailable, Installation, install
 from headrace.tools.local_kafka.process import JvmProcess
 from headrace.tools.local_kafka.security import (
     Certificates,
@@ -146,6 +147,7 @@ class LocalKafka:
         self._overrides = dict(properties or {})
         self._features = dict(features or {})
         self._start_timeout_s = start_timeout_s
+        self._installation: Installation | None = None
         self._path: Path | None = None
         self._certificates: Certificates | None = None
         self._ports: tuple[NodePorts, ...] = ()
@@ -212,7 +214,7 @@ class LocalKafka:
         """
         if self._nodes:
             raise RuntimeError("the cluster runs already")
-        installation = await asyncio.to_thread(install)
+        self._installation = installation = await asyncio.to_thread(install)
         self._path = self._kept or Path(tempfile.mkdtemp(prefix="headrace-kafka-"))
         self._path = self._path.resolve()
         try:
@@ -239,10 +241,21 @@ class LocalKafka:
             async with asyncio.TaskGroup() as stopping:
                 for node in nodes:
                     stopping.create_task(node.stop(_STOP_TIMEOUT_S), name=f"stop {node.name}")
+            self._keep_class_archive(nodes)
         finally:
             if self._path is not None and self._kept is None:
                 shutil.rmtree(self._path)
             self._path = None
+
+    def _keep_class_archive(self, nodes: Sequence[JvmProcess]) -> None:
+        """Keep the class archive of node 1, unless it was killed while it wrote it."""
+        if not nodes or self._path is None or nodes[0].exit_status == -signal.SIGKILL:
+            return
+        written = ClusterDirectory(self._path, self._count).written_class_archive
+        if written.is_file():
+            assert self._installation is not None
+            self._installation.keep_class_archive(written)
+            written.unlink()
 
     async def start_node(self, node_id: int = 1) -> None:
         """Start a node that was stopped or killed, with its data, and wait until it serves.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,6 +144,7 @@ _DATA = "data"
 _SERVER_PROPERTIES = "server.properties"
 _CLUSTER_ID = "cluster-id"
 _LOG4J = Path(__file__).with_name("log4j2.properties")
+_JVM_OPTIONS_VARIABLE = "KAFKA_JVM_PERFORMANCE_OPTS"
 _HEAP = ("-Xms256m", "-Xmx512m")
 # The format tool runs for half a second, for which the optimising compiler does not pay.
 _SHORT_RUN = ("-Xmx128m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
@@ -210,9 +213,20 @@ class ClusterDirectory:
                 tool.kill()
 
     def broker(self, installation: Installation, node_id: int) -> JvmProcess:
-        """Return the process of a node, not yet spawned."""
-        command = installation.command("kafka.Kafka", _SERVER_PROPERTIES, jvm=(*_HEAP, _log4j()))
+        """Return the process of a node, not yet spawned.
+
+        `KAFKA_JVM_PERFORMANCE_OPTS` has further options of its JVM, as in Kafka's own scripts.
+        """
+        options = [*_HEAP, _log4j(), *shlex.split(os.environ.get(_JVM_OPTIONS_VARIABLE, ""))]
+        if node_id == 1 and not installation.has_class_archive:
+            options.append(f"-XX:ArchiveClassesAtExit={self.written_class_archive}")
+        command = installation.command("kafka.Kafka", _SERVER_PROPERTIES, jvm=tuple(options))
         return JvmProcess(f"kafka-{node_id}", self.node_path(node_id), command)
+
+    @property
+    def written_class_archive(self) -> Path:
+        """Where node 1 writes its class archive when it ends, if there was none."""
+        return self.node_path(1) / "classes.jsa"
 
     def _cluster_id(self) -> str:
         """Return the cluster's id: sixteen bytes in base64 without padding, as Kafka writes it."""
