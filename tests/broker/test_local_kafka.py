@@ -1,27 +1,24 @@
-"""The local broker is a real Kafka that comes, goes and keeps its data."""
+"""The local broker is a real Kafka that comes, goes and keeps its data.
+
+The listener with TLS is tested in `test_kafka_security`.
+"""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import signal
-import ssl
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
-from aiokafka.abc import AbstractTokenProvider
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaConnectionError, KafkaError
+from aiokafka.errors import KafkaError
 
 from headrace.tools.local_kafka import BrokerFailed, BrokerUnavailable, LocalKafka
 from headrace.tools.local_kafka.process import wait_until
-from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER
 
 pytestmark = pytest.mark.broker
 
@@ -55,14 +52,6 @@ async def _receive(topic: str, **client: Any) -> bytes:
     return bytes(record.value)
 
 
-async def _there_and_back(cluster: LocalKafka, topic: str, **client: Any) -> bytes:
-    """Send over the plaintext listener, receive over the one under test."""
-    plaintext = cluster.plaintext_bootstrap_servers
-    await _create_topic(plaintext, topic)
-    await _send(topic, b"there and back", bootstrap_servers=plaintext)
-    return await _receive(topic, bootstrap_servers=cluster.bootstrap_servers, **client)
-
-
 def _is_process(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -71,19 +60,13 @@ def _is_process(pid: int) -> bool:
     return True
 
 
-def _sasl(cluster: LocalKafka, mechanism: str, password: str = SCRAM_PASSWORD) -> dict[str, Any]:
-    return {
-        "security_protocol": "SASL_SSL",
-        "ssl_context": ssl.create_default_context(cafile=str(cluster.ca_file)),
-        "sasl_mechanism": mechanism,
-        "sasl_plain_username": SCRAM_USER,
-        "sasl_plain_password": password,
-    }
-
-
 async def test_local_kafka_returns_written_record(kafka: LocalKafka, unique_name: str) -> None:
     """What is sent to a topic is read from it by a member of a group."""
-    assert await _there_and_back(kafka, unique_name, group_id=unique_name) == b"there and back"
+    servers = kafka.bootstrap_servers
+    await _create_topic(servers, unique_name)
+    await _send(unique_name, b"there and back", bootstrap_servers=servers)
+    received = await _receive(unique_name, bootstrap_servers=servers, group_id=unique_name)
+    assert received == b"there and back"
 
 
 async def test_local_kafka_does_not_create_topic_on_use(
@@ -94,67 +77,6 @@ async def test_local_kafka_does_not_create_topic_on_use(
         await _send(
             unique_name, b"lost", bootstrap_servers=kafka.bootstrap_servers, request_timeout_ms=1000
         )
-
-
-@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
-async def test_local_kafka_accepts_login_over_tls(
-    kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
-) -> None:
-    """The user's password opens the TLS listener, by each mechanism."""
-    client = _sasl(kafka_scram_tls, mechanism)
-    assert await _there_and_back(kafka_scram_tls, unique_name, **client) == b"there and back"
-
-
-@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN"])
-async def test_local_kafka_refuses_wrong_password(
-    kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
-) -> None:
-    """A wrong password opens nothing."""
-    client = _sasl(kafka_scram_tls, mechanism, password="wrong")
-    with pytest.raises(KafkaConnectionError):
-        await _send(unique_name, b"", bootstrap_servers=kafka_scram_tls.bootstrap_servers, **client)
-
-
-async def test_client_without_trusted_authority_is_refused(
-    kafka_scram_tls: LocalKafka, unique_name: str
-) -> None:
-    """The certificate is checked: with the system's authorities alone there is no connection."""
-    client = _sasl(kafka_scram_tls, "SCRAM-SHA-512") | {"ssl_context": ssl.create_default_context()}
-    with pytest.raises(KafkaConnectionError):
-        await _send(unique_name, b"", bootstrap_servers=kafka_scram_tls.bootstrap_servers, **client)
-
-
-class _UnsignedToken(AbstractTokenProvider):  # type: ignore[misc] # aiokafka has no types
-    """A JSON web token with the algorithm `none`, good for `lifetime_s` from now."""
-
-    def __init__(self, lifetime_s: int) -> None:
-        self.lifetime_s = lifetime_s
-
-    async def token(self) -> str:
-        now = int(time.time())
-        claims = {"sub": SCRAM_USER, "iat": now - 10, "exp": now + self.lifetime_s}
-        parts = (json.dumps(part).encode() for part in ({"alg": "none"}, claims))
-        encoded = (base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts)
-        return ".".join([*encoded, ""])
-
-
-async def test_unexpired_token_is_accepted(kafka_scram_tls: LocalKafka, unique_name: str) -> None:
-    """OAUTHBEARER works with an unsigned token that has not expired."""
-    client = _sasl(kafka_scram_tls, "OAUTHBEARER") | {
-        "sasl_oauth_token_provider": _UnsignedToken(lifetime_s=60)
-    }
-    assert await _there_and_back(kafka_scram_tls, unique_name, **client) == b"there and back"
-
-
-async def test_expired_token_is_refused(kafka_scram_tls: LocalKafka, unique_name: str) -> None:
-    """OAUTHBEARER opens nothing to a token that has expired."""
-    client = _sasl(kafka_scram_tls, "OAUTHBEARER") | {
-        "sasl_oauth_token_provider": _UnsignedToken(lifetime_s=-5),
-        # aiokafka takes the refusal for a success, and notices when it has no brokers.
-        "request_timeout_ms": 500,
-    }
-    with pytest.raises(KafkaError):
-        await _send(unique_name, b"", bootstrap_servers=kafka_scram_tls.bootstrap_servers, **client)
 
 
 @pytest.mark.slow
