@@ -5,9 +5,10 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.complete
 LOCK  := requirements.lock
 NODES ?= 1
-# Most of the time of a test on a real Kafka is waiting. A file's tests stay in one process; the
-# files are taken in the order of tests/conftest.py, the longest first.
-WORKERS ?= 2
+# Most of the time of a test on a real Kafka is waiting, so three processes share two cores. A
+# file's tests stay in one process; the files are taken in the order of tests/conftest.py, the
+# longest first.
+WORKERS ?= 3
 # A broker of a test ends before the optimising compiler pays.
 test test-broker chaos: export KAFKA_JVM_PERFORMANCE_OPTS ?= -XX:TieredStopAtLevel=1
 

@@ -60,6 +60,7 @@ FACTS = {
         *("_BROKER", "_UNKNOWN_RIGHTS", "_FETCH", "_DESCRIBE_TRANSACTIONS"),
     },
     "headrace/log/kafka/topic_cache.py": {"_NO_LEADER", "_FORBIDDEN"},
+    "headrace/log/kafka/transaction_requests.py": {"_FINALIZED_FEATURES_TAG", "_NO_LEADER_EPOCH"},
     "headrace/log/kafka/transactions.py": {"_ALL_REPLICAS", "_SEQUENCES"},
     "headrace/models/backends/onnx_session.py": {"_FATAL"},
     "headrace/models/inputs/binding.py": {"_BY_CONTENT"},
