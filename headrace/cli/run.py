@@ -153,12 +153,14 @@ def _announce(settings: Settings, http_port: int, doors: Mapping[str, int]) -> N
     say(f"headrace: namespace  {settings.namespace}", err=True)
     say(f"headrace: models     {models or 'none'} ({places})", err=True)
     say(f"headrace: page       {_url(settings.telemetry.http_host, http_port)}", err=True)
+    has_tls = settings.gateway.tls_cert_file is not None
     if "http" in doors:
-        scheme = "http" if settings.gateway.tls_cert_file is None else "https"
+        scheme = "https" if has_tls else "http"
         url = _url(settings.gateway.http_host, doors["http"], scheme)
         say(f"headrace: gateway    {url}v2", err=True)
     if "grpc" in doors:
-        say(f"headrace: grpc       {settings.gateway.grpc_host}:{doors['grpc']}", err=True)
+        address = f"{settings.gateway.grpc_host}:{doors['grpc']}"
+        say(f"headrace: grpc       {address}{' (TLS)' if has_tls else ''}", err=True)
 
 
 def _url(host: str, port: int, scheme: str = "http") -> str:

@@ -114,7 +114,8 @@ def check_shape(datatype: str, shape: Sequence[int], where: str) -> int:
 
 def _shown(shape: Sequence[int]) -> str:
     # Integers in JSON may have thousands of digits.
-    return str([size if abs(size) < 2**64 else math.inf for size in shape])
+    sizes = (str(size) if abs(size) < 2**64 else "2^64 or more" for size in shape)
+    return f"[{', '.join(sizes)}]"
 
 
 def check_tensor(

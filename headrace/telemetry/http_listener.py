@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,13 +96,21 @@ class HttpListener:
             self._runner = None
 
 
+_ABSOLUTE_TARGET = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
+
+
 @web.middleware
 async def refuse_other_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer only requests whose `Host` is a loopback name or address."""
-    host = request.headers.get("Host")
+    """Answer only requests whose host is a loopback name or address.
+
+    The host of an absolute target replaces the header (RFC 9112, section 3.2.2).
+    """
+    absolute = _ABSOLUTE_TARGET.match(request.raw_path)
+    host = request.headers.get("Host") if absolute is None else absolute[1]
     if host is None or _names_loopback(host):
         return await handler(request)
-    error = f"header Host: expected a loopback name or address, got {host!r}"
+    where = "header Host" if absolute is None else "target of the request"
+    error = f"{where}: expected a loopback name or address, got {host!r}"
     return web.json_response({"error": error}, status=421)
 
 

@@ -244,6 +244,24 @@ async def limited(tmp_path: Path, health: Health, tuning: RuntimeTuning) -> Asyn
         yield server.port
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://rebound.example/health/live", b"localhost", b"421"),
+        (b"HTTP://localhost/health/live", b"rebound.example", b"200"),
+    ],
+)
+async def test_host_of_absolute_target_counts_instead_of_header(
+    tmp_path: Path, health: Health, target: bytes, host: bytes, status: bytes
+) -> None:
+    """RFC 9112, section 3.2.2."""
+    async with limited(tmp_path, health, TUNING.runtime) as port, AsyncExitStack() as stack:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        stack.callback(writer.close)
+        writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+        assert (await reader.readline()).split()[1] == status
+
+
 async def test_connection_with_incomplete_head_is_closed(tmp_path: Path, health: Health) -> None:
     """After the time that it has for it."""
     async with limited(tmp_path, health, LIMITS) as port:
