@@ -1,4 +1,4 @@
-"""Generate the Python modules of headrace/gateway/open_inference.proto.
+"""Generate the Python modules of the .proto files.
 
 They get a descriptor pool of their own: other packages, such as tritonclient, register the same
 names in the default one, and both must fit into one process.
@@ -17,18 +17,21 @@ from tempfile import TemporaryDirectory
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTO = Path("headrace", "gateway", "open_inference.proto")
+PROTOS = (
+    Path("headrace", "gateway", "open_inference.proto"),
+    Path("headrace", "models", "triton_config.proto"),
+)
 SUFFIXES = ("_pb2.py", "_pb2.pyi")
 
 
-def generate(folder: Path) -> None:
-    """Write the modules into a folder."""
+def generate(proto: Path, folder: Path) -> None:
+    """Write the modules of a .proto into a folder."""
     out = str(folder)
     include = str(files("grpc_tools") / "_proto")
     call = ["protoc", f"-I{ROOT}", f"-I{include}", f"--python_out={out}", f"--pyi_out={out}"]
-    if protoc.main([*call, str(ROOT / PROTO)]):
+    if protoc.main([*call, str(ROOT / proto)]):
         raise SystemExit("stubs: protoc failed")
-    module = folder / PROTO.with_name(PROTO.stem + "_pb2.py")
+    module = folder / proto.with_name(proto.stem + "_pb2.py")
     code = module.read_text(encoding="utf-8")
     default, own = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
     if code.count(default) != 1:
@@ -38,18 +41,19 @@ def generate(folder: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     """Write the modules, or compare them with those that are there."""
+    stale: list[Path] = []
     with TemporaryDirectory() as scratch:
-        generate(Path(scratch))
-        stale: list[str] = []
-        for suffix in SUFFIXES:
-            name = PROTO.with_name(PROTO.stem + suffix)
-            content = (Path(scratch) / name).read_bytes()
-            if "--check" not in arguments:
-                (ROOT / name).write_bytes(content)
-            elif content != (ROOT / name).read_bytes():
-                stale.append(str(name))
-    for stale_name in stale:
-        print(f"stubs: {stale_name} differs from {PROTO}: run `make stubs`", file=sys.stderr)
+        for proto in PROTOS:
+            generate(proto, Path(scratch))
+            for suffix in SUFFIXES:
+                name = proto.with_name(proto.stem + suffix)
+                content = (Path(scratch) / name).read_bytes()
+                if "--check" not in arguments:
+                    (ROOT / name).write_bytes(content)
+                elif content != (ROOT / name).read_bytes():
+                    stale.append(name)
+    for name in stale:
+        print(f"stubs: {name} differs from its .proto: run `make stubs`", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -14,7 +14,7 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.models.config import ModelConfig, read_model_config
+from headrace.models.config import ModelConfig, find_model_config, read_model_config
 from headrace.models.packing.files import (
     find_differences,
     make_manifest,
@@ -75,7 +75,7 @@ def pack(
     The manifest has the hash of each file, inputs and outputs, and what --metadata says.
     """
     directory = find_version(settings.models.directory / model, version)
-    config = read_model_config(directory.parent / "model.toml", settings)
+    config = read_model_config(find_model_config(directory.parent), settings)
     signature = read_signature(FoundVersion(directory.name, directory, ""), config, packed=False)
     try:
         manifest = make_manifest(
@@ -174,7 +174,7 @@ def _verify(directory: Path, settings: Settings, trust: Trust) -> Verified:
 
 def _read_config(directory: Path, settings: Settings) -> ModelConfig | None:
     try:
-        return read_model_config(directory.parent / "model.toml", settings)
+        return read_model_config(find_model_config(directory.parent), settings)
     except ConfigurationError:
         return None  # `headrace models list` tells; the files can be compared all the same
 

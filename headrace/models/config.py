@@ -26,10 +26,14 @@ from headrace.config import (
     describe_fault,
 )
 from headrace.errors import ConfigurationError
+from headrace.models import triton_config
 from headrace.models.signature import TensorSpec
 from headrace.protocol.messages import MAX_RANK
 from headrace.protocol.tensors import DATATYPES
 
+OWN_FILE = "model.toml"
+CONFIG_FILES = (OWN_FILE, triton_config.FILE)
+"""Names of the file with a model's configuration; the first that is there counts."""
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
@@ -39,6 +43,7 @@ _LARGEST_FP32 = 3.4028234663852886e38
 _Versions = Annotated[
     tuple[Annotated[int, Field(ge=1, le=10**18 - 1), NOT_BOOL], ...], Field(min_length=1)
 ]
+_Latest = Annotated[str, Field(pattern=r"^latest:[1-9]\d{0,3}$")]
 _Value = (
     Annotated[int, Field(ge=-(2**63), le=2**64 - 1), NOT_BOOL]
     | Annotated[Real, Field(ge=-sys.float_info.max, le=sys.float_info.max), NOT_BOOL]
@@ -54,7 +59,9 @@ class _Group(BaseModel):
 
 
 class DeclaredTensor(_Group):
-    """An input or output of a `python` model; -1 stands for a free dimension."""
+    """An input or output of a model; -1 stands for a free dimension. Those of an ONNX file must
+    agree.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     datatype: str
@@ -118,7 +125,8 @@ class ModelConfig(_Group):
     """Serving configuration of one model. Keys missing in `model.toml` come from the settings."""
 
     backend: Literal["onnx", "python"] = "onnx"
-    versions: Literal["latest", "all"] | _Versions = "latest"
+    versions: Literal["latest", "all"] | _Latest | _Versions = "latest"
+    """`latest:3` selects the three highest."""
     max_batch_size: Rows = 32
     """Limit in rows; 1 turns batching off."""
     max_queue_delay_ms: QueueDelayMs = 0.0
@@ -252,12 +260,8 @@ class ModelConfig(_Group):
         return faults
 
     def _signature_faults(self) -> list[str]:
-        if bool(self.inputs) != bool(self.outputs):
+        if self.backend == "python" and bool(self.inputs) != bool(self.outputs):
             return ["inputs, outputs: expected both or neither"]
-        if self.inputs and self.backend == "onnx":
-            return [
-                "inputs, outputs: expected only with backend = python; an ONNX file has its own"
-            ]
         return []
 
     def _adaptation_faults(self) -> list[str]:
@@ -293,37 +297,57 @@ class ModelConfig(_Group):
         return self.providers or ((CPU,) if self.device == "cpu" else (CUDA,))
 
 
+def find_model_config(directory: Path) -> Path:
+    """Return the file with a model's configuration, which need not be there: `model.toml`, or
+    Triton's `config.pbtxt` if there is only that.
+    """
+    own, triton = directory / OWN_FILE, directory / triton_config.FILE
+    return triton if triton.exists() and not own.exists() else own
+
+
 def read_model_config(path: Path, settings: Settings) -> ModelConfig:
     """Read a model's configuration; without a file, all values come from the settings.
 
     Raises:
         ConfigurationError: with one line per fault.
     """
-    values: dict[str, Any] = {}
+    text = ""
     try:
         if path.exists() and not path.is_file():  # reading a pipe would never end
             raise ConfigurationError(f"{path}: expected a file, got something else")
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         pass
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # from TOML, UTF-8, or integers with thousands of digits
-        raise ConfigurationError(f"{path}: {error}") from error
-    except RecursionError as error:
-        raise ConfigurationError(f"{path}: expected TOML, got too many levels") from error
-    return make_model_config(values, settings, origin=str(path))
-
-
-def parse_model_config(text: str, settings: Settings) -> ModelConfig:
-    """Make a configuration from the text of a `model.toml`. Raises `ConfigurationError`."""
-    try:
-        values = tomllib.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"model.toml: {error}") from error
+        raise ConfigurationError(f"{path}: {error}") from error
+    return _parse(text, path.name, path.parent.name, settings, origin=str(path))
+
+
+def parse_model_config(files: Mapping[str, str], model: str, settings: Settings) -> ModelConfig:
+    """Make a configuration from the texts of the files beside a model's versions.
+
+    Raises:
+        ConfigurationError: with one line per fault.
+    """
+    name = next((each for each in CONFIG_FILES if each in files), OWN_FILE)
+    return _parse(files.get(name, ""), name, model, settings, origin=name)
+
+
+def _parse(text: str, name: str, model: str, settings: Settings, *, origin: str) -> ModelConfig:
+    values: Mapping[str, Any]
+    try:
+        if name == triton_config.FILE:
+            values = triton_config.parse_triton_config(text, model)
+        else:
+            values = tomllib.loads(text)
+    except ValueError as error:  # also integers with thousands of digits
+        faults = "\n".join(f"{origin}: {line}" for line in str(error).splitlines())
+        raise ConfigurationError(faults) from error
     except RecursionError as error:
-        raise ConfigurationError("model.toml: expected TOML, got too many levels") from error
-    return make_model_config(values, settings)
+        raise ConfigurationError(f"{origin}: expected TOML, got too many levels") from error
+    return make_model_config(values, settings, origin=origin)
 
 
 def make_model_config(

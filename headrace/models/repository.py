@@ -10,19 +10,24 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, describe_error
 from headrace.models.backends.python import python_signature
-from headrace.models.config import ModelConfig, read_model_config
+from headrace.models.config import (
+    DeclaredTensor,
+    ModelConfig,
+    find_model_config,
+    read_model_config,
+)
 from headrace.models.packing.files import check_version
 from headrace.models.packing.manifest import MANIFEST_NAME
 from headrace.models.packing.signatures import Trust, read_trust
 from headrace.models.processing import plan_processing
-from headrace.models.signature import Signature, read_onnx_signature
+from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.tuning import TUNING
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
@@ -110,7 +115,7 @@ class Repository:
         if fault:
             return FoundModel(name, directory, None, (), fault)
         try:
-            config = read_model_config(directory / "model.toml", self._settings)
+            config = read_model_config(find_model_config(directory), self._settings)
             versions = _select_versions(directory, config, trust)
         except ConfigurationError as error:
             return FoundModel(name, directory, None, (), str(error))
@@ -151,7 +156,7 @@ def _select_versions(
         raise ConfigurationError(
             f"{directory}: expected a version, a directory such as 1, got none"
         )
-    numbers = select_versions(present, config, str(directory / "model.toml"))
+    numbers = select_versions(present, config, str(find_model_config(directory)))
     beside = _compute_stamp(path for path in directory.iterdir() if path.is_file())
     return tuple(
         FoundVersion(str(number), path, beside + _compute_stamp(list_files(path)), trust)
@@ -175,6 +180,8 @@ def select_versions(present: list[int], config: ModelConfig, place: str) -> list
         return present[-1:]
     if config.versions == "all":
         return present
+    if isinstance(config.versions, str):
+        return present[-int(config.versions.removeprefix("latest:")) :]
     numbers = sorted(set(config.versions))
     if missing := set(numbers).difference(present):
         raise ConfigurationError(
@@ -248,4 +255,40 @@ def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = T
         raise ConfigurationError(f"{path}: expected the model here, got no file")
     if config.backend == "python":
         return python_signature(path, config)
-    return plan_processing(read_onnx_signature(path), config, found.directory).signature
+    signature = read_onnx_signature(path)
+    _compare_declared("inputs", config.inputs, signature.inputs, are_all=True)
+    _compare_declared("outputs", config.outputs, signature.outputs, are_all=False)
+    return plan_processing(signature, config, found.directory).signature
+
+
+def _compare_declared(
+    kind: str, declared: Sequence[DeclaredTensor], found: Sequence[TensorSpec], *, are_all: bool
+) -> None:
+    """Compare the tensors of a configuration with those of the ONNX file; none declares nothing.
+
+    Raises:
+        ConfigurationError: one is not there, or has another datatype or shape; or `are_all` are
+            needed, and one is missing.
+    """
+    known = {spec.name: spec for spec in found}
+    if are_all and declared and (missing := known.keys() - {each.name for each in declared}):
+        raise ConfigurationError(
+            f"{kind}: expected all of the model, missing {', '.join(sorted(missing))}"
+        )
+    for each in declared:
+        spec = known.get(each.name)
+        if spec is None:
+            raise ConfigurationError(
+                f"{kind}: expected some of {', '.join(known)}, as the model has, got {each.name}"
+            )
+        if each.datatype != spec.datatype or not _may_be_equal(each.shape, spec.shape):
+            raise ConfigurationError(
+                f"{kind}: {each.name}: expected {spec.datatype} {list(spec.shape)}, as the model "
+                f"has, got {each.datatype} {list(each.shape)}"
+            )
+
+
+def _may_be_equal(one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) == len(other) and all(
+        a == b or -1 in (a, b) for a, b in zip(one, other, strict=True)
+    )

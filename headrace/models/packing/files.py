@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigurationError
-from headrace.models.config import ModelConfig
+from headrace.models.config import CONFIG_FILES, ModelConfig
 from headrace.models.packing.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
@@ -88,7 +88,7 @@ def _find_tools() -> Iterator[tuple[str, str]]:
 
 def name_model_files(config: ModelConfig) -> set[str]:
     """Return the files beside a version that its configuration uses, if they are there."""
-    names = {"model.toml", config.labels, *config.output_labels.values()} - {""}
+    names = {*CONFIG_FILES, config.labels, *config.output_labels.values()} - {""}
     return names | {"transform.py"} if config.transform == "python" else names
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from headrace.errors import ConfigurationError
+from headrace.models.config import CONFIG_FILES
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 8 * 1024 * 1024
@@ -222,7 +223,7 @@ def compare_model_files(
 ) -> list[Difference]:
     """Return how the files beside a version differ from those of its manifest.
 
-    `model.toml` may differ: it belongs to whoever serves the model.
+    `model.toml` and `config.pbtxt` may differ: they belong to whoever serves the model.
 
     Args:
         expected: texts of the manifest.
@@ -231,7 +232,7 @@ def compare_model_files(
     return [
         Difference(f"../{name}", _describe(expected, name), _describe(found, name))
         for name in sorted(expected.keys() | found.keys())
-        if name != "model.toml" and (name not in expected or expected[name] != found.get(name))
+        if name not in CONFIG_FILES and (name not in expected or expected[name] != found.get(name))
     ]
 
 

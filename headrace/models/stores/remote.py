@@ -1,7 +1,7 @@
 """Repository of models in an object store, read through the cache of this machine.
 
 A version is there when its manifest is: whoever copies a version to a store writes that last. The
-configuration of a model is the `model.toml` that its highest version was packed with.
+configuration of a model is the one that its highest version was packed with.
 """
 
 from __future__ import annotations
@@ -117,10 +117,8 @@ class RemoteRepository:
             return FoundModel(name, Path(), None, (), fault)
         try:
             highest = self._describe(name, numbers[-1], known)
-            config = parse_model_config(
-                highest.manifest.model_files.get("model.toml", ""), self._settings
-            )
-            selected = select_versions(numbers, config, f"{self.name}/{name}: model.toml")
+            config = parse_model_config(highest.manifest.model_files, name, self._settings)
+            selected = select_versions(numbers, config, f"{self.name}/{name}")
         except (ConfigurationError, StoreUnavailable, FileNotFoundError) as error:
             self._digests.setdefault(name, known)
             return FoundModel(name, Path(), None, (), str(error))

@@ -164,13 +164,6 @@ def is_bounded(number: dict[str, Any]) -> bool:
     return bool(number.keys() & {"minimum", "exclusiveMinimum"}) and "maximum" in number
 
 
-def test_signature_of_onnx_model_is_not_declared() -> None:
-    """The file has it; a second one could only differ."""
-    half = [{"name": "x", "datatype": "FP32", "shape": [-1]}]
-    [line] = faults_of({"inputs": half, "outputs": half})
-    assert "expected only with backend = python" in line
-
-
 def test_unknown_datatype_is_refused() -> None:
     """A declared tensor has one of the protocol's datatypes."""
     half = [{"name": "x", "datatype": "float", "shape": [-1]}]
