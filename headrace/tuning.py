@@ -482,6 +482,8 @@ class IngestTuning:
     copied_tensor_bytes: int = 512
     """Tensors up to this size are copied: a third of a view's time, and no more memory."""
 
+    inline_record_bytes: int = 16 * 1024
+    """Records up to this size become inputs on the event loop, larger payloads on a thread."""
     interrupt_grace_s: float = 5.0
     """Time for a transform to end after it was interrupted, before the process ends."""
     transform_check_s: float = 0.05

@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from headrace.config import (
     NOT_BOOL,
@@ -121,6 +130,70 @@ class Preprocess(_Group):
         return self
 
 
+class RecordColumn(_Group):
+    """A field of a record, and how it becomes a column of an input."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Names of fields from the outside in, and numbers of list elements, with dots between."""
+    default: _Value | bool | str | None = None
+    """Value of a field that is missing or null; without it such a record is refused."""
+    vocabulary: str | tuple[str, ...] = ()
+    """Strings whose places become the numbers, or the file with one string a line."""
+    unknown: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), NOT_BOOL] | None = None
+    """Number of strings that are not in the vocabulary; without it they are refused."""
+    date: Literal["seconds", "days", "year", "month", "day", "weekday", "hour"] | None = None
+    """Number that is made of a date in ISO 8601, in UTC."""
+    mean: Annotated[Real, Field(ge=-_LARGEST_FP32, le=_LARGEST_FP32), NOT_BOOL] = 0.0
+    deviation: Annotated[Real, Field(gt=0, le=_LARGEST_FP32), NOT_BOOL] = 1.0
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names in the path."""
+        return tuple(self.path.split("."))
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        if self.unknown is not None and not self.vocabulary:
+            raise ValueError("unknown: expected vocabulary beside it")
+        if self.vocabulary and self.date:
+            raise ValueError("vocabulary, date: expected only one of them")
+        return self
+
+
+class RecordTransform(_Group):
+    """Conversion of records in JSON, CSV or Avro to inputs."""
+
+    format: Literal["json", "csv", "avro"] | None = None
+    """Format of all payloads; by default their content types say it."""
+    columns: tuple[str, ...] = ()
+    """Names of the fields of CSV lines; by default the first line has them."""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    avro_schema: str = ""
+    """File with the Avro schema, in the version's directory or beside `model.toml`."""
+    max_rows: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 10_000
+    """Most records of a payload."""
+    inputs: dict[str, Annotated[tuple[RecordColumn, ...], Field(min_length=1)]]
+    """Columns of each input of the model."""
+
+
+class TransformTable(_Group):
+    """A transform with settings."""
+
+    record: RecordTransform
+
+
+def _transform_form(value: object) -> str:
+    # In brackets, so that the faults of the configuration do not name it.
+    return "[table]" if isinstance(value, dict | TransformTable) else "[name]"
+
+
+_Transform = Annotated[
+    Annotated[Literal["python", "text", "octets"] | None, Tag("[name]")]
+    | Annotated[TransformTable, Tag("[table]")],
+    Discriminator(_transform_form),
+]
+
+
 class ModelConfig(_Group):
     """Serving configuration of one model. Keys missing in `model.toml` come from the settings."""
 
@@ -172,7 +245,7 @@ class ModelConfig(_Group):
     """Time limit for loading and warming up, after which the version has failed."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """Checksum of the version's files, see `headrace.models.repository.compute_checksum`."""
-    transform: Literal["python", "text", "octets"] | None = None
+    transform: _Transform = None
     """Transform that makes inputs from a payload that is neither MessagePack nor JSON."""
     preprocess: dict[str, Preprocess] = {}
     """Preprocessing, by input name."""
@@ -286,6 +359,11 @@ class ModelConfig(_Group):
         if self.pad.get(self.mask, 0) != 0:
             return [f"pad.{self.mask}: expected 0, since it is the mask, got {self.pad[self.mask]}"]
         return []
+
+    @property
+    def record(self) -> RecordTransform | None:
+        """The conversion of records, if that is the transform."""
+        return self.transform.record if isinstance(self.transform, TransformTable) else None
 
     def declares(self, key: str) -> bool:
         """Return whether the model's own file sets this key."""

@@ -157,7 +157,18 @@ def with_appendix(signature: Signature, appendix: Appendix) -> Signature:
 
 
 def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
-    """Return the lines of a file in a version's directory or, failing that, beside `model.toml`.
+    """Return the lines of a file with labels. Raises `ConfigurationError`, see `read_beside`."""
+    text = read_beside(directory, name, "labels")
+    return tuple(line.strip().encode() for line in text.splitlines())
+
+
+def read_beside(directory: Path, name: str, what: str) -> str:
+    """Return the text of a file in a version's directory or, failing that, beside `model.toml`.
+
+    Args:
+        directory: of the version.
+        name: name of the file.
+        what: the key that names the file, for messages.
 
     Raises:
         ConfigurationError: the file is in neither directory, lies outside of them, or is not UTF-8.
@@ -168,20 +179,19 @@ def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
             if not path.is_file():
                 continue
         except OSError as error:
-            raise ConfigurationError(f"labels: {error.strerror}: {name:.100}...") from error
+            raise ConfigurationError(f"{what}: {error.strerror}: {name:.100}...") from error
         # Resolved, because a symbolic link can lead outside just as ".." can.
         inside = (directory.resolve(), directory.parent.resolve())
         if not any(path.resolve().is_relative_to(each) for each in inside):
             raise ConfigurationError(
-                f"labels: expected a file in the model's directory {inside[1]}, "
+                f"{what}: expected a file in the model's directory {inside[1]}, "
                 f"got {path.resolve()}"
             )
         try:
-            text = path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}: {error}") from error
-        return tuple(line.strip().encode() for line in text.splitlines())
-    raise ConfigurationError(f"labels: expected a file {places[0]} or {places[1]}, got none")
+    raise ConfigurationError(f"{what}: expected a file {places[0]} or {places[1]}, got none")
 
 
 def read_output_labels(

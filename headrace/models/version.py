@@ -70,7 +70,9 @@ class ModelVersion:
         self.signature = add_padding(read_signature(found, model.config), model.config)
         self.labels = read_output_labels(self.directory, self.config.output_labels, self.signature)
         self.bind = self._binder().bind
-        self.transform = make_transform(model.directory, model.config, self.signature)
+        self.transform = make_transform(
+            model.directory, model.config, self.signature, self.directory
+        )
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes
         self.max_queue_delay_ms = model.config.max_queue_delay_ms

@@ -70,10 +70,10 @@ class IngestRules:
     Attributes:
         admission: None if the batcher is in another process.
         decompressor: decompresses values; without it they are decompressed immediately.
-        transform_later: receives payloads whose transform is user code, to be run on a thread;
-            without it they are transformed immediately.
+        transform_later: receives payloads whose transform is user code or may take long, to be run
+            on a thread; without it they are transformed immediately.
         cache: layouts of the values that were decoded.
-        copied_tensor_bytes: see `headrace.tuning.IngestTuning`.
+        copied_tensor_bytes, inline_record_bytes: see `headrace.tuning.IngestTuning`.
     """
 
     models: ModelLookup
@@ -83,6 +83,7 @@ class IngestRules:
     transform_later: Callable[[PendingTransform], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
     copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
+    inline_record_bytes: int = TUNING.ingest.inline_record_bytes
 
 
 def decode_records(
@@ -363,10 +364,22 @@ def _bind_value(
     envelope: Envelope,
     rules: IngestRules,
 ) -> None:
-    if envelope.content_type in DECODED_TYPES:
-        _bind(request, value, envelope, rules)
-    else:
+    content_type = envelope.content_type
+    if content_type not in DECODED_TYPES or (
+        content_type == JSON and envelope.model and _takes_records(envelope, rules)
+    ):
         _bind_payload(request, value, envelope, rules)
+    else:
+        _bind(request, value, envelope, rules)
+
+
+def _takes_records(envelope: Envelope, rules: IngestRules) -> bool:
+    """Return True if JSON for the model in `x-model` is a record and not a map of tensors."""
+    try:
+        version = rules.models.lookup(envelope.model, envelope.version or None)
+    except Rejected:
+        return False
+    return version.config.record is not None
 
 
 def _bind(
@@ -403,7 +416,11 @@ def _bind_payload(
 ) -> None:
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
-    if rules.transform_later is not None and version.config.transform == "python":
+    config = version.config
+    is_slow = config.transform == "python" or (
+        config.record is not None and len(payload) > rules.inline_record_bytes
+    )
+    if rules.transform_later is not None and is_slow:
         rules.transform_later(PendingTransform(request, version, payload, envelope.content_type))
         return
     _set_inputs(request, version, version.transform(payload, envelope.content_type))

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.config import ModelConfig
+from headrace.models.inputs.records import Records
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.user_code import load_attribute, run_bounded
 from headrace.protocol.messages import InputTensor
@@ -20,7 +21,12 @@ Transform: TypeAlias = Callable[[bytes, str], list[InputTensor]]
 """Converts payload and content type to the inputs of a request; raises `Rejected`."""
 
 
-def make_transform(model_directory: Path, config: ModelConfig, signature: Signature) -> Transform:
+def make_transform(
+    model_directory: Path,
+    config: ModelConfig,
+    signature: Signature,
+    version_directory: Path | None = None,
+) -> Transform:
     """Return the transform that a model's configuration names.
 
     - none: every payload is refused.
@@ -29,15 +35,19 @@ def make_transform(model_directory: Path, config: ModelConfig, signature: Signat
       [1, n].
     - `python`: `transform(payload: bytes, content_type: str) -> dict[str, np.ndarray]` in
       `<model>/transform.py`.
+    - a table `record`: see `headrace.models.inputs.records`; its files are in the version's
+      directory or beside it.
 
     Raises:
         ConfigurationError: the transform does not fit the signature, or the file cannot be run.
     """
     if config.transform is None:
         return _refuse_payload
+    if config.record is not None:
+        return Records(config.record, signature, version_directory or model_directory)
     if config.transform == "python":
         return _load_python_transform(model_directory / "transform.py", config.max_load_s)
-    spec = _find_single_input(config.transform, signature)
+    spec = _find_single_input(str(config.transform), signature)
     if config.transform == "text":
         return lambda payload, _: [_make_text_input(spec, payload)]
     if spec.datatype == "BYTES":

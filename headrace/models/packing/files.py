@@ -88,7 +88,12 @@ def _find_tools() -> Iterator[tuple[str, str]]:
 
 def name_model_files(config: ModelConfig) -> set[str]:
     """Return the files beside a version that its configuration uses, if they are there."""
-    names = {*CONFIG_FILES, config.labels, *config.output_labels.values()} - {""}
+    names = {*CONFIG_FILES, config.labels, *config.output_labels.values()}
+    if config.record is not None:
+        names.add(config.record.avro_schema)
+        columns = [each for some in config.record.inputs.values() for each in some]
+        names |= {each.vocabulary for each in columns if isinstance(each.vocabulary, str)}
+    names.discard("")
     return names | {"transform.py"} if config.transform == "python" else names
 
 

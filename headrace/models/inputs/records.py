@@ -1,0 +1,527 @@
+"""Conversion of business records to a model's inputs: JSON objects, CSV lines and Avro.
+
+A payload holds one record or several, which become rows. Each field becomes a column of an input,
+as `[transform.record]` in `model.toml` says. Columns are converted whole, with NumPy where a column
+has one type; a value that does not fit is then looked for.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import Code, ConfigurationError, Rejected, describe_error
+from headrace.models.config import RecordColumn, RecordTransform
+from headrace.models.processing import read_beside
+from headrace.models.signature import Signature, TensorSpec
+from headrace.protocol.codec.faults import shown
+from headrace.protocol.headers import JSON
+from headrace.protocol.messages import InputTensor
+from headrace.protocol.tensors import DATATYPES, from_array
+
+CSV = "text/csv"
+JSON_LINES = frozenset({"application/x-ndjson", "application/ndjson", "application/jsonl"})
+AVRO = frozenset({"avro/binary", "application/avro", "application/vnd.apache.avro"})
+
+_NUMBERS = frozenset({int, float, Decimal})
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+
+Array: TypeAlias = NDArray[Any]
+
+
+class Table(NamedTuple):
+    """The records of a payload.
+
+    Attributes:
+        rows: one for each record: an object, or the fields of a line.
+        names: place of each field in a line; None if the rows are objects.
+    """
+
+    rows: Sequence[Any]
+    names: Mapping[str, int] | None = None
+
+
+Reader: TypeAlias = Callable[[bytes, str], Table]
+
+
+class Records:
+    """Converts payloads to the inputs of one version.
+
+    Args:
+        directory: directory of the version, for files of vocabularies and schemas.
+
+    Raises:
+        ConfigurationError: the columns do not fit the inputs, or a file or package is missing.
+    """
+
+    def __init__(self, config: RecordTransform, signature: Signature, directory: Path) -> None:
+        specs = {spec.name: spec for spec in signature.inputs}
+        if config.inputs.keys() != specs.keys():
+            raise ConfigurationError(
+                f"transform.record.inputs: expected the inputs {', '.join(sorted(specs))}, "
+                f"got {', '.join(sorted(config.inputs)) or 'none'}"
+            )
+        self._max_rows = config.max_rows
+        self._read = _make_reader(config, directory)
+        self._inputs = [
+            _Input(spec, config.inputs[spec.name], directory) for spec in signature.inputs
+        ]
+
+    def __call__(self, payload: bytes, content_type: str) -> list[InputTensor]:
+        """Return the inputs of a payload.
+
+        Raises:
+            Rejected: `INVALID_REQUEST` if it cannot be read, `INVALID_TENSOR` for a value that does
+                not fit, `TOO_LARGE` for too many records.
+        """
+        table = self._read(payload, content_type)
+        if len(table.rows) > self._max_rows:
+            expected = f"at most max_rows = {self._max_rows} records"
+            raise Rejected.mismatch(
+                Code.TOO_LARGE, "payload", expected=expected, got=str(len(table.rows))
+            )
+        if not table.rows:
+            raise _unreadable("at least one record", "none")
+        return [each.convert(table) for each in self._inputs]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def _make_reader(config: RecordTransform, directory: Path) -> Reader:
+    """Return the reader of payloads: of one format, or by their content types."""
+    read_csv = _CsvReader(config.columns, config.delimiter)
+    read_avro = _make_avro_reader(config.avro_schema, directory) if config.avro_schema else None
+    if config.format == "csv":
+        return read_csv
+    if config.format == "json":
+        return _read_json
+    if config.format == "avro":
+        if read_avro is None:
+            raise ConfigurationError("transform.record: expected avro_schema beside format = avro")
+        return read_avro
+
+    def read(payload: bytes, content_type: str) -> Table:
+        if content_type == JSON or content_type.endswith("+json") or content_type in JSON_LINES:
+            return _read_json(payload, content_type)
+        if content_type == CSV:
+            return read_csv(payload, content_type)
+        if content_type in AVRO and read_avro is not None:
+            return read_avro(payload, content_type)
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST,
+            "header content-type",
+            expected=f"{JSON}, {CSV}" + (" or avro/binary" if read_avro else ""),
+            got=content_type or "none",
+        )
+
+    return read
+
+
+_decode_json = msgspec.json.Decoder().decode
+_decode_json_lines = msgspec.json.Decoder().decode_lines
+
+
+def _read_json(payload: bytes, content_type: str) -> Table:
+    decode = _decode_json_lines if content_type in JSON_LINES else _decode_json
+    try:
+        found = decode(payload)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _unreadable("JSON", str(error)) from error
+    return _table_of(found)
+
+
+def _table_of(found: object) -> Table:
+    """Return the records of a value that is one, or a list of them."""
+    rows = found if isinstance(found, list) else [found]
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise _misfit(number, "", "an object", row)
+    return Table(rows)
+
+
+class _CsvReader:
+    """Reads lines of comma-separated values (RFC 4180).
+
+    Args:
+        names: names of the fields; empty: the first line has them.
+        delimiter: the character between fields.
+    """
+
+    def __init__(self, names: Sequence[str], delimiter: str) -> None:
+        self._names = tuple(names)
+        self._delimiter = delimiter
+
+    def __call__(self, payload: bytes, _content_type: str) -> Table:
+        try:
+            text = payload.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            got = f"byte {payload[error.start]:#04x} at {error.start}"
+            raise _unreadable("UTF-8", got) from error
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter, strict=True)
+        try:
+            rows = [line for line in lines if line]
+        except csv.Error as error:
+            raise _unreadable("CSV", f"{error} in line {lines.line_num}") from error
+        names = self._names
+        if not names and rows:
+            names, rows = tuple(rows[0]), rows[1:]
+        for number, row in enumerate(rows):
+            if len(row) != len(names):
+                expected, got = f"{len(names)} fields", str(len(row))
+                raise Rejected.mismatch(
+                    Code.INVALID_REQUEST, f"rows[{number}]", expected=expected, got=got
+                )
+        return Table(rows, {name: place for place, name in enumerate(names)})
+
+
+def _make_avro_reader(name: str, directory: Path) -> Reader:
+    try:
+        import fastavro
+    except ImportError as error:
+        raise ConfigurationError(
+            "transform.record.avro_schema needs the package fastavro: pip install 'headrace[avro]'"
+        ) from error
+    text = read_beside(directory, name, "transform.record.avro_schema")
+    try:
+        schema = fastavro.parse_schema(json.loads(text))
+        _refuse_recursion(schema, ())
+    except Exception as error:  # fastavro has no common class for what a wrong schema may raise
+        raise ConfigurationError(
+            f"transform.record.avro_schema: {name}: {describe_error(error)}"
+        ) from error
+
+    def read(payload: bytes, _content_type: str) -> Table:
+        stream = io.BytesIO(payload)
+        try:
+            found = fastavro.schemaless_reader(stream, schema, None)
+        except Exception as error:  # whatever bytes may make the library raise is the caller's
+            got = f"{describe_error(error)} at byte {stream.tell()} of {len(payload)}"
+            raise _unreadable(f"Avro as in {name}", got) from error
+        if stream.tell() != len(payload):
+            got = f"{len(payload)} bytes, of which {stream.tell()} are a value"
+            raise _unreadable(f"one value as in {name}", got)
+        return _table_of(found)
+
+    return read
+
+
+def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:
+    """Refuse a schema that contains itself: fastavro descends without a limit.
+
+    Raises:
+        ValueError: it does.
+    """
+    if isinstance(schema, list):
+        for each in schema:
+            _refuse_recursion(each, outer)
+    elif isinstance(schema, dict):
+        inner = (*outer, schema["name"]) if schema.get("type") == "record" else outer
+        for field in schema.get("fields", ()):
+            _refuse_recursion(field["type"], inner)
+        for key in ("type", "items", "values"):
+            if isinstance(schema.get(key), dict | list | str):
+                _refuse_recursion(schema[key], inner)
+    elif schema in outer:
+        raise ValueError(f"expected a schema that does not contain itself, got {schema} in itself")
+
+
+# --- columns ------------------------------------------------------------------------------------
+
+
+class _Input:
+    """One input of the model, and its columns."""
+
+    def __init__(self, spec: TensorSpec, columns: Sequence[RecordColumn], directory: Path) -> None:
+        where = f"transform.record.inputs.{spec.name}"
+        is_flat = len(spec.shape) == 1 and len(columns) == 1
+        if not is_flat and (len(spec.shape) != 2 or spec.shape[1] not in (-1, len(columns))):
+            raise ConfigurationError(
+                f"{where}: expected an input of [-1, {len(columns)}] for {len(columns)} columns, "
+                f"got {list(spec.shape)}"
+            )
+        self._name = spec.name
+        self._is_flat = is_flat
+        self._columns = [_Column(each, spec.datatype, where, directory) for each in columns]
+
+    def convert(self, table: Table) -> InputTensor:
+        """Return the input, with a row for each record."""
+        is_text = table.names is not None
+        columns = [
+            column.convert(column.extract(table), is_text=is_text) for column in self._columns
+        ]
+        array = columns[0] if self._is_flat else np.stack(columns, axis=1)
+        tensor = from_array(self._name, array)
+        return InputTensor(
+            name=tensor.name,
+            datatype=tensor.datatype,
+            shape=list(tensor.shape),
+            data=memoryview(tensor.data),
+        )
+
+
+class _Column:
+    """One field of the records, and its conversion."""
+
+    def __init__(self, config: RecordColumn, datatype: str, where: str, directory: Path) -> None:
+        self._config = config
+        self._path = config.parts
+        self._shown_path = ".".join(config.parts)
+        self._dtype = DATATYPES[datatype].dtype
+        self._datatype = datatype
+        self._vocabulary = _read_vocabulary(config, directory)
+        kind = self._dtype.kind
+        is_scaled = config.mean != 0 or config.deviation != 1
+        if is_scaled and (kind in "biu" or datatype == "BYTES" or self._vocabulary is not None):
+            raise ConfigurationError(
+                f"{where}: {self._shown_path}: expected mean and deviation only without a "
+                f"vocabulary, for an input of floats, got {datatype}"
+            )
+        if datatype in ("BYTES", "BOOL") and (self._vocabulary is not None or config.date):
+            raise ConfigurationError(
+                f"{where}: {self._shown_path}: expected vocabulary and date only for an input of "
+                f"numbers, got {datatype}"
+            )
+
+    def extract(self, table: Table) -> list[Any]:
+        """Return the field of each record; None where it is missing or null."""
+        path, rows = self._path, table.rows
+        if table.names is None:
+            if len(path) == 1:
+                (name,) = path
+                return [row.get(name) for row in rows]
+            return [_follow(row, path) for row in rows]
+        place = table.names.get(self._shown_path)
+        if place is None:
+            return [None] * len(rows)
+        if self._datatype == "BYTES" and self._config.default is None:
+            return [row[place] for row in rows]
+        return [row[place] or None for row in rows]
+
+    def convert(self, values: list[Any], *, is_text: bool) -> Array:
+        """Return the column of these values; `is_text` if numbers are texts, as in CSV."""
+        config = self._config
+        if None in values:
+            if config.default is None:
+                self._fail(values, lambda value: value is not None, self._expected())
+            values = [config.default if value is None else value for value in values]
+        if self._datatype == "BYTES":
+            return self._texts(values)
+        if self._datatype == "BOOL":
+            return self._truths(values, is_text=is_text)
+        if self._vocabulary is not None:
+            return self._fit(np.array(self._look_up(values, self._vocabulary)), values)
+        if config.date is not None:
+            values = self._dates(values)
+        numbers = self._numbers(values, is_text=is_text and config.date is None)
+        if numbers.dtype.kind == "f":
+            numbers = (numbers - config.mean) / config.deviation
+        return self._fit(numbers, values)
+
+    def _expected(self) -> str:
+        if self._vocabulary is not None or self._datatype == "BYTES":
+            return "a string"
+        if self._config.date is not None:
+            return "a date"
+        return {"b": "true or false", "f": "a number"}.get(self._dtype.kind, "an integer")
+
+    def _texts(self, values: list[Any]) -> Array:
+        column = np.empty(len(values), dtype=object)
+        for number, value in enumerate(values):
+            if not isinstance(value, str | bytes):
+                raise _misfit(number, self._shown_path, "a string", value)
+            column[number] = value.encode() if isinstance(value, str) else value
+        return column
+
+    def _truths(self, values: list[Any], *, is_text: bool) -> Array:
+        read = [_as_truth(value) for value in values] if is_text else values
+        self._fail(read, lambda value: isinstance(value, bool), "true or false")
+        return np.array(read, dtype=np.bool_)
+
+    def _look_up(self, values: list[Any], vocabulary: Mapping[str, int]) -> list[int]:
+        found = [vocabulary.get(_key(value), self._config.unknown) for value in values]
+        if None in found:
+            number = found.index(None)
+            raise _misfit(number, self._shown_path, "an entry of the vocabulary", values[number])
+        return [index for index in found if index is not None]
+
+    def _dates(self, values: list[Any]) -> list[Any]:
+        return [self._date(number, value) for number, value in enumerate(values)]
+
+    def _date(self, number: int, value: Any) -> float:
+        moment = value
+        try:
+            if isinstance(value, str):
+                moment = datetime.fromisoformat(value)
+            elif isinstance(value, date) and not isinstance(value, datetime):
+                moment = datetime(value.year, value.month, value.day, tzinfo=UTC)
+            if not isinstance(moment, datetime):
+                raise TypeError
+            if moment.tzinfo is None:
+                moment = moment.replace(tzinfo=UTC)
+            return _DATES[self._config.date or "seconds"](moment.astimezone(UTC))
+        except (TypeError, ValueError, OverflowError):  # the last one near the years 1 and 9999
+            raise _misfit(number, self._shown_path, "a date as in ISO 8601", value) from None
+
+    def _numbers(self, values: list[Any], *, is_text: bool) -> Array:
+        """Return values as FP64; as integers if the input is of integers."""
+        if self._dtype.kind in "iu":
+            return self._integers(values, is_text=is_text)
+        if is_text:
+            values = [_as_float(value) for value in values]
+        if not set(map(type, values)) <= _NUMBERS:
+            self._fail(values, lambda value: type(value) in _NUMBERS, "a number")
+        try:
+            return np.array(values, dtype=np.float64)
+        except OverflowError:
+            self._fail(values, _fits_float, "a number of FP64")
+            raise
+
+    def _integers(self, values: list[Any], *, is_text: bool) -> Array:
+        if is_text:
+            values = [_as_integer_text(value) for value in values]
+        if set(map(type, values)) != {int}:
+            values = [_as_integer(value) for value in values]
+            self._fail(values, lambda value: type(value) is int, "an integer")
+        try:
+            return np.array(values, dtype=np.uint64 if self._dtype.kind == "u" else np.int64)
+        except OverflowError:
+            self._fail(values, self._fits_integer, f"an integer of {self._datatype}")
+            raise
+
+    def _fits_integer(self, value: int) -> bool:
+        info = np.iinfo(self._dtype)
+        return int(info.min) <= value <= int(info.max)
+
+    def _fit(self, numbers: Array, values: list[Any]) -> Array:
+        """Return numbers in the datatype of the input, which must be able to hold them."""
+        if self._dtype.kind in "iu":
+            info = np.iinfo(self._dtype)
+            fits = (numbers >= info.min) & (numbers <= info.max)
+            column = numbers.astype(self._dtype)
+        else:
+            with np.errstate(over="ignore"):
+                column = numbers.astype(self._dtype)
+            fits = np.isfinite(column.astype(np.float64)) | ~np.isfinite(numbers)
+        if not fits.all():
+            number = int(np.argmin(fits))
+            raise _misfit(number, self._shown_path, f"a number of {self._datatype}", values[number])
+        return column
+
+    def _fail(self, values: list[Any], fits: Callable[[Any], bool], expected: str) -> None:
+        """Refuse the first value that does not fit, if there is one."""
+        for number, value in enumerate(values):
+            if not fits(value):
+                raise _misfit(number, self._shown_path, expected, value)
+
+
+_DATES: dict[str, Callable[[datetime], float]] = {
+    "seconds": datetime.timestamp,
+    "days": lambda moment: moment.timestamp() / 86_400,
+    "year": lambda moment: moment.year,
+    "month": lambda moment: moment.month,
+    "day": lambda moment: moment.day,
+    "weekday": lambda moment: moment.weekday(),
+    "hour": lambda moment: moment.hour,
+}
+
+
+def _read_vocabulary(config: RecordColumn, directory: Path) -> dict[str, int] | None:
+    entries = config.vocabulary
+    if not entries:
+        return None
+    if isinstance(entries, str):
+        text = read_beside(directory, entries, "transform.record: vocabulary")
+        entries = tuple(line.strip() for line in text.splitlines())
+    found: dict[str, int] = {}
+    for place, entry in enumerate(entries):
+        if entry in found:
+            raise ConfigurationError(
+                f"transform.record: {'.'.join(config.parts)}: vocabulary: expected each entry "
+                f"once, got {entry!r} again"
+            )
+        found[entry] = place
+    return found
+
+
+def _follow(row: Any, path: Sequence[str]) -> Any:
+    """Return the value at a path through objects, and lists by number; None if there is none."""
+    for name in path:
+        if isinstance(row, dict):
+            row = row.get(name)
+        elif isinstance(row, list) and name.isdecimal() and len(name) < 10:
+            row = row[int(name)] if int(name) < len(row) else None
+        else:
+            return None
+    return row
+
+
+def _key(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else str(value)
+
+
+def _as_truth(value: Any) -> Any:
+    """Return the truth value in a text; anything else unchanged."""
+    return _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _as_float(value: Any) -> Any:
+    """Return the number in a text; anything else unchanged."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _as_integer_text(value: Any) -> Any:
+    """Return the integer in a text; anything else unchanged."""
+    try:
+        return int(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _fits_float(value: Any) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _as_integer(value: Any) -> Any:
+    """Return an integer in its own type; anything else unchanged."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Decimal) and value.is_finite() and value == value.to_integral_value():
+        return int(value)
+    return value
+
+
+def _misfit(number: int, path: str, expected: str, got: object) -> Rejected:
+    where = f"rows[{number}]" + (f".{path}" if path else "")
+    text = "nothing" if got is None else _shown(got)
+    return Rejected.mismatch(Code.INVALID_TENSOR, where, expected=expected, got=text)
+
+
+def _shown(value: object) -> str:
+    try:
+        return shown(value)
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        return type(value).__name__
+
+
+def _unreadable(expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INVALID_REQUEST, "payload", expected=expected, got=got)

@@ -1,0 +1,364 @@
+"""Business records on their way to a model's inputs."""
+
+from __future__ import annotations
+
+import io
+import json
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fastavro
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.config import make_settings
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.config import make_model_config
+from headrace.models.inputs.transforms import Transform, make_transform
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import to_array
+from tests.unit.models.requests import spec
+
+JSON = "application/json"
+CSV = "text/csv"
+ONE_COLUMN = {"transform": {"record": {"inputs": {"x": [{"path": "v"}]}}}}
+ORDER = {
+    "type": "record",
+    "name": "Order",
+    "fields": [
+        {"name": "amount", "type": "double"},
+        {"name": "country", "type": ["null", "string"]},
+        {"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}},
+    ],
+}
+
+
+def model_of(*inputs: TensorSpec) -> Signature:
+    """A model with these inputs."""
+    return make_signature(inputs, [spec("y", "FP32", [-1])])
+
+
+def records_of(
+    columns: str, datatype: str = "FP32", *, more: str = "", directory: Path = Path()
+) -> Transform:
+    """A transform to the input `x`, which has these columns."""
+    text = f"[transform.record]\n{more}\n[transform.record.inputs]\nx = [{columns}]\n"
+    config = make_model_config(tomllib.loads(text), make_settings({}))
+    return make_transform(directory, config, model_of(spec("x", datatype, [-1, -1])))
+
+
+def array_of(transform: Transform, payload: bytes, content_type: str = JSON) -> NDArray[Any]:
+    """The only input of a payload."""
+    (given,) = transform(payload, content_type)
+    return to_array(Tensor(given.name, given.datatype, tuple(given.shape), given.data))
+
+
+def refusal(transform: Transform, payload: bytes, content_type: str = JSON) -> Rejected:
+    """The error of a payload."""
+    with pytest.raises(Rejected) as caught:
+        transform(payload, content_type)
+    return caught.value
+
+
+def fault(columns: str, datatype: str = "FP32", *, more: str = "") -> str:
+    """What is wrong with a configuration."""
+    with pytest.raises(ConfigurationError) as caught:
+        records_of(columns, datatype, more=more)
+    return str(caught.value)
+
+
+TWO = '{ path = "amount" }, { path = "customer.age", default = 40 }'
+
+
+def test_object_becomes_row_and_array_of_objects_rows() -> None:
+    """Fields are found by path; one that is missing or null has its default."""
+    transform = records_of(TWO)
+    rows = b'[{"amount": 1, "customer": {"age": 30}}, {"amount": 2.5}, '
+    rows += b'{"amount": 3, "customer": {"age": null}}, {"amount": 4, "customer": 5}]'
+
+    assert array_of(transform, b'{"amount": 7.5}').tolist() == [[7.5, 40]]
+    assert array_of(transform, rows).tolist() == [[1, 30], [2.5, 40], [3, 40], [4, 40]]
+
+
+def test_lines_of_json_become_rows() -> None:
+    """One object a line."""
+    lines = b'{"amount": 1}\n{"amount": 2}\n'
+
+    assert array_of(records_of(TWO), lines, "application/x-ndjson")[:, 0].tolist() == [1, 2]
+
+
+def test_elements_of_lists_are_found_by_number() -> None:
+    """A path may lead through lists."""
+    transform = records_of('{ path = "items.1.price", default = -1 }')
+    payload = b'[{"items": [{"price": 1}, {"price": 2}]}, {"items": []}]'
+
+    assert array_of(transform, payload).tolist() == [[2], [-1]]
+
+
+@pytest.mark.parametrize(
+    ("more", "payload"),
+    [
+        ("", b"amount,customer.age\r\n1,30\r\n2.5,\r\n"),
+        ('columns = ["amount", "customer.age"]', b"1,30\n2.5,\n"),
+        ('columns = ["customer.age", "amount"]\ndelimiter = ";"', b'"30";"1"\n;2.5'),
+    ],
+    ids=["header", "names", "delimiter"],
+)
+def test_lines_of_csv_become_rows(more: str, payload: bytes) -> None:
+    """Names are in the first line or in the configuration; an empty field is missing."""
+    transform = records_of(TWO, more=more)
+
+    assert array_of(transform, payload, CSV).tolist() == [[1, 30], [2.5, 40]]
+
+
+def avro_of(value: Any, schema: Any = ORDER) -> bytes:
+    """A value in Avro."""
+    stream = io.BytesIO()
+    fastavro.schemaless_writer(stream, fastavro.parse_schema(schema), value)
+    return stream.getvalue()
+
+
+def avro_transform(directory: Path, schema: Any = ORDER) -> Transform:
+    """A transform of orders in Avro."""
+    (directory / "order.avsc").write_text(json.dumps(schema))
+    columns = '{ path = "amount" }, { path = "country", vocabulary = ["DE", "FR"], unknown = -1,'
+    columns += ' default = "" }, { path = "at", date = "hour" }'
+    return records_of(columns, more='avro_schema = "order.avsc"', directory=directory)
+
+
+def test_avro_record_becomes_row(tmp_path: Path) -> None:
+    """Dates are those of the logical type, and null is a missing field."""
+    at = datetime(2026, 3, 1, 17, 30, tzinfo=UTC)
+    transform = avro_transform(tmp_path)
+
+    order = avro_of({"amount": 2.5, "country": "FR", "at": at})
+    assert array_of(transform, order, "avro/binary").tolist() == [[2.5, 1, 17]]
+    order = avro_of({"amount": 1, "country": None, "at": at})
+    assert array_of(transform, order, "application/avro").tolist() == [[1, -1, 17]]
+
+
+def test_avro_array_of_records_becomes_rows(tmp_path: Path) -> None:
+    """Its schema is that of an array."""
+    schema = {"type": "array", "items": ORDER}
+    orders = [{"amount": number, "country": "DE", "at": 0} for number in range(3)]
+    transform = avro_transform(tmp_path, schema)
+
+    assert array_of(transform, avro_of(orders, schema), "avro/binary")[:, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("change", [lambda one: one[:-1], lambda one: one + b"x"])
+def test_avro_of_other_length_is_refused(tmp_path: Path, change: Any) -> None:
+    """A value that ends early, or with bytes behind it, has another schema."""
+    payload = change(avro_of({"amount": 1, "country": "DE", "at": 0}))
+    error = refusal(avro_transform(tmp_path), payload, "avro/binary")
+
+    assert error.code == Code.INVALID_REQUEST
+    assert "order.avsc" in error.message
+
+
+def test_recursive_avro_schema_is_fault(tmp_path: Path) -> None:
+    """A few bytes could exhaust the stack."""
+    schema = {"type": "record", "name": "Node", "fields": [{"name": "next", "type": "Node"}]}
+    with pytest.raises(ConfigurationError, match="does not contain itself, got Node in itself"):
+        avro_transform(tmp_path, schema)
+
+
+def test_numbers_are_scaled_by_column() -> None:
+    """By mean and deviation, before they are rounded to the input's datatype."""
+    transform = records_of('{ path = "a", mean = 10, deviation = 4 }, { path = "b" }')
+
+    assert array_of(transform, b'[{"a": 12, "b": 1}, {"a": 6, "b": 2}]').tolist() == [
+        [0.5, 1],
+        [-1, 2],
+    ]
+
+
+def test_strings_become_places_in_vocabulary(tmp_path: Path) -> None:
+    """From a file, one string a line; numbers and truth values as JSON writes them."""
+    (tmp_path / "kinds.txt").write_text("red\n7\ntrue\n")
+    columns = '{ path = "kind", vocabulary = "kinds.txt", unknown = 9 }'
+    transform = records_of(columns, "INT64", directory=tmp_path)
+    payload = b'[{"kind": "red"}, {"kind": 7}, {"kind": true}, {"kind": "blue"}]'
+
+    assert array_of(transform, payload).tolist() == [[0], [1], [2], [9]]
+
+
+@pytest.mark.parametrize(
+    ("form", "number"),
+    [
+        ("seconds", 1772366400.0),
+        ("days", 20513.5),
+        ("year", 2026),
+        ("month", 3),
+        ("day", 1),
+        ("weekday", 6),
+        ("hour", 12),
+    ],
+)
+def test_dates_become_numbers_in_utc(form: str, number: float) -> None:
+    """With an offset, and without one."""
+    transform = records_of(f'{{ path = "at", date = "{form}" }}', "FP64")
+    payload = b'[{"at": "2026-03-01T13:00:00+01:00"}, {"at": "2026-03-01T12:00:00"}]'
+
+    assert array_of(transform, payload).tolist() == [[number], [number]]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "payload", "expected"),
+    [
+        ("INT64", b'{"v": 9007199254740993}', 9007199254740993),
+        ("INT64", b'{"v": 3.0}', 3),
+        ("UINT64", b'{"v": 18446744073709551615}', 2**64 - 1),
+        ("BOOL", b'{"v": true}', True),
+        ("BYTES", '{"v": "Grün"}'.encode(), "Grün".encode()),
+        ("FP64", b'{"v": 0.1}', 0.1),
+    ],
+)
+def test_value_keeps_precision_of_input(datatype: str, payload: bytes, expected: object) -> None:
+    """Integers do not pass through floats."""
+    transform = records_of('{ path = "v" }', datatype)
+
+    assert array_of(transform, payload).tolist() == [[expected]]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "text", "expected"),
+    [("INT32", b"-7", -7), ("BOOL", b"True", True), ("BYTES", b"x", b"x"), ("FP32", b"1e3", 1e3)],
+)
+def test_texts_of_csv_become_values(datatype: str, text: bytes, expected: object) -> None:
+    """CSV has no other values."""
+    transform = records_of('{ path = "v" }', datatype)
+
+    assert array_of(transform, b"v\n" + text, CSV).tolist() == [[expected]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "datatype", "value", "message"),
+    [
+        ('{ path = "a.b" }', "FP32", "null", "rows[1].a.b: expected a number, got nothing"),
+        ('{ path = "a.b" }', "FP32", '"1"', 'rows[1].a.b: expected a number, got "1"'),
+        ('{ path = "a.b" }', "FP32", "true", "rows[1].a.b: expected a number, got true"),
+        ('{ path = "a.b" }', "FP32", "[]", "rows[1].a.b: expected a number, got an array of 0"),
+        ('{ path = "a.b" }', "FP16", "1e6", "a number of FP16, got 1000000.0"),
+        ('{ path = "a.b" }', "INT8", "300", "a number of INT8, got 300"),
+        ('{ path = "a.b" }', "UINT8", "-1", "an integer of UINT8, got -1"),
+        ('{ path = "a.b" }', "INT64", "1.5", "rows[1].a.b: expected an integer, got 1.5"),
+        ('{ path = "a.b" }', "INT64", "9" * 30, "an integer of INT64"),
+        ('{ path = "a.b" }', "BOOL", "1", "rows[1].a.b: expected true or false, got 1"),
+        ('{ path = "a.b" }', "BYTES", "1", "rows[1].a.b: expected a string, got 1"),
+        (
+            '{ path = "a.b", vocabulary = ["0", "x"] }',
+            "FP32",
+            '"y"',
+            'expected an entry of the vocabulary, got "y"',
+        ),
+        ('{ path = "a.b", date = "days", default = "2026-01-01" }', "FP32", "7", "ISO 8601, got 7"),
+        (
+            '{ path = "a.b", date = "days", default = "2026-01-01" }',
+            "FP32",
+            '"0001-01-01T00:00:00+14:00"',
+            "as in ISO 8601",
+        ),
+    ],
+)
+def test_wrong_value_is_refused_with_row_and_path(
+    columns: str, datatype: str, value: str, message: str
+) -> None:
+    """And with what was expected, and what came."""
+    good = '"2026-01-01"' if "date" in columns else "0"
+    good = {"BOOL": "true", "BYTES": '"x"'}.get(datatype, good)
+    payload = f'[{{"a": {{"b": {good}}}}}, {{"a": {{"b": {value}}}}}]'.encode()
+    error = refusal(records_of(columns, datatype), payload)
+
+    assert error.code == Code.INVALID_TENSOR
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("payload", "content_type", "message"),
+    [
+        (b'{"amount": 1', JSON, "payload: expected JSON, got "),
+        (b"[" * 100_000, JSON, "payload: expected JSON, got "),
+        (b"[]", JSON, "payload: expected at least one record, got none"),
+        (b"\xff", CSV, "payload: expected UTF-8, got byte 0xff at 0"),
+        (b"", CSV, "payload: expected at least one record, got none"),
+        (b"amount\n1\n1,2\n", CSV, "rows[1]: expected 1 fields, got 2"),
+        (b'amount\n"1', CSV, "payload: expected CSV, got unexpected end of data in line 2"),
+        (b"1", "image/jpeg", "header content-type: expected application/json, text/csv, got"),
+        (b"1", "avro/binary", "header content-type: expected"),
+    ],
+)
+def test_unreadable_payload_is_refused(payload: bytes, content_type: str, message: str) -> None:
+    """As an invalid request, which says where."""
+    error = refusal(records_of(TWO), payload, content_type)
+
+    assert error.code == Code.INVALID_REQUEST
+    assert error.message.startswith(message)
+
+
+def test_record_that_is_no_object_is_refused() -> None:
+    """The row is told."""
+    error = refusal(records_of(TWO), b'[{"amount": 1}, 2]')
+
+    assert error.message == "rows[1]: expected an object, got 2"
+
+
+def test_too_many_records_are_refused() -> None:
+    """A short payload could become a large tensor by its defaults."""
+    error = refusal(records_of('{ path = "v", default = 0 }', more="max_rows = 2"), b"[{},{},{}]")
+
+    assert (error.code, error.message) == (
+        Code.TOO_LARGE,
+        "payload: expected at most max_rows = 2 records, got 3",
+    )
+
+
+def test_one_column_fills_flat_input() -> None:
+    """An input of one dimension has no room for more."""
+    config = make_model_config(ONE_COLUMN, make_settings({}))
+    transform = make_transform(Path(), config, model_of(spec("x", "FP32", [-1])))
+
+    assert array_of(transform, b'[{"v": 1}, {"v": 2}]').tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("columns", "datatype", "message"),
+    [
+        ('{ path = "a", mean = 1 }', "INT64", "for an input of floats, got INT64"),
+        ('{ path = "a", vocabulary = ["x"], mean = 1 }', "FP32", "only without a vocabulary"),
+        ('{ path = "a", vocabulary = ["x"] }', "BYTES", "only for an input of numbers, got BYTES"),
+        ('{ path = "a", vocabulary = ["x", "x"] }', "FP32", "each entry once, got 'x' again"),
+        ('{ path = "a", vocabulary = "none.txt" }', "FP32", "vocabulary: expected a file"),
+        ('{ path = "a", unknown = 1 }', "FP32", "unknown: expected vocabulary beside it"),
+        ('{ path = "a", date = "days", vocabulary = ["x"] }', "FP32", "expected only one of them"),
+        ('{ path = "a", deviation = 0 }', "FP32", "transform.record.inputs.x.0.deviation: "),
+        ('{ path = "" }', "FP32", "transform.record.inputs.x.0.path: "),
+        ("", "FP32", "transform.record.inputs.x: "),
+    ],
+)
+def test_column_not_fitting_input_is_fault(columns: str, datatype: str, message: str) -> None:
+    """Found when the model is read, not with the first record."""
+    assert message in fault(columns, datatype)
+
+
+def test_inputs_and_widths_must_be_those_of_model() -> None:
+    """Each input has as many columns as it takes."""
+    config = make_model_config(ONE_COLUMN, make_settings({}))
+    with pytest.raises(ConfigurationError, match=r"for 1 columns, got \[-1, 2\]"):
+        make_transform(Path(), config, model_of(spec("x", "FP32", [-1, 2])))
+    with pytest.raises(ConfigurationError, match="expected the inputs z, got x"):
+        make_transform(Path(), config, model_of(spec("z", "FP32", [-1, 1])))
+
+
+def test_thousand_records_have_values_of_numpy() -> None:
+    """Columns are what NumPy makes of the same numbers."""
+    numbers = np.random.default_rng(3).standard_normal((1000, 2))
+    payload = json.dumps([{"a": a, "b": b} for a, b in numbers.tolist()]).encode()
+    transform = records_of('{ path = "a", mean = 0.5, deviation = 2 }, { path = "b" }')
+    expected = np.stack([(numbers[:, 0] - 0.5) / 2, numbers[:, 1]], axis=1).astype(np.float32)
+
+    assert np.array_equal(array_of(transform, payload), expected)
