@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import mimetypes
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -18,6 +17,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say
+from headrace.cli.payloads import guess_content_type
 from headrace.cli.progress import Progress
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
@@ -384,8 +384,7 @@ def command(
         raise click.UsageError("--content-type goes with --file")
     payload = None
     if file is not None:
-        guessed = content_type or mimetypes.guess_type(file.name)[0]
-        payload = (file.read(), guessed or "application/octet-stream")
+        payload = (file.read(), content_type or guess_content_type(file.name))
     from headrace.cli.bench import BenchOptions, as_fields, as_text, measure
     from headrace.cli.progress import progress
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import mimetypes
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -16,12 +15,13 @@ from numpy.typing import NDArray
 from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
 from headrace.cli.output import say
+from headrace.cli.payloads import guess_content_type, make_inputs
 from headrace.cli.settings import pass_settings
 from headrace.client import Client, Response
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.protocol.codec import bytes_to_data
-from headrace.protocol.tensors import datatype_of, from_array
+from headrace.protocol.tensors import datatype_of, from_array, to_array
 from headrace.runtime.log_factory import open_log
 
 SHOWN_ELEMENTS = 1000
@@ -65,6 +65,12 @@ class OutgoingRequest(NamedTuple):
     metavar="S",
     help="Seconds to wait for the answer; also the request's deadline.",
 )
+@click.option(
+    "--explain",
+    "explains",
+    is_flag=True,
+    help="Show the inputs that the model's transform makes of --file, and send nothing.",
+)
 @click.option("--version", metavar="V", help="Version of the model.  [default: the newest]")
 @click.option(
     "--json",
@@ -90,6 +96,7 @@ def command(
     version: str | None,
     as_json: bool,
     output: Path | None,
+    explains: bool,
 ) -> None:
     """Send one request to MODEL and print the answer.
 
@@ -98,17 +105,24 @@ def command(
 
     Shapes include the batch dimension, as in [[1, 2, 3]] for one row. JSON with a fraction becomes
     FP32, without one INT64; NAME:DATATYPE says otherwise.
+
+    With --explain the model is read from the repository in the settings; --json then writes the
+    request that has these inputs.
     """
     if bool(inputs) == (file is not None):
         raise click.UsageError("give either --input, once or more, or --file")
     if content_type and file is None:
         raise click.UsageError("--content-type goes with --file")
+    if explains and (file is None or output is not None):
+        raise click.UsageError("--explain goes with --file, and not with --output")
     question = OutgoingRequest(model, version, timeout_s, inputs)
     if file is not None:
-        guessed = content_type or mimetypes.guess_type(file.name)[0]
         question = question._replace(
-            payload=file.read(), content_type=guessed or "application/octet-stream"
+            payload=file.read(), content_type=content_type or guess_content_type(file.name)
         )
+    if explains:
+        say(_explain(settings, question, as_json=as_json))
+        return
     response = run(_ask(settings, question))
     if output is not None:
         write_output(output, response)
@@ -132,6 +146,23 @@ async def _ask(settings: Settings, question: OutgoingRequest) -> Response:
             timeout_s=question.timeout_s,
             version=question.version,
         )
+
+
+def _explain(settings: Settings, question: OutgoingRequest, *, as_json: bool) -> str:
+    """Describe the inputs that a payload becomes; `as_json`: as a request of the protocol."""
+    assert question.payload is not None
+    version, inputs = make_inputs(
+        settings, question.model, question.version, question.payload, question.content_type
+    )
+    arrays = {tensor.name: to_array(tensor) for tensor in inputs}
+    if not as_json:
+        return as_lines(arrays)
+    request = {
+        "model_name": version.name,
+        "model_version": version.version,
+        "inputs": [_tensor(name, array) for name, array in arrays.items()],
+    }
+    return json.dumps(request)
 
 
 @asynccontextmanager
@@ -181,11 +212,16 @@ def _is_text(array: NDArray[Any]) -> bool:
 
 
 def as_text(response: Response) -> str:
-    """Format each output on separate lines: name, datatype, shape and values."""
+    """Format the outputs, see `as_lines`."""
+    return as_lines(response.outputs)
+
+
+def as_lines(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Format each array on separate lines: name, datatype, shape and values."""
     return "\n".join(
         f"{name} {datatype_of(array.dtype).name} {list(array.shape)} "
         + np.array2string(array, threshold=SHOWN_ELEMENTS, separator=", ")
-        for name, array in response.outputs.items()
+        for name, array in arrays.items()
     )
 
 
@@ -195,18 +231,18 @@ def as_protocol(response: Response) -> dict[str, Any]:
         "model_name": response.model_name,
         "model_version": response.model_version,
         **({"id": response.id} if response.id is not None else {}),
-        "outputs": [_output(name, array) for name, array in response.outputs.items()],
+        "outputs": [_tensor(name, array) for name, array in response.outputs.items()],
         "parameters": response.parameters,
     }
 
 
-def _output(name: str, array: NDArray[Any]) -> dict[str, Any]:
+def _tensor(name: str, array: NDArray[Any]) -> dict[str, Any]:
     tensor = from_array(name, array)
     elements, parameters = bytes_to_data(tensor)
-    output = {
+    form = {
         "name": name,
         "datatype": tensor.datatype,
         "shape": list(tensor.shape),
         "data": elements,
     }
-    return output | ({"parameters": dict(parameters)} if parameters else {})
+    return form | ({"parameters": dict(parameters)} if parameters else {})

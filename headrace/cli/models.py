@@ -13,6 +13,7 @@ import click
 from headrace.cli import models_copying, models_packing
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.payloads import check_samples
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError, describe_error
@@ -87,15 +88,21 @@ def describe(settings: Settings, model: str, as_json: bool) -> None:
 def check(settings: Settings, model: str | None, as_json: bool) -> None:
     """Load models, and run them as at warm-up.
 
-    MODEL, or all models when none is named. Exit code 1 when a version cannot serve.
+    MODEL, or all models when none is named. Payloads in samples/ of a version must become inputs.
+    Exit code 1 when a version cannot serve.
     """
     models = _opened(settings)
     if model is not None:
         _require(models, model)
+    samples: dict[tuple[str, str], int] = {}
     for version in models.catalog.versions():
         if model in (None, version.name):
-            run(_try_out(models, version))
-    entries = [entry for entry in models.catalog.status() if model in (None, entry["name"])]
+            samples[version.name, version.version] = run(_try_out(models, version))
+    entries = [
+        entry | {"samples": samples.get((entry["name"], entry["version"]), 0)}
+        for entry in models.catalog.status()
+        if model in (None, entry["name"])
+    ]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
     else:
@@ -117,8 +124,13 @@ def _require(models: Models, name: str) -> None:
         raise ConfigurationError(f"model: expected one of {there}, got {name}")
 
 
-async def _try_out(models: Models, version: ModelVersion) -> None:
-    """Load one instance as an executor does: on its own thread, within `max_load_s`."""
+async def _try_out(models: Models, version: ModelVersion) -> int:
+    """Load one instance as an executor does: on its own thread, within `max_load_s`.
+
+    Returns:
+        How many sample payloads became inputs.
+    """
+    count = 0
     loader = BackendLoader(version, Cores.of_process())
     try:
         async with make_instance(version, 0, loader):
@@ -128,9 +140,14 @@ async def _try_out(models: Models, version: ModelVersion) -> None:
     except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
         models.mark_failed(version, describe_error(error))
     else:
-        models.mark_ready(version, loader.verdict)
+        count, fault = check_samples(version)
+        if fault:
+            models.mark_failed(version, fault)
+        else:
+            models.mark_ready(version, loader.verdict)
     finally:
         loader.release_cores()
+    return count
 
 
 def _found(state: str) -> str:
@@ -147,6 +164,7 @@ def _line(entry: dict[str, Any]) -> str:
         entry.get("contradiction"),
         omitted and f"not warmed up: {omitted}",
         _measured(entry),
+        _samples(entry),
     ]
     remarks = [remark for remark in found if remark]
     return f"{name}: {entry['state']}" + "".join(
@@ -157,6 +175,11 @@ def _line(entry: dict[str, Any]) -> str:
 def _batching(entry: dict[str, Any]) -> str:
     reason = entry.get("batching_off")
     return f"batching is off: {reason}" if reason else ""
+
+
+def _samples(entry: dict[str, Any]) -> str:
+    count = entry.get("samples", 0)
+    return f"samples: {count} became inputs" if count else ""
 
 
 def _measured(entry: dict[str, Any]) -> str:

@@ -1,0 +1,62 @@
+"""Payloads in files: their content types, and the inputs that a version makes of them."""
+
+from __future__ import annotations
+
+import mimetypes
+from pathlib import Path
+
+from headrace.config import Settings
+from headrace.errors import Rejected
+from headrace.models.registry import Models
+from headrace.models.version import ModelVersion
+from headrace.protocol.messages import Tensor
+
+SAMPLES = "samples"
+"""Directory of a version's sample payloads, which `headrace models check` reads."""
+
+_CONTENT_TYPES = {
+    ".avro": "avro/binary",
+    ".jsonl": "application/x-ndjson",
+    ".ndjson": "application/x-ndjson",
+}
+"""Content types by suffix that Python does not know."""
+
+
+def guess_content_type(name: str) -> str:
+    """Return the content type of a file by its name."""
+    known = _CONTENT_TYPES.get(Path(name).suffix.lower())
+    return known or mimetypes.guess_type(name)[0] or "application/octet-stream"
+
+
+def make_inputs(
+    settings: Settings, model: str, version: str | None, payload: bytes, content_type: str
+) -> tuple[ModelVersion, tuple[Tensor, ...]]:
+    """Return a version of the repository and the checked inputs that it makes of a payload.
+
+    Raises:
+        ConfigurationError: there is no repository.
+        Rejected: there is no such version, or it refuses the payload.
+    """
+    models = Models(settings)
+    models.open()
+    found = models.catalog.lookup(model, version)
+    return found, _make_inputs(found, payload, content_type)
+
+
+def check_samples(version: ModelVersion) -> tuple[int, str]:
+    """Return how many sample payloads of a version become inputs, and what is wrong with one that
+    does not; empty if all do.
+    """
+    count = 0
+    directory = version.directory / SAMPLES
+    for path in sorted(each for each in directory.glob("*") if each.is_file()):
+        try:
+            _make_inputs(version, path.read_bytes(), guess_content_type(path.name))
+        except (OSError, Rejected) as error:
+            return count, f"{SAMPLES}/{path.name}: {error}"
+        count += 1
+    return count, ""
+
+
+def _make_inputs(version: ModelVersion, payload: bytes, content_type: str) -> tuple[Tensor, ...]:
+    return version.bind(version.transform(payload, content_type)).tensors
