@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml $(LOCK)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK) --upgrade pip
 	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check \
 	  --constraint $(LOCK) --build-constraint $(LOCK) \
-	  --editable '.[cpu,demo,jwt,local-kafka,report,store]' --group test --group lint
+	  --editable '.[avro,cpu,demo,jwt,local-kafka,report,store]' --group test --group lint
 	@touch $@
 	@echo "setup: done"
 

@@ -48,6 +48,15 @@ def test_lock_names_versions_and_no_machine_path() -> None:
     assert strange == []
 
 
+@pytest.mark.parametrize("file", ["Makefile", "tools/lock.sh"])
+def test_setup_installs_every_extra_that_is_pinned(file: str) -> None:
+    """A test of an extra that is not installed would be skipped, or fail."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    (extras,) = re.findall(r"--editable '\.\[([\w,-]+)\]'", text)
+
+    assert set(extras.split(",")) == set(PYPROJECT["project"]["optional-dependencies"]) - NOT_PINNED
+
+
 @pytest.mark.parametrize("script", [".ci/run", "tools/lock.sh"])
 def test_scripts_stop_at_first_fault(script: str) -> None:
     """A shell script can be executed, and ends when one of its commands fails."""
