@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,66 +12,26 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.errors import ConfigurationError, Fatal
-from headrace.gateway import grpc_door
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.log.port import TopicPartition
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
+from tests.support.grpc_callers import SERVICE, Caller, caller_of, pixels
 from tests.support.logs import read
 from tests.support.models import add_version, digits
 from tests.support.python_models import GATE, add_gated_model, shut_gate
 
-SERVICE = grpc_door.SERVICE
 OK, NO, UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
     health_pb2.HealthCheckResponse.NOT_SERVING,
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
 )
-
-
-class Caller:
-    """A gRPC client of the service, by the names of its methods."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
-
-    def call(self, method: str, request: Message | bytes, **options: Any) -> Any:
-        """Begin a call; awaiting it gives the answer, and `code()` the status."""
-        kind = getattr(messages, SERVICE.methods_by_name[method].output_type.name)
-        path = f"/{SERVICE.full_name}/{method}"
-        begin: Any = self.channel.unary_unary(path, response_deserializer=kind.FromString)
-        sent = request if isinstance(request, bytes) else request.SerializeToString()
-        return begin(sent, **options)
-
-    def infer(self, request: Message | bytes, **options: Any) -> Any:
-        return self.call("ModelInfer", request, **options)
-
-    def stream(self, **options: Any) -> Any:
-        """Begin a stream."""
-        return self.channel.stream_stream(
-            f"/{SERVICE.full_name}/ModelStreamInfer",
-            messages.ModelInferRequest.SerializeToString,
-            messages.ModelStreamInferResponse.FromString,
-        )(**options)
-
-
-@asynccontextmanager
-async def caller_of(
-    repository: Path, *options: tuple[str, Any], **gateway: Any
-) -> AsyncIterator[tuple[Served, Caller]]:
-    """A gateway with a door for gRPC, and a client of it."""
-    async with (
-        gateway_of(repository, grpc_port=0, **gateway) as served,
-        grpc.aio.insecure_channel(served.grpc, options=options) as channel,
-    ):
-        yield served, Caller(channel)
 
 
 @pytest.fixture
@@ -87,17 +47,6 @@ def gated(tmp_path: Path) -> Iterator[Path]:
     add_gated_model(tmp_path)
     with shut_gate():
         yield tmp_path
-
-
-def pixels(**fields: Any) -> messages.ModelInferRequest:
-    """A request for `digits`, with raw contents unless there are others."""
-    tensor = {"name": "pixels", "datatype": "FP32", "shape": [1, 64]}
-    defaults = {
-        "model_name": "digits",
-        "inputs": [tensor],
-        "raw_input_contents": [np.ones(64, "<f4").tobytes()],
-    }
-    return messages.ModelInferRequest(**{**defaults, **fields})
 
 
 def number(value: float, **fields: Any) -> messages.ModelInferRequest:
@@ -153,81 +102,6 @@ async def test_tensors_of_both_forms_are_answered_raw(repository: Path) -> None:
         np.testing.assert_allclose(content, 64.0 * np.arange(10))
     assert (raw.model_name, raw.model_version, raw.id) == ("digits", "1", "seven")
     assert raw.parameters["batch_size"].int64_param == 1
-
-
-SHAPE = {"name": "pixels", "datatype": "FP32", "shape": [1, 64]}
-TYPED = {**SHAPE, "contents": {"fp32_contents": [1.0] * 64}}
-BAD_REQUESTS: dict[str, tuple[Message | bytes, str, str]] = {
-    "no message": (b"\xff\xff", "INVALID_ARGUMENT", "inference.ModelInferRequest"),
-    "no text": (b"\x0a\x02\xff\xff", "INVALID_ARGUMENT", "inference.ModelInferRequest"),
-    "empty": (b"", "INVALID_ARGUMENT", "at least one input"),
-    "unknown model": (pixels(model_name="letters"), "NOT_FOUND", "letters"),
-    "unknown version": (pixels(model_version="7"), "NOT_FOUND", "7"),
-    "odd version": (pixels(model_version="../1"), "NOT_FOUND", "../1"),
-    "both forms": (pixels(inputs=[TYPED]), "INVALID_ARGUMENT", "got several"),
-    "neither form": (pixels(raw_input_contents=[]), "INVALID_ARGUMENT", "64 elements"),
-    "too many contents": (
-        pixels(raw_input_contents=[bytes(256)] * 2),
-        "INVALID_ARGUMENT",
-        "one for each",
-    ),
-    "too few bytes": (pixels(raw_input_contents=[b"1"]), "INVALID_ARGUMENT", "256 bytes"),
-    "negative dimension": (
-        pixels(inputs=[{**SHAPE, "shape": [-1, 64]}]),
-        "INVALID_ARGUMENT",
-        "no negative",
-    ),
-    "huge shape": (pixels(inputs=[{**SHAPE, "shape": [2**62, 8]}]), "INVALID_ARGUMENT", "2^63"),
-    "unknown datatype": (
-        pixels(inputs=[{**SHAPE, "datatype": "INT4"}]),
-        "INVALID_ARGUMENT",
-        "INT4",
-    ),
-    "unknown input": (pixels(inputs=[{**SHAPE, "name": "pixel"}]), "INVALID_ARGUMENT", "pixel"),
-    "unknown output": (pixels(outputs=[{"name": "z"}]), "INVALID_ARGUMENT", "z"),
-    "too many inputs": (pixels(inputs=[SHAPE] * 65), "INVALID_ARGUMENT", "at most 64"),
-    "same input twice": (
-        pixels(inputs=[TYPED, TYPED], raw_input_contents=[]),
-        "INVALID_ARGUMENT",
-        "each name once",
-    ),
-    "sequence": (
-        pixels(parameters={"sequence_id": {"int64_param": 1}}),
-        "INVALID_ARGUMENT",
-        "sequence_id",
-    ),
-    "timeout": (
-        pixels(parameters={"timeout": {"string_param": "1"}}),
-        "INVALID_ARGUMENT",
-        "timeout",
-    ),
-    "parameter without value": (pixels(parameters={"mine": {}}), "INVALID_ARGUMENT", "mine"),
-    "shared memory": (
-        pixels(
-            inputs=[{**SHAPE, "parameters": {"shared_memory_region": {"string_param": "r"}}}],
-            raw_input_contents=[],
-        ),
-        "INVALID_ARGUMENT",
-        "shared_memory_byte_size",
-    ),
-    "classification": (
-        pixels(outputs=[{"name": "scores", "parameters": {"classification": {"int64_param": -3}}}]),
-        "INVALID_ARGUMENT",
-        "from 0 to 1000",
-    ),
-    "too large": (pixels(id="x" * 70_000), "RESOURCE_EXHAUSTED", "65536"),
-}
-
-
-async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
-    """Each has its status and a sentence that names the fault, and the door goes on."""
-    async with caller_of(repository, max_body_bytes=65536) as (_, caller):
-        for case, (request, status, text) in BAD_REQUESTS.items():
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await caller.infer(request)
-            told = error.value.details() or ""
-            assert (error.value.code().name, text in told) == (status, True), f"{case}: {told}"
-        assert len((await caller.infer(pixels())).outputs) == 1
 
 
 async def test_compressed_bomb_is_refused_as_too_large(repository: Path) -> None:
