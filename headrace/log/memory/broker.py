@@ -117,7 +117,7 @@ class Partition:
         self._sizes += sizes
         self._held_bytes += sum(sizes) + _OBJECT_BYTES * len(records)
         self._retain()
-        self._wake()
+        self.wake()
 
     def end_transaction(self, transaction: Hashable, *, commit: bool) -> None:
         """End an open transaction: its records are kept, or leave a gap. A marker follows."""
@@ -126,7 +126,7 @@ class Partition:
             for start, stop in spans:
                 self._remove(start, stop)
         self.skip(1)
-        self._wake()
+        self.wake()
 
     def read(
         self, offset: int, max_records: int, max_bytes: int = MAX_POLL_BYTES
@@ -174,7 +174,7 @@ class Partition:
                 self._open[transaction] = left
             else:
                 del self._open[transaction]
-        self._wake()
+        self.wake()
 
     def skip(self, offsets: int) -> None:
         """Leave a gap: increase the next record's offset by `offsets`."""
@@ -185,7 +185,7 @@ class Partition:
         gap = Gap(self.name, self.end, self.end + offsets, code, reason)
         self._unreadable.append(gap)
         self.end = gap.end
-        self._wake()
+        self.wake()
 
     def gaps_between(self, first: int, end: int) -> list[Gap]:
         """Return the unreadable offsets from `first` to `end` (exclusive)."""
@@ -213,7 +213,8 @@ class Partition:
     def unwatch(self, wake: Callable[[], None]) -> None:
         self._watchers.discard(wake)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Call all watchers, which look again at what they may read."""
         for wake in self._watchers:
             wake()
 

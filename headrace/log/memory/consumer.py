@@ -212,6 +212,7 @@ class MemoryReader:
     def _raise_what_ended_it(self) -> None:
         if self._is_closed:
             raise RuntimeError("the consumer is closed")
+        self._faults.topics.require_readable(self._reading)
 
 
 class MemoryMember(MemoryReader):

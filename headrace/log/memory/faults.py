@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 
 from headrace.errors import Code
-from headrace.log.errors import LogUnavailable, NoLeader
+from headrace.log.errors import LogAuthenticationFailed, LogUnavailable, NoLeader
 from headrace.log.memory.broker import Topics
 from headrace.log.memory.group import Group
 from headrace.log.memory.transactions import Transactions
@@ -58,6 +58,7 @@ class BrokerFaults:
     def __init__(self, request_timeout_s: float) -> None:
         self._request_timeout_s = request_timeout_s
         self._hangs = False
+        self._to_fail = 0
         self._down_since: float | None = None
         self._up = asyncio.Event()
         self._up.set()
@@ -85,6 +86,18 @@ class BrokerFaults:
                 future.set_result(None)
         for wake in self._watchers:
             wake()
+
+    def fail_requests(self, requests: int) -> None:
+        """Fail the next requests with `LogUnavailable`, as lost connections do.
+
+        Polls and sends go on: they use connections of their own.
+        """
+        self._to_fail = requests
+
+    @property
+    def requests_to_fail(self) -> int:
+        """How many of `fail_requests` have not been made yet."""
+        return self._to_fail
 
     # Queries of the log's other modules
 
@@ -115,6 +128,9 @@ class BrokerFaults:
         Raises:
             LogUnavailable: it does not, within the given time or the request timeout.
         """
+        if self._to_fail:
+            self._to_fail -= 1
+            raise LogUnavailable("the connection was lost")
         if not self.is_down:
             return
         if self._hangs:
@@ -329,6 +345,8 @@ class TopicFaults:
         self._topics = topics
         self._groups = groups
         self._forbidden: dict[str, bool] = {}
+        self._unreadable: set[str] = set()
+        self._held_descriptions: dict[str, asyncio.Event] = {}
         self._leaderless: set[str] = set()
         self._unannounced: set[str] = set()
 
@@ -342,6 +360,24 @@ class TopicFaults:
     def allow(self, topic: str) -> None:
         """Undo `forbid`."""
         self._forbidden.pop(topic, None)
+
+    def forbid_reading(self, topic: str) -> None:
+        """Forbid consumers to read a topic, as revoked access rules do.
+
+        Polls of those that read it, pending ones included, raise `LogAuthenticationFailed`.
+        """
+        self._unreadable.add(topic)
+        stored = self._topics.find(topic)
+        for partition in stored.partitions if stored is not None else ():
+            partition.wake()
+
+    def hold_descriptions(self, topic: str) -> None:
+        """Answer no producer that asks for a topic's partitions, until `release_descriptions`."""
+        self._held_descriptions[topic] = asyncio.Event()
+
+    def release_descriptions(self, topic: str) -> None:
+        """Answer those that asked meanwhile."""
+        self._held_descriptions.pop(topic).set()
 
     def take_leaders(self, topic: str) -> None:
         """Remove the leaders of a topic's partitions: sends to them fail, until `elect`."""
@@ -373,7 +409,21 @@ class TopicFaults:
             for partition in [each for each in group.committed if each.topic == topic]:
                 del group.committed[partition]
 
+    # For consumers
+
+    def require_readable(self, partitions: Iterable[TopicPartition]) -> None:
+        """Raise `LogAuthenticationFailed` if one of the partitions may not be read."""
+        for partition in partitions:
+            if partition.topic in self._unreadable:
+                raise LogAuthenticationFailed(f"not allowed to read {partition.topic}")
+
     # For producers
+
+    async def described(self, topic: str, timeout_s: float) -> None:
+        """Wait while descriptions of the topic are held. Raises `LogUnavailable`."""
+        held = self._held_descriptions.get(topic)
+        if held is not None:
+            await _passed(held, timeout_s)
 
     def is_forbidden(self, topic: str) -> bool:
         """Return whether producers may not write to the topic."""

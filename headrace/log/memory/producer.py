@@ -87,6 +87,7 @@ class MemoryProducer:
         if known is not None:
             return known
         await self._faults.brokers.answered(self._tuning.metadata_timeout_s)
+        await self._faults.topics.described(topic, self._tuning.metadata_timeout_s)
         if self._faults.topics.is_hidden(topic):
             raise TopicForbidden(topic)
         if self._topics.use(topic) is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.consumer import MemoryReader
-from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.log.port import NewRecord, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.responder import Responder, answer, echo, refusal
@@ -167,30 +165,19 @@ async def test_closing_client_fails_waiting_calls(
 
 
 async def test_reading_refused_by_broker_fails_all_calls(
-    log: MemoryLog, settings: Settings, silent: Responder, monkeypatch: pytest.MonkeyPatch
+    log: MemoryLog, settings: Settings, silent: Responder
 ) -> None:
     """Once the broker lets us read no more, calls under way and later ones say why."""
-    refused = False
-    poll = MemoryReader.poll
-
-    async def poll_until_refused(
-        reader: MemoryReader, timeout_s: float, max_records: int
-    ) -> Mapping[TopicPartition, Sequence[Record]]:
-        if refused and reader.assignment() == {REPLIES}:
-            raise LogAuthenticationFailed("credentials expired")
-        return await poll(reader, timeout_s, max_records)
-
     async with Client(log=log, settings=settings, reply_partition=1) as client:
-        monkeypatch.setattr(MemoryReader, "poll", poll_until_refused)
 
         async def wait_in_vain() -> None:
-            with pytest.raises(ClientClosed, match="no longer be read: credentials expired"):
+            with pytest.raises(ClientClosed, match="no longer be read: not allowed to read"):
                 await client.infer("m", INPUTS)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(wait_in_vain(), name="call")
             await eventually(lambda: silent.seen)
-            refused = True
+            log.faults.topics.forbid_reading(REPLIES.topic)
         await wait_in_vain()
 
 

@@ -10,9 +10,11 @@ from headrace.delivery.transactions import PartitionLost
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import TransactionFault
-from headrace.log.port import TransactionalProducer
 from tests.support.conditions import eventually
 from tests.support.transactions import Owner, answers, compose, log_with_topics, outgoing_of
+
+TRANSACTIONAL_ID = "group.requests.0"
+"""The seat of the source's only partition."""
 
 
 @pytest.fixture
@@ -150,42 +152,25 @@ async def test_unchanged_transactional_offsets_are_renewed(log: MemoryLog) -> No
     assert (await log.committed("group", [owner.source]))[owner.source] == (1, "")
 
 
-async def test_step_of_previous_assignment_writes_no_answer(
-    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_step_of_previous_assignment_writes_no_answer(log: MemoryLog) -> None:
     """It may come back while the same partition is being assigned anew: that one has the seat."""
     owner = await owner_of(log)
     left = outgoing_of(owner, 0)
     owner.revoke()
-    entered = 0
-    gate = asyncio.Event()
-
-    giving = log.transactional_producer
-
-    def give(transactional_id: str, group: str) -> TransactionalProducer:
-        producer = giving(transactional_id, group)
-        entering = producer.__aenter__
-
-        async def enter(_: object) -> TransactionalProducer:
-            nonlocal entered
-            entered += 1
-            await gate.wait()
-            return await entering()
-
-        monkeypatch.setattr(type(producer), "__aenter__", enter)
-        return producer
-
-    monkeypatch.setattr(log, "transactional_producer", give)
+    entered = log.faults.transactions.entered_producers(TRANSACTIONAL_ID)
+    log.faults.brokers.take_down(hang=True)
     fencing = asyncio.create_task(owner.fence())
-    await eventually(lambda: entered)
+    for _ in range(5):  # now its new producer waits to enter
+        await asyncio.sleep(0)
     coming_back = asyncio.create_task(owner.transactions.commit_transaction(0, left, compose))
     for _ in range(5):
         await asyncio.sleep(0)
-    gate.set()
+    assert not fencing.done()
+    log.faults.brokers.bring_back()
     await fencing
     await coming_back
 
-    assert entered == 1
+    assert log.faults.transactions.entered_producers(TRANSACTIONAL_ID) == entered + 1
     assert left == []
     assert await answers(log) == {}
 

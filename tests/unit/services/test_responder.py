@@ -108,27 +108,12 @@ async def test_reply_topic_lookup_delays_no_other_answers() -> None:
     """While one topic's partitions are asked for, all other answers go out."""
     waiting, good = answerable(kafka_replyTopic=b"headrace.mine"), answerable()
     async with running() as bench:
-        asked = asyncio.Event()
-        answered = asyncio.Event()
-
-        async def slow(topic: str) -> int | None:
-            asked.set()
-            await answered.wait()
-            return 3
-
-        # The producer is the responder's own; what it asks is held up here.
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr(
-            "headrace.log.memory.producer.MemoryProducer.partitions_for",
-            lambda _self, topic: slow(topic),
-        )
+        bench.log.faults.topics.hold_descriptions(MINE.topic)
         await bench.inlet.send([waiting, good])
-        await asked.wait()
         await eventually(lambda: receipt_of(good).acked)
         assert not receipt_of(waiting).acked
-        answered.set()
+        bench.log.faults.topics.release_descriptions(MINE.topic)
         await eventually(lambda: receipt_of(waiting).acked)
-        monkey.undo()
         records = await bench.records(MINE.topic)
 
     assert [status(record) for record in records] == ["ok"]
