@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
+
+if TYPE_CHECKING:
+    from headrace.tools.demo.tally import Result
 
 
 @click.command()
@@ -33,7 +37,6 @@ def command(kafka: bool, seconds: float) -> None:
     """
     from headrace.telemetry.logs import configure_logging
     from headrace.tools.demo.demo import run_demo
-    from headrace.tools.demo.report import report
     from headrace.tuning import TUNING
 
     def say(line: str) -> None:
@@ -44,7 +47,13 @@ def command(kafka: bool, seconds: float) -> None:
     # failures show as missing answers.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     sys.setswitchinterval(TUNING.runtime.thread_switch_interval_s)
-    result = run(run_demo(seconds, say, kafka=kafka))
+    conclude(run(run_demo(seconds, say, kafka=kafka)))
+
+
+def conclude(result: Result) -> None:
+    """Print the totals. Raises `Unsuccessful` if they show a fault."""
+    from headrace.tools.demo.report import report
+
     for line in report(result):
         click.echo(line)
     if result.faults:

@@ -16,7 +16,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
 from headrace.cli.output import say
 from headrace.cli.payloads import guess_content_type, make_inputs
-from headrace.cli.settings import pass_settings
+from headrace.cli.settings import Invocation, pass_invocation
 from headrace.client import Client, Response
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
@@ -84,9 +84,9 @@ class OutgoingRequest(NamedTuple):
     metavar="FILE",
     help="Write the outputs there whole: arrays in FILE.npz, otherwise the answer in JSON.",
 )
-@pass_settings
+@pass_invocation
 def command(
-    settings: Settings,
+    invocation: Invocation,
     *,
     model: str,
     inputs: dict[str, NDArray[Any]],
@@ -121,17 +121,18 @@ def command(
             payload=file.read(), content_type=content_type or guess_content_type(file.name)
         )
     if explains:
-        say(_explain(settings, question, as_json=as_json))
+        say(_explain(invocation.settings, question, as_json=as_json))
         return
-    response = run(_ask(settings, question))
+    response = run(_ask(invocation, question))
     if output is not None:
         write_output(output, response)
         return
     say(json.dumps(as_protocol(response)) if as_json else as_text(response))
 
 
-async def _ask(settings: Settings, question: OutgoingRequest) -> Response:
-    async with _client(settings) as client:
+async def _ask(invocation: Invocation, question: OutgoingRequest) -> Response:
+    open_client = invocation.open_client or _open_client
+    async with open_client(invocation.settings) as client:
         if question.payload is None:
             return await client.infer(
                 question.model,
@@ -166,7 +167,7 @@ def _explain(settings: Settings, question: OutgoingRequest, *, as_json: bool) ->
 
 
 @asynccontextmanager
-async def _client(settings: Settings) -> AsyncIterator[Client]:
+async def _open_client(settings: Settings) -> AsyncIterator[Client]:
     if settings.kafka is not None:
         async with Client(settings=settings) as client:
             yield client

@@ -105,7 +105,7 @@ def serve(
 ) -> NoReturn:
     """Serve until a signal; without stages, as a gateway alone."""
     from headrace.cli.event_loop import run
-    from headrace.runtime import process as pipeline
+    from headrace.runtime import process
 
     log_rate_limiter = configure_logging(
         "debug" if invocation.debug else settings.telemetry.log_level
@@ -123,18 +123,14 @@ def serve(
         from headrace.gateway import open_gateway
 
         open_doors = open_gateway
-    announce = partial(_announce, settings) if on_terminal() else None
+    announce = partial(announce_start, settings) if sys.stderr.isatty() else None
+    serve_process = invocation.serve_process or process.run
     raise click.exceptions.Exit(
-        run(pipeline.run(settings, stages, log_rate_limiter, announce, open_doors=open_doors))
+        run(serve_process(settings, stages, log_rate_limiter, announce, open_doors=open_doors))
     )
 
 
-def on_terminal() -> bool:
-    """Return whether a person may be reading stderr."""
-    return sys.stderr.isatty()
-
-
-def _announce(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:
+def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:
     """Print on a terminal where requests come from, the models, and the HTTP addresses."""
     broker = settings.kafka.bootstrap_servers if settings.kafka else "none, a log in memory"
     locations = settings.models.locations

@@ -5,17 +5,19 @@ Reading them late keeps `headrace COMMAND --help` working, and fast, with a brok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
 from headrace.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from headrace.client import Client
     from headrace.config import Option, Settings
 
 P = ParamSpec("P")
@@ -29,11 +31,18 @@ class Invocation:
     Attributes:
         config_file: from `--config` or `HEADRACE_CONFIG`; None for the default locations.
         debug: show the traceback of an error.
+        given: settings that stand instead of a file's and the environment's.
+        serve_process: what `run` and `gateway` serve with; None for `headrace.runtime.process.run`,
+            whose parameters it has.
+        open_client: opens the client of `infer`; None for one of the configured broker, or of a
+            pipeline in this process.
     """
 
     config_file: Path | None = None
     debug: bool = False
     given: Settings | None = field(default=None, repr=False)
+    serve_process: Callable[..., Coroutine[Any, Any, int]] | None = None
+    open_client: Callable[[Settings], AbstractAsyncContextManager[Client]] | None = None
 
     @cached_property
     def settings(self) -> Settings:

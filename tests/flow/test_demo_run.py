@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from headrace.tools.demo import demo
 from headrace.tools.demo.demo import demo_settings, run_demo, send_all
 from headrace.tools.demo.magika_model import find_magika
 from headrace.tools.demo.questions import FILES, Questions, SampleFile, load_digits, load_samples
 from headrace.tools.demo.traffic import Due
+from tests.support.command_line import Call
+
+
+@pytest.fixture
+def switch_interval() -> Iterator[None]:
+    """Undo what the command sets for its process."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
 
 
 async def test_demo_answers_every_request_without_faults(
@@ -32,14 +42,16 @@ async def test_demo_answers_every_request_without_faults(
     assert "in flight" in capsys.readouterr().out
 
 
-async def test_demo_without_magika_shows_digits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing package is said, and costs the files alone."""
-    monkeypatch.setattr(demo, "find_magika", lambda: None)
-    said: list[str] = []
-    result = await run_demo(1.0, said.append)
-    assert "magika is not installed" in said[0]
-    assert result.faults == ()
-    assert FILES not in {group.group for group in result.groups}
+def test_demo_without_magika_shows_digits_alone(
+    call: Call, monkeypatch: pytest.MonkeyPatch, switch_interval: None
+) -> None:
+    """`headrace demo`: a missing package is said on stderr, and costs the files alone."""
+    monkeypatch.setitem(sys.modules, "magika", None)  # as if it were not installed
+    ended = call("demo", "--seconds", "1")
+    assert ended.exit_code == 0
+    assert ended.stderr.startswith("headrace: the package magika is not installed")
+    assert "Every request was answered once" in ended.stdout
+    assert FILES not in ended.stdout
 
 
 async def test_demo_files_get_labels_of_magika_package(tmp_path: Path) -> None:

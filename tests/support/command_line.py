@@ -17,13 +17,16 @@ Call = Callable[..., Result]
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    """Runs `headrace` with these arguments, in an empty directory with no `HEADRACE_*` set."""
+    """Runs `headrace` with these arguments, in an empty directory with no `HEADRACE_*` set.
+
+    `obj` is the command line's `Invocation`, or its settings.
+    """
     for name in os.environ:
         if name.startswith("HEADRACE_"):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    yield lambda *arguments: CliRunner().invoke(main, arguments)
+    yield lambda *arguments, obj=None: CliRunner().invoke(main, arguments, obj=obj)
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -96,7 +96,7 @@ class BrokerFaults:
 
     @property
     def requests_to_fail(self) -> int:
-        """How many of `fail_requests` have not been made yet."""
+        """How many of the requests of `fail_requests` have not been made yet."""
         return self._to_fail
 
     # Queries of the log's other modules
@@ -358,13 +358,15 @@ class TopicFaults:
         self._forbidden[topic] = hidden
 
     def allow(self, topic: str) -> None:
-        """Undo `forbid`."""
+        """Undo `forbid` and `forbid_reading`."""
         self._forbidden.pop(topic, None)
+        self._unreadable.discard(topic)
 
     def forbid_reading(self, topic: str) -> None:
         """Forbid consumers to read a topic, as revoked access rules do.
 
-        Polls of those that read it, pending ones included, raise `LogAuthenticationFailed`.
+        Polls of those that read it, pending ones included, raise `LogAuthenticationFailed`,
+        until `allow`.
         """
         self._unreadable.add(topic)
         stored = self._topics.find(topic)

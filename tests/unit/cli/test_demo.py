@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from headrace.tools.demo import demo
-from headrace.tools.demo.tally import Result, Tally
+from headrace.cli.demo import conclude
+from headrace.cli.outcome import Unsuccessful
+from headrace.tools.demo.tally import Tally
 from tests.support.command_line import Call
 from tests.unit.demo.examples import answer, count, question
 
 
-@pytest.fixture
-def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
-    """Replace the run of the demo by these counts."""
+def test_demo_without_faults_is_successful(capsys: pytest.CaptureFixture[str]) -> None:
+    """The summary is on stdout."""
     tally = Tally()
-
-    async def counted(seconds: float, say: Callable[[str], None], **options: Any) -> Result:
-        say(f"{seconds:g} s, {options}")
-        return tally.result()
-
-    monkeypatch.setattr(demo, "run_demo", counted)
-    before = sys.getswitchinterval()
-    yield tally
-    sys.setswitchinterval(before)
-
-
-def test_demo_without_faults_exits_with_0(call: Call, tally: Tally) -> None:
-    """The summary is on stdout, words about the run on stderr."""
     count(tally, question(), answer())
-    ended = call("demo", "--seconds", "3")
-    assert (ended.exit_code, ended.stderr) == (0, "headrace: 3 s, {'kafka': False}\n")
-    assert "Every request was answered once" in ended.stdout
+    conclude(tally.result())
+    assert "Every request was answered once" in capsys.readouterr().out
 
 
-def test_demo_with_missing_answer_exits_with_1(call: Call, tally: Tally) -> None:
+def test_demo_with_missing_answer_is_unsuccessful(capsys: pytest.CaptureFixture[str]) -> None:
     """The summary names the fault."""
+    tally = Tally()
     tally.send(question())
-    ended = call("demo", "--kafka")
-    assert (ended.exit_code, ended.stderr) == (1, "headrace: 10 s, {'kafka': True}\n")
-    assert "requests without an answer: 1" in ended.stdout
+    with pytest.raises(Unsuccessful):
+        conclude(tally.result())
+    assert "requests without an answer: 1" in capsys.readouterr().out
 
 
 def test_demo_of_zero_duration_is_refused(call: Call) -> None:

@@ -8,27 +8,26 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner, Result
 
 from headrace import __version__
 from headrace.cli import COMMANDS
-from headrace.cli.group import main
+from headrace.cli.group import CommandLine, main
 from headrace.cli.outcome import Exit, explain
+from headrace.cli.settings import everywhere
 from headrace.errors import Code, ConfigurationError, Rejected, Retriable
 from tests.support.command_line import Call
 
 
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Lets a test replace what `headrace doctor` does."""
-    return monkeypatch
+def call_failing(error: BaseException, *options: str) -> Result:
+    """Call a command line whose only command, `fail`, raises the error."""
 
-
-def make_doctor_raise(patch: pytest.MonkeyPatch, error: BaseException) -> None:
     @click.command()
-    def command() -> None:
+    def fail() -> None:
         raise error
 
-    patch.setattr("headrace.cli.doctor.command", command)
+    root = CommandLine("headrace", modules={}, commands={"fail": fail}, params=everywhere())
+    return CliRunner().invoke(root, [*options, "fail"])
 
 
 def test_version_option_prints_version(call: Call) -> None:
@@ -119,10 +118,9 @@ def test_debug_may_come_after_command(call: Call, tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_interrupted_command_exits_with_130(call: Call, failing: pytest.MonkeyPatch) -> None:
+def test_interrupted_command_exits_with_130() -> None:
     """The exit code is that of a shell's SIGINT, and one line says why."""
-    make_doctor_raise(failing, KeyboardInterrupt())
-    result = call("doctor")
+    result = call_failing(KeyboardInterrupt())
     assert (result.exit_code, result.stderr) == (130, "headrace: interrupted\n")
 
 
@@ -139,25 +137,22 @@ def test_help_of_command_needs_no_settings(call: Call) -> None:
     assert call("--config", "nowhere.toml", "topics", "check", "--help").exit_code == 0
 
 
-def test_headrace_error_is_printed_as_one_line(call: Call, failing: pytest.MonkeyPatch) -> None:
+def test_headrace_error_is_printed_as_one_line() -> None:
     """A `HeadraceError` ends a command with exit code 1 and its own words."""
-    make_doctor_raise(failing, Rejected(Code.TOO_LARGE, "expected less"))
-    result = call("doctor")
+    result = call_failing(Rejected(Code.TOO_LARGE, "expected less"))
     assert (result.exit_code, result.stdout) == (Exit.FAILED, "")
     assert result.stderr == "headrace: TOO_LARGE: expected less\n"
 
 
-def test_printed_error_escapes_control_characters(call: Call, failing: pytest.MonkeyPatch) -> None:
+def test_printed_error_escapes_control_characters() -> None:
     """An error may quote a caller; a terminal must not obey it."""
-    make_doctor_raise(failing, Rejected(Code.TOO_LARGE, "got \x1b]52;c;aGk=\x07 \u202e\udce9"))
-    result = call("doctor")
+    result = call_failing(Rejected(Code.TOO_LARGE, "got \x1b]52;c;aGk=\x07 \u202e\udce9"))
     assert result.stderr == "headrace: TOO_LARGE: got \\x1b]52;c;aGk=\\x07 \\u202e\\udce9\n"
 
 
-def test_debug_shows_traceback(call: Call, failing: pytest.MonkeyPatch) -> None:
+def test_debug_shows_traceback() -> None:
     """With `--debug` the traceback comes before the line, and the exit code stays."""
-    make_doctor_raise(failing, ConfigurationError("wrong"))
-    result = call("--debug", "doctor")
+    result = call_failing(ConfigurationError("wrong"), "--debug")
     assert result.exit_code == Exit.USAGE
     assert "Traceback (most recent call last)" in result.stderr
     assert result.stderr.endswith("headrace: wrong\n")

@@ -6,13 +6,15 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from headrace.cli.infer import as_protocol, as_text
 from headrace.cli.outcome import Exit
-from headrace.client import InferenceTimeout, Response
+from headrace.cli.settings import Invocation
+from headrace.client import Client, InferenceTimeout, Response
 from headrace.config import Settings
 from tests.support.command_line import Call
 
@@ -50,16 +52,20 @@ class ScriptedClient:
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> ScriptedClient:
+def client() -> ScriptedClient:
     """The client that `headrace infer` gets."""
-    client = ScriptedClient()
+    return ScriptedClient()
+
+
+@pytest.fixture
+def call(call: Call, client: ScriptedClient) -> Call:
+    """Runs a command that opens this client."""
 
     @asynccontextmanager
-    async def opened(settings: Settings) -> AsyncIterator[ScriptedClient]:
-        yield client
+    async def opened(settings: Settings) -> AsyncIterator[Client]:
+        yield cast(Client, client)
 
-    monkeypatch.setattr("headrace.cli.infer._client", opened)
-    return client
+    return lambda *arguments: call(*arguments, obj=Invocation(open_client=opened))
 
 
 @pytest.fixture

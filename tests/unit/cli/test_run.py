@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.outcome import Exit
+from headrace.cli.run import announce_start
+from headrace.cli.settings import Invocation
 from headrace.cli.stages import parse_stages
 from headrace.config import Settings
 from headrace.runtime.process import OpenDoors
@@ -26,28 +28,33 @@ class Started(list[tuple[Stage, ...]]):
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+def started() -> Iterator[Started]:
     """Record the stages that were started, instead of running services."""
     calls = Started()
+    before = sys.getswitchinterval()
+    yield calls
+    sys.setswitchinterval(before)
 
-    async def run(
+
+@pytest.fixture
+def call(call: Call, started: Started) -> Call:
+    """Runs a command that serves by recording what would be started."""
+
+    async def record(
         settings: Settings,
         stages: tuple[Stage, ...],
         log_rate_limiter: LogRateLimiter,
         announce: Callable[[int, Mapping[str, int]], None] | None,
         open_doors: OpenDoors | None,
     ) -> int:
-        calls.append(tuple(stages))
-        calls.with_gateway = open_doors is not None
-        calls.settings = settings
+        started.append(tuple(stages))
+        started.with_gateway = open_doors is not None
+        started.settings = settings
         if announce is not None:
             announce(8123, {} if open_doors is None else {"http": 8124})
         return 0 if settings.namespace == "headrace" else 1
 
-    monkeypatch.setattr("headrace.runtime.process.run", run)
-    before = sys.getswitchinterval()
-    yield calls
-    sys.setswitchinterval(before)
+    return lambda *arguments: call(*arguments, obj=Invocation(serve_process=record))
 
 
 @pytest.mark.parametrize(
@@ -165,17 +172,16 @@ def test_run_without_broker_warns_once(call: Call, started: Started) -> None:
     assert "no broker" not in with_broker.stderr
 
 
-def test_start_on_terminal_prints_models_and_addresses(
-    call: Call, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_start_is_announced_with_models_and_addresses(
+    call: Call, started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Broker, namespace, models and the page's address; nothing of it elsewhere."""
+    """Broker, namespace, models and the page's address on a terminal; nothing elsewhere."""
     (tmp_path / "models" / "digits").mkdir(parents=True)
     elsewhere = call("run", "--bootstrap-servers", "127.0.0.1:9")
-    monkeypatch.setattr("headrace.cli.run.on_terminal", lambda: True)
-    result = call("run", "--bootstrap-servers", "127.0.0.1:9")
+    announce_start(started.settings, 8123, {})
 
     assert elsewhere.stderr == ""
-    assert result.stderr.splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "headrace: broker     127.0.0.1:9",
         "headrace: namespace  headrace",
         f"headrace: models     digits ({tmp_path / 'models'})",
