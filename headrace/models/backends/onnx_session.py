@@ -84,7 +84,7 @@ def open_session(
     if wanted[0] != CPU:
         onnxruntime.preload_dlls()  # CUDA and cuDNN from their wheels
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = intra_op_threads(config)
+    options.intra_op_num_threads = intra_op_threads(config, available_cores())
     options.inter_op_num_threads = 1
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = _FATAL
@@ -148,18 +148,22 @@ def _cuda_options(config: ModelConfig, stream: SessionStream | None) -> dict[str
     return options
 
 
-def intra_op_threads(config: ModelConfig) -> int:
-    """Return the threads of one run: as configured, or the instance's share of our cores."""
+def intra_op_threads(config: ModelConfig, cores: int) -> int:
+    """Return the threads of one run: as configured, or the instance's share of the cores."""
     if config.intra_op_threads:
         return config.intra_op_threads
     if config.execution_providers[0] != CPU:
         return 1
+    # A pinned instance's thread is already restricted to its share.
+    return max(1, cores if config.pinned else cores // config.instances)
+
+
+def available_cores() -> int:
+    """Return the number of cores on which the calling thread may run."""
     # Affinity exists on Linux only; in a container with pinned cores it is smaller than the
     # machine.
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    # A pinned instance's thread is already restricted to its share.
-    return max(1, cores if config.pinned else cores // config.instances)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def run_options(graph: int = -1, *, wait: bool = True) -> Any:

@@ -17,7 +17,7 @@ from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, AssignedPartition,
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.port import Committed, Consumer, NewRecord, Record, TopicInfo, TopicPartition
+from headrace.log.port import Committed, Consumer, NewRecord, Record, TopicInfo
 from headrace.protocol.messages import Envelope, Request
 from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
@@ -83,31 +83,20 @@ async def test_acked_records_are_committed_in_background(log: MemoryLog) -> None
 async def test_only_one_commit_is_in_flight(log: MemoryLog) -> None:
     """While the log answers slowly there is no second commit, not at the end either."""
     await fill(log, 5)
-    under_way = most = 0
+    groups = log.faults.groups
 
     async with reading(log) as stage:
-        member = stage.source._consumer
-        commit = member.commit
-
-        async def counted(offsets: object) -> None:
-            nonlocal under_way, most
-            under_way += 1
-            most = max(most, under_way)
-            await commit(offsets)  # type: ignore[arg-type]  # passed on
-            under_way -= 1
-
-        member.commit = counted  # type: ignore[method-assign]  # watched
         await eventually(lambda: len(stage.offsets) == 5)
-        log.faults.groups.hold_commits()
+        groups.hold_commits()
         stage.ack([0])
-        await eventually(lambda: under_way == 1)
+        await eventually(lambda: groups.held_commits == 1)
         stage.ack_all()
         closing = asyncio.create_task(stage.source.close_down(5))
-        await asyncio.sleep(0)
-        log.faults.groups.release_commits()
+        for _ in range(20):
+            await asyncio.sleep(0)
+            assert groups.held_commits == 1
+        groups.release_commits()
         await closing
-
-    assert most == 1
     assert await progress(log) == AckedOffsets(5)
 
 
@@ -242,24 +231,10 @@ async def test_assignment_waits_for_broker(log: MemoryLog) -> None:
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 3)
         stage.ack_all()
-        loads = 0
-        load = stage.source._assignments._load
-
-        async def fail_twice(
-            partitions: Sequence[TopicPartition],
-        ) -> dict[TopicPartition, AckedOffsets]:
-            nonlocal loads
-            loads += 1
-            if loads <= 2:
-                log.faults.brokers.take_down()
-            try:
-                return await load(partitions)
-            finally:
-                log.faults.brokers.bring_back()
-
-        stage.source._assignments._load = fail_twice  # type: ignore[method-assign]  # a fault at this moment
+        await eventually(lambda: _is(log, AckedOffsets(3)))
+        log.faults.brokers.fail_requests(2)  # nothing is left to commit: these look up offsets
         log.faults.groups.force_rebalance(GROUP)
-        await eventually(lambda: loads == 3)
+        await eventually(lambda: not log.faults.brokers.requests_to_fail)
         await fill(log, 1)
         await eventually(lambda: stage.offsets == [0, 1, 2, 3])
 

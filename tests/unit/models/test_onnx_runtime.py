@@ -18,6 +18,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.onnx_session import intra_op_threads
 from headrace.models.backends.port import ModelFailed, WarmUp
+from headrace.models.backends.warmup import warm_up
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.signature import read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
@@ -130,24 +131,28 @@ def test_warm_up_finds_that_larger_batches_fail(load: Make) -> None:
     assert fault.startswith("a run of 2 rows failed at warm-up with made-up")
 
 
-def test_warm_up_runs_powers_of_two_up_to_limit(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def rows_at_warm_up(directory: Path, **config: Any) -> list[int]:
+    """Return the sizes of the runs with which `digits` is warmed up."""
+    version = models.add_version(directory, "model", 1, models.digits())
+    signature = read_onnx_signature(version / "model.onnx")
+    rows: list[int] = []
+    warm_up(
+        lambda inputs: rows.append(len(inputs["pixels"])),
+        signature,
+        make_model_config(config, models.settings_for(directory)),
+        version,
+    )
+    return rows
+
+
+def test_warm_up_runs_powers_of_two_up_to_limit(tmp_path: Path) -> None:
     """The limit itself is run as well."""
-    backend = make(models.digits(), max_batch_size=12)
-    rows: list[int] = []
-    monkeypatch.setattr(backend, "run", lambda inputs: rows.append(len(inputs["pixels"])))
-    backend.warm_up()
-    assert rows == [1, 2, 4, 8, 12]
+    assert rows_at_warm_up(tmp_path, max_batch_size=12) == [1, 2, 4, 8, 12]
 
 
-def test_warm_up_stays_within_byte_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_stays_within_byte_limit(tmp_path: Path) -> None:
     """A batch never has more bytes than `max_batch_bytes`, so a larger one is not tried."""
-    backend = make(models.digits(), max_batch_bytes=5 * 256)
-    rows: list[int] = []
-    monkeypatch.setattr(backend, "run", lambda inputs: rows.append(len(inputs["pixels"])))
-    backend.warm_up()
-    assert rows == [1, 2, 4, 5]
+    assert rows_at_warm_up(tmp_path, max_batch_bytes=5 * 256) == [1, 2, 4, 5]
 
 
 def test_warm_up_inputs_stay_within_range(load: Make) -> None:
@@ -302,10 +307,9 @@ def test_gpu_session_gets_stream_of_ring(make: Make, graphs: bool) -> None:
     assert options["enable_cuda_graph"] == str(int(graphs))
 
 
-def test_threads_are_shared_between_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_between_instances() -> None:
     """Two instances on eight cores take four each; a configured number holds."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert intra_op_threads(ModelConfig(instances=2)) == 4
-    assert intra_op_threads(ModelConfig(instances=9)) == 1
-    assert intra_op_threads(ModelConfig(intra_op_threads=3)) == 3
-    assert intra_op_threads(ModelConfig(device="cuda:0", experimental_cuda=True)) == 1
+    assert intra_op_threads(ModelConfig(instances=2), 8) == 4
+    assert intra_op_threads(ModelConfig(instances=9), 8) == 1
+    assert intra_op_threads(ModelConfig(intra_op_threads=3), 8) == 3
+    assert intra_op_threads(ModelConfig(device="cuda:0", experimental_cuda=True), 8) == 1

@@ -25,7 +25,7 @@ from headrace.protocol.messages import Request
 from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement, RingBatch
 from headrace.telemetry.snapshots import DeviceSnapshot
 from tests.support import models
-from tests.support.conditions import DEADLINE_S
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.work import make_request
 
 MAX_ROWS = 6
@@ -69,6 +69,8 @@ def make(
     model: onnx.ModelProto,
     *,
     device: Device | None = None,
+    open_device: Callable[[], Device] | None = None,
+    backend_type: type[OnnxBackend] = OnnxBackend,
     needs: Mapping[str, int] | None = None,
     **config: Any,
 ) -> DeviceInstance:
@@ -76,15 +78,19 @@ def make(
     directory = models.add_version(tmp_path, "model", 1, model)
     made = make_model_config({"max_batch_size": MAX_ROWS, **config}, models.settings_for(tmp_path))
     signature = read_signature(FoundVersion("1", directory, ""), made)
-    backend = OnnxBackend(directory, made, signature)
+    backend = backend_type(directory, made, signature)
     where = DevicePlacement(
-        open_device=lambda: device or CpuDevice(),
+        open_device=open_device or (lambda: device or CpuDevice()),
         max_rows=MAX_ROWS,
         ring=True,
         graphs=False,
         needs=dict(needs or {}),
     )
     return DeviceInstance(backend, "instance", where, max_execution_s=10, max_load_s=60)
+
+
+def thread_names() -> list[str]:
+    return [each.name for each in threading.enumerate()]
 
 
 def asking(*rows: NDArray[Any], name: str = "pixels") -> list[Request]:
@@ -259,19 +265,17 @@ async def test_device_memory_is_reported(tmp_path: Path) -> None:
 async def test_device_memory_is_freed_on_dispatcher_thread(tmp_path: Path) -> None:
     """A device's memory belongs to the thread that asked for it."""
     given_back: list[str] = []
-    gpu = Gpu()
-    allocate = gpu.device_block
 
-    def device_block(name: str, size_bytes: int) -> Block:
-        block = allocate(name, size_bytes)
-        if name == "input pixels":
-            weakref.finalize(
-                block.array, lambda: given_back.append(threading.current_thread().name)
-            )
-        return block
+    class Finalizing(Gpu):
+        def device_block(self, name: str, size_bytes: int) -> Block:
+            block = super().device_block(name, size_bytes)
+            if name == "input pixels":
+                weakref.finalize(
+                    block.array, lambda: given_back.append(threading.current_thread().name)
+                )
+            return block
 
-    gpu.device_block = device_block  # type: ignore[method-assign]  # to see what becomes of it
-    async with make(tmp_path, models.digits(), device=gpu) as instance:
+    async with make(tmp_path, models.digits(), device=Finalizing()) as instance:
         await answer(instance, digits(1))
     assert given_back == ["instance"]
 
@@ -282,27 +286,25 @@ async def test_instance_on_missing_device_is_refused(tmp_path: Path) -> None:
     def absent() -> Device:
         raise ConfigurationError("cuda:0: expected a GPU of this number, got 0")
 
-    instance = make(tmp_path, models.digits())
-    instance._placement = instance._placement._replace(open_device=absent)
+    instance = make(tmp_path, models.digits(), open_device=absent)
     with pytest.raises(ConfigurationError, match="expected a GPU"):
         async with instance:
             pass
-    await instance._completion_thread.join(5)
-    assert not instance._completion_thread.thread.is_alive()
+    await eventually(lambda: not any(each.startswith("instance") for each in thread_names()))
 
 
-async def test_failing_bound_run_prevents_readiness(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that cannot run so does not take the place of one that can."""
+class UnableToRunBound(OnnxBackend):
+    """Fails as soon as it runs on addresses that are bound once."""
 
-    def bind(*_: object) -> Callable[[], None]:
+    def bind(self, *_: object) -> Callable[[], None]:
         def enqueue() -> None:
             raise ValueError("no")
 
         return enqueue
 
-    monkeypatch.setattr(OnnxBackend, "bind", bind)
+
+async def test_failing_bound_run_prevents_readiness(tmp_path: Path) -> None:
+    """A model that cannot run so does not take the place of one that can."""
     with pytest.raises(ConfigurationError, match="a bound run of 6 rows failed: no"):
-        async with make(tmp_path, models.digits()):
+        async with make(tmp_path, models.digits(), backend_type=UnableToRunBound):
             pass
