@@ -223,6 +223,10 @@ class ModelSettings(_Section):
         Path("models")
     )
     """Directory, or the URL of an object store, or several of them; the first with a model wins."""
+    mode: Literal["all", "explicit"] = "all"
+    """Which versions are loaded: `all` follows each model's `model.toml`, `explicit` the control
+    topic (docs/changing-a-model.md).
+    """
     cache_dir: Path = Path("~/.cache/headrace/models")
     """Cache for versions from object stores, shared by the processes of a machine."""
     cache_bytes: Annotated[int, Field(ge=1, le=2**50), NOT_BOOL] = 64 * 1024**3
@@ -427,6 +431,15 @@ class Settings(BaseSettings):
                 re.compile(pattern.replace("{namespace}", re.escape(self.namespace)))
             except re.error as error:
                 raise ValueError(f"topics.reply_allowed: {pattern!r}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _changes_can_be_read(self) -> Self:
+        if self.models.mode == "explicit" and self.kafka is None:
+            raise ValueError(
+                "models.mode: explicit needs a broker (kafka.bootstrap_servers), whose control "
+                "topic says which models to load"
+            )
         return self
 
     @property

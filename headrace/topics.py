@@ -41,6 +41,7 @@ class Topic(StrEnum):
     RESPONSES = "responses"
     DEAD_LETTERS = "dead-letters"
     EVENTS = "events"
+    CONTROL = "control"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class TopicSpec:
         readers: stages that read the topic; empty if its readers are outside Headrace.
         like_requests: True if it must have exactly as many partitions as `requests`.
         cleanup_policy: Kafka's `cleanup.policy`.
+        partitions: number of partitions, if the settings do not choose it; 0: they do.
+        kept_forever: True if no record is ever deleted.
     """
 
     topic: Topic
@@ -65,6 +68,8 @@ class TopicSpec:
     readers: tuple[Stage, ...]
     like_requests: bool = False
     cleanup_policy: str = "delete"
+    partitions: int = 0
+    kept_forever: bool = False
 
 
 TOPICS: dict[Topic, TopicSpec] = {
@@ -128,6 +133,18 @@ TOPICS: dict[Topic, TopicSpec] = {
             partition="by key",
             writers=(Stage.EXECUTOR,),
             readers=(Stage.BATCHER,),
+        ),
+        TopicSpec(
+            # The order of changes is their meaning, so there is one partition, and the history of
+            # the deployment is the topic itself, so nothing is deleted or compacted.
+            Topic.CONTROL,
+            message="ControlRecord",
+            key="none",
+            partition="the only one",
+            writers=(),
+            readers=(Stage.INGEST, Stage.BATCHER, Stage.EXECUTOR),
+            partitions=1,
+            kept_forever=True,
         ),
     )
 }

@@ -448,6 +448,26 @@ class ModelTuning:
     """Size of the ranges in which files are downloaded; one must come within 30 s."""
     store_error_chars: int = 300
     """Most characters of a store's error that are shown."""
+    control_snapshot_every: int = 64
+    """Changes from one snapshot in the control topic to the next."""
+    control_read_timeout_s: float = 30.0
+    """Deadline for reading the control topic to its end."""
+    control_poll_s: float = 0.5
+    """Longest wait of one poll of the control topic."""
+    control_marker_poll_s: float = 0.02
+    """The same while it is read to its end."""
+    control_poll_records: int = 1000
+    """Most records of one poll of the control topic."""
+    control_outcome_reads: int = 5
+    """How often a writer reads the control topic to learn whether its change was made."""
+    control_listen_s: float = 2.5
+    """Time in which each process is heard that follows the control topic."""
+    control_silent_s: float = 10.0
+    """Silence after which such a process is taken for ended."""
+    control_retry_first_s: float = 0.1
+    """Pause after the first failed reading of the repository after a change; later ones double."""
+    control_retry_max_s: float = 30.0
+    """Longest of these pauses."""
     cache_lock_timeout_s: float = 600.0
     """Longest wait for another process of this machine that downloads."""
     cache_lock_interval_s: float = 0.05

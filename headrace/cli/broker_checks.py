@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from headrace.cli.findings import Finding, Severity
 from headrace.config import KafkaSettings, Settings
 from headrace.log.port import TopicInfo
-from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS
+from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS, required_topics
 from headrace.topics import TOPICS, Topic
 from headrace.tuning import TUNING
 
@@ -170,7 +170,7 @@ def check_rights(settings: Settings, survey: ClusterInfo) -> Iterator[Finding]:
             f"transactional ids {transactional_id(settings)} and its like: Write is not allowed",
             f"allow Write on the transactional ids that begin with {group}.",
         )
-    for topic in Topic:
+    for topic in required_topics(settings):
         yield from _topic_rights(settings, topic, survey)
 
 

@@ -21,7 +21,7 @@ from headrace.log.errors import LogAuthenticationFailed
 from headrace.log.port import Log, TopicInfo
 from headrace.models.backends.onnx_session import find_runtime
 from headrace.runtime.log_factory import open_log
-from headrace.runtime.topic_plan import compare, plan_topics
+from headrace.runtime.topic_plan import compare, plan_topics, required_topics
 from headrace.topics import Topic
 from headrace.tuning import TUNING
 
@@ -145,7 +145,9 @@ def check_topics(
             "allow DescribeConfigs on the topics",
         )
         return
-    needed = [topic for topic in Topic if settings.topic(topic) not in forbidden]
+    needed = [
+        topic for topic in required_topics(settings) if settings.topic(topic) not in forbidden
+    ]
     faults = compare(plan_topics(settings), existing, needed)
     for fault in faults:
         health = Severity.ERROR if fault.blocking else Severity.WARNING

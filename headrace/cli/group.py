@@ -21,7 +21,7 @@ COMMANDS = {
     "infer": "Send one request to a model and print the answer.",
     "topics": "Create, describe or check Headrace's topics on the broker.",
     "offsets": "Show or reset how far each source partition is answered.",
-    "models": "List, describe, check, pack or copy the models in the repository.",
+    "models": "List, check, pack or copy models, and change which ones are served.",
     "dlq": "List, show, send again and export dead letters.",
     "replay": "Count, save or send recorded requests again; compare models, simulate limits.",
     "bench": "Put load on a model; show latency, and what binds.",

@@ -1,6 +1,7 @@
 """`headrace models list|describe|check`: list the repository, and check that its models run.
 
-The other commands are in `headrace.cli.models_packing` and `headrace.cli.models_copying`.
+The other commands are in `headrace.cli.models_packing`, `headrace.cli.models_copying` and
+`headrace.cli.models_control`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import click
 
-from headrace.cli import models_copying, models_packing
+from headrace.cli import models_control, models_copying, models_packing
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.payloads import check_samples
@@ -30,9 +31,19 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON."
 
 @click.group()
 def command() -> None:
-    """List, describe, check, pack or copy the models in the repository (models.repository)."""
+    """List, check, pack or copy models (models.repository), and change which ones are served."""
 
 
+for change in (
+    models_control.load_command,
+    models_control.unload_command,
+    models_control.label_command,
+    models_control.default_command,
+    models_control.rollback_command,
+    models_control.history_command,
+    models_control.status_command,
+):
+    command.add_command(change)
 command.add_command(models_packing.pack)
 command.add_command(models_packing.verify)
 command.add_command(models_copying.push)

@@ -23,6 +23,7 @@ from headrace.runtime.topic_plan import (
     Fault,
     compare,
     plan_topics,
+    required_topics,
 )
 from headrace.topics import TOPICS, Topic
 
@@ -83,7 +84,7 @@ def check(settings: Settings, as_json: bool) -> None:
 
     Exit code 1 when `headrace run` would refuse one of them.
     """
-    faults = compare(plan_topics(settings), run(_describe(settings)))
+    faults = compare(plan_topics(settings), run(_describe(settings)), required_topics(settings))
     if as_json:
         click.echo(json.dumps([fault._asdict() for fault in faults], indent=2))
         if any(fault.blocking for fault in faults):

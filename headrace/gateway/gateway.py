@@ -322,7 +322,7 @@ class Gateway:
     async def _classify(self, answer: Response, classes: Mapping[str, int]) -> Response:
         """Replace outputs by their top classes, with the labels of the version that answered."""
         try:
-            version = self.models.lookup(answer.model_name, answer.model_version)
+            version = self.models.lookup_bound(answer.model_name, answer.model_version)
         except Rejected as error:  # the stages have read the repository earlier or later
             answered = f"{answer.model_name}/{answer.model_version}"
             raise Unavailable(

@@ -12,6 +12,9 @@ from headrace.errors import Code, Rejected
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
 
+LABEL_SIGN = "@"
+"""Between the name of a model and a label of one of its versions; names of models have none."""
+
 _REASON = "replaced; kept while requests that are bound to it may come"
 
 
@@ -83,12 +86,28 @@ class ModelEntry:
         selected: versions that the configuration selects, in any state.
         serving: ready versions, including those whose successor is not ready yet.
         faults: faults of versions that cannot be opened; under "" that of the model as a whole.
+        wanted_names: numbers of the versions that the control topic names, by label; under "" the
+            default. None if it says nothing: the highest version is the default.
+        names: the same as far as it is in effect: a name moves when its new version is ready.
     """
 
     def __init__(self) -> None:
         self.selected: dict[str, ModelVersion] = {}
         self.serving: dict[str, ModelVersion] = {}
         self.faults: dict[str, str] = {}
+        self.wanted_names: dict[str, str] | None = None
+        self.names: dict[str, str] = {}
+
+    def move_names(self) -> None:
+        """Let each name mean its wanted version, if that is ready, and otherwise what it did."""
+        if self.wanted_names is None:
+            self.names = {"": max(self.serving, key=int)} if self.serving else {}
+            return
+        self.names = {
+            name: number if number in self.serving else self.names[name]
+            for name, number in self.wanted_names.items()
+            if number in self.serving or self.names.get(name) in self.serving
+        }
 
     def versions(self) -> dict[int, ModelVersion]:
         """Return all versions by identity: a changed version and its predecessor share a number."""
@@ -96,14 +115,20 @@ class ModelEntry:
         return {id(version): version for version in both}
 
     def outdated(self) -> list[ModelVersion]:
-        """Return unselected serving versions, once all selected ones settled and one is ready."""
+        """Return unselected serving versions, once all selected ones settled and one is ready.
+
+        A version that a label, or the default, still means is not among them: its successor is not
+        ready.
+        """
         states = {version.state for version in self.selected.values()}
         if State.LOADING in states or State.READY not in states or "" in self.faults:
             return []
         return [
             version
             for number, version in self.serving.items()
-            if number not in self.selected and number not in self.faults
+            if number not in self.selected
+            and number not in self.faults
+            and (self.wanted_names is None or number not in self.names.values())
         ]
 
 
@@ -112,30 +137,43 @@ class ModelCatalog:
 
     Args:
         replaced: versions that are no longer selected, but kept for requests bound to them.
+        binds: this process binds requests to versions.
         tuning: texts and retry times of refusals.
 
     Attributes:
         models: all models, including those with faults, by name.
     """
 
-    def __init__(self, replaced: ReplacedVersions, tuning: ModelTuning = TUNING.models) -> None:
+    def __init__(
+        self,
+        replaced: ReplacedVersions,
+        *,
+        binds: bool = False,
+        tuning: ModelTuning = TUNING.models,
+    ) -> None:
         self._replaced = replaced
+        self._binds = binds
         self._tuning = tuning
         self._ready: dict[tuple[str, str], ModelVersion] = {}
         self.models: dict[str, ModelEntry] = {}
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion:
-        """Return the ready version with this number; without a number, the highest ready one.
+        """Return the ready version with this number; without a number, the default.
 
-        A replaced version that is kept is found only by its number.
+        A replaced version that is kept is found by its number, unless new requests are bound here.
+
+        Args:
+            name: of the model, or `model@label`.
+            version: number of the version.
 
         Raises:
             Rejected: `UNKNOWN_MODEL`, with the available ones; `MODEL_NOT_READY`, with the reason;
                 `INVALID_REQUEST` without a name.
         """
-        found = self.find(name, version or "")
+        number = version or ""
+        found = self._ready.get((name, number)) if self._binds else self.find(name, number)
         if found is None:
-            self._refuse(name, version or "")
+            self._refuse(name, number)
         return found
 
     def lookup_bound(self, name: str, version: str) -> ModelVersion:
@@ -145,7 +183,7 @@ class ModelCatalog:
             Rejected: see `lookup`.
         """
         self._replaced.note_use(name, version)
-        return self.lookup(name, version)
+        return self.find(name, version) or self.lookup(name, version)
 
     def note_use(self, name: str, version: str) -> None:
         """Extend the life of a replaced version, since requests bound to it still come."""
@@ -179,14 +217,16 @@ class ModelCatalog:
 
     def publish(self, name: str) -> None:
         """Update the table of `lookup` from the model."""
-        for key in [key for key in self._ready if key[0] == name]:
+        for key in [key for key in self._ready if key[0].partition(LABEL_SIGN)[0] == name]:
             del self._ready[key]
         model = self.models.get(name)
-        if model is None or not model.serving:
+        if model is None:
             return
+        model.move_names()
         for number, version in model.serving.items():
             self._ready[name, number] = version
-        self._ready[name, ""] = model.serving[max(model.serving, key=int)]
+        for label, number in model.names.items():
+            self._ready[f"{name}{LABEL_SIGN}{label}" if label else name, ""] = model.serving[number]
 
     def status(self) -> list[dict[str, Any]]:
         """Return one entry for each version and each fault, for operators."""
@@ -220,7 +260,10 @@ class ModelCatalog:
                 expected="a name, in the value or in the header x-model",
                 got="none",
             )
+        name, sign, label = name.partition(LABEL_SIGN)
         model = self.models.get(name)
+        if model is not None and sign:
+            number = self._require_label(name, model, label)
         if model is None:
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL,
@@ -237,6 +280,21 @@ class ModelCatalog:
                 got=f'"{number}"',
             )
         _refuse_unready(model, name, number, self._tuning.loading_retry_after_ms)
+
+    def _require_label(self, name: str, model: ModelEntry, label: str) -> str:
+        """Return the number of the version that a label should name. Raises `Rejected`."""
+        wanted = model.wanted_names or {}
+        if not label or label not in wanted:
+            labels = sorted(each for each in wanted if each)
+            raise Rejected.mismatch(
+                Code.UNKNOWN_MODEL,
+                "model_name",
+                expected=f"{self._list_names(labels)} as a label of {name}"
+                if labels
+                else f"a label of {name}, of which there is none",
+                got=f'"{label}"',
+            )
+        return wanted[label]
 
     def _list_names(self, names: list[str]) -> str:
         if not names:

@@ -22,9 +22,11 @@ from headrace.config import Settings
 from headrace.models.catalog import ModelCatalog, ModelEntry, ReplacedVersions
 from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.repositories import open_repository
+from headrace.models.repository import WantedVersions
 from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner, has_retired_version
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
+from headrace.models.wanted import Wanted
 from headrace.protocol.events import ExecutorEvent
 from headrace.tuning import TUNING, ModelTuning
 
@@ -59,8 +61,9 @@ class Models:
     Args:
         settings: location of the repository, and the defaults of all models.
         executes: this process has an executor, which loads the models and reports on them.
-        keeps_replaced: another process binds requests to versions, so a replaced version is kept
-            for `models.keep_replaced_s` after its last use.
+        keeps_replaced: requests that were bound to a version may come after it was replaced, so it
+            is kept for `models.keep_replaced_s` after its last use.
+        binds: this process binds requests to versions; it binds none to a replaced one.
         clock_s: monotonic.
         scanner: reads the repository; by default that of the settings.
         tuning: passed on to the versions.
@@ -75,6 +78,7 @@ class Models:
         *,
         executes: bool = False,
         keeps_replaced: bool = False,
+        binds: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
         scanner: VersionScanner | None = None,
         tuning: ModelTuning = TUNING.models,
@@ -83,10 +87,47 @@ class Models:
         keep_s = settings.models.keep_replaced_s if keeps_replaced else 0.0
         self._replaced = ReplacedVersions(keep_s, clock_s)
         self._scanner = scanner or VersionScanner(open_repository(settings, tuning), tuning)
-        self.catalog = ModelCatalog(self._replaced, tuning)
+        self.catalog = ModelCatalog(self._replaced, binds=binds, tuning=tuning)
         self._models = self.catalog.models
         self._subscribers: list[Subscriber] = []
         self._reloading = asyncio.Lock()
+        self._wanted: Wanted | None = None
+
+    # --- wanted state -----------------------------------------------------------------------------
+
+    def want(self, wanted: Wanted) -> None:
+        """Follow a wanted state from now on, instead of each model's `model.toml`.
+
+        Labels and defaults move at once to versions that are ready; `open` or `reload` loads and
+        unloads versions.
+        """
+        self._wanted = wanted
+        for name, model in self._models.items():
+            if name in wanted:
+                self._set_names(name, model)
+                self._publish_and_retire(name)
+
+    def unready(self) -> list[str]:
+        """Return the wanted versions that are not ready, as `name/version`, with the reason."""
+        wanted = {} if self._wanted is None else self._wanted
+        found = []
+        for name, each in sorted(wanted.items()):
+            model = self._models.get(name, ModelEntry())
+            for number in each.versions:
+                version = model.selected.get(number)
+                reason = model.faults.get(number) or model.faults.get("")
+                if not reason and version is None:
+                    reason = "not read yet"
+                if not reason and version is not None and model.serving.get(number) is not version:
+                    reason = version.reason or str(version.state)
+                if reason:
+                    found.append(f"{name}/{number}: {reason}")
+        return found
+
+    def _set_names(self, name: str, model: ModelEntry) -> None:
+        if self._wanted is not None and name in self._wanted:
+            wanted = self._wanted[name]
+            model.wanted_names = {"": wanted.default, **wanted.labels}
 
     # --- repository -------------------------------------------------------------------------------
 
@@ -96,7 +137,7 @@ class Models:
         Raises:
             ConfigurationError: the repository is missing. Faults of single models are recorded.
         """
-        return self._apply(self._scanner.scan({}))
+        return self._apply(self._scanner.scan({}, self._wanted_versions()))
 
     async def reload(self) -> Reloaded:
         """Scan the repository again; failed versions are retried.
@@ -117,7 +158,13 @@ class Models:
 
     async def _scan(self, known: KnownVersions) -> list[OpenedModel]:
         # Use a daemon thread: an import that hangs must not keep the process from ending.
-        return await run_on_daemon_thread(lambda: self._scanner.scan(known))
+        wanted = self._wanted_versions()
+        return await run_on_daemon_thread(lambda: self._scanner.scan(known, wanted))
+
+    def _wanted_versions(self) -> WantedVersions | None:
+        if self._wanted is None:
+            return None
+        return {name: [*map(int, each.versions)] for name, each in self._wanted.items()}
 
     def _apply(self, opened: list[OpenedModel]) -> Reloaded:
         before = {name: dict(model.selected) for name, model in self._models.items()}
@@ -129,6 +176,7 @@ class Models:
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:
         model.faults = opened.faults
+        self._set_names(opened.name, model)
         if not opened.versions:
             # No version can be opened, so the versions selected before stay.
             self.catalog.publish(opened.name)
@@ -238,6 +286,7 @@ class Models:
 
     def _publish_and_retire(self, name: str) -> None:
         model = self._models[name]
+        model.move_names()
         outdated = model.outdated()
         for version in outdated:
             del model.serving[version.version]

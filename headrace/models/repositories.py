@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.config import Settings
-from headrace.models.repository import FoundModel, Repository
+from headrace.models.repository import FoundModel, Repository, WantedVersions
 from headrace.models.stores.cache import ModelCache
 from headrace.models.stores.remote import RemoteRepository
 from headrace.models.stores.store import open_store
@@ -21,8 +21,13 @@ class ModelRepository(Protocol):
     def away(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
 
-    def scan(self) -> list[FoundModel]:
-        """Return all models, by name. Blocks. Raises `ConfigurationError`."""
+    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+        """Return models by name: all with the versions that their `model.toml` selects, or those
+        that are there of the wanted ones. Blocks. Raises `ConfigurationError`.
+        """
+
+    def list_versions(self) -> dict[str, list[int]]:
+        """Return the versions of all models. Blocks. Raises `ConfigurationError`."""
 
     def shorten(self, fault: str) -> str:
         """Remove from a fault what remote callers need not see."""
@@ -37,17 +42,29 @@ class RepositoryList:
     def __init__(self, repositories: Sequence[ModelRepository]) -> None:
         self._repositories = repositories
 
-    def scan(self) -> list[FoundModel]:
-        """Return all models, by name. Blocks.
+    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+        """See `ModelRepository`.
 
         Raises:
             ConfigurationError: one of the repositories cannot be read.
         """
         found: dict[str, FoundModel] = {}
         for repository in self._repositories:
-            for model in repository.scan():
+            for model in repository.scan(wanted):
                 found.setdefault(model.name, model)
         return [found[name] for name in sorted(found)]
+
+    def list_versions(self) -> dict[str, list[int]]:
+        """See `ModelRepository`.
+
+        Raises:
+            ConfigurationError: one of the repositories cannot be read.
+        """
+        found: dict[str, list[int]] = {}
+        for repository in self._repositories:
+            for name, versions in repository.list_versions().items():
+                found.setdefault(name, versions)
+        return found
 
     @property
     def away(self) -> tuple[str, ...]:

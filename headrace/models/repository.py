@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, describe_error
@@ -34,6 +34,10 @@ MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,255}")
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
+
+
+WantedVersions: TypeAlias = Mapping[str, Sequence[int]]
+"""Versions to be loaded, ascending, by model."""
 
 
 class FoundVersion(NamedTuple):
@@ -85,8 +89,8 @@ class Repository:
         self.path = path
         self._settings = settings
 
-    def scan(self) -> list[FoundModel]:
-        """Return all models, by name.
+    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+        """See `headrace.models.repositories.ModelRepository`.
 
         Raises:
             ConfigurationError: the directory itself, or a trusted key, cannot be read.
@@ -94,13 +98,29 @@ class Repository:
         trust = read_trust(
             self._settings.models.require_signature, self._settings.models.trusted_keys
         )
+        return [
+            self._read_model(each, trust, None if wanted is None else wanted[each.name])
+            for each in self._list_directories()
+            if wanted is None or each.name in wanted
+        ]
+
+    def list_versions(self) -> dict[str, list[int]]:
+        """See `headrace.models.repositories.ModelRepository`.
+
+        Raises:
+            ConfigurationError: the directory cannot be read.
+        """
+        try:
+            return {each.name: find_versions(each) for each in self._list_directories()}
+        except OSError as error:
+            raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
+
+    def _list_directories(self) -> list[Path]:
         try:
             directories = sorted(entry for entry in self.path.iterdir() if entry.is_dir())
         except OSError as error:
             raise ConfigurationError(f"models.repository: {self.path}: {error.strerror}") from error
-        return [
-            self._read_model(each, trust) for each in directories if not each.name.startswith(".")
-        ]
+        return [each for each in directories if not each.name.startswith(".")]
 
     def shorten(self, fault: str) -> str:
         """Make the paths in a fault relative to the repository, as remote callers may see it."""
@@ -109,14 +129,16 @@ class Repository:
     def release_unused(self, in_use: Collection[Path]) -> None:
         """Do nothing: the directory is not a cache."""
 
-    def _read_model(self, directory: Path, trust: Trust) -> FoundModel:
+    def _read_model(
+        self, directory: Path, trust: Trust, wanted: Sequence[int] | None
+    ) -> FoundModel:
         name = directory.name
         fault = find_model_fault(name)
         if fault:
             return FoundModel(name, directory, None, (), fault)
         try:
             config = read_model_config(find_model_config(directory), self._settings)
-            versions = _select_versions(directory, config, trust)
+            versions = _select_versions(directory, config, trust, wanted)
         except ConfigurationError as error:
             return FoundModel(name, directory, None, (), str(error))
         except OSError as error:
@@ -135,6 +157,11 @@ def find_model_fault(name: str) -> str:
     return f"expected a name of letters, digits, '.', '_' and '-', got {name!r}"
 
 
+def is_version(text: str) -> bool:
+    """Return whether a text is the number of a version."""
+    return _VERSION.fullmatch(text) is not None
+
+
 def find_versions(directory: Path) -> list[int]:
     """Return the numbers of the versions in a model's directory, ascending.
 
@@ -149,20 +176,29 @@ def find_versions(directory: Path) -> list[int]:
 
 
 def _select_versions(
-    directory: Path, config: ModelConfig, trust: Trust
+    directory: Path, config: ModelConfig, trust: Trust, wanted: Sequence[int] | None
 ) -> tuple[FoundVersion, ...]:
     present = find_versions(directory)
     if not present:
         raise ConfigurationError(
             f"{directory}: expected a version, a directory such as 1, got none"
         )
-    numbers = select_versions(present, config, str(find_model_config(directory)))
+    if wanted is None:
+        wanted = select_versions(present, config, str(find_model_config(directory)))
     beside = _compute_stamp(path for path in directory.iterdir() if path.is_file())
     return tuple(
         FoundVersion(str(number), path, beside + _compute_stamp(list_files(path)), trust)
-        for number in numbers
+        if number in present
+        else missing_version(number, present, str(directory), trust)
+        for number in wanted
         for path in [directory / str(number)]
     )
+
+
+def missing_version(number: int, present: list[int], place: str, trust: Trust) -> FoundVersion:
+    """Return a wanted version that is not there, with this as its fault."""
+    fault = f"{place}: expected version {number}, got {', '.join(map(str, present))}"
+    return FoundVersion(str(number), Path(), "", trust, fault)
 
 
 def select_versions(present: list[int], config: ModelConfig, place: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError, describe_error
 from headrace.models.repositories import ModelRepository
-from headrace.models.repository import FoundModel
+from headrace.models.repository import FoundModel, WantedVersions
 from headrace.models.user_code import StillImporting
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
@@ -58,17 +58,24 @@ class VersionScanner:
         self._tuning = tuning
         self._importings: UnfinishedImports = {}
 
-    def scan(self, known: KnownVersions) -> list[OpenedModel]:
+    def scan(self, known: KnownVersions, wanted: WantedVersions | None = None) -> list[OpenedModel]:
         """Scan the repository and open new or changed versions. Blocks; any thread may call it.
 
         Args:
             known: open versions, which are kept if they have not changed.
+            wanted: see `headrace.models.repositories.ModelRepository.scan`.
 
         Raises:
             ConfigurationError: the repository is missing. Faults of single models are returned.
         """
         opened: list[OpenedModel] = []
-        for found in self._repository.scan():
+        repository = self._repository.scan(wanted)
+        absent = (wanted or {}).keys() - {found.name for found in repository}
+        opened += [
+            OpenedModel(name, {}, {"": f"{name}: expected the model in the repository, got none"})
+            for name in sorted(absent)
+        ]
+        for found in repository:
             if found.fault:
                 opened.append(OpenedModel(found.name, {}, {"": self.shorten(found.fault)}))
             else:

@@ -6,9 +6,14 @@ are ignored, new fields have defaults, and no field is renamed.
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 
 from headrace.protocol.messages import Name
+
+NOT_CONTROLLED: Final = -1
+"""Generation of a process that does not follow the control topic."""
 
 
 class HostedModel(Struct, kw_only=True, omit_defaults=True):
@@ -46,7 +51,8 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     completed since its last event.
 
     `partitions` are those of `batches` that it reads. An executor without an event for
-    `silent_after_ms` may be considered dead.
+    `silent_after_ms` may be considered dead. A process that follows the control topic says up to
+    which `generation`, and which wanted versions are not ready, as `name/version: reason`.
     """
 
     executor: Name
@@ -55,3 +61,5 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     models: list[HostedModel] = []
     completions: list[Completion] = []
     leaving: bool = False
+    generation: int = NOT_CONTROLLED
+    unready: list[str] = []

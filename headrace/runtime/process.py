@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -14,23 +16,26 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings
+from headrace.control.following import ControlFollower
+from headrace.control.topic import ControlTopic
 from headrace.errors import ConfigurationError
-from headrace.log.port import Log
+from headrace.log.port import Log, TopicPartition
 from headrace.models.catalog import ModelCatalog
 from headrace.models.registry import Models, Reloaded
 from headrace.models.user_code import run_on_daemon_thread
+from headrace.models.version import State
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.shutdown import Stop, stop_on_signals
 from headrace.runtime.stage_group import StageGroup, group_stages
-from headrace.runtime.topic_plan import check_topics
+from headrace.runtime.topic_plan import check_topics, is_controlled
 from headrace.telemetry.collector import open_tracing
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event, LogRateLimiter
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.snapshots import GatewaySnapshot, QueueSnapshot
+from headrace.telemetry.snapshots import GatewaySnapshot, QueueSnapshot, WantedSnapshot
 from headrace.telemetry.status import (
     ProcessIdentity,
     ProcessState,
@@ -38,7 +43,8 @@ from headrace.telemetry.status import (
     register_interpreter_metrics,
 )
 from headrace.telemetry.watchdog import FaulthandlerWatchdog
-from headrace.topics import STAGES, Stage
+from headrace.topics import STAGES, Stage, Topic
+from headrace.transport.heartbeat import ControlHeartbeat
 from headrace.tuning import TUNING, Tuning
 
 log = structlog.get_logger(__name__)
@@ -71,7 +77,9 @@ class Pipeline:
         self.models = Models(
             settings,
             executes=Stage.EXECUTOR in stages,
-            keeps_replaced=Stage.INGEST not in stages,
+            # With the control topic, a label may move while a request that was bound by it waits.
+            keeps_replaced=Stage.INGEST not in stages or is_controlled(settings),
+            binds=Stage.INGEST in stages,
             tuning=tuning.models,
         )
         self.health = Health()
@@ -126,6 +134,23 @@ class Pipeline:
             raise error
 
     async def _serve(self, stop: Stop) -> None:
+        if not is_controlled(self._settings):
+            await self._serve_stages(stop, None)
+            return
+        if self._stages and self._stages != STAGES:
+            raise ConfigurationError(
+                "models.mode: explicit needs all four services in one process, "
+                f"got {', '.join(self._stages)}"
+            )
+        self.health.explain("reading the control topic")
+        topic = ControlTopic(self._log, self._settings, self.tuning.models)
+        async with ControlFollower(topic, self.models, self.tuning.models) as follower:
+            self.state.wanted = lambda: WantedSnapshot(
+                follower.state.generation, self.models.unready()
+            )
+            await self._serve_stages(stop, follower)
+
+    async def _serve_stages(self, stop: Stop, follower: ControlFollower | None) -> None:
         self.health.explain("checking the topics")
         faults = await check_topics(self._log, self._settings, self._stages)
         if faults:
@@ -150,7 +175,12 @@ class Pipeline:
                 tasks.create_task(group.run(joined), name="stage-group") for group in self._groups
             ]
             stopping = tasks.create_task(stop.requested.wait(), name="stop")
-            unloading = tasks.create_task(self._unload_unused(), name="unload-unused")
+            background = [tasks.create_task(self._unload_unused(), name="unload-unused")]
+            if follower is not None:
+                background.append(tasks.create_task(follower.run(), name="follow-control"))
+            if follower is not None and self._stages:  # a gateway alone serves no model
+                announcing = self._announce(follower)
+                background.append(tasks.create_task(announcing, name="announce-control"))
             await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
             self.health.enter(Phase.DRAINING, "answering what is in flight")
             log.info(Event.DRAINING)
@@ -158,8 +188,24 @@ class Pipeline:
                 await self.drain_first()
             await self._drain(running)
             stopping.cancel()
-            unloading.cancel()
+            for task in background:
+                task.cancel()
         log.info(Event.STOPPED)
+
+    async def _announce(self, follower: ControlFollower) -> None:
+        """Announce on `events` how far the control topic was followed; never returns."""
+        name = self._settings.topic(Topic.EVENTS)
+        info = (await self._log.describe_topics([name]))[name]
+        partitions = 1 if info is None else info.partitions  # `check_topics` found it
+        async with self._log.producer() as producer:
+            await ControlHeartbeat(
+                producer,
+                TopicPartition(name, partitions),
+                f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+                lambda: self.models.catalog.versions(State.READY),
+                lambda: (follower.state.generation, self.models.unready()),
+                self.tuning.transport,
+            ).run()
 
     async def _unload_unused(self) -> None:
         """Unload replaced versions once they have been unused for a while; never returns."""

@@ -61,6 +61,8 @@ def _plan(
     wanted = settings.topics
     internal = bool(spec.writers and spec.readers)
     retention_ms = wanted.internal_retention_ms if internal else wanted.retention_ms
+    if spec.kept_forever:
+        retention_ms = -1
     largest = wanted.max_message_bytes
     if spec.topic is Topic.BATCHES:
         # A batch contains the tensors of its requests and the values that they came in.
@@ -77,20 +79,39 @@ def _plan(
         # An acknowledged record is then on at least two brokers.
         config[MIN_INSYNC_REPLICAS] = "2"
     partitions = requests.partitions if requests and spec.like_requests else wanted.partitions
+    partitions = spec.partitions or partitions
     return TopicInfo(settings.topic(spec.topic), partitions, config)
 
 
-def topics_in_use(stages: Collection[Stage]) -> list[Topic]:
+def topics_in_use(stages: Collection[Stage], *, controlled: bool = False) -> list[Topic]:
     """Return the topics that a process with these stages reads or writes.
 
     The others are memory channels in it. `requests` is always included: offsets are committed on
     it, and other topics must have its number of partitions.
+
+    Args:
+        stages: of the process.
+        controlled: the control topic says which models it serves; see `is_controlled`.
     """
     return [
         topic
         for topic, spec in TOPICS.items()
-        if topic is Topic.REQUESTS or _leaves_process(spec, stages)
+        if topic is Topic.REQUESTS
+        or (controlled and topic in (Topic.CONTROL, Topic.EVENTS))
+        or (topic is not Topic.CONTROL and _leaves_process(spec, stages))
     ]
+
+
+def is_controlled(settings: Settings) -> bool:
+    """Return whether the control topic says which models are served."""
+    # Tools run pipelines on an embedded log with the settings of a deployment, but without its
+    # broker, and serve what `model.toml` selects.
+    return settings.models.mode == "explicit" and settings.kafka is not None
+
+
+def required_topics(settings: Settings) -> list[Topic]:
+    """Return the topics whose absence is a fault, in whatever form a deployment runs."""
+    return [topic for topic in Topic if topic is not Topic.CONTROL or is_controlled(settings)]
 
 
 def _leaves_process(spec: TopicSpec, stages: Collection[Stage]) -> bool:
@@ -142,6 +163,14 @@ def _partition_faults(
                 fix,
                 True,
             )
+    elif TOPICS[topic].partitions:
+        if found.partitions != planned.partitions:
+            yield Fault(
+                planned.name,
+                f"expected {planned.partitions} partition, got {found.partitions}",
+                "delete it and create it anew; its records are lost",
+                True,
+            )
     elif found.partitions != planned.partitions:
         yield Fault(
             planned.name,
@@ -160,8 +189,10 @@ def _config_faults(planned: TopicInfo, found: TopicInfo) -> Iterator[Fault]:
             planned.name,
             f"{name}: expected {_expectation(name, wanted)}, got {value}",
             f"set {name}={wanted} with `kafka-configs --alter`",
-            # Compaction deletes requests that share a key before they are answered.
-            name == CLEANUP_POLICY and "compact" in value,
+            # Compaction deletes requests that share a key before they are answered, and what is
+            # to be kept forever is lost by retention.
+            (name == CLEANUP_POLICY and "compact" in value)
+            or (name == RETENTION_MS and int(wanted) < 0),
         )
 
 
@@ -172,11 +203,13 @@ def _is_good(name: str, value: str, wanted: str) -> bool:
         return int(value) <= int(wanted)
     if name == RETENTION_MS and int(value) < 0:
         return True  # unlimited
+    if int(wanted) < 0:
+        return False
     return int(value) >= int(wanted)
 
 
 def _expectation(name: str, wanted: str) -> str:
-    if name == CLEANUP_POLICY:
+    if name == CLEANUP_POLICY or wanted == "-1":
         return wanted
     return f"at most {wanted}" if name == SEGMENT_MS else f"at least {wanted}"
 
@@ -189,5 +222,10 @@ async def check_topics(log: Log, settings: Settings, stages: Sequence[Stage]) ->
     """
     plan = plan_topics(settings)
     existing = await log.describe_topics([planned.name for planned in plan.values()])
-    faults = compare(plan, existing, needed=topics_in_use(stages))
+    in_use = topics_in_use(stages, controlled=is_controlled(settings))
+    if Topic.CONTROL not in in_use:
+        # What is wrong with a topic that nothing reads is no reason to stand still.
+        existing = dict(existing)
+        del existing[plan[Topic.CONTROL].name]
+    faults = compare(plan, existing, needed=in_use)
     return [str(fault) for fault in faults if fault.blocking]

@@ -66,6 +66,8 @@ class Event(StrEnum):
     MODEL_UNLOAD_FAILED = "model.unload_failed"
     MODEL_WITHOUT_RING = "model.without_ring"
     MODEL_BATCHING_DECIDED = "model.batching_decided"
+    CONTROL_CHANGED = "control.changed"
+    CONTROL_UNREADABLE = "control.unreadable"
     STORE_UNAVAILABLE = "models.store_unavailable"
     MODELS_RELOADED = "models.reloaded"
     MODELS_RELOAD_SLOW = "models.reload_slow"

@@ -9,6 +9,18 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
+class WantedSnapshot(NamedTuple):
+    """Models of a process, compared with those that the control topic wants.
+
+    Attributes:
+        generation: the last change that the process has read.
+        unready: wanted versions that are not ready, each with the reason.
+    """
+
+    generation: int
+    unready: list[str]
+
+
 class PartitionSnapshot(NamedTuple):
     """One assigned partition.
 

@@ -34,6 +34,7 @@ from headrace.telemetry.snapshots import (
     PartitionSnapshot,
     QueueSnapshot,
     SourceSnapshot,
+    WantedSnapshot,
 )
 from headrace.telemetry.watchdog import Activity, LoopLag, LoopWatchdog
 from headrace.tuning import TUNING, RuntimeTuning
@@ -63,8 +64,8 @@ class ProcessState:
         models: the entries of its models, see `headrace.models.catalog.ModelCatalog.status`.
 
     Attributes:
-        sources, activities, devices, queue, gateway: called for a snapshot of their state; the
-            composition root adds them.
+        sources, activities, devices, queue, wanted, gateway: called for a snapshot of their state;
+            the composition root adds them.
         identity: of the process; the composition root sets it.
         log_lines_suppressed: by kind, see `headrace.telemetry.logs.LogRateLimiter`.
     """
@@ -86,6 +87,7 @@ class ProcessState:
         self.activities: list[Callable[[], Sequence[Activity]]] = []
         self.devices: list[Callable[[], Sequence[DeviceSnapshot]]] = []
         self.queue: Callable[[], QueueSnapshot | None] = lambda: None
+        self.wanted: Callable[[], WantedSnapshot | None] = lambda: None
         self.gateway: Callable[[], GatewaySnapshot | None] = lambda: None
         self.recent_errors = RecentErrors(tuning)
         self.loop_lag = LoopLag(metrics.loop_lag, tuning.loop_lag_interval_s)
@@ -155,7 +157,7 @@ class ProcessState:
     def status(self) -> dict[str, Any]:
         """Return the body of `/status`; `docs/health.md` describes its content."""
         health = self.health
-        queue = self.queue()
+        queue, wanted = self.queue(), self.wanted()
         return {
             "version": __version__,
             **self.identity._asdict(),
@@ -179,6 +181,7 @@ class ProcessState:
             "sources": [_source_entry(snapshot()) for snapshot in self.sources],
             "waiting": None if queue is None else queue._asdict(),
             "models": self.models(),
+            "control": None if wanted is None else wanted._asdict(),
             "totals": self.metrics.totals(),
             "last_errors": self.recent_errors.entries(),
         }

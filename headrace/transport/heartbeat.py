@@ -169,6 +169,60 @@ def _hosted(version: ModelVersion) -> HostedModel:
     )
 
 
+class ControlHeartbeat:
+    """Write how far a process has followed the control topic, at once and every second.
+
+    Args:
+        producer: of this process.
+        topic: name and number of partitions of the events topic.
+        process: a name that no other process has or had.
+        models: returns the versions that are ready now.
+        followed: returns the generation, and the wanted versions that are not ready.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        topic: TopicPartition,
+        process: str,
+        models: Callable[[], Sequence[ModelVersion]],
+        followed: Callable[[], tuple[int, list[str]]],
+        tuning: TransportTuning = TUNING.transport,
+    ) -> None:
+        self._producer = producer
+        self._process = process
+        self._key = process.encode()
+        self._target = TopicPartition(topic[0], partition_for_key(self._key, topic[1]))
+        self._models = models
+        self._followed = followed
+        self._tuning = tuning
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            news = self._make_event()
+            value = encode_event(news)
+            await deliver(self._producer, self._target, [NewRecord(self._key, value)])
+            await self._wait_for_news(news)
+
+    async def _wait_for_news(self, last: ExecutorEvent) -> None:
+        checks = round(self._tuning.heartbeat_s / self._tuning.assignment_check_s)
+        for _ in range(checks):
+            await asyncio.sleep(self._tuning.assignment_check_s)
+            if self._make_event() != last:
+                return
+
+    def _make_event(self) -> ExecutorEvent:
+        generation, unready = self._followed()
+        return ExecutorEvent(
+            executor=self._process,
+            silent_after_ms=int(self._tuning.heartbeat_s * 1000),
+            models=[_hosted(version) for version in self._models()],
+            generation=generation,
+            unready=unready,
+        )
+
+
 class ExecutorEventReader:
     """Read the events topic from its end. Every batcher reads all of it, so it joins no group.
 

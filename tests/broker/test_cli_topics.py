@@ -126,7 +126,7 @@ def test_doctor_reports_nothing_on_created_topics(call: Call, config: Path) -> N
     findings = {finding["subject"]: finding for finding in json.loads(result.stdout)}
     assert result.exit_code == Exit.DONE
     assert findings["broker"]["text"].endswith("answers: Kafka 4.0 or newer")
-    assert findings["topics"]["text"] == "all 7 are as they should be"
+    assert findings["topics"]["text"] == "all 8 are as they should be"
 
 
 def test_doctor_reports_missing_topics(call: Call, config: Path, unique_name: str) -> None:

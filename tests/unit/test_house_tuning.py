@@ -16,6 +16,7 @@ from tests.support.tree import Module, modules
 SERVING = (
     *(
         "consumer",
+        "control",
         "crash_isolation",
         "delivery",
         "device",
@@ -40,6 +41,8 @@ FACTS = {
         "_EARLIEST",
         "_FORMAT_WITH_HEADERS",
     },
+    "headrace/protocol/control.py": {"FORMAT"},
+    "headrace/protocol/events.py": {"NOT_CONTROLLED"},
     "headrace/protocol/codec/wire.py": {"FORMAT", "_COLUMNS_FORMAT"},
     "headrace/delivery/producing.py": {"_RECORD_BYTES", "_HEADER_BYTES"},
     "headrace/log/kafka/record_batches.py": {"MAX_HEADERS", "_LEGACY_MIN_BYTES"},

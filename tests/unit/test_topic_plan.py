@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config import Settings, make_settings
 from headrace.log.port import TopicInfo
-from headrace.runtime.topic_plan import compare, plan_topics, topics_in_use
+from headrace.runtime.topic_plan import compare, plan_topics, required_topics, topics_in_use
 from headrace.topics import STAGES, Stage, Topic
 
 
@@ -54,7 +54,8 @@ def test_topic_plan_follows_settings() -> None:
     plan = plan_topics(settings)
     assert plan[Topic.REQUESTS].name == "incoming"
     assert plan[Topic.ITEMS].name == "vision.items"
-    assert {planned.partitions for planned in plan.values()} == {12}
+    by_settings = [planned for topic, planned in plan.items() if topic is not Topic.CONTROL]
+    assert {planned.partitions for planned in by_settings} == {12}
     assert plan[Topic.REQUESTS].config == {
         "cleanup.policy": "delete",
         "retention.ms": "5000",
@@ -98,9 +99,9 @@ def test_partition_counts_are_compared_with_existing_requests() -> None:
     existing = {
         name: info._replace(partitions=8)
         for name, info in existing_as_planned(settings).items()
-        if info is not None
+        if info is not None and name != settings.topic(Topic.CONTROL)
     }
-    faults = compare(plan_topics(settings), existing)
+    faults = compare(plan_topics(settings), existing, required_topics(settings))
     assert not any(fault.blocking for fault in faults)
     assert {fault.topic for fault in faults} & {"headrace.items", "headrace.results"} == set()
 
@@ -149,6 +150,34 @@ def test_unused_topic_may_be_missing() -> None:
     assert [str(fault) for fault in faults] == [
         "headrace.requests: does not exist; run `headrace topics create`"
     ]
+
+
+@pytest.mark.parametrize(
+    ("partitions", "config", "problem"),
+    [
+        (4, {}, "expected 1 partition, got 4"),
+        (1, {"cleanup.policy": "compact"}, "cleanup.policy: expected delete, got compact"),
+        (1, {"retention.ms": "604800000"}, "retention.ms: expected -1, got 604800000"),
+    ],
+)
+def test_control_topic_that_loses_records_or_order_is_error(
+    partitions: int, config: dict[str, str], problem: str
+) -> None:
+    """The topic is the history of the deployment; its plan has one partition, kept forever."""
+    settings = make_settings({})
+    existing = changed(settings, Topic.CONTROL, partitions=partitions, config=config)
+    (fault,) = compare(plan_topics(settings), existing)
+    assert fault.blocking
+    assert fault.problem == problem
+
+
+def test_control_topic_is_needed_in_explicit_mode_alone() -> None:
+    """A deployment that follows `model.toml` runs without it."""
+    broker = {"bootstrap_servers": "127.0.0.1:9092"}
+    settings = make_settings({"kafka": broker, "models": {"mode": "explicit"}})
+    assert Topic.CONTROL in required_topics(settings)
+    assert Topic.CONTROL not in required_topics(make_settings({"kafka": broker}))
+    assert Topic.CONTROL in topics_in_use(STAGES, controlled=True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,14 @@ from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig, parse_model_config
 from headrace.models.packing.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from headrace.models.packing.signatures import Trust, check_signature, read_trust
-from headrace.models.repository import FoundModel, FoundVersion, find_model_fault, select_versions
+from headrace.models.repository import (
+    FoundModel,
+    FoundVersion,
+    WantedVersions,
+    find_model_fault,
+    missing_version,
+    select_versions,
+)
 from headrace.models.stores.cache import ModelCache
 from headrace.models.stores.store import Store, StoreUnavailable
 
@@ -57,8 +64,8 @@ class RemoteRepository:
         self._digests: dict[str, dict[str, str]] = {}
         self.away: tuple[str, ...] = ()
 
-    def scan(self) -> list[FoundModel]:
-        """Return all models, by name, and download the selected versions. Blocks.
+    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+        """See `headrace.models.repositories.ModelRepository`; download these versions. Blocks.
 
         While the store is away, the models are those of the last time, as far as they are cached.
 
@@ -71,11 +78,29 @@ class RemoteRepository:
         listed = self._list()
         known, self._digests = self._digests, {}
         found = [
-            self._read_model(name, listed[name], known.get(name, {}), trust) for name in listed
+            self._read_model(
+                (name, listed[name]),
+                known.get(name, {}),
+                trust,
+                None if wanted is None else wanted[name],
+            )
+            for name in listed
+            if wanted is None or name in wanted
         ]
         if not self.away and self._digests != known:
             self._cache.write_note(self._note_name, json.dumps(self._digests).encode())
         return found
+
+    def list_versions(self) -> dict[str, list[int]]:
+        """See `headrace.models.repositories.ModelRepository`.
+
+        Raises:
+            ConfigurationError: the store is away, or refuses.
+        """
+        try:
+            return self._store.list_versions()
+        except (FileNotFoundError, StoreUnavailable) as error:
+            raise ConfigurationError(f"models.repository: {error}") from error
 
     def shorten(self, fault: str) -> str:
         """Make the paths in a fault relative to the cache, as remote callers may see it."""
@@ -110,20 +135,36 @@ class RemoteRepository:
         self.away = (str(error),)
 
     def _read_model(
-        self, name: str, numbers: list[int], known: dict[str, str], trust: Trust
+        self,
+        listed: tuple[str, list[int]],
+        known: dict[str, str],
+        trust: Trust,
+        wanted: Sequence[int] | None,
     ) -> FoundModel:
+        name, numbers = listed
         fault = find_model_fault(name)
         if fault:
             return FoundModel(name, Path(), None, (), fault)
         try:
-            highest = self._describe(name, numbers[-1], known)
+            # A version that is there, but not wanted, must not change the others.
+            served = [each for each in numbers if wanted is None or each in wanted]
+            highest = self._describe(name, (served or numbers)[-1], known)
             config = parse_model_config(highest.manifest.model_files, name, self._settings)
-            selected = select_versions(numbers, config, f"{self.name}/{name}")
+            selected: Sequence[int] = (
+                select_versions(numbers, config, f"{self.name}/{name}")
+                if wanted is None
+                else wanted
+            )
         except (ConfigurationError, StoreUnavailable, FileNotFoundError) as error:
             self._digests.setdefault(name, known)
             return FoundModel(name, Path(), None, (), str(error))
         stamp = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
-        versions = [self._read_version(name, number, config, known, trust) for number in selected]
+        versions = [
+            self._read_version(name, number, config, known, trust)
+            if number in numbers
+            else missing_version(number, numbers, f"{self.name}/{name}", trust)
+            for number in selected
+        ]
         found = tuple(each._replace(stamp=each.stamp + stamp) for each in versions)
         # `transform.py` is that of the highest version that is here.
         here = [each.directory.parent for each in found if not each.fault]

@@ -63,6 +63,7 @@ class _CallersName(msgspec.Struct):
 
 
 class _NamedVersion(msgspec.Struct):
+    model_name: Text = ""
     model_version: Text | None = None
 
 
@@ -272,6 +273,8 @@ def _complete_model(request: InferenceRequest, envelope: Envelope) -> None:
                 got="none",
             )
         request.model_name = name
+    elif envelope.model.startswith(f"{name}@"):
+        request.model_name = envelope.model  # a label of the model that the body names
     elif envelope.model and envelope.model != name:
         raise _contradiction("model_name", envelope.model, name)
     if not version:
@@ -304,15 +307,18 @@ def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | No
 
 
 def names_version(value: bytes | memoryview | None, envelope: Envelope) -> bool:
-    """Return True if a request that `decode_request` accepted names a version of its model."""
+    """Return True if a request that `decode_request` accepted names a version of its model, by
+    number or by label.
+    """
     content_type = envelope.content_type
-    if envelope.version:
+    if envelope.version or "@" in envelope.model:
         return True
     if not value or content_type not in MSGPACK_TYPES | {JSON}:
         return False
     decode = _decode_version_json if content_type == JSON else _decode_version_msgpack
     try:
         plain = plain_value(value, envelope, TUNING.protocol.max_decompressed_bytes)
-        return bool(decode(plain or b"").model_version)
+        named = decode(plain or b"")
+        return bool(named.model_version) or "@" in named.model_name
     except (*DECODE_ERRORS, Rejected):  # not the caller's fault: assume that it names one
         return True

@@ -77,6 +77,9 @@ _MESSAGES: dict[Topic, tuple[_Message, ...]] = {
     Topic.EVENTS: (
         _Message("event", "What an executor can do, and has done", MSGPACK, "event-record", "none"),
     ),
+    Topic.CONTROL: (
+        _Message("control", "Change of the wanted models", MSGPACK, "control-record", "none"),
+    ),
 }
 
 
@@ -228,7 +231,7 @@ def _request_headers() -> _Node:
             "The request that this record cancels, as topic/partition/offset, or empty: the one "
             "with its kafka_correlationId. The record is no request itself."
         ),
-        "x-model": _text("A model's name, or name/version."),
+        "x-model": _text("A model's name, or name/version, or name@label."),
         **_passed_on(),
     }
 

@@ -33,8 +33,10 @@ from headrace.protocol.codec import (
     refer_to_source,
     wire_single,
 )
+from headrace.protocol.codec.control import decode_control, encode_control
 from headrace.protocol.codec.events import decode_event, encode_event
 from headrace.protocol.compression import CODINGS, compress, decompress
+from headrace.protocol.control import ControlRecord, WantedModel
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.headers import JSON, MSGPACK, parse_envelope
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request, Tensor
@@ -327,6 +329,9 @@ def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
     ):
         yield name, sample("result-record", partial(_result_bytes, make), decode_results)
     yield "event", GoldenSample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
+    for name, record in (("control", _CHANGE), ("control-snapshot", _CHANGE_WITH_SNAPSHOT)):
+        write = partial(encode_control, record)
+        yield name, GoldenSample("control-record", MSGPACK, write, decode_control)
 
 
 _EVENT = ExecutorEvent(
@@ -351,6 +356,31 @@ _EVENT = ExecutorEvent(
         ),
         Completion(batch_id="b-2", model="alone", version="3"),
     ],
+)
+
+
+_SAMPLE_MODEL = WantedModel(versions=["1", "2"], default="1", labels={"canary": "2"})
+_CHANGE = ControlRecord(
+    format=1,
+    generation=3,
+    change_id="0a1b2c3d",
+    at_ms=_TIMESTAMP_MS,
+    who="ada@ops-1",
+    why="ticket 4711",
+    action="label",
+    before={"sample": WantedModel(versions=["1", "2"], default="1")},
+    after={"sample": _SAMPLE_MODEL},
+)
+_CHANGE_WITH_SNAPSHOT = ControlRecord(
+    format=1,
+    generation=64,
+    change_id="4e5f6071",
+    at_ms=_TIMESTAMP_MS + 1,
+    who="ada@ops-1",
+    action="unload",
+    before={"alone": WantedModel(versions=["3"], default="3")},
+    after={"alone": None},
+    snapshot={"sample": _SAMPLE_MODEL},
 )
 
 

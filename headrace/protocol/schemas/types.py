@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.protocol.codec.requests import JsonInferenceRequest
 from headrace.protocol.codec.responses import JsonInferenceResponse
+from headrace.protocol.control import ControlRecord
 from headrace.protocol.events import ExecutorEvent
 from headrace.protocol.messages import (
     BatchRecord,
@@ -37,6 +38,7 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "result-record": ResultRecord,
     "result-chunk-record": ResultChunkRecord,
     "event-record": ExecutorEvent,
+    "control-record": ControlRecord,
 }
 """Types by the names of their files, without `.schema.json`."""
 

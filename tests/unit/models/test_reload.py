@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Code, ConfigurationError
-from headrace.models.repository import Repository
+from headrace.models.repository import Repository, WantedVersions
 from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner
 from headrace.models.version import State
 from tests.support.models import add_version, digits, settings_for
@@ -201,8 +201,8 @@ class InterruptedScanner(VersionScanner):
 
     after_scan: Callable[[], object] | None = None
 
-    def scan(self, known: KnownVersions) -> list[OpenedModel]:
-        opened = super().scan(known)
+    def scan(self, known: KnownVersions, wanted: WantedVersions | None = None) -> list[OpenedModel]:
+        opened = super().scan(known, wanted)
         if self.after_scan is not None:
             happen, self.after_scan = self.after_scan, None
             happen()

@@ -1,0 +1,375 @@
+"""`headrace models load|unload|label|default|rollback|history|status`: change models by the log."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from headrace.cli.event_loop import run
+from headrace.cli.options import options_as
+from headrace.cli.outcome import Unsuccessful
+from headrace.cli.settings import pass_settings, require_broker
+from headrace.config import Settings
+from headrace.control.processes import ProcessReport, open_processes
+from headrace.control.topic import ControlTopic
+from headrace.errors import ConfigurationError
+from headrace.models.repositories import open_repository
+from headrace.models.wanted import (
+    Author,
+    Change,
+    Wanted,
+    describe,
+    fold,
+    load,
+    make_record,
+    remove_label,
+    require_present,
+    roll_back,
+    set_default,
+    set_label,
+    unload,
+)
+from headrace.printable import printable
+from headrace.protocol.control import ControlRecord
+from headrace.runtime.log_factory import open_log
+from headrace.tuning import TUNING
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+
+class Manner(NamedTuple):
+    """Options of each change.
+
+    Attributes:
+        reason: recorded in the history.
+        who: recorded in the history; empty: the user and the machine.
+        wait: wait until all processes have followed, for `timeout_s` at most.
+        dry_run: show the change, and do not make it.
+    """
+
+    reason: str
+    who: str
+    wait: bool
+    timeout_s: float
+    dry_run: bool
+    as_json: bool
+
+
+_with_manner = options_as(
+    Manner,
+    click.option("--reason", default="", help="Why; recorded in the history."),
+    click.option("--who", default="", help="Recorded in the history.  [default: user@machine]"),
+    click.option("--wait", is_flag=True, help="Wait until all processes have followed."),
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0),
+        default=600.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Longest wait; exit code 1 after it.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Show what would change, and change nothing."),
+    json_option,
+)
+
+
+@click.command("load")
+@click.argument("model")
+@click.argument("version")
+@_with_manner
+@pass_settings
+def load_command(settings: Settings, model: str, version: str, given: Manner) -> None:
+    """Load MODEL's VERSION beside those that are loaded.
+
+    The first version of a model becomes its default; a later one gets requests that name it, or a
+    label of it.
+    """
+    _change(settings, given, lambda _: load(model, version))
+
+
+@click.command("unload")
+@click.argument("model")
+@click.argument("version", required=False)
+@_with_manner
+@pass_settings
+def unload_command(settings: Settings, model: str, version: str | None, given: Manner) -> None:
+    """Unload MODEL's VERSION, or the whole model with its labels.
+
+    The default version and versions with labels are refused.
+    """
+    _change(settings, given, lambda _: unload(model, version))
+
+
+@click.command("label")
+@click.argument("model")
+@click.argument("label")
+@click.argument("version", required=False)
+@click.option("--remove", is_flag=True, help="Remove the label.")
+@_with_manner
+@pass_settings
+def label_command(
+    settings: Settings, model: str, label: str, version: str | None, remove: bool, given: Manner
+) -> None:
+    """Let LABEL name MODEL's VERSION, for requests to MODEL@LABEL."""
+    if remove == (version is not None):
+        raise ConfigurationError(
+            "VERSION: expected one, or --remove; got " + ("both" if remove else "neither")
+        )
+    change = remove_label(model, label) if version is None else set_label(model, label, version)
+    _change(settings, given, lambda _: change)
+
+
+@click.command("default")
+@click.argument("model")
+@click.argument("version")
+@_with_manner
+@pass_settings
+def default_command(settings: Settings, model: str, version: str, given: Manner) -> None:
+    """Give requests that name no version of MODEL this VERSION, which must be loaded."""
+    _change(settings, given, lambda _: set_default(model, version))
+
+
+@click.command("rollback")
+@click.argument("model", required=False)
+@click.option(
+    "--to",
+    "generation",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="GENERATION",
+    help="As `headrace models history` shows it.",
+)
+@_with_manner
+@pass_settings
+def rollback_command(settings: Settings, model: str | None, generation: int, given: Manner) -> None:
+    """Restore MODEL, or all models, as they were at a generation.
+
+    A rollback is a change like others: it can be rolled back.
+    """
+    _change(
+        settings,
+        given,
+        lambda records: roll_back(fold(records, until=generation).models, model),
+    )
+
+
+@click.command("history")
+@click.argument("model", required=False)
+@json_option
+@pass_settings
+def history_command(settings: Settings, model: str | None, as_json: bool) -> None:
+    """Show all changes, or those of MODEL, the oldest first: when, who, what, why."""
+    _require_broker(settings)
+    records = [record for record in run(_read(settings)) if model is None or model in record.after]
+    if as_json:
+        click.echo(json.dumps([_entry(record) for record in records], indent=2))
+        return
+    for record in records:
+        for line in _lines(record):
+            click.echo(printable(line))
+
+
+@click.command("status")
+@json_option
+@pass_settings
+def status_command(settings: Settings, as_json: bool) -> None:
+    """Show which versions are wanted, and what each process serves and waits for.
+
+    It listens for some seconds to what the processes announce. Exit code 1 when one of them has
+    not followed.
+    """
+    _require_broker(settings)
+    status = run(_status(settings))
+    if as_json:
+        click.echo(json.dumps(status, indent=2))
+    else:
+        click.echo(f"generation {status['generation']}")
+        for line in status["wanted"]:
+            click.echo(f"  {line}")
+        for name, report in status["processes"].items():
+            for line in _process_lines(name, report, status["generation"]):
+                click.echo(printable(line))
+        if not status["processes"]:
+            click.echo('no process was heard that runs with models.mode = "explicit"')
+    if not status["followed"]:
+        raise Unsuccessful
+
+
+# --- changes ----------------------------------------------------------------------------------
+
+
+class _Outcome(NamedTuple):
+    """A change, made or not; without a record there was nothing to change."""
+
+    record: ControlRecord | None
+    generation: int
+    processes: dict[str, ProcessReport]
+    followed: bool
+
+
+def _change(
+    settings: Settings, given: Manner, choose: Callable[[Sequence[ControlRecord]], Change]
+) -> None:
+    _require_broker(settings)
+    outcome = run(_make_change(settings, given, choose))
+    if given.as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "generation": outcome.generation,
+                    "change": None if outcome.record is None else _entry(outcome.record),
+                    "dry_run": given.dry_run,
+                    "followed": outcome.followed if given.wait else None,
+                    "processes": _reports(outcome.processes),
+                },
+                indent=2,
+            )
+        )
+    else:
+        if outcome.record is None:
+            click.echo(f"generation {outcome.generation}: nothing to change")
+        else:
+            for line in _lines(outcome.record):
+                click.echo(printable(line))
+        for name, report in outcome.processes.items():
+            for line in _process_lines(name, report._asdict(), outcome.generation):
+                click.echo(printable(line))
+        if given.wait and not outcome.followed:
+            fault = f"not all processes have followed within {given.timeout_s:g} s"
+            if not outcome.processes:
+                fault = 'no process was heard that runs with models.mode = "explicit"'
+            click.echo(fault, err=True)
+    if given.dry_run:
+        click.echo("dry run: nothing was changed", err=True)
+    elif given.wait and not outcome.followed:
+        raise Unsuccessful
+
+
+async def _make_change(
+    settings: Settings, given: Manner, choose: Callable[[Sequence[ControlRecord]], Change]
+) -> _Outcome:
+    author = Author(given.who or f"{getpass.getuser()}@{socket.gethostname()}", given.reason)
+    async with AsyncExitStack() as stack:
+        log = await stack.enter_async_context(open_log(settings))
+        topic = ControlTopic(log, settings)
+        await topic.require()
+        records = await topic.read()
+        state = fold(records)
+        change = choose(records)
+        after = change.apply(state.models)
+        _check_repository(settings, state.models, after)
+        now_ms = time.time_ns() // 1_000_000
+        if given.dry_run:
+            snapshots = TUNING.models.control_snapshot_every
+            record = make_record(change, state, author, "", now_ms, snapshots)
+            return _Outcome(record, state.generation, {}, False)
+        # Listen before the change is written, so that no announcement is missed.
+        processes = None
+        if given.wait:
+            processes = await stack.enter_async_context(open_processes(log, settings))
+        record = await topic.write(change, state.generation, author, now_ms)
+        generation = state.generation if record is None else record.generation
+        if processes is None:
+            return _Outcome(record, generation, {}, False)
+        reports = processes.reports
+        followed = await processes.listen(
+            lambda: all(each.has_followed(generation) for each in reports.values()),
+            given.timeout_s,
+        )
+        return _Outcome(record, generation, reports, followed and bool(reports))
+
+
+def _check_repository(settings: Settings, before: Wanted, after: Wanted) -> None:
+    """Check that what a change loads is in the repository, if it loads anything."""
+    loads = any(
+        name not in before or set(each.versions) - set(before[name].versions)
+        for name, each in after.items()
+    )
+    if loads:
+        require_present(before, after, open_repository(settings).list_versions())
+
+
+def _require_broker(settings: Settings) -> None:
+    require_broker(settings, "the control topic of a log in memory ends with its process")
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+async def _read(settings: Settings) -> list[ControlRecord]:
+    async with open_log(settings) as log:
+        topic = ControlTopic(log, settings)
+        await topic.require()
+        return await topic.read()
+
+
+async def _status(settings: Settings) -> dict[str, Any]:
+    async with open_log(settings) as log:
+        topic = ControlTopic(log, settings)
+        await topic.require()
+        async with open_processes(log, settings) as processes:
+            await processes.listen()
+            state = fold(await topic.read())
+    return {
+        "generation": state.generation,
+        "models": {name: msgspec.to_builtins(each) for name, each in state.models.items()},
+        "wanted": [describe(name, each) for name, each in sorted(state.models.items())],
+        "processes": _reports(processes.reports),
+        "followed": all(
+            report.has_followed(state.generation) for report in processes.reports.values()
+        ),
+    }
+
+
+# --- output -----------------------------------------------------------------------------------
+
+
+def _reports(reports: dict[str, ProcessReport]) -> dict[str, dict[str, Any]]:
+    return {name: report._asdict() for name, report in sorted(reports.items())}
+
+
+def _entry(record: ControlRecord) -> dict[str, Any]:
+    return {
+        "generation": record.generation,
+        "at": _time(record),
+        "who": record.who,
+        "why": record.why,
+        "action": record.action,
+        "before": msgspec.to_builtins(record.before),
+        "after": msgspec.to_builtins(record.after),
+    }
+
+
+def _lines(record: ControlRecord) -> list[str]:
+    why = f", {record.why}" if record.why else ""
+    return [
+        f"generation {record.generation}: {record.action} by {record.who} at {_time(record)}{why}",
+        *(
+            f"  {sign} {describe(name, models[name])}"
+            for name in sorted(record.after)
+            for sign, models in (("-", record.before), ("+", record.after))
+        ),
+    ]
+
+
+def _time(record: ControlRecord) -> str:
+    return datetime.fromtimestamp(record.at_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _process_lines(name: str, report: dict[str, Any], generation: int) -> list[str]:
+    behind = "" if report["generation"] >= generation else f", behind {generation}"
+    return [
+        f"process {name}: generation {report['generation']}{behind}",
+        f"  ready: {', '.join(report['ready']) or 'none'}",
+        *(f"  waits for {each}" for each in report["unready"]),
+    ]

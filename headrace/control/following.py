@@ -1,0 +1,143 @@
+"""Follow the control topic: keep the models of a process at the wanted state.
+
+Two tasks: one reads the topic, and moves labels and defaults at once; the other scans the
+repository after each change, which may take long where versions are downloaded. A change that comes
+during a scan is followed by another scan, so the last state is reached however many there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Protocol, Self
+
+import structlog
+
+from headrace.control.topic import ControlReader, ControlTopic
+from headrace.errors import ConfigurationError, Fatal
+from headrace.log.errors import OffsetOutOfRange
+from headrace.models.wanted import Deployment, Wanted
+from headrace.primitives.backoff import Backoff, Pauses
+from headrace.protocol.control import ControlRecord
+from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, ModelTuning
+
+log = structlog.get_logger(__name__)
+
+
+class Reloaded(Protocol):
+    """The part of `headrace.models.registry.Reloaded` that is used here."""
+
+    @property
+    def away(self) -> tuple[str, ...]: ...
+
+
+class FollowingModels(Protocol):
+    """The part of `headrace.models.registry.Models` that follows a wanted state."""
+
+    def want(self, wanted: Wanted) -> None: ...
+    async def reload(self) -> Reloaded: ...
+
+
+class ControlFollower:
+    """Follows the control topic while its context lasts.
+
+    Entering reads the topic to its end, so that the first scan of the repository finds the wanted
+    state.
+
+    Args:
+        topic: the control topic.
+        models: the models of this process.
+        tuning: pauses.
+
+    Attributes:
+        state: what has been read.
+
+    Raises (on entering):
+        ConfigurationError: there is no such topic.
+        Fatal: its records cannot be followed.
+        LogUnavailable: no broker answered.
+    """
+
+    def __init__(
+        self, topic: ControlTopic, models: FollowingModels, tuning: ModelTuning = TUNING.models
+    ) -> None:
+        self._topic = topic
+        self._models = models
+        self._pauses = Pauses(Backoff(tuning.control_retry_first_s, tuning.control_retry_max_s))
+        self._stack = AsyncExitStack()
+        self._reader: ControlReader | None = None
+        self._changed = asyncio.Event()
+        self.state = Deployment()
+
+    async def __aenter__(self) -> Self:
+        await self._topic.require()
+        async with AsyncExitStack() as stack:
+            self._reader = await stack.enter_async_context(self._topic.open_reader())
+            for record in await self._reader.read_to_end():
+                self.state = self.state.after(record)
+            self._models.want(self.state.models)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def run(self) -> None:
+        """Follow until cancelled. Call it once the models have been opened.
+
+        If records cannot be followed, the models stay as they are, and the log says why.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._scan(), name="control-scan")
+            try:
+                await self._read()
+            except (Fatal, OffsetOutOfRange) as error:
+                log.error(Event.CONTROL_UNREADABLE, reason=str(error))
+
+    async def _read(self) -> None:
+        assert self._reader is not None
+        while True:
+            records = await self._reader.poll()
+            if not records:
+                continue
+            for record in records:
+                self.state = self.state.after(record)
+                _log_change(record)
+            # The names first: they need no scan, and a scan may take long.
+            self._models.want(self.state.models)
+            self._changed.set()
+
+    async def _scan(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                away = (await self._models.reload()).away
+            except ConfigurationError as error:
+                log.error(Event.MODELS_RELOAD_FAILED, reason=str(error))
+            else:
+                for reason in away:
+                    log.warning(Event.STORE_UNAVAILABLE, reason=reason)
+                if not away:
+                    self._pauses.reset()
+                    continue
+            await self._pauses.sleep()
+            self._changed.set()
+
+
+def _log_change(record: ControlRecord) -> None:
+    log.info(
+        Event.CONTROL_CHANGED,
+        generation=record.generation,
+        action=record.action,
+        who=record.who,
+        why=record.why,
+        models=sorted(record.after),
+    )

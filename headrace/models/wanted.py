@@ -1,0 +1,314 @@
+"""Rules of the wanted state: what a change makes of it, and which changes are refused; no I/O.
+
+The wanted state of a deployment is the fold of all records on the control topic. Each record says
+what one change made of the models that it concerns, so that a reader needs no rule to follow it:
+the rules here decide only which records are written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from headrace.errors import ConfigurationError, Fatal
+from headrace.models.repository import find_model_fault, is_version
+from headrace.protocol.control import FORMAT, ControlRecord, WantedModel
+
+Wanted: TypeAlias = Mapping[str, WantedModel]
+"""Wanted models by name."""
+
+_LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
+
+
+class ChangeRefused(ConfigurationError):
+    """The change makes no sense in the current state; the message says why."""
+
+
+class BrokenHistory(Fatal):
+    """The records on the control topic do not follow each other."""
+
+
+class Deployment(NamedTuple):
+    """The wanted state after some changes.
+
+    Attributes:
+        generation: number of changes so far; 0 before the first one.
+        models: what is to be loaded.
+    """
+
+    generation: int = 0
+    models: Wanted = MappingProxyType({})
+
+    def after(self, record: ControlRecord) -> Deployment:
+        """Return the state after one more record of the topic.
+
+        Raises:
+            BrokenHistory: the record is not the next change of this state.
+        """
+        if self.generation == 0 and record.snapshot is not None:
+            return Deployment(record.generation, record.snapshot)
+        if record.generation != self.generation + 1:
+            raise BrokenHistory(
+                f"control topic: expected generation {self.generation + 1}, "
+                f"got {record.generation}; records are missing"
+            )
+        changed = [name for name in record.before if record.before[name] != self.models.get(name)]
+        if changed:
+            raise BrokenHistory(
+                f"control topic: generation {record.generation} expected "
+                f"{describe(changed[0], record.before[changed[0]])}, "
+                f"got {describe(changed[0], self.models.get(changed[0]))}"
+            )
+        models = {name: each for name, each in self.models.items() if name not in record.after}
+        models |= {name: each for name, each in record.after.items() if each is not None}
+        return Deployment(record.generation, models)
+
+
+def fold(records: Sequence[ControlRecord], until: int | None = None) -> Deployment:
+    """Return the state after the records, or after those up to a generation.
+
+    Raises:
+        BrokenHistory: a record is not the next one.
+        ChangeRefused: the generation is not among them.
+    """
+    state = Deployment()
+    for record in records:
+        if until is not None and record.generation > until:
+            break
+        state = state.after(record)
+    if until is not None and state.generation != until:
+        first = records[0].generation if records else 0
+        last = records[-1].generation if records else 0
+        raise ChangeRefused(f"generation: expected one from {first} to {last}, got {until}")
+    return state
+
+
+class Change(NamedTuple):
+    """A change that an operator wants.
+
+    Attributes:
+        action: a word for the history.
+        apply: returns the models after the change, given those before; raises `ChangeRefused`.
+    """
+
+    action: str
+    apply: Callable[[Wanted], Wanted]
+
+
+class Author(NamedTuple):
+    """Who makes a change, and why."""
+
+    who: str
+    why: str = ""
+
+
+def make_record(
+    change: Change,
+    state: Deployment,
+    author: Author,
+    change_id: str,
+    now_ms: int,
+    snapshot_every: int,
+) -> ControlRecord | None:
+    """Return the record of a change; None if it would change nothing.
+
+    Args:
+        change: the change.
+        state: the current state.
+        author: who makes it.
+        change_id: unique.
+        now_ms: epoch milliseconds.
+        snapshot_every: number of changes from one snapshot to the next.
+
+    Raises:
+        ChangeRefused: the change makes no sense in this state.
+    """
+    after = change.apply(state.models)
+    names = [
+        name
+        for name in sorted({*state.models, *after})
+        if state.models.get(name) != after.get(name)
+    ]
+    if not names:
+        return None
+    generation = state.generation + 1
+    return ControlRecord(
+        format=FORMAT,
+        generation=generation,
+        change_id=change_id,
+        at_ms=now_ms,
+        who=author.who,
+        why=author.why,
+        action=change.action,
+        before={name: state.models.get(name) for name in names},
+        after={name: after.get(name) for name in names},
+        snapshot=dict(after) if generation % snapshot_every == 0 else None,
+    )
+
+
+# --- changes ----------------------------------------------------------------------------------
+
+
+def load(model: str, version: str) -> Change:
+    """Return the change that loads a version. The first one of a model becomes its default."""
+
+    def apply(models: Wanted) -> Wanted:
+        fault = find_model_fault(model)
+        if fault:
+            raise ChangeRefused(f"model: {fault}")
+        if not is_version(version):
+            raise ChangeRefused(f"version: expected a number such as 1, got {version!r}")
+        known = models.get(model)
+        if known is None:
+            return {**models, model: WantedModel(versions=[version], default=version)}
+        if version in known.versions:
+            return models
+        return {**models, model: _replace(known, versions=[*known.versions, version])}
+
+    return Change("load", apply)
+
+
+def unload(model: str, version: str | None = None) -> Change:
+    """Return the change that unloads one version, or the model with all versions and labels.
+
+    A version that is the default, or that a label names, is refused.
+    """
+
+    def apply(models: Wanted) -> Wanted:
+        known = _require(models, model, version)
+        if version is None:
+            return {name: each for name, each in models.items() if name != model}
+        if version == known.default:
+            others = _list(each for each in known.versions if each != version)
+            raise ChangeRefused(
+                f"{model}/{version}: it is the default version; "
+                + (f"make one of {others} the default first" if others else "unload the model")
+            )
+        labels = [label for label, number in known.labels.items() if number == version]
+        if labels:
+            raise ChangeRefused(
+                f"{model}/{version}: labels name it: {_list(labels)}; move or remove them first"
+            )
+        rest = [each for each in known.versions if each != version]
+        return {**models, model: _replace(known, versions=rest)}
+
+    return Change("unload", apply)
+
+
+def set_label(model: str, label: str, version: str) -> Change:
+    """Return the change that lets a label name a loaded version."""
+
+    def apply(models: Wanted) -> Wanted:
+        if not _LABEL.fullmatch(label):
+            raise ChangeRefused(
+                "label: expected a letter, and then letters, digits, '.', '_' and '-', at most 64 "
+                f"in all, got {label!r}"
+            )
+        known = _require(models, model, version)
+        return {**models, model: _replace(known, labels={**known.labels, label: version})}
+
+    return Change("label", apply)
+
+
+def remove_label(model: str, label: str) -> Change:
+    """Return the change that removes a label."""
+
+    def apply(models: Wanted) -> Wanted:
+        known = _require(models, model)
+        if label not in known.labels:
+            raise ChangeRefused(
+                f"{model}: label: expected one of {_list(known.labels) or 'none'}, got {label!r}"
+            )
+        rest = {each: number for each, number in known.labels.items() if each != label}
+        return {**models, model: _replace(known, labels=rest)}
+
+    return Change("label", apply)
+
+
+def set_default(model: str, version: str) -> Change:
+    """Return the change that gives requests without a version this loaded one."""
+
+    def apply(models: Wanted) -> Wanted:
+        known = _require(models, model, version)
+        return {**models, model: _replace(known, default=version)}
+
+    return Change("default", apply)
+
+
+def roll_back(earlier: Wanted, model: str | None = None) -> Change:
+    """Return the change that restores one model, or all, as they were.
+
+    Args:
+        earlier: the models at the generation to go back to.
+        model: None restores all.
+    """
+
+    def apply(models: Wanted) -> Wanted:
+        if model is None:
+            return earlier
+        if model not in models and model not in earlier:
+            raise ChangeRefused(f"model: expected one of {_list(models) or 'none'}, got {model!r}")
+        rest = {name: each for name, each in models.items() if name != model}
+        return {**rest, model: earlier[model]} if model in earlier else rest
+
+    return Change("rollback", apply)
+
+
+def require_present(before: Wanted, after: Wanted, present: Mapping[str, Collection[int]]) -> None:
+    """Check that the versions that a change loads are in the repository.
+
+    Raises:
+        ChangeRefused: one is not.
+    """
+    for name, wanted in after.items():
+        loaded = before[name].versions if name in before else []
+        there = sorted(present.get(name, ()))
+        for version in wanted.versions:
+            if version not in loaded and int(version) not in there:
+                raise ChangeRefused(
+                    f"{name}: version: expected one of the repository, "
+                    f"{_list(map(str, there)) or 'which has none'}, got {version}"
+                )
+
+
+def describe(name: str, wanted: WantedModel | None) -> str:
+    """Return a wanted model in one line."""
+    if wanted is None:
+        return f"{name}: nothing loaded"
+    labels = "".join(f", {label} -> {number}" for label, number in sorted(wanted.labels.items()))
+    return f"{name}: versions {_list(wanted.versions)}, default {wanted.default}{labels}"
+
+
+def _replace(
+    known: WantedModel,
+    *,
+    versions: Collection[str] | None = None,
+    default: str | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> WantedModel:
+    return WantedModel(
+        versions=sorted(known.versions if versions is None else versions, key=int),
+        default=known.default if default is None else default,
+        labels=dict(known.labels if labels is None else labels),
+    )
+
+
+def _require(models: Wanted, model: str, version: str | None = None) -> WantedModel:
+    known = models.get(model)
+    if known is None:
+        raise ChangeRefused(
+            f"model: expected one that is loaded, {_list(models) or 'of which there is none'}, "
+            f"got {model!r}"
+        )
+    if version is not None and version not in known.versions:
+        raise ChangeRefused(
+            f"{model}: version: expected one that is loaded, {_list(known.versions)}, "
+            f"got {version!r}; load it first"
+        )
+    return known
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)

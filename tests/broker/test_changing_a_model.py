@@ -1,0 +1,114 @@
+"""The page about changing a model: each of its commands is run as it stands, on a real broker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.tools.local_kafka import LocalKafka
+from tests.support.processes import Process, headrace
+from tests.support.tree import ROOT
+
+DIGITS = ROOT / "headrace" / "tools" / "demo" / "models" / "digits" / "1"
+BLOCK = re.compile(r"^```(sh|toml)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    """The page's code blocks of a language."""
+    page = (ROOT / "docs" / "changing-a-model.md").read_text(encoding="utf-8")
+    return [text for name, text in BLOCK.findall(page) if name == language]
+
+
+def commands() -> list[list[str]]:
+    """The arguments of the page's commands, in their order."""
+    return [shlex.split(line)[1:] for block in blocks("sh") for line in block.splitlines()]
+
+
+def settings_of_page(kafka: LocalKafka, namespace: str, directory: Path) -> dict[str, str]:
+    """The page's settings, with this test's broker and namespace, and its repository."""
+    (text,) = blocks("toml")
+    tomllib.loads(text)
+    text = text.replace("127.0.0.1:9092", kafka.bootstrap_servers)
+    text = text.replace('namespace = "headrace"', f'namespace = "{namespace}"')
+    repository = directory / "models"
+    for version in ("1", "2"):
+        shutil.copytree(DIGITS, repository / "digits" / version)
+    path = directory / "headrace.toml"
+    path.write_text(text.replace('"models"', json.dumps(os.fspath(repository))), encoding="utf-8")
+    return {"HEADRACE_CONFIG": os.fspath(path)}
+
+
+@asynccontextmanager
+async def two_processes(settings: dict[str, str]) -> AsyncIterator[None]:
+    """Two fused processes that share the work."""
+    every = "ingest,batcher,executor,responder"
+    async with Process(every, settings), Process(every, settings):
+        yield
+
+
+@pytest.mark.timeout(180)
+async def test_commands_of_page_change_two_processes(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path
+) -> None:
+    """All succeed in the page's order; at the end version 1 is the default again."""
+    settings = settings_of_page(kafka, unique_name, tmp_path)
+    create, run, *changes = commands()
+    assert (create, run) == (["topics", "create"], ["run"])
+    await headrace(create, settings)
+    async with two_processes(settings):
+        printed = [await headrace(each, settings) for each in changes]
+        status = json.loads(await headrace(["models", "status", "--json"], settings))
+    assert status["models"] == {"digits": {"versions": ["1"], "default": "1"}}
+    assert status["followed"]
+    assert [report["generation"] for report in status["processes"].values()] == [7, 7]
+    history = json.loads(printed[-1])
+    assert [(each["action"], each["why"]) for each in history] == [
+        ("load", "first release"),
+        ("load", ""),
+        ("label", ""),
+        ("default", "ticket 4711"),
+        ("label", ""),
+        ("unload", ""),
+        ("rollback", "worse on night images"),
+    ]
+
+
+@pytest.mark.timeout(120)
+async def test_label_names_version_in_request(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path
+) -> None:
+    """`headrace infer digits@canary` is answered by the labelled version, `digits` is not."""
+    settings = settings_of_page(kafka, unique_name, tmp_path)
+    await headrace(["topics", "create"], settings)
+    every = "ingest,batcher,executor,responder"
+    image = json.dumps([[0.0] * 64])
+    async with Process(every, settings):
+        for change in ("load digits 1", "load digits 2 --wait", "label digits canary 2 --wait"):
+            await headrace(["models", *change.split()], settings)
+        answers = [
+            json.loads(
+                await headrace(["infer", model, "--input", f"pixels={image}", "--json"], settings)
+            )
+            for model in ("digits@canary", "digits")
+        ]
+    assert [each["model_version"] for each in answers] == ["2", "1"]
+
+
+async def test_version_that_is_not_there_is_refused(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path
+) -> None:
+    """Nothing is written, and the versions of the repository are listed."""
+    settings = settings_of_page(kafka, unique_name, tmp_path)
+    await headrace(["topics", "create"], settings)
+    with pytest.raises(AssertionError, match="expected one of the repository, 1, 2, got 7"):
+        await headrace(["models", "load", "digits", "7"], settings)
+    assert await headrace(["models", "history", "--json"], settings) == "[]\n"
