@@ -568,6 +568,9 @@ class BatcherTuning:
 class ExecutorTuning:
     """Tuning values of `services.executor`."""
 
+    inline_record_bytes: int = 16 * 1024
+    """Records of a run up to this size get their outputs on the event loop, more on a thread."""
+
     run_backoff: Backoff = Backoff(0.05, 1.0)
     """Pauses before a run is repeated after a transient error; without jitter."""
     max_run_attempts: int = 10

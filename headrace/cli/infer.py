@@ -20,7 +20,8 @@ from headrace.cli.settings import Invocation, pass_invocation
 from headrace.client import Client, Response
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.protocol.codec import bytes_to_data
+from headrace.protocol.codec import RECORD, bytes_to_data
+from headrace.protocol.headers import HeaderName
 from headrace.protocol.tensors import datatype_of, from_array, to_array
 from headrace.runtime.log_factory import open_log
 
@@ -213,7 +214,10 @@ def _is_text(array: NDArray[Any]) -> bool:
 
 
 def as_text(response: Response) -> str:
-    """Format the outputs, see `as_lines`."""
+    """Format the outputs, see `as_lines`; a record with outputs in it stays as it is."""
+    if HeaderName.RECORD_OF in dict(response.headers):
+        record: bytes = response.outputs[RECORD].item()
+        return record.decode("utf-8", "replace").rstrip()
     return as_lines(response.outputs)
 
 

@@ -170,6 +170,8 @@ class RecordTransform(_Group):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
     avro_schema: str = ""
     """File with the Avro schema, in the version's directory or beside `model.toml`."""
+    pass_through: bool = False
+    """Answer with the records, with the outputs as further fields."""
     max_rows: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 10_000
     """Most records of a payload."""
     inputs: dict[str, Annotated[tuple[RecordColumn, ...], Field(min_length=1)]]

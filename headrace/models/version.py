@@ -11,6 +11,7 @@ from headrace.models.backends.python import PythonBackend
 from headrace.models.config import CPU, ModelConfig
 from headrace.models.inputs.binding import Binder
 from headrace.models.inputs.padding import add_padding
+from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import make_transform
 from headrace.models.processing import read_output_labels
 from headrace.models.profiling.batch_safety import Batching, Verdict
@@ -46,6 +47,7 @@ class ModelVersion:
         stamp: changes when a file of the version changes.
         bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
         transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.
+        records: the transform, if it is one of records.
         max_batch_size: in rows; 1 if batching is off, for the reason `batching_off`.
         verdict: whether its requests may share runs; None if that was not tested.
         contradiction: between `model.toml` and the verdict; empty otherwise.
@@ -73,6 +75,7 @@ class ModelVersion:
         self.transform = make_transform(
             model.directory, model.config, self.signature, self.directory
         )
+        self.records = self.transform if isinstance(self.transform, Records) else None
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes
         self.max_queue_delay_ms = model.config.max_queue_delay_ms

@@ -15,7 +15,13 @@ from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 from headrace.protocol.compression import CODINGS, choose_coding, read_coding
-from headrace.protocol.messages import MAX_NAME_LENGTH, Envelope, Failure, Request
+from headrace.protocol.messages import (
+    MAX_NAME_LENGTH,
+    RECORD_ANSWER,
+    Envelope,
+    Failure,
+    Request,
+)
 from headrace.tuning import TUNING
 
 
@@ -40,6 +46,8 @@ class HeaderName:
     # of answers
     STATUS: Final = "x-status"
     REQUEST: Final = "x-request"
+    RECORD_OF: Final = "x-record-of"
+    """Model and version whose outputs are in the value, which is a record of the caller's."""
     # of dead letters
     STAGE: Final = "x-stage"
     ATTEMPT: Final = "x-attempt"
@@ -172,6 +180,11 @@ def parse_envelopes(
         else envelope._replace(deadline_ms=deadline_ms)
         for envelope, deadline_ms in zip(parsed, deadlines_ms, strict=True)
     ]
+
+
+def is_payload(envelope: Envelope) -> bool:
+    """Return True if the value of a request for a model that takes records was one."""
+    return bool(envelope.model) and envelope.content_type not in MSGPACK_TYPES
 
 
 def is_utf8(name: str) -> bool:
@@ -351,6 +364,7 @@ OWN_HEADERS = frozenset(
         HeaderName.DEADLINE_MS,
         HeaderName.MODEL,
         HeaderName.PRIORITY,
+        HeaderName.RECORD_OF,
         HeaderName.REQUEST,
         HeaderName.STAGE,
         HeaderName.STATUS,
@@ -428,6 +442,11 @@ def answers_headers(
 
 def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
     """Add the headers of an answer that come from the caller's."""
+    if request.failure is None and request.output_metadata == RECORD_ANSWER:
+        content_type = dict(request.headers).get(HeaderName.CONTENT_TYPE) or b""
+        headers[0] = (HeaderName.CONTENT_TYPE, content_type)
+        record_of = f"{request.model}/{request.version}"
+        headers.append((HeaderName.RECORD_OF, record_of.encode()))
     if request.compressed and request.failure is None:
         headers.append((HeaderName.CONTENT_ENCODING, envelope.answer_encoding.encode()))
     if envelope.correlation_id is not None:

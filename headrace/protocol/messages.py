@@ -348,6 +348,12 @@ TensorMetadata: TypeAlias = tuple[str, str, tuple[int, ...]]
 """Name, datatype and shape of a tensor, as in the Open Inference Protocol's model metadata."""
 
 
+RECORD_ANSWER: tuple[TensorMetadata, ...] = (("", "BYTES", (1,)),)
+"""Metadata of the outputs of a request whose answer is the only element, as it is; no output of a
+model has an empty name.
+"""
+
+
 class Failure(NamedTuple):
     """Reason why a request has no outputs. `code` is a `headrace.errors.Code`."""
 

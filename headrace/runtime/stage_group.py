@@ -34,6 +34,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.models.registry import Models
 from headrace.models.version import State
+from headrace.protocol.headers import is_payload
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
@@ -414,15 +415,17 @@ class _Composition:
 
     def _needs_value(self, request: Request) -> bool:
         """Return True if models run here and a request's inputs are in its value, or if the request
-        is to be bound to another version, for which its value is read.
+        is to be bound to another version, for which its value is read, or answered with it.
         """
         if Stage.EXECUTOR in self._here and has_inputs_in_source(request):
             return True
         try:
-            self._models.catalog.lookup_bound(request.model, request.version)
+            version = self._models.catalog.lookup_bound(request.model, request.version)
         except Rejected:
             return True
-        return False
+        records = version.records
+        passes_through = records is not None and records.pass_through
+        return passes_through and Stage.EXECUTOR in self._here and is_payload(request.envelope)
 
     def _make_heartbeat(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka

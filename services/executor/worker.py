@@ -28,6 +28,7 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
 from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import DeadlinePassed, Instance
+from headrace.services.executor.passing_through import pass_through
 from headrace.services.executor.prefetch import (
     Prefetch,
     PreparedBatch,
@@ -229,6 +230,7 @@ class Worker:
         if (
             not instance.runs_inline
             or self._gate.is_marking
+            or (version.records is not None and version.records.pass_through)
             or is_isolated(batch.requests[0])
             or (version.batching_off and len(batch.requests) > 1)
             # Checked before the run: its answers could not wait in the caller's turn.
@@ -316,6 +318,9 @@ class Worker:
                 )
                 prefetch.start_prefetch(self._steady(), predicted_us)
             self._scatter(run, await self._run_watched(arrays))
+            records = version.records
+            if records is not None and records.pass_through:
+                await pass_through(run.requests, records, self._tuning)
         except (Fatal, Retriable, DeadlinePassed):
             raise
         except Rejected as error:

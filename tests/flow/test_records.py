@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
+from csv import DictReader
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import fastavro
@@ -25,11 +28,20 @@ ORDERS = (EXAMPLE / "orders.json").read_bytes()
 TOGETHER, APART = [STAGES], [[stage] for stage in STAGES]
 
 
+def settings_of(repository: Path, **limits: int) -> Settings:
+    """Settings with this repository."""
+    return make_settings(
+        {"topics": {"partitions": 4}, "models": {"repository": str(repository)}, "limits": limits}
+    )
+
+
 @pytest.fixture
-def settings() -> Settings:
-    """Settings with the example's repository."""
-    repository = str(EXAMPLE / "models")
-    return make_settings({"topics": {"partitions": 4}, "models": {"repository": repository}})
+def settings(tmp_path: Path) -> Settings:
+    """Settings with the example's model, which answers with scores alone."""
+    shutil.copytree(EXAMPLE / "models", tmp_path / "models")
+    path = tmp_path / "models" / "fraud" / "model.toml"
+    path.write_text(path.read_text().replace("pass_through = true", ""))
+    return settings_of(tmp_path / "models")
 
 
 def expected_scores() -> list[float]:
@@ -80,6 +92,75 @@ async def test_orders_get_scores_in_each_format(
     np.testing.assert_allclose(in_json.outputs["score"], expected, rtol=1e-4)
     np.testing.assert_allclose(in_csv.outputs["score"], expected, rtol=1e-4)
     np.testing.assert_allclose(np.concatenate(in_avro), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("inline_bytes", [8192, 0], ids=["in topics", "by reference"])
+@pytest.mark.parametrize("grouping", [TOGETHER, APART], ids=["together", "apart"])
+@pytest.mark.parametrize("compression", ["", "gzip"])
+async def test_orders_come_back_with_scores_in_their_format(
+    grouping: Any, compression: str, inline_bytes: int
+) -> None:
+    """The example: every field is there, and the score behind it."""
+    settings = settings_of(EXAMPLE / "models", inline_payload_bytes=inline_bytes)
+    log = await log_for(settings)
+    orders = json.loads(ORDERS)
+    lines = b"".join(json.dumps(order).encode() + b"\n" for order in orders)
+    async with (
+        serving(settings, log, grouping),
+        Client(log=log, settings=settings, compression=compression) as client,
+    ):
+
+        async def enriched(payload: bytes, content_type: str) -> tuple[bytes, str]:
+            answer = await client.infer_raw("fraud", payload, content_type)
+            assert (answer.model_name, answer.model_version) == ("fraud", "1")
+            found = dict(answer.headers)["content-type"] or b""
+            return answer.outputs["record"].item(), found.decode()
+
+        in_json = await enriched(ORDERS, "application/json")
+        many = await enriched(json.dumps(orders * 300).encode(), "application/json")
+        one = await enriched(json.dumps(orders[1]).encode(), "application/vnd.order+json")
+        in_lines = await enriched(lines, "application/x-ndjson")
+        csv = await enriched((EXAMPLE / "orders.csv").read_bytes(), "text/csv; charset=utf-8")
+        avro = [await enriched(order, "avro/binary") for order in avro_orders()]
+    expected = [
+        order | {"score": pytest.approx(score, rel=1e-4)}
+        for order, score in zip(orders, expected_scores(), strict=True)
+    ]
+
+    assert (json.loads(in_json[0]), in_json[1]) == (expected, "application/json")
+    assert json.loads(many[0]) == expected * 300
+    assert (json.loads(one[0]), one[1]) == (expected[1], "application/vnd.order+json")
+    assert [json.loads(line) for line in in_lines[0].splitlines()] == expected
+    assert csv[1] == "text/csv; charset=utf-8"
+    read = list(DictReader(io.StringIO(csv[0].decode())))
+    assert list(read[0]) == ["id", "amount", "customer.age", "country", "ordered_at", "score"]
+    assert [float(row["score"]) for row in read] == pytest.approx(expected_scores(), rel=1e-4)
+    assert [_read_avro(order)["score"] for order, _ in avro] == pytest.approx(
+        expected_scores(), rel=1e-4
+    )
+    assert [_read_avro(order)["id"] for order, _ in avro] == ["a-1", "a-2", "a-3"]
+
+
+def _read_avro(content: bytes) -> dict[str, Any]:
+    """An enriched order: the fields of the example's schema, and the score as the last."""
+    schema = json.loads((EXAMPLE / "models" / "fraud" / "order.avsc").read_text())
+    schema["fields"].append({"name": "score", "type": "float"})
+    read: Any = fastavro.schemaless_reader(io.BytesIO(content), fastavro.parse_schema(schema), None)
+    assert isinstance(read, dict)
+    return read
+
+
+async def test_wrong_order_and_tensors_are_answered_as_ever() -> None:
+    """Only what was a record comes back as one."""
+    settings = settings_of(EXAMPLE / "models")
+    log = await log_for(settings)
+    async with serving(settings, log, TOGETHER), Client(log=log, settings=settings) as client:
+        with pytest.raises(InferenceError) as raised:
+            await client.infer_raw("fraud", b'{"amount": "much"}', "application/json")
+        response = await client.infer("fraud", {"features": np.zeros((2, 4), np.float32)})
+
+    assert raised.value.code == "INVALID_TENSOR"
+    assert response.outputs["score"].shape == (2, 1)
 
 
 async def test_order_that_does_not_fit_names_row_and_path(settings: Settings) -> None:

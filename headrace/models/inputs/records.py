@@ -1,6 +1,7 @@
 """Conversion of business records to a model's inputs: JSON objects, CSV lines and Avro.
 
-A payload holds one record or several, which become rows. Each field becomes a column of an input,
+A payload holds one record or several, which become rows. With `pass_through` the answer is the same
+records with the outputs as further fields. Each field becomes a column of an input,
 as `[transform.record]` in `model.toml` says. Columns are converted whole, with NumPy where a column
 has one type; a value that does not fit is then looked for.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -44,10 +45,14 @@ class Table(NamedTuple):
 
     Attributes:
         rows: one for each record: an object, or the fields of a line.
+        form: format of the payload.
+        is_list: False if the payload is one record and no list of them.
         names: place of each field in a line; None if the rows are objects.
     """
 
     rows: Sequence[Any]
+    form: Literal["json", "lines", "csv", "avro"]
+    is_list: bool = True
     names: Mapping[str, int] | None = None
 
 
@@ -60,6 +65,9 @@ class Records:
     Args:
         directory: directory of the version, for files of vocabularies and schemas.
 
+    Attributes:
+        pass_through: answers are the records with the outputs in them, see `merge`.
+
     Raises:
         ConfigurationError: the columns do not fit the inputs, or a file or package is missing.
     """
@@ -71,8 +79,20 @@ class Records:
                 f"transform.record.inputs: expected the inputs {', '.join(sorted(specs))}, "
                 f"got {', '.join(sorted(config.inputs)) or 'none'}"
             )
+        if config.pass_through and not signature.batched:
+            raise ConfigurationError(
+                f"transform.record.pass_through: expected a row of outputs for each record, but "
+                f"{signature.unbatched_reason}"
+            )
+        self.pass_through = config.pass_through
+        self._config = config
+        self._is_list = {spec.name: _is_list(spec) for spec in signature.outputs}
         self._max_rows = config.max_rows
-        self._read = _make_reader(config, directory)
+        avro = _AvroSchema(config.avro_schema, directory) if config.avro_schema else None
+        self._read = _make_reader(config, avro)
+        self._write_avro = (
+            avro.make_writer(signature.outputs) if avro and config.pass_through else None
+        )
         self._inputs = [
             _Input(spec, config.inputs[spec.name], directory) for spec in signature.inputs
         ]
@@ -94,14 +114,59 @@ class Records:
             raise _unreadable("at least one record", "none")
         return [each.convert(table) for each in self._inputs]
 
+    def merge(self, payload: bytes, content_type: str, outputs: Mapping[str, Array]) -> bytes:
+        """Return the records of a payload, in its format, with the outputs as further fields.
+
+        An output with one value for each row is a number, a truth value or a string there, any
+        other a flat list of them.
+
+        Raises:
+            Rejected: see `__call__`; `MODEL_FAILED` if an output has another number of rows.
+        """
+        table = self._read(payload, content_type)
+        columns = {
+            name: _values_of(name, array, len(table.rows), is_list=self._is_list[name])
+            for name, array in outputs.items()
+        }
+        if table.form == "csv":
+            return self._write_csv(table, columns)
+        added = [
+            dict(zip(columns, fields, strict=True))
+            for fields in zip(*columns.values(), strict=True)
+        ]
+        if table.form == "avro":
+            assert self._write_avro is not None
+            rows = [row | fields for row, fields in zip(table.rows, added, strict=True)]
+            return self._write_avro(rows if table.is_list else rows[0])
+        texts: Sequence[bytes | msgspec.Raw] = [payload]
+        if table.form == "lines":
+            texts = _split_json_lines(payload)
+        elif table.is_list:
+            texts = _split_json(payload)
+        objects = list(map(_add_fields, texts, table.rows, added))
+        if table.form == "lines":
+            return b"".join([each + b"\n" for each in objects])
+        return b"[" + b",".join(objects) + b"]" if table.is_list else objects[0]
+
+    def _write_csv(self, table: Table, columns: Mapping[str, Sequence[Any]]) -> bytes:
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, delimiter=self._config.delimiter)
+        if not self._config.columns:
+            writer.writerow([*(table.names or ()), *columns])
+        added = zip(*columns.values(), strict=True)
+        writer.writerows(
+            [*row, *map(_text_of, fields)] for row, fields in zip(table.rows, added, strict=True)
+        )
+        return text.getvalue().encode()
+
 
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _make_reader(config: RecordTransform, directory: Path) -> Reader:
+def _make_reader(config: RecordTransform, avro: _AvroSchema | None) -> Reader:
     """Return the reader of payloads: of one format, or by their content types."""
     read_csv = _CsvReader(config.columns, config.delimiter)
-    read_avro = _make_avro_reader(config.avro_schema, directory) if config.avro_schema else None
+    read_avro = avro.read if avro else None
     if config.format == "csv":
         return read_csv
     if config.format == "json":
@@ -130,6 +195,8 @@ def _make_reader(config: RecordTransform, directory: Path) -> Reader:
 
 _decode_json = msgspec.json.Decoder().decode
 _decode_json_lines = msgspec.json.Decoder().decode_lines
+_split_json = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_split_json_lines = msgspec.json.Decoder(msgspec.Raw).decode_lines
 
 
 def _read_json(payload: bytes, content_type: str) -> Table:
@@ -138,16 +205,16 @@ def _read_json(payload: bytes, content_type: str) -> Table:
         found = decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _unreadable("JSON", str(error)) from error
-    return _table_of(found)
+    return _table_of(found, "lines" if content_type in JSON_LINES else "json")
 
 
-def _table_of(found: object) -> Table:
+def _table_of(found: object, form: Literal["json", "lines", "avro"]) -> Table:
     """Return the records of a value that is one, or a list of them."""
     rows = found if isinstance(found, list) else [found]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise _misfit(number, "", "an object", row)
-    return Table(rows)
+    return Table(rows, form, is_list=isinstance(found, list))
 
 
 class _CsvReader:
@@ -182,38 +249,111 @@ class _CsvReader:
                 raise Rejected.mismatch(
                     Code.INVALID_REQUEST, f"rows[{number}]", expected=expected, got=got
                 )
-        return Table(rows, {name: place for place, name in enumerate(names)})
+        return Table(rows, "csv", names={name: place for place, name in enumerate(names)})
 
 
-def _make_avro_reader(name: str, directory: Path) -> Reader:
-    try:
-        import fastavro
-    except ImportError as error:
-        raise ConfigurationError(
-            "transform.record.avro_schema needs the package fastavro: pip install 'headrace[avro]'"
-        ) from error
-    text = read_beside(directory, name, "transform.record.avro_schema")
-    try:
-        schema = fastavro.parse_schema(json.loads(text))
-        _refuse_recursion(schema, ())
-    except Exception as error:  # fastavro has no common class for what a wrong schema may raise
-        raise ConfigurationError(
-            f"transform.record.avro_schema: {name}: {describe_error(error)}"
-        ) from error
+class _AvroSchema:
+    """A schema in a file, which payloads have: of a record, or of an array of records."""
 
-    def read(payload: bytes, _content_type: str) -> Table:
+    def __init__(self, name: str, directory: Path) -> None:
+        try:
+            import fastavro
+        except ImportError as error:
+            raise ConfigurationError(
+                "transform.record.avro_schema needs the package fastavro: "
+                "pip install 'headrace[avro]'"
+            ) from error
+        self._fastavro = fastavro
+        self._name = name
+        self._text = read_beside(directory, name, "transform.record.avro_schema")
+        self._schema = self._parse(lambda schema: schema)
+
+    def _parse(self, change: Callable[[Any], Any]) -> Any:
+        try:
+            schema = self._fastavro.parse_schema(change(json.loads(self._text)))
+            _refuse_recursion(schema, ())
+        except Exception as error:  # fastavro has no common class for what a wrong schema may raise
+            raise ConfigurationError(
+                f"transform.record.avro_schema: {self._name}: {describe_error(error)}"
+            ) from error
+        return schema
+
+    def read(self, payload: bytes, _content_type: str) -> Table:
+        """Read a payload. Raises `Rejected`."""
         stream = io.BytesIO(payload)
         try:
-            found = fastavro.schemaless_reader(stream, schema, None)
+            found = self._fastavro.schemaless_reader(stream, self._schema, None)
         except Exception as error:  # whatever bytes may make the library raise is the caller's
             got = f"{describe_error(error)} at byte {stream.tell()} of {len(payload)}"
-            raise _unreadable(f"Avro as in {name}", got) from error
+            raise _unreadable(f"Avro as in {self._name}", got) from error
         if stream.tell() != len(payload):
             got = f"{len(payload)} bytes, of which {stream.tell()} are a value"
-            raise _unreadable(f"one value as in {name}", got)
-        return _table_of(found)
+            raise _unreadable(f"one value as in {self._name}", got)
+        return _table_of(found, "avro")
 
-    return read
+    def make_writer(self, outputs: Sequence[TensorSpec]) -> Callable[[Any], bytes]:
+        """Return the function that writes records with these outputs as their last fields."""
+        fields = [{"name": spec.name, "type": _avro_type(spec)} for spec in outputs]
+
+        def add_fields(schema: Any) -> Any:
+            record = schema["items"] if schema["type"] == "array" else schema
+            record["fields"] += fields
+            return schema
+
+        extended = self._parse(add_fields)
+
+        def write(value: Any) -> bytes:
+            stream = io.BytesIO()
+            self._fastavro.schemaless_writer(stream, extended, value)
+            return stream.getvalue()
+
+        return write
+
+
+def _avro_type(spec: TensorSpec) -> Any:
+    simple = {"BOOL": "boolean", "BYTES": "string", "FP64": "double"}.get(spec.datatype)
+    kind = simple or ("float" if "F" in spec.datatype else "long")
+    return {"type": "array", "items": kind} if _is_list(spec) else kind
+
+
+def _is_list(spec: TensorSpec) -> bool:
+    """Return True if a row of an output may have other than one value."""
+    return any(size != 1 for size in spec.shape[1:])
+
+
+def _values_of(name: str, array: Array, rows: int, *, is_list: bool) -> list[Any]:
+    """Return the values of an output for each record."""
+    if array.shape[:1] != (rows,):
+        raise Rejected.mismatch(
+            Code.MODEL_FAILED,
+            f"output {name}",
+            expected=f"{rows} rows, one for each record",
+            got=f"shape {list(array.shape)}",
+        )
+    if array.dtype.kind == "O":
+        texts = np.empty(array.shape, dtype=object)
+        texts.ravel()[:] = [each.decode("utf-8", "replace") for each in array.ravel()]
+        array = texts
+    elif array.dtype.kind not in "biuf":  # BF16
+        array = array.astype(np.float32)
+    values: list[Any] = array.reshape(rows, -1).tolist()
+    return values if is_list else [row[0] for row in values]
+
+
+def _add_fields(
+    text: bytes | msgspec.Raw, row: Mapping[str, Any], fields: Mapping[str, Any]
+) -> bytes:
+    """Return a JSON object with further fields. What is there stays as it is written, so that no
+    number loses digits.
+    """
+    if fields.keys() & row.keys():
+        return msgspec.json.encode({**row, **fields})
+    added = msgspec.json.encode(fields)
+    return bytes(text).strip()[:-1] + (b"," if row else b"") + added[1:]
+
+
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:

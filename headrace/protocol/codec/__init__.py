@@ -7,7 +7,7 @@
 - `json_data` and `faults`: tensors in JSON, and msgspec's errors as Headrace's.
 """
 
-from headrace.protocol.codec.client import Answer, decode_response, encode_request
+from headrace.protocol.codec.client import RECORD, Answer, decode_response, encode_request
 from headrace.protocol.codec.json_data import bytes_to_data
 from headrace.protocol.codec.requests import (
     callers_id,
@@ -32,6 +32,7 @@ from headrace.protocol.codec.wire import (
 )
 
 __all__ = [
+    "RECORD",
     "Answer",
     "ChunkLimits",
     "bytes_to_data",

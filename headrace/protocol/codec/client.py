@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, Rejected
@@ -13,7 +14,12 @@ from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.codec.json_data import ENCODING, bytes_to_data, data_to_bytes
 from headrace.protocol.codec.requests import JsonInferenceRequest, JsonInputTensor
 from headrace.protocol.compression import decompress
-from headrace.protocol.headers import JSON, MSGPACK_TYPES, parse_envelope
+from headrace.protocol.headers import (
+    JSON,
+    MSGPACK_TYPES,
+    HeaderName,
+    parse_envelope,
+)
 from headrace.protocol.messages import (
     ErrorDetails,
     ErrorResponse,
@@ -100,6 +106,10 @@ def _json_input(tensor: Tensor) -> JsonInputTensor:
 # --- answers ----------------------------------------------------------------------------------
 
 
+RECORD = "record"
+"""Output whose only element is the answer, if that is a record with outputs in it."""
+
+
 class Answer(NamedTuple):
     """Response whose outputs are read-only arrays by name; other fields are unchanged."""
 
@@ -155,6 +165,10 @@ def decode_response(
         raise _unreadable("a value", "null")
     if envelope.content_encoding:
         value = _decompress(value, envelope.content_encoding)
+    record_of = dict(headers).get(HeaderName.RECORD_OF)
+    if record_of is not None:
+        model, _, version = record_of.decode("utf-8", "replace").partition("/")
+        return Answer(model, version, None, {RECORD: _element(bytes(value))}, {})
     body: _Packed | _Json
     try:
         if content_type in MSGPACK_TYPES:
@@ -172,6 +186,12 @@ def decode_response(
         return ErrorResponse(id=body.id, error=body.error, error_details=details)
     outputs = {tensor.name: to_array(tensor) for tensor in tensors}
     return Answer(body.model_name, body.model_version, body.id, outputs, body.parameters)
+
+
+def _element(value: bytes) -> NDArray[Any]:
+    array = np.empty(1, dtype=object)
+    array[0] = value
+    return array
 
 
 def _decompress(value: bytes | memoryview, coding: str) -> bytes:

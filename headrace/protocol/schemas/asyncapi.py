@@ -62,6 +62,13 @@ _MESSAGES: dict[Topic, tuple[_Message, ...]] = {
         _Message(
             "inferenceResponseJson", "Response in JSON", JSON, "inference-response-json", "response"
         ),
+        _Message(
+            "recordResponse",
+            "The request's record with the outputs in it",
+            "application/octet-stream",
+            None,
+            "recordResponse",
+        ),
         _Message("errorResponse", "Error", MSGPACK, "error-response", "response"),
         _Message("errorResponseJson", "Error in JSON", JSON, "error-response", "response"),
     ),
@@ -202,6 +209,9 @@ def _headers() -> _Node:
         "requestHeaders": _object(_request_headers(), []),
         "rawRequestHeaders": _object(_request_headers(), ["content-type", "x-model"]),
         "responseHeaders": _object(_response_headers(), ["content-type", "x-status", "x-request"]),
+        "recordResponseHeaders": _object(
+            _response_headers(), ["content-type", "x-status", "x-request", "x-record-of"]
+        ),
         "deadLetterHeaders": _object(_dead_letter_headers(), list(_dead_letter_headers())),
     }
 
@@ -241,6 +251,10 @@ def _response_headers() -> _Node:
         "content-type": _text(
             f"As the request's; {JSON} for a raw payload, and for the error of a value that begins "
             "with a brace."
+        ),
+        "x-record-of": _text(
+            "Only if the value is the request's record with the outputs of a model in it: name and "
+            "version of the model, with a slash between. The content type is then the request's."
         ),
         "content-encoding": _coding("Of the value, as the request accepts it; absent for none."),
         "x-status": {"type": "string", "enum": ["ok", *map(str, Code)]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tomllib
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import make_model_config
+from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Tensor
@@ -362,3 +364,103 @@ def test_thousand_records_have_values_of_numpy() -> None:
     expected = np.stack([(numbers[:, 0] - 0.5) / 2, numbers[:, 1]], axis=1).astype(np.float32)
 
     assert np.array_equal(array_of(transform, payload), expected)
+
+
+# --- pass_through -------------------------------------------------------------------------------
+
+
+def merged(
+    payload: bytes,
+    content_type: str,
+    outputs: Mapping[str, Any],
+    *specs: TensorSpec,
+    more: str = "",
+) -> bytes:
+    """What a model with these outputs, which takes the field `v`, makes of a payload."""
+    text = f"[transform.record]\npass_through = true\n{more}\n"
+    text += '[transform.record.inputs]\nx = [{ path = "v" }]\n'
+    config = make_model_config(tomllib.loads(text), make_settings({}))
+    signature = make_signature([spec("x", "FP32", [-1, 1])], specs)
+    transform = make_transform(Path(), config, signature)
+    assert isinstance(transform, Records)
+    return transform.merge(payload, content_type, outputs)
+
+
+def test_outputs_become_fields_of_records() -> None:
+    """One value is a scalar, several are a list, text is a string; NaN is null."""
+    found = merged(
+        b'[{"v": 1, "n": "a"}, {"v": 2}]',
+        JSON,
+        {
+            "p": np.array([[0.5], [np.nan]], np.float32),
+            "q": np.array([[1, 2], [3, 4]], np.int64),
+            "label": np.array([b"good", "größer".encode()], object),
+            "flag": np.array([True, False]),
+        },
+        spec("p", "FP32", [-1, 1]),
+        spec("q", "INT64", [-1, 2]),
+        spec("label", "BYTES", [-1]),
+        spec("flag", "BOOL", [-1]),
+    )
+
+    assert json.loads(found) == [
+        {"v": 1, "n": "a", "p": 0.5, "q": [1, 2], "label": "good", "flag": True},
+        {"v": 2, "p": None, "q": [3, 4], "label": "größer", "flag": False},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("payload", "content_type", "expected"),
+    [
+        (b' { "v": 1, "n": 1e2 }\n', JSON, b'{ "v": 1, "n": 1e2 ,"p":0.5}'),
+        (b'[{"v":1.10,"n":123456789012345678901234567890}]', JSON, None),
+        (b'{"v": 1.10}\n', "application/x-ndjson", b'{"v": 1.10,"p":0.5}\n'),
+    ],
+)
+def test_fields_of_json_stay_as_they_are_written(
+    payload: bytes, content_type: str, expected: bytes | None
+) -> None:
+    """Digits and spaces as well: an identifier may be a number that no float holds."""
+    outputs = {"p": np.array([[0.5]], np.float32)}
+    expected = expected or payload[:-2] + b',"p":0.5}]'
+
+    assert merged(payload, content_type, outputs, spec("p", "FP32", [-1, 1])) == expected
+
+
+def test_output_replaces_field_of_its_name() -> None:
+    """A second pass of the same model leaves one score."""
+    outputs = {"p": np.array([[0.5]], np.float32)}
+
+    found = merged(b'{"v": 1, "p": 7}', JSON, outputs, spec("p", "FP32", [-1, 1]))
+    assert json.loads(found) == {"v": 1, "p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "payload", "expected"),
+    [
+        ("", b'v,n\n1,"a,b"\n', b'v,n,p,q\r\n1,"a,b",0.5,"[1,2]"\r\n'),
+        ('columns = ["v", "n"]\ndelimiter = ";"', b"1;a\n", b"1;a;0.5;[1,2]\r\n"),
+    ],
+    ids=["header", "names"],
+)
+def test_outputs_become_last_columns_of_csv(more: str, payload: bytes, expected: bytes) -> None:
+    """With their names, if the fields have theirs."""
+    outputs = {"p": np.array([[0.5]], np.float32), "q": np.array([[1, 2]], np.int64)}
+    specs = (spec("p", "FP32", [-1, 1]), spec("q", "INT64", [-1, 2]))
+
+    assert merged(payload, CSV, outputs, *specs, more=more) == expected
+
+
+def test_output_of_other_rows_is_refused() -> None:
+    """No record gets the outputs of another."""
+    with pytest.raises(Rejected) as raised:
+        merged(b'{"v": 1}', JSON, {"p": np.zeros((2, 1))}, spec("p", "FP64", [-1, 1]))
+
+    assert raised.value.code == Code.MODEL_FAILED
+    assert "output p: expected 1 rows, one for each record, got shape [2, 1]" in str(raised.value)
+
+
+def test_model_without_rows_cannot_pass_through() -> None:
+    """Its outputs belong to no record."""
+    with pytest.raises(ConfigurationError, match="expected a row of outputs for each record"):
+        merged(b'{"v": 1}', JSON, {}, spec("p", "FP32", [3]))

@@ -1,0 +1,66 @@
+"""Answers that are the records of requests, with the outputs of the model in them."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+
+from headrace.delivery.failures import rejection
+from headrace.errors import Code, Rejected, describe_error
+from headrace.models.inputs.records import Records
+from headrace.protocol.codec import plain_value
+from headrace.protocol.headers import is_payload
+from headrace.protocol.messages import RECORD_ANSWER, Failure, Request, Tensor
+from headrace.protocol.tensors import to_array
+from headrace.topics import Stage
+from headrace.tuning import TUNING, ExecutorTuning
+
+
+async def pass_through(
+    requests: Sequence[Request], records: Records, tuning: ExecutorTuning = TUNING.executor
+) -> None:
+    """Replace the outputs of requests that were records by the records with the outputs in them.
+
+    Many bytes are written on a thread. A request whose record cannot be written fails.
+    """
+    chosen = [
+        request
+        for request in requests
+        if request.output_data is not None
+        and request.failure is None
+        and is_payload(request.envelope)
+    ]
+    size_bytes = sum([len(request.value or b"") for request in chosen])
+    if size_bytes <= tuning.inline_record_bytes:
+        _pass_all_through(chosen, records)
+    else:
+        await asyncio.to_thread(_pass_all_through, chosen, records)
+
+
+def _pass_all_through(requests: Sequence[Request], records: Records) -> None:
+    for request in requests:
+        try:
+            record = _merge(request, records)
+        except Rejected as error:
+            _fail(request, rejection(error, Stage.EXECUTOR))
+        except Exception as error:  # noqa: BLE001 - one record must not end the batch of others
+            text = f"pass_through: {describe_error(error)}"
+            _fail(request, Failure(Code.INTERNAL, text, Stage.EXECUTOR))
+        else:
+            content = struct.pack("<I", len(record)) + record
+            request.outputs = (Tensor(*RECORD_ANSWER[0], content),)
+
+
+def _merge(request: Request, records: Records) -> bytes:
+    envelope = request.envelope
+    plain = plain_value(request.value, envelope, TUNING.protocol.max_decompressed_bytes)
+    if plain is None:
+        raise Rejected(Code.INTERNAL, "pass_through: expected the record of the request, got none")
+    outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
+    return records.merge(bytes(plain), envelope.content_type, outputs)
+
+
+def _fail(request: Request, failure: Failure) -> None:
+    request.outputs = None
+    request.fail(failure)
