@@ -98,7 +98,8 @@ class AnswerEncoder:
             if late is not None and request.failure is None:
                 request.fail(late)
         fine = [request for request in requests if request.failure is None]
-        if any(request.compressed for request in fine):
+        # A list: unlike the steps of a generator, its steps are not calls.
+        if [request for request in fine if request.compressed]:
             values = [request.compressed or encode_response(request, now_us) for request in fine]
         else:
             values = encode_responses(fine, now_us)
