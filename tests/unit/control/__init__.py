@@ -1,0 +1,1 @@
+"""Writing and following the control topic."""

@@ -1,0 +1,156 @@
+"""Following the control topic, with models that only note what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from headrace.config import make_settings
+from headrace.control.following import ControlFollower
+from headrace.control.topic import ControlTopic
+from headrace.errors import ConfigurationError
+from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicPartition
+from headrace.models.wanted import Author, BrokenHistory, Wanted, load, make_record
+from headrace.models.wanted import Deployment as State
+from headrace.protocol.codec.control import UnknownFormat, encode_control
+from headrace.runtime.topic_plan import plan_topics
+from headrace.topics import Topic
+from headrace.tuning import TUNING
+from tests.support.conditions import eventually
+from tests.support.logs import write_to
+
+SETTINGS = make_settings({})
+CONTROL = TopicPartition(SETTINGS.topic(Topic.CONTROL), 0)
+QUICK = replace(TUNING.models, control_retry_first_s=0.001, control_retry_max_s=0.001)
+ADA = Author("ada")
+
+
+class Scan(NamedTuple):
+    """What a scan of the repository says."""
+
+    away: tuple[str, ...] = ()
+
+
+class NotingModels:
+    """Notes the wanted states, and those that were wanted when the repository was scanned.
+
+    Args:
+        failures: outcomes of the first scans; later ones succeed.
+    """
+
+    def __init__(self, *failures: Scan | ConfigurationError) -> None:
+        self.wanted: list[list[str]] = []
+        self.scanned: list[list[str]] = []
+        self.failed = 0
+        self._failures = list(failures)
+
+    def want(self, wanted: Wanted) -> None:
+        self.wanted.append(sorted(wanted))
+
+    async def reload(self) -> Scan:
+        if self._failures:
+            self.failed += 1
+            failure = self._failures.pop(0)
+            if isinstance(failure, ConfigurationError):
+                raise failure
+            return failure
+        self.scanned.append(self.wanted[-1])
+        return Scan()
+
+
+async def new_log() -> MemoryLog:
+    """An embedded log with all topics."""
+    log = MemoryLog()
+    await log.create_topics(list(plan_topics(SETTINGS).values()), replication_factor=1)
+    return log
+
+
+@asynccontextmanager
+async def following(log: MemoryLog, models: NotingModels) -> AsyncIterator[ControlFollower]:
+    """A follower that runs while the context lasts."""
+    topic = ControlTopic(log, SETTINGS, QUICK)
+    async with ControlFollower(topic, models, QUICK) as follower, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(follower.run())
+        yield follower
+        running.cancel()
+
+
+async def write(log: MemoryLog, *names: str) -> None:
+    """Load version 1 of these models, one change each."""
+    topic = ControlTopic(log, SETTINGS)
+    for name in names:
+        await topic.write(load(name, "1"), len(await topic.read()), ADA, 0)
+
+
+async def test_state_is_wanted_before_anything_runs() -> None:
+    """The first scan of a process finds what the topic says."""
+    log, models = await new_log(), NotingModels()
+    await write(log, "a", "b")
+    async with ControlFollower(ControlTopic(log, SETTINGS), models) as follower:
+        assert models.wanted == [["a", "b"]]
+        assert follower.state.generation == 2
+
+
+async def test_change_is_wanted_and_then_scanned() -> None:
+    """Each change that comes later is followed."""
+    log, models = await new_log(), NotingModels()
+    async with following(log, models):
+        await write(log, "a")
+        await eventually(lambda: models.scanned == [["a"]])
+        await write(log, "b")
+        await eventually(lambda: models.scanned[-1] == ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "failure", [ConfigurationError("no such directory"), Scan(("s3 is away",))]
+)
+async def test_failed_scan_is_repeated(failure: Scan | ConfigurationError) -> None:
+    """A repository that is away for a while must not keep the process from the wanted state."""
+    log, models = await new_log(), NotingModels(failure, failure)
+    async with following(log, models):
+        await write(log, "a")
+        await eventually(lambda: models.scanned == [["a"]])
+    assert models.failed == 2
+
+
+async def test_record_of_later_format_ends_following_and_keeps_models(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What stands behind it is not followed either: it may depend on it."""
+    log, models = await new_log(), NotingModels()
+    await write(log, "a")
+    async with following(log, models) as follower:
+        later = make_record(load("b", "1"), follower.state, ADA, "id", 0, 64)
+        assert later is not None
+        value = encode_control(later).replace(b"format\x01", b"format\x02")
+        await write_to(log, CONTROL, value)
+        await eventually(lambda: "control.unreadable" in capsys.readouterr().out)
+        assert follower.state.generation == 1
+    assert models.wanted == [["a"]]
+    with pytest.raises(UnknownFormat):
+        async with following(log, NotingModels()):
+            pass
+
+
+async def test_topic_whose_records_do_not_follow_each_other_is_refused() -> None:
+    """A process that starts must not act on half of a history."""
+    log = await new_log()
+    record = make_record(load("a", "1"), State(4), ADA, "id", 0, 64)
+    assert record is not None
+    await write_to(log, CONTROL, encode_control(record))
+    with pytest.raises(BrokenHistory, match="expected generation 1, got 5"):
+        async with following(log, NotingModels()):
+            pass
+
+
+async def test_missing_topic_is_refused_with_command_that_makes_it() -> None:
+    """An operator who sets the mode has to create the topic."""
+    with pytest.raises(ConfigurationError, match=r"headrace\.control: expected it to exist"):
+        async with following(MemoryLog(), NotingModels()):
+            pass
