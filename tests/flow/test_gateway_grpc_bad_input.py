@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,6 +16,7 @@ from google.protobuf.message import Message
 
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.protocol.tensors import DATATYPES
+from tests.support.conditions import eventually
 from tests.support.gateways import add_identities
 from tests.support.grpc_callers import Caller, caller_of, pixels
 from tests.support.models import add_version, digits
@@ -33,6 +37,9 @@ CONTENTS = {
 """Contents of other datatypes than FP32."""
 SAME_SIZE = ("INT32", "UINT32")
 """Datatypes that only the model tells from FP32."""
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS, RST_STREAM, SETTINGS, END_HEADERS, CANCEL = 1, 3, 4, 4, struct.pack(">I", 8)
+"""Types and flags of frames, and the code of an error (RFC 9113, sections 6 and 7)."""
 LENGTHS = {
     "nothing": b"",
     "part of a length": b"\1\0\0",
@@ -254,6 +261,45 @@ async def test_bad_requests_are_told_what_is_wrong(repository: Path) -> None:
             np.testing.assert_allclose(scores, 64.0 * np.arange(10))
 
     assert not wrong
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2 (RFC 9113, section 4.1)."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def header_block() -> bytes:
+    """The head of an inference, as literal fields that are not indexed (RFC 7541, 6.2.2)."""
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/inference.GRPCInferenceService/ModelInfer",
+        b":authority": b"localhost",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+    }
+    texts = (b"\0%c%b%c%b" % (len(key), key, len(value), value) for key, value in fields.items())
+    return b"".join(texts)
+
+
+async def test_streams_that_are_reset_at_once_keep_no_caller_waiting(repository: Path) -> None:
+    """Rapid reset, CVE-2023-44487: the connection may be closed, and others are answered."""
+    block = header_block()
+    streams = b"".join(
+        frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, CANCEL)
+        for stream in range(1, 4001, 2)
+    )
+    async with caller_of(repository) as (served, caller):
+        host, _, port = served.grpc.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(PREFACE + frame(SETTINGS, 0, 0, b"") + streams)
+        with suppress(ConnectionError):
+            await writer.drain()
+        answer = await caller.infer(pixels())
+        writer.close()
+        await eventually(lambda: served.doors.snapshot().requests == 0)
+
+    assert len(answer.outputs) == 1
 
 
 def test_kinds_of_bad_requests_have_names_of_their_own() -> None:
