@@ -123,13 +123,11 @@ def test_order_chains_forget_only_answered_records(one: Work) -> None:
     """Forgetting changes no chain of what is still on its way."""
     progress = AckedOffsets(0)
     all_of = KeyChains(lambda _: False)
-    forgetful = KeyChains(progress.__contains__)
-    forgetful._prune_at = 1
+    forgetful = KeyChains(progress.__contains__, prune_at=1)
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
     for place, offset in enumerate(offsets):
         expected = all_of.follow(one.keys[offset], offset)
-        forgetful._prune_at = 1
         found = forgetful.follow(one.keys[offset], offset)
         assert found == expected or expected in progress
         if place % 2:

@@ -17,7 +17,6 @@ PRIVATE = {
     "tests/broker/test_kafka_security.py": "every part of the log is printed, private ones as well",
     "tests/broker/test_kafka_transactions.py": "sends of a zombie that its public face refuses",
     "tests/flow/test_demo_magika.py": "magika's package shows its features only there",
-    "tests/property/test_ordering.py": "prunes at every step, which it does after thousands",
     "tests/support/acl.py": "aiokafka's admin client cannot set access rules",
     "tests/support/quotas.py": "aiokafka's admin client cannot set quotas",
     "tests/unit/flow/test_source.py": "whether a rebalance waits, which shows nowhere else",
@@ -32,7 +31,6 @@ PRIVATE = {
     "tests/unit/test_kafka_reading.py": "aiokafka's connection, which the adapter reads",
     "tests/unit/test_kafka_reconnect.py": "aiokafka's list of brokers",
     "tests/unit/test_memory_partition.py": "the length of a list that has no other sign",
-    "tests/unit/transport/test_heartbeat.py": "an event is set before its task has run",
 }
 """Files that use private attributes of other objects, and the reason."""
 
