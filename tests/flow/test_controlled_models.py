@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import ClientSession
 
 from headrace.client import Client, InferenceError
-from headrace.config import Settings, make_settings
+from headrace.config import GatewaySettings, Settings, make_settings
 from headrace.control.topic import ControlTopic
 from headrace.errors import Code, ConfigurationError
 from headrace.log.memory import MemoryLog
@@ -33,7 +34,9 @@ from headrace.protocol.control import WantedModel
 from headrace.runtime.process import Pipeline
 from headrace.runtime.topic_plan import is_controlled
 from headrace.topics import STAGES, Stage
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
+from tests.support.gateways import pipeline_with_doors
 from tests.support.models import add_version, digits
 from tests.support.pipelines import log_for, serving
 
@@ -270,3 +273,46 @@ async def test_stages_apart_are_refused_in_explicit_mode(tmp_path: Path) -> None
         async with serving(settings, log, [(Stage.INGEST,)]):
             pass
     assert refused.group_contains(ConfigurationError, match="needs all four services in one proc")
+
+
+async def test_label_stands_in_paths_of_gateway(tmp_path: Path) -> None:
+    """Its metadata is that of the labelled version, and so is the answer."""
+    settings = controlled(tmp_path).model_copy(
+        update={"gateway": GatewaySettings(http_port=0, grpc_port="off")}
+    )
+    log = await log_for(settings)
+    body = {
+        "inputs": [
+            {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64},
+        ]
+    }
+    async with (
+        pipeline_with_doors(settings, log, STAGES, TUNING.gateway) as (pipeline, doors),
+        ClientSession(f"http://127.0.0.1:{doors.ports['http']}") as http,
+    ):
+        operator = Operator(settings, log, [pipeline])
+        await operator.change(load("digits", "1"))
+        await operator.change(load("digits", "3"))
+        await operator.change(set_label("digits", "canary", "3"))
+        async with http.post("/v2/models/digits@canary/infer", json=body) as response:
+            answer = await response.json()
+        async with http.get("/v2/models/digits@canary/ready") as response:
+            status = response.status
+    assert (answer["model_name"], answer["model_version"]) == ("digits", "3")
+    assert status == 200
+
+
+async def test_header_adds_label_to_model_that_value_names(tmp_path: Path) -> None:
+    """Values need not change for a trial; another model in the header is still a contradiction."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    pixels = {"pixels": np.ones((1, 64), np.float32)}
+    async with deployment(settings, log, 1) as (operator, client):
+        await operator.change(load("digits", "1"))
+        await operator.change(load("digits", "4"))
+        await operator.change(set_label("digits", "canary", "4"))
+        answer = await client.infer("digits", pixels, headers=[("x-model", b"digits@canary")])
+        with pytest.raises(InferenceError) as refused:
+            await client.infer("digits", pixels, headers=[("x-model", b"other@canary")])
+    assert answer.model_version == "4"
+    assert refused.value.code == Code.INVALID_REQUEST
