@@ -22,7 +22,8 @@ async def pass_through(
 ) -> None:
     """Replace the outputs of requests that were records by the records with the outputs in them.
 
-    Many bytes are written on a thread. A request whose record cannot be written fails.
+    Many bytes are written on a thread, and so are records that came compressed, whose sizes are not
+    known. A request whose record cannot be written fails.
     """
     chosen = [
         request
@@ -32,7 +33,8 @@ async def pass_through(
         and is_payload(request.envelope)
     ]
     size_bytes = sum([len(request.value or b"") for request in chosen])
-    if size_bytes <= tuning.inline_record_bytes:
+    is_compressed = any(request.envelope.content_encoding for request in chosen)
+    if size_bytes <= tuning.inline_record_bytes and not is_compressed:
         _pass_all_through(chosen, records)
     else:
         await asyncio.to_thread(_pass_all_through, chosen, records)
