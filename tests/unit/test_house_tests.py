@@ -21,7 +21,6 @@ PRIVATE = {
     "tests/support/quotas.py": "aiokafka's admin client cannot set quotas",
     "tests/unit/flow/test_source.py": "whether a rebalance waits, which shows nowhere else",
     "tests/unit/models/test_binding.py": "the size of a cache that has no other sign",
-    "tests/unit/models/test_latency.py": "the size of a table that has no other sign",
     "tests/unit/models/test_onnx_runtime.py": "the options that ONNX Runtime was given",
     "tests/unit/services/test_host_blocks.py": "the addresses of reused memory",
     "tests/unit/services/test_ring.py": "the schedule of a ring is planted with a bug",

@@ -182,11 +182,14 @@ def test_latency_of_unknown_shape_is_that_of_nearest_smaller() -> None:
 def test_latency_of_endless_shapes_takes_bounded_memory() -> None:
     """The class that was seen longest ago makes room."""
     latency = Latency()
-    for size in range(10 * TUNING.models.shape_classes):
-        latency.observe((size,), 1, 100)
-        latency.observe((7,), 1, 100)
+    sizes = range(10 * TUNING.models.shape_classes)
+    for size in sizes:
+        latency.observe((size,), 1, 100 + size)
+        latency.observe((7,), 1, 107)
 
-    assert len(latency._classes) == TUNING.models.shape_classes
+    # A forgotten size is predicted by a smaller one, which is quicker.
+    known = [size for size in sizes if latency.predict_us((size,), 1) == 100 + size]
+    assert known == [7, *sizes[1 - TUNING.models.shape_classes :]]
     assert [7] in [entry["shape_class"] for entry in latency.table()]
     assert len(latency.table()) == TUNING.models.shown_shape_classes
 
