@@ -13,7 +13,7 @@ import ipaddress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -126,9 +126,10 @@ class Callers:
 
     Args:
         settings: `gateway.keys_file`, `gateway.jwt` and the limits of callers.
-        tuning: the interval of looking at files, and limits of tokens.
+        tuning: limits of tokens.
 
     Attributes:
+        files: those that are to be refreshed while the callers are in use.
         use_certificates: True if a certificate can be a login.
 
     Raises:
@@ -146,8 +147,13 @@ class Callers:
         if settings.keys_file is not None:
             has_certificates = settings.tls_client_ca_file is not None
             load = partial(_load, settings.keys_file, self._limits, has_certificates)
-            self._keys = Watched([settings.keys_file], load, tuning.file_check_interval_s)
+            self._keys = Watched([settings.keys_file], load)
         self._tokens = None if settings.jwt is None else _open_tokens(settings.jwt, tuning)
+        self.files: list[Watched[Any]] = []
+        if self._keys is not None:
+            self.files.append(self._keys)
+        if self._tokens is not None:
+            self.files.append(self._tokens.keys)
         self.use_certificates = self._keys is not None and settings.tls_client_ca_file is not None
         kinds = {
             _BY_KEY: self._keys is not None,

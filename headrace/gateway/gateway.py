@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import structlog
 
@@ -24,6 +24,7 @@ from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
 from headrace.gateway.tls import open_certificates
+from headrace.gateway.watched import Watched
 from headrace.log.port import Log
 from headrace.models.version import State
 from headrace.protocol.headers import MAX_PRIORITY
@@ -185,6 +186,7 @@ class Gateway:
         statistics: of the models, over the requests of all doors.
         under_way: the requests of all doors.
         regions: of shared memory, which callers of all doors have registered.
+        files: those of certificates and keys, to be refreshed while the gateway is open.
 
     Raises:
         ConfigurationError: the files of certificates or keys cannot be used.
@@ -209,8 +211,11 @@ class Gateway:
         self.spans = ServerSpans(settings.telemetry, instruments)
         self.statistics = Statistics(models)
         self.tuning = tuning
-        self.certificates = open_certificates(self.settings, tuning.file_check_interval_s)
+        self.certificates = open_certificates(self.settings)
         self.callers = Callers(self.settings, tuning)
+        self.files: list[Watched[Any]] = [*self.callers.files]
+        if self.certificates is not None:
+            self.files.append(self.certificates)
         self.draining = asyncio.Event()
         limits = self.settings
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)

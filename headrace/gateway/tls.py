@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import ssl
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -31,7 +36,7 @@ class Identity(NamedTuple):
 Certificates: TypeAlias = Watched[Identity]
 
 
-def open_certificates(settings: GatewaySettings, check_interval_s: float) -> Certificates | None:
+def open_certificates(settings: GatewaySettings) -> Certificates | None:
     """Return the certificates of the doors; None if they speak without TLS.
 
     Raises:
@@ -41,7 +46,7 @@ def open_certificates(settings: GatewaySettings, check_interval_s: float) -> Cer
     if certificate is not None:
         key = settings.tls_key_file or certificate
         files = [certificate, key, *([] if ca is None else [ca])]
-        return Watched(files, partial(_load, certificate, key, ca), check_interval_s)
+        return Watched(files, partial(_load, certificate, key, ca))
     for name in ("tls_key_file", "tls_client_ca_file"):
         if getattr(settings, name) is not None:
             raise ConfigurationError(f"gateway.{name}: needs gateway.tls_cert_file beside it")
@@ -49,31 +54,55 @@ def open_certificates(settings: GatewaySettings, check_interval_s: float) -> Cer
 
 
 def _load(certificate: Path, key: Path, client_ca: Path | None) -> Identity:
+    """Return the identity in some files.
+
+    Each is read once: the context and the identity must not differ because a file changed in
+    between.
+
+    Raises:
+        ConfigurationError: the files cannot be used.
+    """
+    chain = read_file("tls_cert_file", certificate)
+    secret = chain if key == certificate else read_file("tls_key_file", key)
+    authorities = None if client_ca is None else read_file("tls_client_ca_file", client_ca)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    identity = Identity(
-        read_file("tls_cert_file", certificate),
-        read_file("tls_key_file", key),
-        None if client_ca is None else read_file("tls_client_ca_file", client_ca),
-        context,
-    )
     try:
-        # Without a password, OpenSSL would ask for one at the terminal.
-        context.load_cert_chain(certificate, key, password="")
+        with _as_file(chain) as chain_copy, _as_file(secret) as secret_copy:
+            # Without a password, OpenSSL would ask for one at the terminal.
+            context.load_cert_chain(chain_copy, secret_copy, password="")
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigurationError(
             f"gateway.tls_cert_file, tls_key_file: {certificate}, {key}: expected a certificate "
             f"and its key in PEM, without a password: {error}"
         ) from error
-    if client_ca is not None:
+    if authorities is not None:
         try:
-            context.load_verify_locations(client_ca)
-        except (ssl.SSLError, OSError) as error:
+            # Outside its blocks, which are ASCII, PEM may have comments in any encoding.
+            context.load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
+        except (ssl.SSLError, ValueError) as error:
             raise ConfigurationError(
                 f"gateway.tls_client_ca_file: {client_ca}: expected certificates in PEM: {error}"
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
-    return identity
+    return Identity(chain, secret, authorities, context)
+
+
+@contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """Yield the path of a private copy, because `load_cert_chain` takes no bytes.
+
+    On Linux it is in memory alone, so that no key reaches a disk, and a read-only file system
+    suffices.
+    """
+    if sys.platform == "linux":
+        with os.fdopen(os.memfd_create("headrace-tls"), "wb", buffering=0) as file:
+            file.write(content)
+            yield f"/proc/self/fd/{file.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile(buffering=0) as copy:
+            copy.write(content)
+            yield copy.name
 
 
 class RenewedContext(ssl.SSLContext):

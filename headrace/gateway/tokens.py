@@ -96,8 +96,11 @@ class Tokens:
 
     Args:
         settings: see there.
-        tuning: limits of a token and of the cache, and the interval of looking at the file.
+        tuning: limits of a token and of the cache.
         now_s: the wall clock, in epoch seconds, for the tokens of the cache; PyJWT reads its own.
+
+    Attributes:
+        keys: the key set, which is to be refreshed while the tokens are in use.
 
     Raises:
         ConfigurationError: the file cannot be used.
@@ -111,7 +114,7 @@ class Tokens:
         self._now_s = now_s
         file = settings.jwks_file
         load = partial(_load, file, frozenset(settings.algorithms))
-        self._keys = Watched([file], load, tuning.file_check_interval_s)
+        self.keys = Watched([file], load)
         self._verified: BoundedCache[bytes, _Verified] = BoundedCache(tuning.cached_tokens)
 
     def read(self, token: str) -> Claims:
@@ -123,7 +126,7 @@ class Tokens:
         content = token.encode("utf-8", "replace")
         if len(content) > self._max_bytes:
             raise _refusal(f"one of more than {self._max_bytes} bytes")
-        keys = self._keys.current()
+        keys = self.keys.current()
         digest = hashlib.sha256(content).digest()
         found = self._verified.get(digest)
         if found is None or found.keys is not keys:

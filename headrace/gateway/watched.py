@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -19,56 +19,43 @@ T = TypeVar("T")
 
 
 class Watched(Generic[T]):
-    """What some files say. Whoever needs it asks each time; the files are looked at once in an
-    interval.
+    """The content of some files, loaded again by `refresh` when they have changed.
 
     While they cannot be used, such as between the writing of a certificate and that of its key,
-    what they said before stays in use. Any thread may ask: those of gRPC do.
+    the former content stays in use.
 
     Args:
         files: the files.
         load: reads them; raises `ConfigurationError` if they cannot be used.
-        check_interval_s: between two looks.
-        now_s: monotonic clock.
 
     Raises:
         ConfigurationError: the files cannot be used.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        load: Callable[[], T],
-        check_interval_s: float,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, files: Sequence[Path], load: Callable[[], T]) -> None:
         self._files = files
         self._load = load
-        self._check_interval_s = check_interval_s
-        self._now_s = now_s
-        self._lock = threading.Lock()
-        self._looked_s = now_s()
+        # Looked at before it is read: a change in between is found by the next look.
         self._seen = self._look()
         self._current = load()
 
     def current(self) -> T:
-        """Return what the files say."""
-        with self._lock:
-            now_s = self._now_s()
-            if now_s - self._looked_s >= self._check_interval_s:
-                self._looked_s = now_s
-                self._reload()
-            return self._current
+        """Return the content. Reads no file; any thread may call this, and those of gRPC do."""
+        return self._current
 
-    def _reload(self) -> None:
+    def refresh(self) -> None:
+        """Load the files again if they have changed. Blocks while it reads them."""
         seen = self._look()
         if seen == self._seen:
             return
-        self._seen = seen
+        self._seen = seen  # before it is read, as at the start
         try:
             self._current = self._load()
         except ConfigurationError as error:
             log.error(Event.GATEWAY_FILES_REJECTED, reason=str(error))
+        except Exception as error:  # noqa: BLE001 - a file that breaks its parser ends no gateway
+            reason = f"{', '.join(map(str, self._files))}: {error!r}"
+            log.error(Event.GATEWAY_FILES_REJECTED, reason=reason)
         else:
             log.info(Event.GATEWAY_FILES_RELOADED, files=[str(file) for file in self._files])
 
@@ -83,6 +70,32 @@ class Watched(Generic[T]):
             else:
                 found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
         return found
+
+
+@asynccontextmanager
+async def refreshing(
+    watched: Sequence[Watched[Any]], check_interval_s: float
+) -> AsyncIterator[None]:
+    """Refresh files at an interval while the context lasts.
+
+    A thread reads them, so that a slow file system delays no request.
+    """
+    if not watched:
+        yield
+        return
+    task = asyncio.create_task(_refresh(watched, check_interval_s), name="gateway-files")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def _refresh(watched: Sequence[Watched[Any]], check_interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(check_interval_s)
+        for each in watched:
+            await asyncio.to_thread(each.refresh)
 
 
 def read_file(setting: str, file: Path) -> bytes:

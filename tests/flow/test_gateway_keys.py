@@ -13,10 +13,18 @@ import tritonclient.grpc.aio as triton_grpc
 
 from headrace.errors import ConfigurationError
 from headrace.log.port import TopicPartition
+from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING
-from tests.support.gateways import HOST, Served, add_identities, gateway_of, values_of
+from tests.support.gateways import (
+    HOST,
+    Served,
+    add_identities,
+    files_noticed,
+    gateway_of,
+    values_of,
+)
 
-QUICK = replace(TUNING.gateway, file_check_interval_s=0.0)
+QUICK = replace(TUNING.gateway, file_check_interval_s=0.01)
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
 NO_KEY: dict[str, str] = {}
 
@@ -175,13 +183,14 @@ async def records_of(served: Served, partitions: int) -> list[Any]:
     ]
 
 
-async def test_changed_file_holds_for_next_call(repository: Path, keys: Path) -> None:
+async def test_changed_file_holds_for_further_calls(repository: Path, keys: Path) -> None:
     """A key that is taken away opens nothing any more."""
     async with gateway_of(repository, tuning=QUICK, keys_file=str(keys)) as served:
         old, new = {"X-API-Key": "secret-a"}, {"X-API-Key": "secret-new"}
         assert await status_of_infer(served, old) == 200
 
-        write(keys, entry("team-a", "secret-new"))
+        async with files_noticed(Event.GATEWAY_FILES_RELOADED):
+            write(keys, entry("team-a", "secret-new"))
 
         assert await status_of_infer(served, old) == 401
         assert await status_of_infer(served, new) == 200
@@ -190,7 +199,8 @@ async def test_changed_file_holds_for_next_call(repository: Path, keys: Path) ->
 async def test_unusable_new_file_leaves_former_keys_in_use(repository: Path, keys: Path) -> None:
     """A slip of an editor neither opens nor closes the doors."""
     async with gateway_of(repository, tuning=QUICK, keys_file=str(keys)) as served:
-        write(keys, "[callers")
+        async with files_noticed(Event.GATEWAY_FILES_REJECTED):
+            write(keys, "[callers")
 
         assert await status_of_infer(served, {"X-API-Key": "secret-a"}) == 200
         assert await status_of_infer(served, NO_KEY) == 401

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,15 @@ import tritonclient.grpc.aio as triton_grpc
 import tritonclient.http.aio as triton_http
 
 from headrace.errors import ConfigurationError
+from headrace.telemetry.logs import Event
 from headrace.tools.local_kafka.security import Certificates, make_certificates
 from headrace.tuning import TUNING
-from tests.support.gateways import add_identities, gateway_of, values_of
+from tests.support.callers import Authority
+from tests.support.conditions import DEADLINE_S
+from tests.support.gateways import add_identities, files_noticed, gateway_of, values_of
+from tests.support.spans import tracing_settings, tracing_spans
 
-QUICK = replace(TUNING.gateway, file_check_interval_s=0.0)
+QUICK = replace(TUNING.gateway, file_check_interval_s=0.01)
 
 
 @pytest.fixture
@@ -49,6 +55,11 @@ def trusting(files: Certificates, *, as_client: bool = False) -> ssl.SSLContext:
     if as_client:
         context.load_cert_chain(files.client, files.client_key)
     return context
+
+
+def replace_client(files: Certificates, certificate: Path, key: Path) -> Certificates:
+    """The same files, with another caller's."""
+    return replace(files, client=certificate, client_key=key)
 
 
 def call_of(module: Any) -> dict[str, Any]:
@@ -139,6 +150,53 @@ async def test_caller_with_certificate_of_another_authority_is_refused(
     async with gateway_of(repository, **doors_of(files, mutual=True)) as served:
         with pytest.raises(aiohttp.ClientError):
             await ask_over_http(served.url, stranger)
+        with pytest.raises(Exception, match="UNAVAILABLE"):
+            await ask_over_grpc(
+                served.grpc, replace_client(files, others.client, others.client_key), as_client=True
+            )
+        assert served.counted(200) == 0
+
+
+async def test_caller_with_expired_certificate_is_refused(
+    repository: Path, files: Certificates, tmp_path: Path
+) -> None:
+    """At both doors, which answer another caller of the same authority."""
+    authority = Authority(tmp_path)
+    settings = doors_of(files) | {"tls_client_ca_file": str(authority.file)}
+    valid, expired = authority.sign("valid"), authority.sign("expired", valid_days=-1)
+    async with gateway_of(repository, **settings) as served:
+        await ask_over_http(served.url, trusting(replace_client(files, *valid), as_client=True))
+        former = replace_client(files, *expired)
+        with pytest.raises(aiohttp.ClientError):
+            await ask_over_http(served.url, trusting(former, as_client=True))
+        with pytest.raises(Exception, match="UNAVAILABLE"):
+            await ask_over_grpc(served.grpc, former, as_client=True)
+        assert served.counted(200) == 1
+
+
+async def test_handshake_that_stalls_is_ended(repository: Path, files: Certificates) -> None:
+    """A connection that sends nothing is closed when the time for a head is over."""
+    quick = replace(TUNING.gateway, head_timeout_s=0.05)
+    async with gateway_of(repository, tuning=quick, **doors_of(files)) as served:
+        reader, writer = await asyncio.open_connection(*served.url.rsplit(":", 1))
+        async with asyncio.timeout(DEADLINE_S):
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+        writer.close()
+
+
+async def test_server_span_of_call_over_tls_has_scheme_https(
+    repository: Path, files: Certificates
+) -> None:
+    """The scheme is that of the connection."""
+    telemetry = {"sample_ratio": 1.0}
+    with tracing_spans(tracing_settings(1.0)) as (tracing, spans):
+        async with gateway_of(
+            repository, tracing=tracing, telemetry=telemetry, **doors_of(files)
+        ) as served:
+            await ask_over_http(served.url, trusting(files))
+
+    assert (spans.one("server").attributes or {})["url.scheme"] == "https"
 
 
 async def test_changed_certificates_are_used_for_new_connections(
@@ -151,7 +209,8 @@ async def test_changed_certificates_are_used_for_new_connections(
         await ask_over_http(served.url, trusting(files))
         await ask_over_grpc(served.grpc, files)
 
-        following.broker.replace(files.broker)
+        async with files_noticed(Event.GATEWAY_FILES_RELOADED):
+            following.broker.replace(files.broker)
 
         await ask_over_http(served.url, trusting(following))
         await ask_over_grpc(served.grpc, following)
@@ -164,7 +223,8 @@ async def test_unusable_new_certificate_leaves_former_one_in_use(
 ) -> None:
     """Whoever replaces two files replaces one of them first."""
     async with gateway_of(repository, tuning=QUICK, **doors_of(files)) as served:
-        files.broker.write_text("half of it")
+        async with files_noticed(Event.GATEWAY_FILES_REJECTED):
+            files.broker.write_text("half of it")
 
         await ask_over_http(served.url, trusting(files))
         await ask_over_grpc(served.grpc, files)

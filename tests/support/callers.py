@@ -33,11 +33,14 @@ class Authority:
         content = own.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
         self.file.write_bytes(content)
 
-    def sign(self, name: str, *others: x509.GeneralName) -> CallerFiles:
-        """Return a certificate with a common name, and with other names."""
+    def sign(self, name: str, *others: x509.GeneralName, valid_days: float = 1) -> CallerFiles:
+        """Return a certificate with a common name, and with other names.
+
+        One whose days are negative has expired; it was valid until then, since two days ago.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        builder = self._builder(subject, key.public_key())
+        builder = self._builder(subject, key.public_key(), valid_days)
         if others:
             builder = builder.add_extension(x509.SubjectAlternativeName(others), critical=False)
         files = CallerFiles(self._directory / f"{name}.pem", self._directory / f"{name}.key")
@@ -47,7 +50,7 @@ class Authority:
         return files
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePublicKey
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, valid_days: float = 1
     ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         own_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
@@ -57,8 +60,8 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
+            .not_valid_before(now - datetime.timedelta(days=2))
+            .not_valid_after(now + datetime.timedelta(days=valid_days))
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(
                 x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own_id),

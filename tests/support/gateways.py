@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from headrace.client import Client
 from headrace.config import Settings, make_settings
@@ -21,10 +22,12 @@ from headrace.protocol.tensors import DATATYPES
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING, GatewayTuning
+from tests.support.conditions import eventually
 from tests.support.models import add_version, identity
 
 HOST = "127.0.0.1"
@@ -135,6 +138,14 @@ async def pipeline_with_doors(
         pipeline.drain_first = doors.drain
         async with running(pipeline):
             yield pipeline, doors
+
+
+@asynccontextmanager
+async def files_noticed(event: Event) -> AsyncIterator[None]:
+    """Change files in the context; leaving it waits until a gateway has logged this of them."""
+    with capture_logs() as logged:
+        yield
+        await eventually(lambda: any(each["event"] == event for each in logged), what=event)
 
 
 def add_identities(repository: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from headrace.gateway.callers import ApiGroup, Callers, Credentials, Denied
 from headrace.gateway.tokens import Claims, Tokens
 from headrace.tuning import TUNING
 from tests.support.tokens import HOUR_S, Provider, jwt_settings
-
-QUICK = replace(TUNING.gateway, file_check_interval_s=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +41,7 @@ def jwks(provider: Provider, tmp_path: Path) -> Path:
 
 def tokens_of(file: Path, **others: Any) -> Tokens:
     """What verifies tokens of the provider; it looks at the file each time."""
-    return Tokens(JwtSettings(**jwt_settings(file, **others)), QUICK)
+    return Tokens(JwtSettings(**jwt_settings(file, **others)), TUNING.gateway)
 
 
 @pytest.mark.parametrize("algorithm", ["RS256", "ES256", "EdDSA"])
@@ -178,6 +175,7 @@ def test_token_without_kid_is_for_only_key(provider: Provider, tmp_path: Path) -
     assert tokens.read(token).tenant == "team-a"
 
     provider.write(file)
+    tokens.keys.refresh()
 
     with pytest.raises(Rejected, match="names no known key"):
         tokens.read(token)
@@ -186,7 +184,7 @@ def test_token_without_kid_is_for_only_key(provider: Provider, tmp_path: Path) -
 def test_verified_token_is_refused_once_it_expires(provider: Provider, jwks: Path) -> None:
     """Its signature is not verified again, its time is."""
     now_s = [time.time()]
-    tokens = Tokens(JwtSettings(**jwt_settings(jwks)), QUICK, now_s=lambda: now_s[0])
+    tokens = Tokens(JwtSettings(**jwt_settings(jwks)), TUNING.gateway, now_s=lambda: now_s[0])
     token = provider.token()
     tokens.read(token)
 
@@ -203,6 +201,7 @@ def test_key_that_leaves_file_verifies_nothing_more(provider: Provider, jwks: Pa
     tokens.read(token)
 
     provider.write(jwks, "EdDSA")
+    tokens.keys.refresh()
 
     with pytest.raises(Rejected, match="names no known key"):
         tokens.read(token)
@@ -251,7 +250,7 @@ def test_missing_package_is_named_with_its_extra(
     settings = GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks)))
 
     with pytest.raises(ConfigurationError, match=r"pip install 'headrace\[jwt\]'"):
-        Callers(settings, QUICK)
+        Callers(settings, TUNING.gateway)
 
 
 def bearer(token: str) -> Credentials:
@@ -260,7 +259,7 @@ def bearer(token: str) -> Credentials:
 
 def test_public_groups_need_no_token(provider: Provider, jwks: Path) -> None:
     """Health, for balancers; a token that is not valid changes nothing about that."""
-    callers = Callers(GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks))), QUICK)
+    callers = Callers(GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks))), TUNING.gateway)
 
     assert callers.admit(ApiGroup.HEALTH, bearer(provider.token(exp=1))).tenant == ""
     with pytest.raises(Denied, match=r"metadata: expected a valid token in .*, got none$"):
@@ -270,6 +269,6 @@ def test_public_groups_need_no_token(provider: Provider, jwks: Path) -> None:
 def test_token_and_key_of_same_name_are_counted_apart(provider: Provider, jwks: Path) -> None:
     """Their limits may differ, and a change of limits gives all tokens of the rate back."""
     settings = GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks)), caller_max_in_flight=1)
-    caller = Callers(settings, QUICK).admit(ApiGroup.INFERENCE, bearer(provider.token()))
+    caller = Callers(settings, TUNING.gateway).admit(ApiGroup.INFERENCE, bearer(provider.token()))
 
     assert (caller.tenant, caller.limited_as) == ("team-a", "token of team-a")

@@ -1,0 +1,119 @@
+"""Files that are loaded again when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from headrace.config import GatewaySettings
+from headrace.errors import ConfigurationError
+from headrace.gateway.tls import open_certificates
+from headrace.gateway.watched import Watched, read_file, refreshing
+from headrace.telemetry.logs import Event
+from headrace.tools.local_kafka.security import make_certificates
+from tests.support.conditions import eventually
+
+
+def loading(file: Path, reads: list[bytes]) -> Callable[[], bytes]:
+    """A loader that notes what it read, and refuses a file that says so."""
+
+    def load() -> bytes:
+        content = read_file("keys_file", file)
+        reads.append(content)
+        if content == b"unusable":
+            raise ConfigurationError("unusable")
+        if content == b"bug":
+            raise RecursionError
+        return content
+
+    return load
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    found = tmp_path / "file"
+    found.write_bytes(b"one")
+    return found
+
+
+def test_file_that_stays_is_read_once(file: Path) -> None:
+    """A look is enough to see that."""
+    reads: list[bytes] = []
+    watched = Watched([file], loading(file, reads))
+
+    watched.refresh()
+
+    assert (reads, watched.current()) == ([b"one"], b"one")
+
+
+def test_change_is_current_only_after_refresh(file: Path) -> None:
+    """`current` reads nothing: it is called on the event loop."""
+    watched = Watched([file], loading(file, []))
+
+    file.write_bytes(b"second")
+    before = watched.current()
+    watched.refresh()
+
+    assert (before, watched.current()) == (b"one", b"second")
+
+
+@pytest.mark.parametrize("content", [b"unusable", b"bug", None], ids=["refused", "bug", "gone"])
+def test_file_that_cannot_be_used_leaves_former_content(file: Path, content: bytes | None) -> None:
+    """It is logged once, not at each look."""
+    watched = Watched([file], loading(file, []))
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+
+    with capture_logs() as logged:
+        watched.refresh()
+        watched.refresh()
+
+    assert watched.current() == b"one"
+    assert [each["event"] for each in logged] == [Event.GATEWAY_FILES_REJECTED]
+
+
+def test_change_while_file_is_read_is_found_by_next_refresh(file: Path) -> None:
+    """Else the former content would stay until the next change."""
+    reads: list[bytes] = []
+    load = loading(file, reads)
+
+    def load_and_change() -> bytes:
+        found = load()
+        if found == b"one":
+            file.write_bytes(b"second")
+        return found
+
+    watched = Watched([file], load_and_change)
+    watched.refresh()
+
+    assert watched.current() == b"second"
+
+
+async def test_files_are_refreshed_while_context_lasts(file: Path) -> None:
+    """Without a call."""
+    watched = Watched([file], loading(file, []))
+
+    async with refreshing([watched], 0.001):
+        await asyncio.to_thread(file.write_bytes, b"second")
+        await eventually(lambda: watched.current() == b"second")
+
+
+def test_comments_of_authorities_may_be_in_any_encoding(tmp_path: Path) -> None:
+    """Bundles have the names of their authorities there."""
+    files = make_certificates(tmp_path)
+    authority = files.authority.read_bytes()
+    files.authority.write_bytes("# Főtanúsítvány\n".encode() + authority)
+    settings = GatewaySettings(tls_cert_file=files.broker, tls_client_ca_file=files.authority)
+    certificates = open_certificates(settings)
+    assert certificates is not None
+
+    context = certificates.current().context
+
+    assert context.get_ca_certs(binary_form=True) == [ssl.PEM_cert_to_DER_cert(authority.decode())]
