@@ -196,6 +196,7 @@ def _make_reader(config: RecordTransform, avro: _AvroSchema | None) -> Reader:
 _decode_json = msgspec.json.Decoder().decode
 _decode_json_lines = msgspec.json.Decoder().decode_lines
 _split_json = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _split_json_lines = msgspec.json.Decoder(msgspec.Raw).decode_lines
 
 
@@ -343,11 +344,11 @@ def _values_of(name: str, array: Array, rows: int, *, is_list: bool) -> list[Any
 def _add_fields(
     text: bytes | msgspec.Raw, row: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> bytes:
-    """Return a JSON object with further fields. What is there stays as it is written, so that no
-    number loses digits.
+    """Return a JSON object with further fields, which replace those of the same names. All others
+    stay as they are written, so that no number loses digits.
     """
     if fields.keys() & row.keys():
-        return msgspec.json.encode({**row, **fields})
+        return msgspec.json.encode({**_split_fields(text), **fields})
     added = msgspec.json.encode(fields)
     return bytes(text).strip()[:-1] + (b"," if row else b"") + added[1:]
 

@@ -428,11 +428,12 @@ def test_fields_of_json_stay_as_they_are_written(
 
 
 def test_output_replaces_field_of_its_name() -> None:
-    """A second pass of the same model leaves one score."""
+    """A second pass of the same model leaves one score, and all digits of the other fields."""
     outputs = {"p": np.array([[0.5]], np.float32)}
+    payload = b'{"v":1.10,"p":7,"n":123456789012345678901234567890}'
 
-    found = merged(b'{"v": 1, "p": 7}', JSON, outputs, spec("p", "FP32", [-1, 1]))
-    assert json.loads(found) == {"v": 1, "p": 0.5}
+    found = merged(payload, JSON, outputs, spec("p", "FP32", [-1, 1]))
+    assert found == b'{"v":1.10,"p":0.5,"n":123456789012345678901234567890}'
 
 
 @pytest.mark.parametrize(
