@@ -161,6 +161,18 @@ RUNS = (
         ("model", "version", "state"),
         "1 for the state that a model version is in, 0 for the others.",
     ),
+    MetricSpec(
+        "headrace_control_generation",
+        "gauge",
+        (),
+        'Last change on the control topic that the process has read, with models.mode "explicit".',
+    ),
+    MetricSpec(
+        "headrace_control_unready_versions",
+        "gauge",
+        (),
+        "Versions that the control topic wants and that are not ready in the process.",
+    ),
 )
 
 ENDS = (

@@ -281,6 +281,10 @@ class StateGauges(Collector):
         if queue is not None:
             yield _gauge("waiting_requests", [((), queue.requests)])
             yield _gauge("deadline_slack_seconds", [((), queue.deadline_slack_s)])
+        wanted = state.wanted()
+        if wanted is not None:
+            yield _gauge("control_generation", [((), wanted.generation)])
+            yield _gauge("control_unready_versions", [((), len(wanted.unready))])
 
     def _device_gauge(self) -> GaugeMetricFamily:
         memory = {

@@ -27,6 +27,8 @@ PARTITIONS = 4
 SEEN_LATER = {
     "headrace_deadline_slack_seconds",  # a request with a deadline waits
     "headrace_answer_slack_seconds",  # a request with a deadline was answered
+    "headrace_control_generation",  # models.mode is explicit
+    "headrace_control_unready_versions",
     "headrace_gateway_in_flight_requests",  # the process has a gateway
     "headrace_gateway_in_flight_bytes",
     "headrace_gateway_late_answers",

@@ -80,6 +80,10 @@ class Operator:
         found: list[str] = self._pipelines[0].state.status()["control"]["unready"]
         return found
 
+    def shown(self, metric: str) -> float | None:
+        """A metric of the first process."""
+        return self._pipelines[0].metrics.registry.get_sample_value(metric)
+
     def followed(self) -> bool:
         """Whether all processes are at the last generation, with all wanted versions ready."""
         for pipeline in self._pipelines:
@@ -248,6 +252,21 @@ async def test_files_of_serving_version_that_vanish_do_not_end_its_service(tmp_p
         await eventually(operator.unready, what="the files are missed")
         assert await version_of_answer(client, "digits") == "1"
         assert await version_of_answer(client, "digits@canary") == "1"
+
+
+async def test_metrics_show_last_change_and_number_of_unready_versions(tmp_path: Path) -> None:
+    """So that an alert tells which process does not follow."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    async with deployment(settings, log, 1) as (operator, _):
+        await operator.change(load("digits", "1"))
+        before = operator.shown("headrace_control_unready_versions")
+        shutil.rmtree(tmp_path / "digits" / "2")
+        await operator.change(load("digits", "2"), wait=False)
+        await eventually(operator.unready, what="the version is missed")
+
+        assert operator.shown("headrace_control_generation") == operator.generation == 2
+        assert (before, operator.shown("headrace_control_unready_versions")) == (0, 1)
 
 
 async def test_unknown_label_is_refused_with_those_there_are(tmp_path: Path) -> None:

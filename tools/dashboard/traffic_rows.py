@@ -213,5 +213,11 @@ BATCHES = Row(
             kind="table",
             width=16,
         ),
+        Panel(
+            "Last change of models that was read",
+            "Where models.mode is explicit. All processes should show the same.",
+            "none",
+            (Query(worst("headrace_control_generation", "instance"), "{{instance}}"),),
+        ),
     ),
 )
