@@ -40,6 +40,8 @@ ROWS = np.ones((1, 64), np.float32)
 SHOWN_ONLY_WHEN = {
     "headrace_deadline_slack_seconds",  # a request with a deadline waits
     "headrace_log_lines_suppressed",  # the log is set up for a process
+    "headrace_control_generation",  # models.mode is explicit
+    "headrace_control_unready_versions",
     "headrace_gateway_in_flight_requests",  # the process has a gateway
     "headrace_gateway_in_flight_bytes",
     "headrace_gateway_late_answers",
