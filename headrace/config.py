@@ -75,6 +75,7 @@ JwtAlgorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]
 Port = Annotated[int, Field(ge=0, le=65535), NOT_BOOL]
+Timeout = Annotated[Real, Field(ge=0.001, le=_DAY_S), NOT_BOOL]
 Rows = Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL]
 QueueDelayMs = Annotated[Real, Field(ge=0, le=_HOUR_MS), NOT_BOOL]
 BatchBytes = Annotated[int, Field(ge=1, le=2**32), NOT_BOOL]
@@ -366,6 +367,18 @@ class GatewaySettings(_Section):
     """Limit of one body or gRPC message, decompressed. JSON takes several times the bytes of its
     tensors.
     """
+    max_connections: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 4096
+    """Limit of the open connections of each door, TLS handshakes included. Over HTTP a further one
+    replaces the one that has waited for a request longest; over gRPC it is refused.
+    """
+    header_timeout_s: Timeout = 10.0
+    """Time from the accept of a connection to the end of its first request's head over HTTP, and to
+    the end of its handshakes over gRPC.
+    """
+    body_timeout_s: Timeout = 30.0
+    """Time from the head of an HTTP request to the end of its body."""
+    idle_timeout_s: Timeout = 75.0
+    """Time for which a connection is kept open without a request."""
     shared_memory: Annotated[str, Field(pattern=r"^(off|/[A-Za-z0-9._-]{1,100})$")] = "off"
     """Prefix of the shared memory objects that callers may have tensors in, such as `/headrace_`;
     only objects of this process' user; `off` for none.

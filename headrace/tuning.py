@@ -780,14 +780,18 @@ class RuntimeTuning:
     """A further connection replaces the one that has waited for a request longest, or is closed at
     once if all of them are being answered.
     """
-    http_head_timeout_s: float = 10.0
-    """Time from the connection to the end of its first request's head."""
+    http_header_timeout_s: float = 10.0
+    """Time from the accept of a connection to the end of its first request's head, the TLS
+    handshake included.
+    """
     http_idle_timeout_s: float = 75.0
     """Time from an answer to the end of the next request's head."""
     http_request_timeout_s: float = 10.0
     """Time from a request's head to its answer, its body included."""
     http_body_bytes: int = 64 * 1024
     """Largest body of a request."""
+    http_accept_retry_s: float = 1.0
+    """Pause while the process has no file descriptor or memory for another connection."""
     http_stop_timeout_s: float = 1.0
     """Time for open requests to end when the server stops."""
 
@@ -796,18 +800,12 @@ class RuntimeTuning:
 class GatewayTuning:
     """Tuning values of `headrace.gateway`."""
 
-    max_connections: int = 4096
-    """Beside `gateway.max_in_flight`; a further connection replaces the one that has waited for a
-    request longest.
-    """
-    head_timeout_s: float = 10.0
-    """Time from a connection to the end of its first request's head."""
-    idle_timeout_s: float = 75.0
-    """Time from an answer to the end of the next request's head."""
     file_check_interval_s: float = 5.0
     """Between two looks at the files of certificates and keys."""
-    body_timeout_s: float = 30.0
-    """Time from a request's head to the end of its body."""
+    unread_body_timeout_s: float = 10.0
+    """Time to read the rest of a body that was answered before its end, and at most
+    `gateway.body_timeout_s`: to close at once would reset the answer.
+    """
     max_streams: int = 1024
     """Concurrent calls on one gRPC connection; a further one waits at its client."""
     spare_calls: int = 256

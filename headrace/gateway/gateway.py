@@ -30,6 +30,7 @@ from headrace.models.version import State
 from headrace.protocol.headers import MAX_PRIORITY
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
+from headrace.telemetry.http_listener import Connections
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import GatewaySnapshot
@@ -179,6 +180,7 @@ class Gateway:
     Attributes:
         certificates: of the doors; None if they speak without TLS.
         callers: who may call, and how much.
+        connections: of the door for HTTP.
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
         draining: set once each answer is to be the last one on its connection.
@@ -220,6 +222,9 @@ class Gateway:
         limits = self.settings
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
         self._limits = CallerLimits(tuning.max_idle_callers)
+        self.connections = Connections(
+            limits.max_connections, limits.header_timeout_s, limits.idle_timeout_s
+        )
         self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes, self._limits)
         self._client = Client(log=log_, settings=settings, max_in_flight=limits.max_in_flight)
 
@@ -247,6 +252,8 @@ class Gateway:
             len(self.regions),
             len(self._limits),
             {reason: self._limits.refused[reason] for reason in Reason},
+            len(self.connections),
+            self.connections.closed_early,
         )
 
     @property

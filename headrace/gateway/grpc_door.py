@@ -28,6 +28,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from headrace import __version__
+from headrace.config import GatewaySettings
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.callers import ApiGroup, Caller, Credentials, Denied
@@ -144,7 +145,7 @@ class GrpcDoor:
                 if self._gateway.callers.are_all_alike
                 else [_Admission(self._gateway, self._tuning)]
             ),
-            options=_options(settings.max_body_bytes, self._tuning),
+            options=_options(settings, self._tuning),
             maximum_concurrent_rpcs=settings.max_in_flight + self._tuning.spare_calls,
         )
         health = _HealthService(self._is_serving, self._stopping, self._tuning.health_interval_s)
@@ -622,19 +623,19 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
     )
 
 
-def _options(max_message_bytes: int, tuning: GatewayTuning) -> list[tuple[str, int]]:
+def _options(settings: GatewaySettings, tuning: GatewayTuning) -> list[tuple[str, int]]:
     """Return the channel arguments (https://grpc.github.io/grpc/core/group__grpc__arg__keys.html).
 
     Without `grpc.so_reuseport` a port that is taken is an error.
     """
     return [
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", settings.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", tuning.max_streams),
-        ("grpc.max_allowed_incoming_connections", tuning.max_connections),
-        ("grpc.max_connection_idle_ms", int(tuning.idle_timeout_s * 1000)),
-        ("grpc.server_handshake_timeout_ms", int(tuning.head_timeout_s * 1000)),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.max_connection_idle_ms", int(settings.idle_timeout_s * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(settings.header_timeout_s * 1000)),
         ("grpc.http2.min_ping_interval_without_data_ms", int(tuning.ping_interval_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

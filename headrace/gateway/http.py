@@ -75,7 +75,7 @@ from headrace.protocol.compression import (
 )
 from headrace.protocol.compression import decompress as decompress_value
 from headrace.protocol.headers import JSON, HeaderName
-from headrace.telemetry.http_listener import Connections, HttpListener
+from headrace.telemetry.http_listener import HttpListener
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
 
@@ -133,9 +133,7 @@ class HttpDoor:
     def __init__(self, gateway: Gateway, port: int) -> None:
         self._gateway = gateway
         self._tuning = gateway.tuning
-        self._connections = Connections(
-            self._tuning.max_connections, self._tuning.head_timeout_s, self._tuning.idle_timeout_s
-        )
+        self._connections = gateway.connections
         address = (gateway.settings.http_host, port)
         certificates = gateway.certificates
         self._listener = HttpListener(
@@ -143,7 +141,6 @@ class HttpDoor:
             address,
             self._connections,
             None if certificates is None else RenewedContext.of(certificates),
-            self._tuning.head_timeout_s,
         )
 
     @property
@@ -152,16 +149,17 @@ class HttpDoor:
         return self._listener.port
 
     async def __aenter__(self) -> Self:
+        settings = self._gateway.settings
         runner = web.AppRunner(
             self._make_application(),
             access_log=None,
             shutdown_timeout=self._tuning.stop_timeout_s,
             handler_cancellation=True,
+            lingering_time=min(self._tuning.unread_body_timeout_s, settings.body_timeout_s),
             auto_decompress=False,
         )
         await self._listener.start(runner)
-        host = self._gateway.settings.http_host
-        log.info(Event.GATEWAY_LISTENING, host=host, http_port=self.port)
+        log.info(Event.GATEWAY_LISTENING, host=settings.http_host, http_port=self.port)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -362,7 +360,8 @@ class HttpDoor:
 
     async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
-        limit = self._gateway.settings.max_body_bytes
+        settings = self._gateway.settings
+        limit, timeout_s = settings.max_body_bytes, settings.body_timeout_s
         if (request.content_length or 0) > limit:
             raise too_large("body", limit, str(request.content_length))
         coding = _coding_of(request)
@@ -385,11 +384,11 @@ class HttpDoor:
             if request.content.is_eof():  # a small body comes with its head: nothing to wait for
                 take(request.content.read_nowait())
             else:
-                async with asyncio.timeout(self._tuning.body_timeout_s):
+                async with asyncio.timeout(timeout_s):
                     async for chunk in request.content.iter_any():
                         take(chunk)
         except TimeoutError:
-            expected = f"all of it within {self._tuning.body_timeout_s:g} s"
+            expected = f"all of it within {timeout_s:g} s"
             raise UnreadableBody(408, f"body: expected {expected}, got {sent} bytes") from None
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise UnreadableBody(400, f"body: expected one that can be read: {error}") from error

@@ -82,7 +82,10 @@ class HttpServer:
         self._status = status
         self._tuning = tuning
         self._connections = Connections(
-            tuning.http_max_connections, tuning.http_head_timeout_s, tuning.http_idle_timeout_s
+            tuning.http_max_connections,
+            tuning.http_header_timeout_s,
+            tuning.http_idle_timeout_s,
+            tuning.http_accept_retry_s,
         )
         self._listener = HttpListener("telemetry.http_port", address, self._connections)
 

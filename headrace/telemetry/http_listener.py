@@ -6,19 +6,29 @@ The server of a process (`headrace.telemetry.http`) and the gateway's door for H
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
+import os
 import re
+import socket
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache, partial
+from typing import TypeAlias, cast
 from urllib.parse import urlsplit
 
+import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from headrace.errors import Fatal
+from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING
+
+log = structlog.get_logger(__name__)
+
+MakeProtocol: TypeAlias = Callable[[], asyncio.Protocol]
 
 
 class HttpListener:
@@ -32,7 +42,6 @@ class HttpListener:
         address: host and port; port 0 picks a free one, see `port`.
         connections: its open connections.
         tls: None to speak without TLS.
-        handshake_timeout_s: of TLS; None for asyncio's, of a minute.
     """
 
     def __init__(
@@ -41,15 +50,13 @@ class HttpListener:
         address: tuple[str, int],
         connections: Connections,
         tls: ssl.SSLContext | None = None,
-        handshake_timeout_s: float | None = None,
     ) -> None:
         self._tls = tls
-        self._handshake_timeout_s = None if tls is None else handshake_timeout_s
         self._setting = setting
         self._host, self._port = address
         self._connections = connections
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._sockets: list[socket.socket] = []
 
     @property
     def port(self) -> int:
@@ -65,28 +72,26 @@ class HttpListener:
         if is_loopback(self._host):
             runner.app.middlewares.append(refuse_other_hosts)
         await runner.setup()
-        make = runner.server
-        assert make is not None
+        assert runner.server is not None
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                self._connections.limit(make),
-                self._host,
-                self._port,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._handshake_timeout_s,
-            )
+            self._sockets = await listen(self._host, self._port)
         except OSError as error:
             await runner.cleanup()
             raise Fatal(
                 f"{self._setting}: cannot listen on {self._host}:{self._port}: {error.strerror}"
             ) from error
         self._runner = runner
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._port = self._sockets[0].getsockname()[1]
+        self._connections.start(self._sockets, runner.server, self._tls)
 
     def stop_listening(self) -> None:
-        """Take no further connections."""
-        if self._server is not None:
-            self._server.close()
+        """Take no further connections. Those that are queued are accepted first, because closing a
+        socket resets them.
+        """
+        sockets, self._sockets = self._sockets, []
+        self._connections.stop_accepting(sockets)
+        for each in sockets:
+            each.close()
 
     async def stop(self) -> None:
         """Stop listening; requests under way get the runner's `shutdown_timeout` to end."""
@@ -94,6 +99,37 @@ class HttpListener:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+        await self._connections.close()
+
+
+async def listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on all addresses of a host, at one port; port 0 picks a free one.
+
+    Raises:
+        OSError: the name is not known, or an address is taken or is not this machine's.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sockets: list[socket.socket] = []
+    with ExitStack() as opened:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            try:
+                each = opened.enter_context(socket.socket(family, kind, protocol))
+            except OSError:
+                continue  # a family that this machine does not have
+            each.setblocking(False)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            at_port = port or (sockets[0].getsockname()[1] if sockets else 0)
+            each.bind((address[0], at_port, *address[2:]))
+            each.listen(socket.SOMAXCONN)
+            sockets.append(each)
+        if not sockets:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        opened.pop_all()
+    return sockets
 
 
 _ABSOLUTE_TARGET = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
@@ -135,95 +171,197 @@ def is_loopback(host: str) -> bool:
 
 
 class Connections:
-    """The open connections of a server.
+    """The open connections of a server, each from its accept on, TLS handshakes included.
 
-    aiohttp waits for a request's head without limit, and accepts any number of connections, so that
-    clients which open connections and send nothing would block health checks.
+    aiohttp waits for a request's head without limit, and asyncio accepts any number of connections,
+    so that clients which open connections and send nothing would block health checks.
 
     Args:
         max_connections: a further one replaces the one that has waited for a request longest.
-        head_timeout_s: from a connection to the end of its first request's head.
+        header_timeout_s: from the accept of a connection to the end of its first request's head,
+            the TLS handshake included.
         idle_timeout_s: from an answer to the end of the next request's head.
+        accept_retry_s: pause while the process has no file descriptor or memory for a connection.
     """
 
-    def __init__(self, max_connections: int, head_timeout_s: float, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        max_connections: int,
+        header_timeout_s: float,
+        idle_timeout_s: float,
+        accept_retry_s: float = TUNING.runtime.http_accept_retry_s,
+    ) -> None:
         self._max_connections = max_connections
-        self._head_timeout_s = head_timeout_s
+        self._header_timeout_s = header_timeout_s
         self._idle_timeout_s = idle_timeout_s
-        self._open: dict[asyncio.BaseTransport, asyncio.Transport] = {}
-        self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
+        self._accept_retry_s = accept_retry_s
+        self._open: set[Connection] = set()
+        self._make: MakeProtocol = asyncio.Protocol
+        self._tls: ssl.SSLContext | None = None
+        self._timers: dict[Connection, asyncio.TimerHandle] = {}
         """Timers of the connections that wait for a request, longest-waiting first."""
+        self.closed_early = 0
 
-    def limit(self, make: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-        """Return a protocol factory that wraps another one and enforces the limits."""
-        return lambda: _LimitedConnection(self, make())
+    def __len__(self) -> int:
+        return len(self._open)
 
-    def opened(self, transport: asyncio.Transport) -> bool:
-        """Count a new connection; False if there were too many, and it was closed."""
+    def start(
+        self, sockets: Sequence[socket.socket], make: MakeProtocol, tls: ssl.SSLContext | None
+    ) -> None:
+        """Accept connections from now on.
+
+        Args:
+            sockets: they listen, and do not block.
+            make: returns the protocol of a connection.
+            tls: None to speak without TLS.
+        """
+        self._make, self._tls = make, tls
+        for each in sockets:
+            asyncio.get_running_loop().add_reader(each, self._accept, each)
+
+    def stop_accepting(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept the connections that are queued, and none after them."""
+        for each in sockets:
+            asyncio.get_running_loop().remove_reader(each)
+            for _ in range(socket.SOMAXCONN):  # the length of the queue
+                if not self._accept(each):
+                    break
+
+    def _accept(self, listening: socket.socket) -> bool:
+        """Accept a connection; False if none is queued, or the process cannot have another one."""
+        try:
+            accepted, _ = listening.accept()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except ConnectionError:
+            return True  # its client went while it was queued
+        except OSError as error:
+            log.error(Event.HTTP_ACCEPT_FAILED, reason=error.strerror)
+            loop = asyncio.get_running_loop()
+            if loop.remove_reader(listening):
+                loop.call_later(self._accept_retry_s, self._resume, listening)
+            return False
         if len(self._open) >= self._max_connections:
+            self.closed_early += 1
             longest_waiting = next(iter(self._timers), None)
             if longest_waiting is None:
-                transport.abort()
-                return False
+                accepted.close()
+                return True
             self._close(longest_waiting)
-        self._open[transport] = transport
-        self._wait(transport, self._head_timeout_s)
+        accepted.setblocking(False)
+        connection = Connection(self, self._make)
+        self._open.add(connection)
+        self._wait(connection, self._header_timeout_s)
+        connection.open(accepted, self._tls, self._header_timeout_s)
         return True
 
-    def closed(self, transport: asyncio.BaseTransport) -> None:
+    def _resume(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:  # else it was closed meanwhile
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def closed(self, connection: Connection) -> None:
         """Forget a connection."""
-        self._open.pop(transport, None)
-        timer = self._timers.pop(transport, None)
+        self._open.discard(connection)
+        timer = self._timers.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
     @contextmanager
-    def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+    def answering(self, transport: asyncio.Transport | None) -> Iterator[None]:
         """Suspend a connection's timer while the context lasts: a whole request head has
         arrived.
         """
-        if transport is None or transport not in self._open:
+        connection = None if transport is None else transport.get_protocol()
+        if not isinstance(connection, Connection) or connection not in self._open:
             yield  # closed meanwhile
             return
-        timer = self._timers.pop(transport, None)
+        timer = self._timers.pop(connection, None)
         if timer is not None:
             timer.cancel()
         try:
             yield
         finally:
-            if transport in self._open:
-                self._wait(transport, self._idle_timeout_s)
+            if connection in self._open:
+                self._wait(connection, self._idle_timeout_s)
 
-    def _wait(self, transport: asyncio.BaseTransport, timeout_s: float) -> None:
+    async def close(self) -> None:
+        """End all connections."""
+        connections = list(self._open)
+        for each in connections:
+            self._close(each)
+        for each in connections:
+            await each.wait_opened()
+
+    def _wait(self, connection: Connection, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._timers[transport] = loop.call_later(timeout_s, self._close, transport)
+        self._timers[connection] = loop.call_later(timeout_s, self._expire, connection)
 
-    def _close(self, transport: asyncio.BaseTransport) -> None:
-        open_one = self._open.get(transport)
-        self.closed(transport)
-        if open_one is not None:
-            open_one.abort()
+    def _expire(self, connection: Connection) -> None:
+        self.closed_early += 1
+        self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        self.closed(connection)
+        connection.abort()
 
 
-class _LimitedConnection(asyncio.Protocol):
-    """Forwards the events of a connection, unless it exceeds the limit."""
+class Connection(asyncio.Protocol):
+    """One connection: forwards its events to the protocol of the server, once it is open."""
 
-    def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
+    def __init__(self, connections: Connections, make: MakeProtocol) -> None:
         self._connections = connections
-        self._inner: asyncio.Protocol | None = inner
-        self._transport: asyncio.BaseTransport | None = None
+        self._make = make
+        self._inner: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    def open(
+        self, accepted: socket.socket, tls: ssl.SSLContext | None, handshake_timeout_s: float
+    ) -> None:
+        """Open an accepted connection, in a task because of the TLS handshake."""
+        opening = self._shake_hands(accepted, tls, handshake_timeout_s)
+        self._opening = asyncio.create_task(opening, name="http-connection")
+        # Not in the task: if it is cancelled before its first step, it runs no line.
+        self._opening.add_done_callback(partial(self._opened, accepted))
+
+    async def _shake_hands(
+        self, accepted: socket.socket, tls: ssl.SSLContext | None, timeout_s: float
+    ) -> None:
+        with suppress(OSError):  # the handshake failed, or the client went
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self,
+                accepted,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else timeout_s,
+            )
+
+    def _opened(self, accepted: socket.socket, opening: asyncio.Task[None]) -> None:
+        if self._transport is None:
+            accepted.close()
+            self._connections.closed(self)
+        if not opening.cancelled():
+            opening.result()
+
+    async def wait_opened(self) -> None:
+        """Wait until the connection is open, or will never be."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+        elif self._opening is not None:
+            self._opening.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
         # uvloop's transports have the methods of asyncio.Transport without deriving from it.
-        if not self._connections.opened(cast("asyncio.Transport", transport)):
-            self._inner = None
-        if self._inner is not None:
-            self._inner.connection_made(transport)
+        self._transport = cast("asyncio.Transport", transport)
+        self._inner = self._make()
+        self._inner.connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._transport is not None:
-            self._connections.closed(self._transport)
+        self._connections.closed(self)
         if self._inner is not None:
             self._inner.connection_lost(error)
 

@@ -40,6 +40,7 @@ class Event(StrEnum):
     STUCK = "process.stuck"
     HEAP_TRIMMED = "heap.trimmed"
     DRAIN_INCOMPLETE = "drain.incomplete"
+    HTTP_ACCEPT_FAILED = "http.accept_failed"
     GATEWAY_FILES_RELOADED = "gateway.files_reloaded"
     GATEWAY_FILES_REJECTED = "gateway.files_rejected"
     GATEWAY_LISTENING = "gateway.listening"

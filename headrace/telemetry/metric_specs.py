@@ -512,6 +512,19 @@ GATEWAY = (
         "Callers whose requests a gateway counts against limits of their own; those without a "
         "request under way are at most 10,000.",
     ),
+    MetricSpec(
+        "headrace_gateway_connections",
+        "gauge",
+        (),
+        "Open connections of a gateway's door for HTTP, TLS handshakes included.",
+    ),
+    MetricSpec(
+        "headrace_gateway_connections_closed",
+        "counter",
+        (),
+        "Connections of that door that were closed because there were too many, or because no "
+        "request came in time.",
+    ),
 )
 
 METRIC_SPECS: dict[str, MetricSpec] = {

@@ -144,6 +144,8 @@ class GatewaySnapshot(NamedTuple):
         regions: of shared memory that callers have registered.
         callers: whose requests are counted against limits of their own.
         limited: number of requests that such a limit refused, by limit.
+        connections: open ones of the door for HTTP.
+        connections_closed: number of those that the limits of connections closed.
     """
 
     requests: int
@@ -152,3 +154,5 @@ class GatewaySnapshot(NamedTuple):
     regions: int
     callers: int
     limited: Mapping[str, int]
+    connections: int
+    connections_closed: int

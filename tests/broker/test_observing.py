@@ -35,6 +35,8 @@ SEEN_LATER = {
     "headrace_gateway_shared_memory_regions",
     "headrace_gateway_limited_requests",
     "headrace_gateway_limited_callers",
+    "headrace_gateway_connections",
+    "headrace_gateway_connections_closed",
 }
 MARGIN_S = 5.0
 """What a busy machine adds to a stated time."""

@@ -21,7 +21,6 @@ from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import TopicPartition
 from headrace.protocol.tensors import DATATYPES, from_array
-from headrace.tuning import GatewayTuning
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.logs import read
@@ -451,6 +450,18 @@ async def test_http_bodies_over_common_limit_are_refused(gated: Path) -> None:
     assert served.doors.snapshot().size_bytes == 0
 
 
+async def test_idle_http_connections_beyond_limit_are_replaced(repository: Path) -> None:
+    """Requests on further connections are answered, and the metrics say what was closed."""
+    async with gateway_of(repository, max_connections=2) as served, AsyncExitStack() as stack:
+        for _ in range(4):
+            _, writer = await asyncio.open_connection(*served.url.split(":"))
+            stack.callback(writer.close)
+        status = (await served.get("/v2/health/live")).status
+        state = served.doors.snapshot()
+
+    assert (status, state.connections, state.connections_closed) == (200, 2, 3)
+
+
 HEAD = b"POST /v2/models/digits/infer HTTP/1.1\r\nHost: localhost\r\n"
 BROKEN_BODIES = {
     "never whole": b"Content-Length: 100\r\n\r\n{",
@@ -461,7 +472,7 @@ BROKEN_BODIES = {
 @pytest.mark.parametrize("sent", BROKEN_BODIES.values(), ids=BROKEN_BODIES.keys())
 async def test_incomplete_http_body_ends_connection(repository: Path, sent: bytes) -> None:
     """The caller is told why within the time for a body, and nothing of it is held any more."""
-    async with gateway_of(repository, tuning=GatewayTuning(body_timeout_s=0.05)) as served:
+    async with gateway_of(repository, body_timeout_s=0.05) as served:
         reader, writer = await asyncio.open_connection(*served.url.split(":"))
         writer.write(HEAD + sent)
         answer = await reader.read()

@@ -18,7 +18,6 @@ import cramjam
 import msgspec
 import pytest
 
-from headrace.tuning import GatewayTuning
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.gateways import HOST, Served, gateway_of
 from tests.support.models import add_version, digits, identity
@@ -755,7 +754,7 @@ async def answer_on_wire(served: Served, sent: bytes) -> bytes:
         writer.close()
 
 
-SHORT = GatewayTuning(head_timeout_s=0.2, idle_timeout_s=0.2, body_timeout_s=0.2)
+SHORT = {"header_timeout_s": 0.2, "idle_timeout_s": 0.2, "body_timeout_s": 0.2}
 
 
 @pytest.mark.parametrize("table", [PATHS, WIRE], ids=["paths", "wire"])
@@ -766,7 +765,7 @@ async def test_bytes_on_wire_get_status_and_end(
 
     Status 0 means that the connection ends without an answer: there was no whole head.
     """
-    async with digits_and_texts(tmp_path, tuning=SHORT) as served:
+    async with digits_and_texts(tmp_path, **SHORT) as served:
         wrong: dict[str, bytes] = {}
         for case, (sent, status) in table.items():
             answer = await answer_on_wire(served, sent)

@@ -176,8 +176,7 @@ async def test_caller_with_expired_certificate_is_refused(
 
 async def test_handshake_that_stalls_is_ended(repository: Path, files: Certificates) -> None:
     """A connection that sends nothing is closed when the time for a head is over."""
-    quick = replace(TUNING.gateway, head_timeout_s=0.05)
-    async with gateway_of(repository, tuning=quick, **doors_of(files)) as served:
+    async with gateway_of(repository, header_timeout_s=0.05, **doors_of(files)) as served:
         reader, writer = await asyncio.open_connection(*served.url.rsplit(":", 1))
         async with asyncio.timeout(DEADLINE_S):
             with suppress(ConnectionError):

@@ -48,6 +48,8 @@ SHOWN_ONLY_WHEN = {
     "headrace_gateway_shared_memory_regions",
     "headrace_gateway_limited_requests",
     "headrace_gateway_limited_callers",
+    "headrace_gateway_connections",
+    "headrace_gateway_connections_closed",
 }
 
 HANGING = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from headrace.gateway.tls import open_certificates
 from headrace.gateway.watched import Watched, read_file, refreshing
 from headrace.telemetry.logs import Event
 from headrace.tools.local_kafka.security import make_certificates
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 
 
 def loading(file: Path, reads: list[bytes]) -> Callable[[], bytes]:
@@ -103,6 +105,32 @@ async def test_files_are_refreshed_while_context_lasts(file: Path) -> None:
     async with refreshing([watched], 0.001):
         await asyncio.to_thread(file.write_bytes, b"second")
         await eventually(lambda: watched.current() == b"second")
+
+
+def test_file_of_certificate_and_key_is_read_once(tmp_path: Path) -> None:
+    """Through a pipe, whose content comes once for each read: the key belongs to the certificate
+    even if both are replaced meanwhile.
+    """
+    content = make_certificates(tmp_path).broker.read_bytes()
+    pipe = tmp_path / "pipe.pem"
+    os.mkfifo(pipe)
+    loaded = threading.Event()
+    reads: list[bytes] = []
+
+    def write() -> None:
+        while not reads or not loaded.wait(DEADLINE_S):  # a second reader would wait without end
+            with pipe.open("wb") as opened:  # waits for a reader
+                opened.write(content)
+                reads.append(content)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    certificates = open_certificates(GatewaySettings(tls_cert_file=pipe))
+    loaded.set()
+    writer.join()
+
+    assert certificates is not None
+    assert (certificates.current().certificate, reads) == (content, [content])
 
 
 def test_comments_of_authorities_may_be_in_any_encoding(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ async def test_taken_http_port_is_refused(tmp_path: Path, health: Health) -> Non
 
 
 LIMITS = replace(
-    TUNING.runtime, http_max_connections=3, http_head_timeout_s=0.05, http_request_timeout_s=0.05
+    TUNING.runtime, http_max_connections=3, http_header_timeout_s=0.05, http_request_timeout_s=0.05
 )
 HALF_A_HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -274,7 +274,9 @@ async def test_connection_with_incomplete_head_is_closed(tmp_path: Path, health:
 
 async def test_request_with_incomplete_body_is_refused(tmp_path: Path, health: Health) -> None:
     """The client is told why, and the connection is of no more use."""
-    limits = replace(LIMITS, http_head_timeout_s=3600.0)  # a slow machine may take as long for both
+    limits = replace(
+        LIMITS, http_header_timeout_s=3600.0
+    )  # a slow machine may take as long for both
     async with limited(tmp_path, health, limits) as port, AsyncExitStack() as stack:
         reader, writer = await asyncio.open_connection(HOST, port)
         stack.callback(writer.close)
@@ -287,7 +289,7 @@ async def test_half_open_connections_do_not_keep_health_checks_out(
     tmp_path: Path, health: Health
 ) -> None:
     """The one that has waited longest gives way, so that a new one always has a place."""
-    limits = replace(LIMITS, http_head_timeout_s=3600.0, http_request_timeout_s=3600.0)
+    limits = replace(LIMITS, http_header_timeout_s=3600.0, http_request_timeout_s=3600.0)
     async with limited(tmp_path, health, limits) as port, AsyncExitStack() as stack:
         half_open = []
         for _ in range(limits.http_max_connections * 3):
