@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -322,8 +322,33 @@ class JwtSettings(_Section):
     """Difference between the clocks of the provider and of this machine."""
 
 
-class GatewaySettings(_Section):
+class AccessSettings(_Section):
+    """Who may connect to a server of this process, and who may call what (docs/http.md)."""
+
+    section: ClassVar[str]
+    """Name of the settings' section, for errors."""
+
+    tls_cert_file: Path | None = None
+    """Certificate chain of the server in PEM; with it the server speaks TLS alone. The files are
+    read anew when they change.
+    """
+    tls_key_file: Path | None = None
+    """Its key in PEM, without a password; by default it is in the same file."""
+    tls_client_ca_file: Path | None = None
+    """Certificates in PEM that sign those of callers. A gateway's doors refuse callers without one;
+    the HTTP server of a process answers them what is public.
+    """
+    keys_file: Path | None = None
+    """API keys of callers and what they open, in TOML. The file is read anew when it changes.
+    Without any of this and `jwt` anybody may call everything.
+    """
+    jwt: JwtSettings | None = None
+
+
+class GatewaySettings(AccessSettings):
     """Inference for clients that do not speak Kafka (docs/http.md, docs/grpc.md)."""
+
+    section: ClassVar[str] = "gateway"
 
     http_host: str = "127.0.0.1"
     http_port: Port | Literal["off"] = 8000
@@ -332,19 +357,6 @@ class GatewaySettings(_Section):
     """Path before `/v2`, such as `/inference`, for a proxy that passes paths on unchanged."""
     grpc_host: str = "127.0.0.1"
     grpc_port: Port | Literal["off"] = 8001
-    tls_cert_file: Path | None = None
-    """Certificate chain of both doors in PEM; with it they speak TLS alone. The files are read anew
-    when they change.
-    """
-    tls_key_file: Path | None = None
-    """Its key in PEM, without a password; by default it is in the same file."""
-    tls_client_ca_file: Path | None = None
-    """Certificates in PEM that sign those of callers; with it, callers without one are refused."""
-    keys_file: Path | None = None
-    """API keys of callers and what they open, in TOML. The file is read anew when it changes.
-    Without it and `jwt` anybody may call everything.
-    """
-    jwt: JwtSettings | None = None
     caller_requests_per_second: Rate = 0.0
     """Limit of the inference requests of each caller; 0 for none. A caller is a login, or the
     address of one without a login. Each process counts for itself.
@@ -387,8 +399,10 @@ class GatewaySettings(_Section):
     """Time for balancers to see that a gateway is no longer ready, before it stops listening."""
 
 
-class TelemetrySettings(_Section):
+class TelemetrySettings(AccessSettings):
     """Traces, logs and the HTTP server."""
+
+    section: ClassVar[str] = "telemetry"
 
     otlp_endpoint: str = ""
     """Destination of traces, such as `http://127.0.0.1:4318`. `OTEL_EXPORTER_OTLP_*` overrides it;

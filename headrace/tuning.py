@@ -696,6 +696,18 @@ class ResponderTuning:
 
 
 @dataclass(frozen=True)
+class AccessTuning:
+    """Tuning values of `headrace.access`."""
+
+    file_check_interval_s: float = 5.0
+    """Between two looks at the files of certificates and keys."""
+    max_token_bytes: int = 6144
+    """Of a caller's JSON Web Token; the servers accept 8 KiB of headers."""
+    cached_tokens: int = 4096
+    """Tokens whose signatures were verified, at 1 KiB each."""
+
+
+@dataclass(frozen=True)
 class RuntimeTuning:
     """Tuning values of `headrace.runtime` and `headrace.telemetry`."""
 
@@ -794,14 +806,14 @@ class RuntimeTuning:
     """Pause while the process has no file descriptor or memory for another connection."""
     http_stop_timeout_s: float = 1.0
     """Time for open requests to end when the server stops."""
+    http_access: AccessTuning = AccessTuning()
+    """Of the logins of callers."""
 
 
 @dataclass(frozen=True)
 class GatewayTuning:
     """Tuning values of `headrace.gateway`."""
 
-    file_check_interval_s: float = 5.0
-    """Between two looks at the files of certificates and keys."""
     unread_body_timeout_s: float = 10.0
     """Time to read the rest of a body that was answered before its end, and at most
     `gateway.body_timeout_s`: to close at once would reset the answer.
@@ -820,10 +832,6 @@ class GatewayTuning:
     """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
     """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
-    max_token_bytes: int = 6144
-    """Of a caller's JSON Web Token; the doors accept 8 KiB of headers."""
-    cached_tokens: int = 4096
-    """Tokens whose signatures were verified, at 1 KiB each."""
     max_idle_callers: int = 10_000
     """Limit of the callers without a request under way whose rates are remembered, at 400 bytes
     each; callers with requests under way are at most `gateway.max_in_flight`.
@@ -844,6 +852,8 @@ class GatewayTuning:
     """Without a request for so long, a gateway that drains closes the idle connections."""
     stop_timeout_s: float = 1.0
     """Time for what is under way when the drain's own time is over."""
+    access: AccessTuning = AccessTuning()
+    """Of the logins of callers."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,9 @@ def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int])
     say(f"headrace: broker     {broker}", err=True)
     say(f"headrace: namespace  {settings.namespace}", err=True)
     say(f"headrace: models     {models or 'none'} ({places})", err=True)
-    say(f"headrace: page       {_url(settings.telemetry.http_host, http_port)}", err=True)
+    page_scheme = "http" if settings.telemetry.tls_cert_file is None else "https"
+    page = _url(settings.telemetry.http_host, http_port, page_scheme)
+    say(f"headrace: page       {page}", err=True)
     has_tls = settings.gateway.tls_cert_file is not None
     if "http" in doors:
         scheme = "https" if has_tls else "http"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import ssl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
@@ -23,6 +25,7 @@ from headrace.printable import printable
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 TIMEOUT_S = 5.0
 SHOWN_ERRORS = 8
 MIB = 1024 * 1024
@@ -202,25 +205,63 @@ def _addresses(
     help="Seconds between two requests to each process.",
 )
 @click.option("--once", is_flag=True, help="Print the tables once, and end.")
-def command(urls: tuple[str, ...], interval_s: float, once: bool) -> None:
+@click.option(
+    "--key-file", type=_FILE, help="A file with an API key or a token, if the processes want one."
+)
+@click.option("--ca-file", type=_FILE, help="Certificates in PEM that sign those of the processes.")
+@click.option("--cert-file", type=_FILE, help="A certificate to show them, and its key, in PEM.")
+def command(
+    urls: tuple[str, ...],
+    interval_s: float,
+    once: bool,
+    key_file: Path | None,
+    ca_file: Path | None,
+    cert_file: Path | None,
+) -> None:
     """Show running processes: rates, waits, backlogs, models and the last errors.
 
     Ends with Ctrl-C, or with --once, whose exit code is 1 when a process does not answer.
     """
     try:
-        all_answered = run(_watch(urls, interval_s, once=once))
+        login = _open_login(key_file, ca_file, cert_file)
+    except (OSError, ValueError) as error:  # of the files, in PEM or not
+        raise click.ClickException(f"--key-file, --ca-file, --cert-file: {error}") from error
+    try:
+        all_answered = run(_watch(urls, interval_s, login, once=once))
     except KeyboardInterrupt:
         return
     if not all_answered:
         raise Unsuccessful
 
 
-async def _watch(urls: Sequence[str], interval_s: float, *, once: bool) -> bool:
+class _Login(NamedTuple):
+    """What the processes are shown, and which of their certificates are believed."""
+
+    headers: dict[str, str]
+    context: ssl.SSLContext
+
+
+def _open_login(key_file: Path | None, ca_file: Path | None, cert_file: Path | None) -> _Login:
+    """Read the files. Raises `OSError` or `ValueError`: one of them cannot be used."""
+    headers: dict[str, str] = {}
+    if key_file is not None:
+        headers["Authorization"] = f"Bearer {key_file.read_text(encoding='ascii').strip()}"
+    context = ssl.create_default_context(cafile=ca_file)
+    if cert_file is not None:
+        context.load_cert_chain(cert_file, password="")  # else OpenSSL would ask for one
+    return _Login(headers, context)
+
+
+async def _watch(urls: Sequence[str], interval_s: float, login: _Login, *, once: bool) -> bool:
     """Show all processes until cancelled; with `once`, return whether all of them answered."""
-    from aiohttp import ClientSession, ClientTimeout
+    from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
     before: dict[str, Status] = {}
-    async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S)) as session:
+    async with ClientSession(
+        timeout=ClientTimeout(total=TIMEOUT_S),
+        headers=login.headers,
+        connector=TCPConnector(ssl=login.context),
+    ) as session:
         while True:
             answers = await asyncio.gather(*(_fetch(session, url) for url in urls))
             now = dict(zip(urls, answers, strict=True))

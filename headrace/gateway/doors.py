@@ -13,8 +13,8 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.http import HttpDoor
-from headrace.gateway.watched import refreshing
 from headrace.log.port import Log
+from headrace.telemetry.file_refresh import refreshing
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
 from headrace.telemetry.instruments import Instruments
@@ -107,7 +107,9 @@ async def open_gateway(
     async with AsyncExitStack() as stack:
         gateway = Gateway(settings, log, models, health, instruments, tuning)
         await stack.enter_async_context(gateway)
-        await stack.enter_async_context(refreshing(gateway.files, tuning.file_check_interval_s))
+        await stack.enter_async_context(
+            refreshing(gateway.files, tuning.access.file_check_interval_s)
+        )
         doors: dict[str, Door] = {}
         if chosen.http_port != "off":
             doors["http"] = await stack.enter_async_context(HttpDoor(gateway, chosen.http_port))

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple, Self
 
 import structlog
 
+from headrace.access.callers import Caller, Callers, Denied
+from headrace.access.limits import CallerLimits, CallerUsage, Limits, Reason
+from headrace.access.tls import open_certificates
+from headrace.access.watched import Watched
 from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout, Response
 from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.bodies import IndexEntry
-from headrace.gateway.callers import Caller, Callers, Denied
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
-from headrace.gateway.limits import CallerLimits, CallerUsage, Reason
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
-from headrace.gateway.tls import open_certificates
-from headrace.gateway.watched import Watched
 from headrace.log.port import Log
 from headrace.models.version import State
 from headrace.protocol.headers import MAX_PRIORITY
@@ -213,13 +213,19 @@ class Gateway:
         self.spans = ServerSpans(settings.telemetry, instruments)
         self.statistics = Statistics(models)
         self.tuning = tuning
-        self.certificates = open_certificates(self.settings)
-        self.callers = Callers(self.settings, tuning)
+        limits = self.settings
+        self.certificates = open_certificates(limits)
+        usual = Limits(
+            limits.caller_requests_per_second,
+            limits.caller_burst,
+            limits.caller_max_in_flight,
+            limits.caller_max_in_flight_bytes,
+        )
+        self.callers = Callers(limits, tuning.access, usual)
         self.files: list[Watched[Any]] = [*self.callers.files]
         if self.certificates is not None:
             self.files.append(self.certificates)
         self.draining = asyncio.Event()
-        limits = self.settings
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
         self._limits = CallerLimits(tuning.max_idle_callers)
         self.connections = Connections(

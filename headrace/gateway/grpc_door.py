@@ -28,10 +28,11 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from headrace import __version__
+from headrace.access.callers import ApiGroup, Caller, Credentials, Denied
+from headrace.access.tls import Certificates
 from headrace.config import GatewaySettings
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
-from headrace.gateway.callers import ApiGroup, Caller, Credentials, Denied
 from headrace.gateway.gateway import (
     NO_LOADING,
     PERMISSION_DENIED,
@@ -44,7 +45,6 @@ from headrace.gateway.gateway import (
 )
 from headrace.gateway.grpc_codec import decode_call, encode_answer
 from headrace.gateway.shared_memory import NO_CUDA, OFF
-from headrace.gateway.tls import Certificates
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import State
 from headrace.protocol.headers import HeaderName

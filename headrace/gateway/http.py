@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import structlog
@@ -23,6 +23,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from headrace import __version__
+from headrace.access.callers import ApiGroup, Caller, Denied
+from headrace.access.tls import RenewedContext
 from headrace.errors import Code, Rejected
 from headrace.gateway.bodies import (
     AllStatistics,
@@ -39,7 +41,6 @@ from headrace.gateway.bodies import (
     VersionStatus,
     VersionStatusText,
 )
-from headrace.gateway.callers import ApiGroup, Caller, Credentials, Denied
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
     MAX_TIMEOUT_MS,
@@ -58,7 +59,6 @@ from headrace.gateway.gateway import (
 from headrace.gateway.predict import decode_predict, encode_predictions
 from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.gateway.spans import ServerSpan
-from headrace.gateway.tls import RenewedContext
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec import faults
@@ -75,7 +75,7 @@ from headrace.protocol.compression import (
 )
 from headrace.protocol.compression import decompress as decompress_value
 from headrace.protocol.headers import JSON, HeaderName
-from headrace.telemetry.http_listener import HttpListener
+from headrace.telemetry.http_listener import HttpListener, credentials_of
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
 
@@ -85,7 +85,6 @@ DOOR = "http"
 JSON_BYTES = "Inference-Header-Content-Length"
 TIMEOUT_MS = "X-Timeout-Ms"
 PRIORITY = "X-Priority"
-API_KEY = "X-API-Key"
 CALLER_GONE = 499
 TRACEPARENT, TRACESTATE = HeaderName.TRACEPARENT, HeaderName.TRACESTATE
 
@@ -247,7 +246,7 @@ class HttpDoor:
         if not callers.are_all_alike:
             group = _group_of(request)
             try:
-                given = _credentials(request, with_certificate=callers.use_certificates)
+                given = credentials_of(request, with_certificate=callers.use_certificates)
                 request[_CALLER] = callers.admit(group, given)
             except Denied as error:
                 if group is ApiGroup.INFERENCE:
@@ -514,28 +513,6 @@ class HttpDoor:
 # --- callers ------------------------------------------------------------------------------------
 
 _CALLER = web.RequestKey("caller", Caller)
-
-
-def _credentials(request: web.Request, *, with_certificate: bool) -> Credentials:
-    headers = request.headers
-    return Credentials(
-        headers.get("Authorization", ""),
-        headers.get(API_KEY, ""),
-        request.remote or "",
-        _names_in(request.get_extra_info("peercert") or {}) if with_certificate else (),
-    )
-
-
-def _names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names in a certificate as `ssl.SSLSocket.getpeercert` describes it."""
-    names = [
-        f"{kind}:{name}"
-        for wanted in ("URI", "DNS")
-        for kind, name in certificate.get("subjectAltName", ())
-        if kind == wanted
-    ]
-    subject = [each for part in certificate.get("subject", ()) for each in part]
-    return (*names, *(f"CN={name}" for kind, name in subject if kind == "commonName"))
 
 
 def _group_of(request: web.Request) -> ApiGroup:

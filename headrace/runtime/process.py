@@ -340,6 +340,7 @@ async def run(
             pipeline.metrics.registry,
             pipeline.state.status,
             tuning.runtime,
+            telemetry,
         )
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=[str(each) for each in stages], http_port=server.port)

@@ -13,7 +13,9 @@ import asyncio
 import base64
 import hashlib
 import re
+import ssl
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple, Protocol, Self
@@ -25,12 +27,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from headrace import __version__
+from headrace.access.callers import ApiGroup, Callers, Credentials, Denied
+from headrace.access.tls import RenewedContext, open_certificates
+from headrace.access.watched import Watched
+from headrace.config import AccessSettings, TelemetrySettings
 from headrace.errors import Code, Rejected
 from headrace.models.metadata import describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.telemetry.file_refresh import refreshing
 from headrace.telemetry.health import Health
-from headrace.telemetry.http_listener import Connections, HttpListener
+from headrace.telemetry.http_listener import Connections, HttpListener, credentials_of
 from headrace.tuning import TUNING, RuntimeTuning
 
 _HTTP_STATUS = {
@@ -38,6 +45,8 @@ _HTTP_STATUS = {
     Code.UNKNOWN_MODEL: 404,
     Code.MODEL_NOT_READY: 503,
 }
+_OPEN = TelemetrySettings()
+_CHALLENGE = 'Basic realm="headrace", charset="UTF-8", Bearer'
 _INDEX_STATES = {
     State.LOADING: "LOADING",
     State.READY: "READY",
@@ -65,6 +74,10 @@ class HttpServer:
         metrics: shown by `/metrics`, in OpenMetrics to clients that accept it.
         status: shown by `/status`.
         tuning: limits of connections and requests.
+        access: TLS, and who may see what.
+
+    Raises:
+        ConfigurationError: the files of certificates or keys cannot be used.
     """
 
     def __init__(
@@ -75,6 +88,7 @@ class HttpServer:
         metrics: CollectorRegistry,
         status: Callable[[], dict[str, Any]] = dict,
         tuning: RuntimeTuning = TUNING.runtime,
+        access: AccessSettings = _OPEN,
     ) -> None:
         self._health = health
         self._models = models
@@ -87,7 +101,19 @@ class HttpServer:
             tuning.http_idle_timeout_s,
             tuning.http_accept_retry_s,
         )
-        self._listener = HttpListener("telemetry.http_port", address, self._connections)
+        # Probes have no certificate: health is public, and all else asks for a login.
+        certificates = open_certificates(access, ssl.CERT_OPTIONAL)
+        self._callers = Callers(access, tuning.http_access, trust_certificates=True)
+        self._files: list[Watched[Any]] = [*self._callers.files]
+        if certificates is not None:
+            self._files.append(certificates)
+        self._listener = HttpListener(
+            "telemetry.http_port",
+            address,
+            self._connections,
+            None if certificates is None else RenewedContext.of(certificates),
+        )
+        self._refreshing = AsyncExitStack()
 
     @property
     def port(self) -> int:
@@ -106,15 +132,18 @@ class HttpServer:
             shutdown_timeout=self._tuning.http_stop_timeout_s,
         )
         await self._listener.start(runner)
+        check_interval_s = self._tuning.http_access.file_check_interval_s
+        await self._refreshing.enter_async_context(refreshing(self._files, check_interval_s))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._refreshing.aclose()
         await self._listener.stop()
 
     def _make_application(self) -> web.Application:
         application = web.Application(
             client_max_size=self._tuning.http_body_bytes,
-            middlewares=[self._limit_time, _format_errors],
+            middlewares=[self._limit_time, _format_errors, self._admit],
         )
         router = application.router
         for prefix in ("/health", "/v2/health"):
@@ -141,6 +170,15 @@ class HttpServer:
             except TimeoutError:
                 body = {"error": f"request: expected all of it within {timeout_s:g} s, got a part"}
                 return web.json_response(body, status=408, headers={"Connection": "close"})
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse callers without the right login before anything of the body is read."""
+        callers = self._callers
+        if not callers.are_all_alike:
+            given = credentials_of(request, with_certificate=callers.use_certificates)
+            callers.admit(_group_of(request), _with_password_as_key(given))
+        return await handler(request)
 
     async def _show_live(self, request: web.Request) -> web.Response:
         health = self._health
@@ -204,6 +242,13 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
     """Format every error as the protocol does, `{"error": message}`."""
     try:
         return await handler(request)
+    except Denied as error:
+        challenge = {} if error.is_known else {"WWW-Authenticate": _CHALLENGE}
+        status = 403 if error.is_known else 401
+        response = web.json_response({"error": error.message}, status=status, headers=challenge)
+        if request.can_read_body:
+            response.force_close()  # the rest of it may never come
+        return response
     except Rejected as error:
         status = _HTTP_STATUS.get(error.code, 500)
         return web.json_response({"error": error.message}, status=status)
@@ -214,6 +259,33 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         body = {"error": f"{request.method} {request.path}: {error.reason}"}
         return web.json_response(body, status=error.status, headers=headers)
+
+
+def _group_of(request: web.Request) -> ApiGroup:
+    """Return the group of a path; an unknown one belongs to the status."""
+    resource = request.match_info.route.resource
+    path = "" if resource is None else resource.canonical
+    if path.endswith(("/live", "/ready")):
+        return ApiGroup.HEALTH
+    if path == "/metrics":
+        return ApiGroup.METRICS
+    if "/repository/" in path:
+        return ApiGroup.REPOSITORY
+    return ApiGroup.METADATA if path.startswith("/v2") else ApiGroup.STATUS
+
+
+def _with_password_as_key(given: Credentials) -> Credentials:
+    """Return the credentials with the password of `Basic` as their key: browsers ask for one, and
+    can send the page's requests no other way (RFC 7617).
+    """
+    kind, _, encoded = given.authorization.partition(" ")
+    if kind.lower() != "basic" or given.key:
+        return given
+    try:
+        _, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
+    except ValueError:
+        return given
+    return given._replace(key=password)
 
 
 class _IndexQuery(msgspec.Struct):

@@ -12,21 +12,24 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from headrace.access.callers import Credentials
 from headrace.errors import Fatal
 from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING
 
 log = structlog.get_logger(__name__)
+
+_API_KEY = "X-API-Key"
 
 MakeProtocol: TypeAlias = Callable[[], asyncio.Protocol]
 
@@ -168,6 +171,34 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def credentials_of(request: web.Request, *, with_certificate: bool) -> Credentials:
+    """Return what a request shows of its caller.
+
+    Args:
+        request: the request.
+        with_certificate: read the certificate of its connection.
+    """
+    headers = request.headers
+    return Credentials(
+        headers.get("Authorization", ""),
+        headers.get(_API_KEY, ""),
+        request.remote or "",
+        _names_in(request.get_extra_info("peercert") or {}) if with_certificate else (),
+    )
+
+
+def _names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names in a certificate as `ssl.SSLSocket.getpeercert` describes it."""
+    names = [
+        f"{kind}:{name}"
+        for wanted in ("URI", "DNS")
+        for kind, name in certificate.get("subjectAltName", ())
+        if kind == wanted
+    ]
+    subject = [each for part in certificate.get("subject", ()) for each in part]
+    return (*names, *(f"CN={name}" for kind, name in subject if kind == "commonName"))
 
 
 class Connections:

@@ -41,8 +41,8 @@ class Event(StrEnum):
     HEAP_TRIMMED = "heap.trimmed"
     DRAIN_INCOMPLETE = "drain.incomplete"
     HTTP_ACCEPT_FAILED = "http.accept_failed"
-    GATEWAY_FILES_RELOADED = "gateway.files_reloaded"
-    GATEWAY_FILES_REJECTED = "gateway.files_rejected"
+    ACCESS_FILES_RELOADED = "access.files_reloaded"
+    ACCESS_FILES_REJECTED = "access.files_rejected"
     GATEWAY_LISTENING = "gateway.listening"
     GATEWAY_FAILED = "gateway.request_failed"
 

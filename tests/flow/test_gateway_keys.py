@@ -14,7 +14,7 @@ import tritonclient.grpc.aio as triton_grpc
 from headrace.errors import ConfigurationError
 from headrace.log.port import TopicPartition
 from headrace.telemetry.logs import Event
-from headrace.tuning import TUNING
+from headrace.tuning import TUNING, AccessTuning
 from tests.support.gateways import (
     HOST,
     Served,
@@ -24,7 +24,7 @@ from tests.support.gateways import (
     values_of,
 )
 
-QUICK = replace(TUNING.gateway, file_check_interval_s=0.01)
+QUICK = replace(TUNING.gateway, access=AccessTuning(file_check_interval_s=0.01))
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
 NO_KEY: dict[str, str] = {}
 
@@ -189,7 +189,7 @@ async def test_changed_file_holds_for_further_calls(repository: Path, keys: Path
         old, new = {"X-API-Key": "secret-a"}, {"X-API-Key": "secret-new"}
         assert await status_of_infer(served, old) == 200
 
-        async with files_noticed(Event.GATEWAY_FILES_RELOADED):
+        async with files_noticed(Event.ACCESS_FILES_RELOADED):
             write(keys, entry("team-a", "secret-new"))
 
         assert await status_of_infer(served, old) == 401
@@ -199,7 +199,7 @@ async def test_changed_file_holds_for_further_calls(repository: Path, keys: Path
 async def test_unusable_new_file_leaves_former_keys_in_use(repository: Path, keys: Path) -> None:
     """A slip of an editor neither opens nor closes the doors."""
     async with gateway_of(repository, tuning=QUICK, keys_file=str(keys)) as served:
-        async with files_noticed(Event.GATEWAY_FILES_REJECTED):
+        async with files_noticed(Event.ACCESS_FILES_REJECTED):
             write(keys, "[callers")
 
         assert await status_of_infer(served, {"X-API-Key": "secret-a"}) == 200

@@ -19,13 +19,13 @@ import tritonclient.http.aio as triton_http
 from headrace.errors import ConfigurationError
 from headrace.telemetry.logs import Event
 from headrace.tools.local_kafka.security import Certificates, make_certificates
-from headrace.tuning import TUNING
+from headrace.tuning import TUNING, AccessTuning
 from tests.support.callers import Authority
 from tests.support.conditions import DEADLINE_S
 from tests.support.gateways import add_identities, files_noticed, gateway_of, values_of
 from tests.support.spans import tracing_settings, tracing_spans
 
-QUICK = replace(TUNING.gateway, file_check_interval_s=0.01)
+QUICK = replace(TUNING.gateway, access=AccessTuning(file_check_interval_s=0.01))
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ async def test_changed_certificates_are_used_for_new_connections(
         await ask_over_http(served.url, trusting(files))
         await ask_over_grpc(served.grpc, files)
 
-        async with files_noticed(Event.GATEWAY_FILES_RELOADED):
+        async with files_noticed(Event.ACCESS_FILES_RELOADED):
             following.broker.replace(files.broker)
 
         await ask_over_http(served.url, trusting(following))
@@ -222,7 +222,7 @@ async def test_unusable_new_certificate_leaves_former_one_in_use(
 ) -> None:
     """Whoever replaces two files replaces one of them first."""
     async with gateway_of(repository, tuning=QUICK, **doors_of(files)) as served:
-        async with files_noticed(Event.GATEWAY_FILES_REJECTED):
+        async with files_noticed(Event.ACCESS_FILES_REJECTED):
             files.broker.write_text("half of it")
 
         await ask_over_http(served.url, trusting(files))

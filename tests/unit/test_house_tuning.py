@@ -15,6 +15,7 @@ from tests.support.tree import Module, modules
 
 SERVING = (
     *(
+        "access",
         "consumer",
         "control",
         "crash_isolation",
@@ -73,7 +74,7 @@ FACTS = {
     "headrace/protocol/codec/faults.py": {"_MAX_SHOWN"},
     "headrace/gateway/gateway.py": {"MAX_TIMEOUT_MS"},
     "headrace/gateway/http.py": {"CALLER_GONE"},
-    "headrace/gateway/tokens.py": {"_LEAST_RSA_BITS"},  # RFC 7518, section 3.3
+    "headrace/access/tokens.py": {"_LEAST_RSA_BITS"},  # RFC 7518, section 3.3
     "headrace/protocol/codec/responses.py": {"_FIXED_MAP"},
     "headrace/protocol/headers.py": {
         *("MAX_PRIORITY", "MAX_HEADER_BYTES", "MAX_SHOWN_NAME", "_LOOKED_AT_BYTES"),

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from headrace.access.tls import open_certificates
+from headrace.access.watched import Watched, read_file
 from headrace.config import GatewaySettings
 from headrace.errors import ConfigurationError
-from headrace.gateway.tls import open_certificates
-from headrace.gateway.watched import Watched, read_file, refreshing
+from headrace.telemetry.file_refresh import refreshing
 from headrace.telemetry.logs import Event
 from headrace.tools.local_kafka.security import make_certificates
 from tests.support.conditions import DEADLINE_S, eventually
@@ -66,19 +67,17 @@ def test_change_is_current_only_after_refresh(file: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"unusable", b"bug", None], ids=["refused", "bug", "gone"])
 def test_file_that_cannot_be_used_leaves_former_content(file: Path, content: bytes | None) -> None:
-    """It is logged once, not at each look."""
+    """The fault is raised once, not at each look."""
     watched = Watched([file], loading(file, []))
     if content is None:
         file.unlink()
     else:
         file.write_bytes(content)
 
-    with capture_logs() as logged:
-        watched.refresh()
+    with pytest.raises(ConfigurationError):
         watched.refresh()
 
-    assert watched.current() == b"one"
-    assert [each["event"] for each in logged] == [Event.GATEWAY_FILES_REJECTED]
+    assert (watched.refresh(), watched.current()) == (False, b"one")
 
 
 def test_change_while_file_is_read_is_found_by_next_refresh(file: Path) -> None:
@@ -99,12 +98,18 @@ def test_change_while_file_is_read_is_found_by_next_refresh(file: Path) -> None:
 
 
 async def test_files_are_refreshed_while_context_lasts(file: Path) -> None:
-    """Without a call."""
+    """Without a call; one that cannot be used is logged, and ends nothing."""
     watched = Watched([file], loading(file, []))
 
-    async with refreshing([watched], 0.001):
-        await asyncio.to_thread(file.write_bytes, b"second")
-        await eventually(lambda: watched.current() == b"second")
+    with capture_logs() as logged:
+        async with refreshing([watched], 0.001):
+            await asyncio.to_thread(file.write_bytes, b"unusable")
+            await eventually(lambda: bool(logged))
+            await asyncio.to_thread(file.write_bytes, b"second")
+            await eventually(lambda: watched.current() == b"second")
+
+    events = [each["event"] for each in logged]
+    assert events[:1] == [Event.ACCESS_FILES_REJECTED]
 
 
 def test_file_of_certificate_and_key_is_read_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""TLS at the doors, with certificates that change while the gateway runs."""
+"""TLS of a server, with certificates that change while it runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from headrace.config import GatewaySettings
+from headrace.access.watched import Watched, read_file
+from headrace.config import AccessSettings
 from headrace.errors import ConfigurationError
-from headrace.gateway.watched import Watched, read_file
 
 
 class Identity(NamedTuple):
-    """What the doors show of themselves, and whom they believe.
+    """What a server shows of itself, and whom it believes.
 
     Attributes:
         certificate: the chain, in PEM.
@@ -36,8 +36,14 @@ class Identity(NamedTuple):
 Certificates: TypeAlias = Watched[Identity]
 
 
-def open_certificates(settings: GatewaySettings) -> Certificates | None:
-    """Return the certificates of the doors; None if they speak without TLS.
+def open_certificates(
+    settings: AccessSettings, verify_callers: ssl.VerifyMode = ssl.CERT_REQUIRED
+) -> Certificates | None:
+    """Return the certificates of a server; None if it speaks without TLS.
+
+    Args:
+        settings: the files.
+        verify_callers: whether callers need a certificate, if there is a CA for those.
 
     Raises:
         ConfigurationError: the files cannot be used; or a key or a CA has no certificate beside it.
@@ -46,14 +52,20 @@ def open_certificates(settings: GatewaySettings) -> Certificates | None:
     if certificate is not None:
         key = settings.tls_key_file or certificate
         files = [certificate, key, *([] if ca is None else [ca])]
-        return Watched(files, partial(_load, certificate, key, ca))
+        return Watched(
+            files, partial(_load, settings.section, certificate, key, ca, verify_callers)
+        )
     for name in ("tls_key_file", "tls_client_ca_file"):
         if getattr(settings, name) is not None:
-            raise ConfigurationError(f"gateway.{name}: needs gateway.tls_cert_file beside it")
+            raise ConfigurationError(
+                f"{settings.section}.{name}: needs {settings.section}.tls_cert_file beside it"
+            )
     return None
 
 
-def _load(certificate: Path, key: Path, client_ca: Path | None) -> Identity:
+def _load(
+    section: str, certificate: Path, key: Path, client_ca: Path | None, verify: ssl.VerifyMode
+) -> Identity:
     """Return the identity in some files.
 
     Each is read once: the context and the identity must not differ because a file changed in
@@ -62,9 +74,11 @@ def _load(certificate: Path, key: Path, client_ca: Path | None) -> Identity:
     Raises:
         ConfigurationError: the files cannot be used.
     """
-    chain = read_file("tls_cert_file", certificate)
-    secret = chain if key == certificate else read_file("tls_key_file", key)
-    authorities = None if client_ca is None else read_file("tls_client_ca_file", client_ca)
+    chain = read_file(f"{section}.tls_cert_file", certificate)
+    secret = chain if key == certificate else read_file(f"{section}.tls_key_file", key)
+    authorities = (
+        None if client_ca is None else read_file(f"{section}.tls_client_ca_file", client_ca)
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -73,7 +87,7 @@ def _load(certificate: Path, key: Path, client_ca: Path | None) -> Identity:
             context.load_cert_chain(chain_copy, secret_copy, password="")
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigurationError(
-            f"gateway.tls_cert_file, tls_key_file: {certificate}, {key}: expected a certificate "
+            f"{section}.tls_cert_file, tls_key_file: {certificate}, {key}: expected a certificate "
             f"and its key in PEM, without a password: {error}"
         ) from error
     if authorities is not None:
@@ -82,9 +96,9 @@ def _load(certificate: Path, key: Path, client_ca: Path | None) -> Identity:
             context.load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigurationError(
-                f"gateway.tls_client_ca_file: {client_ca}: expected certificates in PEM: {error}"
+                f"{section}.tls_client_ca_file: {client_ca}: expected certificates in PEM: {error}"
             ) from error
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = verify
     return Identity(chain, secret, authorities, context)
 
 

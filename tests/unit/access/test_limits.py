@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.access.callers import Caller
+from headrace.access.limits import CallerLimits, Limits, Reason
 from headrace.errors import Code, Rejected
-from headrace.gateway.callers import Caller
 from headrace.gateway.gateway import Unavailable, UnderWay
-from headrace.gateway.limits import CallerLimits, Limits, Reason
 
 RATE = Limits(requests_per_second=2.0, burst=3)
 TWO_AT_ONCE = Limits(max_in_flight=2)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.access.callers import ApiGroup, Callers, Credentials
+from headrace.access.limits import Limits
 from headrace.config import GatewaySettings
-from headrace.gateway.callers import ApiGroup, Callers, Credentials
 from headrace.tuning import TUNING
 
 
@@ -23,7 +24,7 @@ from headrace.tuning import TUNING
 )
 def test_caller_without_login_is_counted_by_its_network(address: str, counted_by: str) -> None:
     """A host has all addresses of a /64, so that they are one caller."""
-    callers = Callers(GatewaySettings(caller_max_in_flight=1), TUNING.gateway)
+    callers = Callers(GatewaySettings(), TUNING.gateway.access, Limits(max_in_flight=1))
 
     caller = callers.admit(ApiGroup.INFERENCE, Credentials(address=address))
 
@@ -32,4 +33,4 @@ def test_caller_without_login_is_counted_by_its_network(address: str, counted_by
 
 def test_without_keys_and_limits_all_callers_are_alike() -> None:
     """The doors then ask nothing of a call."""
-    assert Callers(GatewaySettings(), TUNING.gateway).are_all_alike
+    assert Callers(GatewaySettings(), TUNING.gateway.access).are_all_alike

@@ -1,7 +1,7 @@
-"""Who may call what at the doors, and how much: logins by keys, tokens or certificates, the groups
-of methods that each login opens, and limits.
+"""Who may call what, and how much: logins by keys, tokens or certificates, the groups of methods
+that each login opens, and limits.
 
-A key is a random text that its caller sends with each call; the gateway's file holds only its
+A key is a random text that its caller sends with each call; the server's file holds only its
 SHA-256. That is enough, because nobody can guess a key of 256 random bits: slow hashes protect
 passwords. Looking a hash up tells nothing about the keys that are in the file.
 """
@@ -18,25 +18,30 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from headrace.config import GatewaySettings, JwtSettings
+from headrace.access.limits import NO_LIMITS, Limits
+from headrace.access.watched import Watched, read_file
+from headrace.config import AccessSettings, JwtSettings
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.gateway.limits import Limits
-from headrace.gateway.watched import Watched, read_file
-from headrace.tuning import GatewayTuning
+from headrace.tuning import AccessTuning
 
 if TYPE_CHECKING:
-    from headrace.gateway.tokens import Tokens
+    from headrace.access.tokens import Tokens
 
 BEARER = "bearer "
 
 
 class ApiGroup(StrEnum):
-    """The groups of methods that are opened together, like Triton's restricted protocols."""
+    """The groups of methods that are opened together, like Triton's restricted protocols.
+
+    Metrics and status are those of the HTTP server of a process, the page included.
+    """
 
     HEALTH = "health"
     METADATA = "metadata"
     INFERENCE = "inference"
     REPOSITORY = "repository"
+    METRICS = "metrics"
+    STATUS = "status"
 
 
 class Denied(Rejected):
@@ -54,7 +59,7 @@ class Credentials(NamedTuple):
         authorization: value of the header `Authorization`.
         key: value of the header `X-API-Key`.
         address: of the other end of the connection, without its port.
-        certificate: names in the certificate of the other end, which the door has verified: those
+        certificate: names in the certificate of the other end, which was verified: those
             for URIs (`URI:spiffe://...`), for hosts (`DNS:...`), and the common names (`CN=...`).
     """
 
@@ -115,6 +120,7 @@ class _Keys(NamedTuple):
 
 Keys: TypeAlias = Watched[_Keys]
 
+_ANY_CERTIFICATE = _Login(Caller(), frozenset(ApiGroup))
 _NO_KEYS = _Keys(frozenset({ApiGroup.HEALTH}), {})
 _BY_KEY = "an API key in Authorization: Bearer or in X-API-Key"
 _BY_CERTIFICATE = "a certificate that is known"
@@ -125,8 +131,10 @@ class Callers:
     """Decides who calls, whether the caller may, and which limits it has.
 
     Args:
-        settings: `gateway.keys_file`, `gateway.jwt` and the limits of callers.
+        settings: the files of keys and tokens.
         tuning: limits of tokens.
+        usual: limits of callers that have none of their own.
+        trust_certificates: without a file of keys, a verified certificate opens everything.
 
     Attributes:
         files: those that are to be refreshed while the callers are in use.
@@ -136,25 +144,32 @@ class Callers:
         ConfigurationError: a file cannot be used, or the packages for tokens are missing.
     """
 
-    def __init__(self, settings: GatewaySettings, tuning: GatewayTuning) -> None:
-        self._limits = Limits(
-            settings.caller_requests_per_second,
-            settings.caller_burst,
-            settings.caller_max_in_flight,
-            settings.caller_max_in_flight_bytes,
-        )
+    def __init__(
+        self,
+        settings: AccessSettings,
+        tuning: AccessTuning,
+        usual: Limits = NO_LIMITS,
+        *,
+        trust_certificates: bool = False,
+    ) -> None:
+        self._limits = usual
         self._keys: Keys | None = None
+        has_certificates = settings.tls_client_ca_file is not None
         if settings.keys_file is not None:
-            has_certificates = settings.tls_client_ca_file is not None
-            load = partial(_load, settings.keys_file, self._limits, has_certificates)
+            load = partial(_load, settings.section, settings.keys_file, usual, has_certificates)
             self._keys = Watched([settings.keys_file], load)
-        self._tokens = None if settings.jwt is None else _open_tokens(settings.jwt, tuning)
+        self._tokens = (
+            None if settings.jwt is None else _open_tokens(settings.section, settings.jwt, tuning)
+        )
+        self._trusts_certificates = trust_certificates and has_certificates and self._keys is None
         self.files: list[Watched[Any]] = []
         if self._keys is not None:
             self.files.append(self._keys)
         if self._tokens is not None:
             self.files.append(self._tokens.keys)
-        self.use_certificates = self._keys is not None and settings.tls_client_ca_file is not None
+        self.use_certificates = has_certificates and (
+            self._keys is not None or self._trusts_certificates
+        )
         kinds = {
             _BY_KEY: self._keys is not None,
             _BY_TOKEN: self._tokens is not None,
@@ -219,8 +234,9 @@ class Callers:
         caller = Caller(claims.tenant, f"token of {claims.tenant}", limits)
         return _Login(caller, claims.groups)
 
-    @staticmethod
-    def _log_in_by_certificate(keys: _Keys, names: tuple[str, ...]) -> _Login | None:
+    def _log_in_by_certificate(self, keys: _Keys, names: tuple[str, ...]) -> _Login | None:
+        if names and self._trusts_certificates:
+            return _ANY_CERTIFICATE
         for name in names:
             if (login := keys.logins.get(name)) is not None:
                 return login
@@ -234,14 +250,14 @@ class Callers:
         return Caller(limited_as=f"address {_network_of(given.address)}", limits=self._limits)
 
 
-def _open_tokens(settings: JwtSettings, tuning: GatewayTuning) -> Tokens:
+def _open_tokens(section: str, settings: JwtSettings, tuning: AccessTuning) -> Tokens:
     try:
-        from headrace.gateway.tokens import Tokens
+        from headrace.access.tokens import Tokens
     except ImportError as error:
         raise ConfigurationError(
-            "gateway.jwt needs PyJWT and cryptography: pip install 'headrace[jwt]'"
+            f"{section}.jwt needs PyJWT and cryptography: pip install 'headrace[jwt]'"
         ) from error
-    return Tokens(settings, tuning)
+    return Tokens(section, settings, tuning)
 
 
 def _network_of(address: str) -> str:
@@ -261,9 +277,9 @@ def _network_of(address: str) -> str:
     return str(ipaddress.IPv6Network((found.packed[:8] + bytes(8), 64)))
 
 
-def _load(file: Path, usual: Limits, has_certificates: bool) -> _Keys:
-    content = read_file("keys_file", file)
-    where = f"gateway.keys_file: {file}"
+def _load(section: str, file: Path, usual: Limits, has_certificates: bool) -> _Keys:
+    content = read_file(f"{section}.keys_file", file)
+    where = f"{section}.keys_file: {file}"
     try:
         found = msgspec.toml.decode(content, type=_KeysFile)
     except (msgspec.DecodeError, ValueError) as error:
@@ -279,7 +295,8 @@ def _load(file: Path, usual: Limits, has_certificates: bool) -> _Keys:
             )
         if entry.certificate is not None and not has_certificates:
             raise ConfigurationError(
-                f"{where}: {name}: expected gateway.tls_client_ca_file for a certificate, got none"
+                f"{where}: {name}: expected {section}.tls_client_ca_file for a certificate, "
+                "got none"
             )
         (key,) = shown
         if key in logins:

@@ -1,6 +1,6 @@
 """JSON Web Tokens of callers (RFC 7519): which ones are believed, and what they say.
 
-Only signatures with the public keys of `gateway.jwt.jwks_file` are believed. A key fixes the
+Only signatures with the public keys of `jwt.jwks_file` are believed. A key fixes the
 algorithms that it verifies, whatever the token's header says, so that no public key is taken for a
 shared secret (RFC 8725, section 3.1).
 """
@@ -19,13 +19,13 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from msgspec import Struct
 
+from headrace.access.watched import Watched, read_file
 from headrace.config import JwtSettings
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.gateway.watched import Watched, read_file
 from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.headers import MAX_HEADER_BYTES
 from headrace.protocol.messages import MAX_NAME_LENGTH
-from headrace.tuning import GatewayTuning
+from headrace.tuning import AccessTuning
 
 _ALGORITHMS = {
     ("RSA", None): ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
@@ -95,6 +95,7 @@ class Tokens:
     last: a signature takes 150 to 250 µs of the event loop, and a remembered token takes 2.
 
     Args:
+        section: name of the section that the settings are in, for errors.
         settings: see there.
         tuning: limits of a token and of the cache.
         now_s: the wall clock, in epoch seconds, for the tokens of the cache; PyJWT reads its own.
@@ -107,13 +108,17 @@ class Tokens:
     """
 
     def __init__(
-        self, settings: JwtSettings, tuning: GatewayTuning, now_s: Callable[[], float] = time.time
+        self,
+        section: str,
+        settings: JwtSettings,
+        tuning: AccessTuning,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._max_bytes = tuning.max_token_bytes
         self._now_s = now_s
         file = settings.jwks_file
-        load = partial(_load, file, frozenset(settings.algorithms))
+        load = partial(_load, f"{section}.jwt.jwks_file", file, frozenset(settings.algorithms))
         self.keys = Watched([file], load)
         self._verified: BoundedCache[bytes, _Verified] = BoundedCache(tuning.cached_tokens)
 
@@ -191,10 +196,10 @@ def _words(claim: object) -> list[str]:
     return [each for each in claim if isinstance(each, str)] if isinstance(claim, list) else []
 
 
-def _load(file: Path, allowed: frozenset[str]) -> dict[str, _Key]:
+def _load(setting: str, file: Path, allowed: frozenset[str]) -> dict[str, _Key]:
     """Return the keys of a JSON Web Key Set (RFC 7517) for the algorithms, by `kid`."""
-    where = f"gateway.jwt.jwks_file: {file}"
-    content = read_file("jwt.jwks_file", file)
+    where = f"{setting}: {file}"
+    content = read_file(setting, file)
     try:
         given = msgspec.json.decode(content, type=_KeySet).keys
         described = msgspec.convert(given, list[_Jwk])

@@ -17,10 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from jwt.algorithms import RSAAlgorithm
 
+from headrace.access.callers import ApiGroup, Callers, Credentials, Denied
+from headrace.access.limits import Limits
+from headrace.access.tokens import Claims, Tokens
 from headrace.config import GatewaySettings, JwtSettings
 from headrace.errors import ConfigurationError, Rejected
-from headrace.gateway.callers import ApiGroup, Callers, Credentials, Denied
-from headrace.gateway.tokens import Claims, Tokens
 from headrace.tuning import TUNING
 from tests.support.tokens import HOUR_S, Provider, jwt_settings
 
@@ -41,7 +42,7 @@ def jwks(provider: Provider, tmp_path: Path) -> Path:
 
 def tokens_of(file: Path, **others: Any) -> Tokens:
     """What verifies tokens of the provider; it looks at the file each time."""
-    return Tokens(JwtSettings(**jwt_settings(file, **others)), TUNING.gateway)
+    return Tokens("gateway", JwtSettings(**jwt_settings(file, **others)), TUNING.gateway.access)
 
 
 @pytest.mark.parametrize("algorithm", ["RS256", "ES256", "EdDSA"])
@@ -184,7 +185,9 @@ def test_token_without_kid_is_for_only_key(provider: Provider, tmp_path: Path) -
 def test_verified_token_is_refused_once_it_expires(provider: Provider, jwks: Path) -> None:
     """Its signature is not verified again, its time is."""
     now_s = [time.time()]
-    tokens = Tokens(JwtSettings(**jwt_settings(jwks)), TUNING.gateway, now_s=lambda: now_s[0])
+    tokens = Tokens(
+        "gateway", JwtSettings(**jwt_settings(jwks)), TUNING.gateway.access, now_s=lambda: now_s[0]
+    )
     token = provider.token()
     tokens.read(token)
 
@@ -245,12 +248,12 @@ def test_missing_package_is_named_with_its_extra(
     jwks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wheel alone does not bring it."""
-    monkeypatch.delitem(sys.modules, "headrace.gateway.tokens")
+    monkeypatch.delitem(sys.modules, "headrace.access.tokens")
     monkeypatch.setitem(sys.modules, "jwt", None)
     settings = GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks)))
 
     with pytest.raises(ConfigurationError, match=r"pip install 'headrace\[jwt\]'"):
-        Callers(settings, TUNING.gateway)
+        Callers(settings, TUNING.gateway.access)
 
 
 def bearer(token: str) -> Credentials:
@@ -259,7 +262,7 @@ def bearer(token: str) -> Credentials:
 
 def test_public_groups_need_no_token(provider: Provider, jwks: Path) -> None:
     """Health, for balancers; a token that is not valid changes nothing about that."""
-    callers = Callers(GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks))), TUNING.gateway)
+    callers = Callers(GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks))), TUNING.gateway.access)
 
     assert callers.admit(ApiGroup.HEALTH, bearer(provider.token(exp=1))).tenant == ""
     with pytest.raises(Denied, match=r"metadata: expected a valid token in .*, got none$"):
@@ -268,7 +271,8 @@ def test_public_groups_need_no_token(provider: Provider, jwks: Path) -> None:
 
 def test_token_and_key_of_same_name_are_counted_apart(provider: Provider, jwks: Path) -> None:
     """Their limits may differ, and a change of limits gives all tokens of the rate back."""
-    settings = GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks)), caller_max_in_flight=1)
-    caller = Callers(settings, TUNING.gateway).admit(ApiGroup.INFERENCE, bearer(provider.token()))
+    settings = GatewaySettings(jwt=JwtSettings(**jwt_settings(jwks)))
+    callers = Callers(settings, TUNING.gateway.access, Limits(max_in_flight=1))
+    caller = callers.admit(ApiGroup.INFERENCE, bearer(provider.token()))
 
     assert (caller.tenant, caller.limited_as) == ("team-a", "token of team-a")

@@ -1,4 +1,4 @@
-"""Limits of each caller at the doors: requests a second, and what it has under way at once.
+"""Limits of each caller: requests a second, and what it has under way at once.
 
 A caller over its limits is refused at once and may try again, so that it cannot take the place of
 others. Each process of a gateway counts for itself.
@@ -41,6 +41,9 @@ class Limits(NamedTuple):
     def are_set(self) -> bool:
         """Return True if there is a limit."""
         return bool(self.requests_per_second or self.max_in_flight or self.max_in_flight_bytes)
+
+
+NO_LIMITS = Limits()
 
 
 class CallerUsage:
