@@ -395,8 +395,21 @@ class GatewaySettings(AccessSettings):
     """Prefix of the shared memory objects that callers may have tensors in, such as `/headrace_`;
     only objects of this process' user; `off` for none.
     """
+    reuse_port: bool = False
+    """Share the ports with other gateways of the same user on this machine (SO_REUSEPORT), as the
+    processes of `headrace gateway --workers` do.
+    """
     drain_notice_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 0.0
     """Time for balancers to see that a gateway is no longer ready, before it stops listening."""
+
+    @model_validator(mode="after")
+    def _regions_have_one_process(self) -> Self:
+        if self.reuse_port and self.shared_memory != "off":
+            raise ValueError(
+                "reuse_port: regions of shared memory (gateway.shared_memory) belong to one "
+                "process, and calls on a port that is shared may come to another"
+            )
+        return self
 
 
 class TelemetrySettings(AccessSettings):

@@ -736,6 +736,11 @@ class RuntimeTuning:
     from a user's model are still collected, later.
     """
 
+    worker_restart: Backoff = Backoff(first_s=0.5, longest_s=30.0)
+    """Pause before a worker of a gateway that ended is started again."""
+    worker_steady_s: float = 60.0
+    """A worker that ran for so long is started again after the first pause."""
+
     heap_check_interval_s: float = 5.0
     """Interval between two checks of whether to return free memory to the system."""
     heap_growth_bytes: int = 32 * 1024 * 1024

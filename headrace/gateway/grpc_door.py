@@ -629,7 +629,7 @@ def _options(settings: GatewaySettings, tuning: GatewayTuning) -> list[tuple[str
     Without `grpc.so_reuseport` a port that is taken is an error.
     """
     return [
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(settings.reuse_port)),
         ("grpc.max_receive_message_length", settings.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", tuning.max_streams),

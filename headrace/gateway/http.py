@@ -140,6 +140,7 @@ class HttpDoor:
             address,
             self._connections,
             None if certificates is None else RenewedContext.of(certificates),
+            reuse_port=gateway.settings.reuse_port,
         )
 
     @property

@@ -6,9 +6,7 @@ The server of a process (`headrace.telemetry.http`) and the gateway's door for H
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
-import os
 import re
 import socket
 import ssl
@@ -45,6 +43,7 @@ class HttpListener:
         address: host and port; port 0 picks a free one, see `port`.
         connections: its open connections.
         tls: None to speak without TLS.
+        reuse_port: share the port with other processes, see `bind`.
     """
 
     def __init__(
@@ -53,8 +52,11 @@ class HttpListener:
         address: tuple[str, int],
         connections: Connections,
         tls: ssl.SSLContext | None = None,
+        *,
+        reuse_port: bool = False,
     ) -> None:
         self._tls = tls
+        self._reuse_port = reuse_port
         self._setting = setting
         self._host, self._port = address
         self._connections = connections
@@ -77,14 +79,15 @@ class HttpListener:
         await runner.setup()
         assert runner.server is not None
         try:
-            self._sockets = await listen(self._host, self._port)
-        except OSError as error:
+            self._sockets = await bind(
+                self._setting, self._host, self._port, reuse_port=self._reuse_port
+            )
+            listen(self._setting, self._sockets)
+        except Fatal:
             await runner.cleanup()
-            raise Fatal(
-                f"{self._setting}: cannot listen on {self._host}:{self._port}: {error.strerror}"
-            ) from error
+            raise
         self._runner = runner
-        self._port = self._sockets[0].getsockname()[1]
+        self._port = port_of(self._sockets)
         self._connections.start(self._sockets, runner.server, self._tls)
 
     def stop_listening(self) -> None:
@@ -105,34 +108,80 @@ class HttpListener:
         await self._connections.close()
 
 
-async def listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on all addresses of a host, at one port; port 0 picks a free one.
+async def bind(
+    setting: str, host: str, port: int, *, reuse_port: bool = False
+) -> list[socket.socket]:
+    """Return sockets that are bound to all addresses of a host, at one port, and do not listen yet.
+
+    Args:
+        setting: name of the port's setting, for errors.
+        host: a name or an address; empty for all addresses of this machine.
+        port: 0 picks a free one.
+        reuse_port: other processes of the same user may listen on the port as well, and the kernel
+            spreads the connections over those that do (SO_REUSEPORT).
 
     Raises:
-        OSError: the name is not known, or an address is taken or is not this machine's.
+        Fatal: the name is not known, or an address is taken or is not this machine's.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
     sockets: list[socket.socket] = []
     with ExitStack() as opened:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            try:
-                each = opened.enter_context(socket.socket(family, kind, protocol))
-            except OSError:
-                continue  # a family that this machine does not have
-            each.setblocking(False)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            at_port = port or (sockets[0].getsockname()[1] if sockets else 0)
-            each.bind((address[0], at_port, *address[2:]))
-            each.listen(socket.SOMAXCONN)
-            sockets.append(each)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                try:
+                    each = opened.enter_context(socket.socket(family, kind, protocol))
+                except OSError:
+                    continue  # a family that this machine does not have
+                each.setblocking(False)
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if reuse_port:
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                if family == socket.AF_INET6:
+                    each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                at_port = port or (port_of(sockets) if sockets else 0)
+                each.bind((address[0], at_port, *address[2:]))
+                sockets.append(each)
+        except OSError as error:
+            raise Fatal(f"{setting}: cannot listen on {host}:{port}: {error.strerror}") from error
         if not sockets:
-            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            raise Fatal(f"{setting}: cannot listen on {host}:{port}: no such address family")
         opened.pop_all()
     return sockets
+
+
+def port_of(sockets: Sequence[socket.socket]) -> int:
+    """Return the port that sockets are bound to."""
+    port: int = sockets[0].getsockname()[1]
+    return port
+
+
+def listen(setting: str, sockets: Sequence[socket.socket]) -> None:
+    """Begin to listen. Raises `Fatal`: another process listens there; the sockets are closed."""
+    try:
+        for each in sockets:
+            each.listen(socket.SOMAXCONN)
+    except OSError as error:
+        host, port = each.getsockname()[:2]
+        for each in sockets:
+            each.close()
+        raise Fatal(f"{setting}: cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+async def reserve(setting: str, host: str, port: int) -> list[socket.socket]:
+    """Return sockets as `bind`, at a port that nobody has, for other processes to share.
+
+    They never listen: they only keep the port for those processes.
+
+    Raises:
+        Fatal: see `bind`.
+    """
+    alone = await bind(setting, host, port)  # SO_REUSEPORT would join another group of processes
+    free_port = port_of(alone)
+    for each in alone:
+        each.close()
+    return await bind(setting, host, free_port, reuse_port=True)
 
 
 _ABSOLUTE_TARGET = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)

@@ -40,6 +40,8 @@ class Event(StrEnum):
     STUCK = "process.stuck"
     HEAP_TRIMMED = "heap.trimmed"
     DRAIN_INCOMPLETE = "drain.incomplete"
+    WORKER_STARTED = "worker.started"
+    WORKER_ENDED = "worker.ended"
     HTTP_ACCEPT_FAILED = "http.accept_failed"
     ACCESS_FILES_RELOADED = "access.files_reloaded"
     ACCESS_FILES_REJECTED = "access.files_rejected"

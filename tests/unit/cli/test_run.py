@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -98,6 +99,26 @@ def test_gateway_alone_runs_no_stage(call: Call, started: Started) -> None:
     """`headrace gateway` is a process without stages, in front of a broker."""
     assert call("gateway", "--bootstrap-servers", "127.0.0.1:9092").exit_code == Exit.DONE
     assert (started[0], started.with_gateway) == ((), True)
+
+
+def test_workers_of_gateway_refuse_shared_memory(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that one process knows would be unknown to the next call's."""
+    monkeypatch.setenv("HEADRACE_GATEWAY__SHARED_MEMORY", "/headrace_")
+    result = call("gateway", "--workers", "2", "--bootstrap-servers", "127.0.0.1:9")
+    assert result.exit_code == Exit.USAGE
+    assert 'gateway.shared_memory: expected "off" with --workers' in result.stderr
+
+
+def test_workers_of_gateway_need_free_port(call: Call) -> None:
+    """It is an error at once, and no worker is started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        options = ("--bootstrap-servers", "127.0.0.1:9", "--gateway-port", port)
+        result = call("gateway", "--workers", "2", *options)
+    assert result.exit_code == Exit.FAILED
+    assert f"gateway.http_port: cannot listen on 127.0.0.1:{port}" in result.stderr
 
 
 def test_gateway_alone_needs_broker(call: Call, started: Started) -> None:

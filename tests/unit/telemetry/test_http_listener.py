@@ -15,7 +15,14 @@ import uvloop
 from aiohttp import web
 
 from headrace.errors import Fatal
-from headrace.telemetry.http_listener import Connections, HttpListener
+from headrace.telemetry.http_listener import (
+    Connections,
+    HttpListener,
+    bind,
+    listen,
+    port_of,
+    reserve,
+)
 from headrace.tools.local_kafka.security import Certificates, make_certificates
 from tests.support.conditions import DEADLINE_S
 
@@ -155,6 +162,33 @@ def test_queued_connection_is_answered_after_end_of_listening(run: Run) -> None:
                 await asyncio.open_connection(HOST, server.port)
 
     run(main())
+
+
+async def test_reserved_port_is_shared_by_those_that_listen() -> None:
+    """The one that keeps it does not listen, so that the kernel sends it no connection."""
+    kept = await reserve("gateway.http_port", HOST, 0)
+    port = port_of(kept)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(HOST, port)
+    for _ in range(2):
+        (sharing,) = await bind("gateway.http_port", HOST, port, reuse_port=True)
+        listen("gateway.http_port", [sharing])
+        _, writer = await asyncio.open_connection(HOST, port)
+        writer.close()
+        sharing.close()
+    for each in kept:
+        each.close()
+
+
+async def test_shared_port_is_not_reserved_again() -> None:
+    """Else two groups of processes would answer each other's callers."""
+    kept = await reserve("gateway.http_port", HOST, 0)
+    (sharing,) = await bind("gateway.http_port", HOST, port_of(kept), reuse_port=True)
+    listen("gateway.http_port", [sharing])
+    with pytest.raises(Fatal, match=rf"gateway\.http_port: cannot listen on {HOST}:\d+: Address"):
+        await reserve("gateway.http_port", HOST, port_of(kept))
+    for each in (*kept, sharing):
+        each.close()
 
 
 async def test_all_addresses_of_host_have_same_port() -> None:
