@@ -22,6 +22,7 @@ from headrace.errors import Code, Rejected, Retriable
 from headrace.gateway.bodies import IndexEntry
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
+from headrace.gateway.conversions import Conversions
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
@@ -181,6 +182,7 @@ class Gateway:
         certificates: of the doors; None if they speak without TLS.
         callers: who may call, and how much.
         connections: of the door for HTTP.
+        conversions: of the bodies of all doors.
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
         draining: set once each answer is to be the last one on its connection.
@@ -227,6 +229,7 @@ class Gateway:
             self.files.append(self.certificates)
         self.draining = asyncio.Event()
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
+        self.conversions = Conversions(tuning, use_regions=self.has_shared_memory)
         self._limits = CallerLimits(tuning.max_idle_callers)
         self.connections = Connections(
             limits.max_connections, limits.header_timeout_s, limits.idle_timeout_s
@@ -247,6 +250,7 @@ class Gateway:
     ) -> None:
         await self._client.__aexit__(kind, error, trace)
         self.regions.unregister()
+        self.conversions.close()
 
     def snapshot(self) -> GatewaySnapshot:
         """Return the state that the metrics show."""
@@ -356,8 +360,8 @@ class Gateway:
                 batched=version.signature.batched,
                 labels=version.labels.get(name, ()),
             )
-            is_large = outputs[name].size > self.tuning.classified_inline
-            outputs[name] = await asyncio.to_thread(turn) if is_large else turn()
+            takes_long = outputs[name].size > self.tuning.classified_inline
+            outputs[name] = await self.conversions.run(turn, takes_long=takes_long)
         return answer._replace(outputs=outputs)
 
     async def infer_payload(

@@ -90,6 +90,15 @@ def decode_call(request: ModelInferRequest, regions: RegionAccess = NO_REGIONS) 
     )
 
 
+def is_decoded_by_element(request: ModelInferRequest) -> bool:
+    """Return True if elements are taken one by one, which takes long for large tensors: those that
+    are not raw, and those of BYTES.
+    """
+    return not request.raw_input_contents or any(
+        tensor.datatype == "BYTES" for tensor in request.inputs
+    )
+
+
 def _raw_contents(request: ModelInferRequest) -> Iterator[bytes] | None:
     """Return the raw contents of the inputs that are not in shared memory; None if none are raw."""
     raw = request.raw_input_contents

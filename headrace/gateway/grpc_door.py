@@ -43,7 +43,7 @@ from headrace.gateway.gateway import (
     answer_of_error,
     read_priority,
 )
-from headrace.gateway.grpc_codec import decode_call, encode_answer
+from headrace.gateway.grpc_codec import decode_call, encode_answer, is_decoded_by_element
 from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import State
@@ -279,7 +279,7 @@ class GrpcDoor:
         gRPC cancels this when the caller cancels, when its deadline passes, and when it is gone;
         that cancels the request.
         """
-        gateway = self._gateway
+        gateway, conversions = self._gateway, self._gateway.conversions
         began_s = time.monotonic()
         status = grpc.StatusCode.CANCELLED
         found = dict(context.invocation_metadata() or ())
@@ -291,7 +291,11 @@ class GrpcDoor:
                 counted.add(len(message))
                 request = _parse(messages.ModelInferRequest, message)
                 regions = gateway.access(counted)
-                call = decode_call(request, regions)
+                by_element = is_decoded_by_element(request)
+                call = await conversions.run(
+                    partial(decode_call, request, regions),
+                    takes_long=conversions.parsing_takes_long(message, by_element=by_element),
+                )
                 call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one
                 given_s = [call.timeout_us / 1e6] if call.timeout_us else []
                 if (left_s := context.time_remaining()) is not None:
@@ -304,7 +308,10 @@ class GrpcDoor:
                     headers = [*headers, (HeaderName.TENANT, caller.tenant.encode())]
                 answer = await gateway.infer(model, version, call, urgency, headers)
                 span.answered(answer)
-                encoded = encode_answer(answer, call, regions)
+                encoded = await conversions.run(
+                    partial(encode_answer, answer, call, regions),
+                    takes_long=conversions.encoding_takes_long(answer, call),
+                )
             status = grpc.StatusCode.OK
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             described = answer_of_error(error)

@@ -65,15 +65,12 @@ from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.compression import (
     CODINGS,
-    ZSTD,
-    Decompressor,
     choose_coding,
     compress,
-    new_decompressor,
+    decompress,
     read_coding,
     too_large,
 )
-from headrace.protocol.compression import decompress as decompress_value
 from headrace.protocol.headers import JSON, HeaderName
 from headrace.telemetry.http_listener import HttpListener, credentials_of
 from headrace.telemetry.logs import Event
@@ -312,7 +309,7 @@ class HttpDoor:
 
         aiohttp cancels this when the caller hangs up; that cancels the request.
         """
-        gateway = self._gateway
+        gateway, conversions = self._gateway, self._gateway.conversions
         model, version = request.match_info["model"], request.match_info.get("version")
         with gateway.under_way.counting(request.get(_CALLER)) as counted:
             body = await self._read_body(request, counted)
@@ -333,30 +330,42 @@ class HttpDoor:
                 if json_bytes == 0:
                     call = decode_raw(body, self._find_version(request).signature)
                 else:
-                    call = decode_call(body, json_bytes, regions)
+                    call = await conversions.run(
+                        partial(decode_call, body, json_bytes, regions),
+                        takes_long=conversions.decoding_takes_long(body, json_bytes),
+                    )
                 urgency = self._urgency(request, call.timeout_us)
                 answer = await gateway.infer(model, version, call, urgency, _headers(request, span))
             span.answered(answer)
-            body, json_bytes = encode_answer(answer, call, regions)
+            body, json_bytes = await conversions.run(
+                partial(encode_answer, answer, call, regions),
+                takes_long=conversions.encoding_takes_long(answer, call),
+            )
             headers = {"Content-Type": JSON}
             if json_bytes is not None:
                 headers = {"Content-Type": OCTETS, JSON_BYTES: str(json_bytes)}
-            return self._compressed(request, body, headers)
+            return await self._compressed(request, body, headers)
 
     async def _take_predict(self, request: web.Request, span: ServerSpan) -> web.Response:
         """Do the same for a request of TensorFlow Serving's protocol."""
-        gateway = self._gateway
+        gateway, conversions = self._gateway, self._gateway.conversions
         model, version = request.match_info["model"], request.match_info.get("version")
         with gateway.under_way.counting(request.get(_CALLER)) as counted:
             body = await self._read_body(request, counted)
-            predict = decode_predict(body, self._find_version(request).signature)
+            predict = await conversions.run(
+                partial(decode_predict, body, self._find_version(request).signature),
+                takes_long=conversions.decoding_takes_long(body),
+            )
             urgency = self._urgency(request)
             answer = await gateway.infer(
                 model, version, predict.call, urgency, _headers(request, span)
             )
             span.answered(answer)
-            answered = encode_predictions(answer, predict)
-            return self._compressed(request, answered, {"Content-Type": JSON})
+            answered = await conversions.run(
+                partial(encode_predictions, answer, predict),
+                takes_long=conversions.encoding_takes_long(answer, None),
+            )
+            return await self._compressed(request, answered, {"Content-Type": JSON})
 
     async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
@@ -365,20 +374,16 @@ class HttpDoor:
         if (request.content_length or 0) > limit:
             raise too_large("body", limit, str(request.content_length))
         coding = _coding_of(request)
-        decompress = _decompressor(coding, limit)
         parts: list[bytes] = []
-        size, sent = 0, 0
+        sent = 0
 
         def take(chunk: bytes) -> None:
-            nonlocal size, sent
+            nonlocal sent
             sent += len(chunk)
-            with _damage_as_unreadable():
-                part = decompress(chunk)
-            size += len(part)
-            if max(size, sent) > limit:
+            if sent > limit:
                 raise too_large("body", limit, "more")
-            counted.add(len(part))
-            parts.append(part)
+            counted.add(len(chunk))
+            parts.append(chunk)
 
         try:
             if request.content.is_eof():  # a small body comes with its head: nothing to wait for
@@ -392,13 +397,15 @@ class HttpDoor:
             raise UnreadableBody(408, f"body: expected {expected}, got {sent} bytes") from None
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise UnreadableBody(400, f"body: expected one that can be read: {error}") from error
-        with _damage_as_unreadable():
-            decompress(None)
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        if coding != ZSTD:
+        if not coding:
             return body
+        conversions = self._gateway.conversions
         with _damage_as_unreadable():
-            plain = decompress_value(body, ZSTD, limit, "body")
+            plain = await conversions.run(
+                partial(decompress, body, coding, limit, "body"),
+                takes_long=conversions.inflating_takes_long(body),
+            )
         counted.add(max(0, len(plain) - len(body)))
         return plain
 
@@ -408,20 +415,20 @@ class HttpDoor:
         given_s = (each for each in ((timeout_ms or 0) / 1e3, timeout_us / 1e6) if each)
         return self._gateway.urgency(given_s, read_priority(PRIORITY, headers.get(PRIORITY)))
 
-    def _compressed(
+    async def _compressed(
         self, request: web.Request, body: bytes, headers: dict[str, str]
     ) -> web.Response:
         """Return the response, compressed if it is large and the caller accepts that."""
         if len(body) < self._tuning.compressed_from_bytes:
             return web.Response(body=body, headers=headers)
         coding = choose_coding(request.headers.get("Accept-Encoding", ""))
-        if coding == ZSTD:
-            headers["Content-Encoding"] = ZSTD
-            return web.Response(body=compress(body, ZSTD), headers=headers)
-        response = web.Response(body=body, headers=headers)
-        if coding:
-            response.enable_compression(web.ContentCoding(coding))
-        return response
+        if not coding:
+            return web.Response(body=body, headers=headers)
+        conversions = self._gateway.conversions
+        compressed = await conversions.run(
+            partial(compress, body, coding), takes_long=conversions.deflating_takes_long(body)
+        )
+        return web.Response(body=compressed, headers={**headers, "Content-Encoding": coding})
 
     # --- health and metadata ------------------------------------------------------------------
 
@@ -563,16 +570,6 @@ def _coding_of(request: web.Request) -> str:
             415, f"header Content-Encoding: expected {expected}, got {given[:40]!r}"
         )
     return coding
-
-
-def _decompressor(coding: str, limit_bytes: int) -> Decompressor:
-    """Return the function that decompresses a body's chunks; None after the last one.
-
-    Of zstd it yields the compressed bytes: only what is made of a whole body can be bounded.
-    """
-    if coding in ("", ZSTD):
-        return lambda chunk: chunk or b""
-    return new_decompressor(coding, limit_bytes, "body")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ Sizes are bounded before the bytes are made. Names and qualities are those of RF
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
 
 import cramjam
 import numpy as np
@@ -24,12 +23,6 @@ CODINGS = (ZSTD, GZIP, DEFLATE)
 
 _WINDOW_BITS = {GZIP: 16 + zlib.MAX_WBITS, DEFLATE: zlib.MAX_WBITS}
 _TUNING = TUNING.protocol
-
-
-class Decompressor(Protocol):
-    """Decompresses the chunks of a value in their order; None stands for its end."""
-
-    def __call__(self, chunk: bytes | None) -> bytes: ...
 
 
 def read_coding(text: str) -> str | None:
@@ -102,27 +95,6 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
         got = f"{len(content)} bytes that end early, after {len(plain)} decompressed ones"
         raise _damaged(where, f"a whole {coding} stream", got)
     return plain
-
-
-def new_decompressor(coding: str, limit_bytes: int, where: str) -> Decompressor:
-    """Return the function that decompresses a stream of gzip or deflate which comes in chunks.
-
-    A chunk never yields more than one byte over the limit. The function raises `Rejected` as
-    `decompress` does, except `TOO_LARGE`: the caller adds the sizes.
-    """
-    stream = zlib.decompressobj(_WINDOW_BITS[coding])
-
-    def decompress_chunk(chunk: bytes | None) -> bytes:
-        try:
-            part = b"" if chunk is None else stream.decompress(chunk, limit_bytes + 1)
-        except zlib.error as error:
-            raise _damaged(where, f"{coding} without damage", str(error)) from error
-        if stream.unused_data or (chunk is None and not stream.eof):
-            found = "bytes after it" if stream.unused_data else "a part of one"
-            raise _damaged(where, f"one {coding} stream", found)
-        return part
-
-    return decompress_chunk
 
 
 def too_large(where: str, limit_bytes: int, got: str = "more") -> Rejected:

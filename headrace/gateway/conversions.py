@@ -1,0 +1,92 @@
+"""Where bodies are converted: on the event loop if that is quick, otherwise on a thread.
+
+Compressing takes up to 40 ms for 1 MiB, elements of BYTES 0.6 µs each and JSON up to 0.9 µs an
+element, and everything else waits for the event loop meanwhile. zlib and zstd release the
+interpreter, so that a thread takes all of that off the loop. JSON holds it while msgspec reads or
+writes, a third to two thirds of the time. Beside requests with 2.3 MiB of JSON in gzip, the slowest
+answer to another caller comes after 11 to 16 ms instead of 38; see `GatewayTuning` for the bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from headrace.client import Response
+from headrace.gateway.codec import InferCall
+from headrace.tuning import GatewayTuning
+
+T = TypeVar("T")
+
+
+class Conversions:
+    """Converts bodies, large ones on a few threads of its own.
+
+    What a body decompresses to is counted once it is there, so that the number of threads also
+    bounds what is not counted yet.
+
+    Args:
+        tuning: what is large.
+        use_regions: tensors may be in shared memory. Regions are read, written, counted and
+            unregistered on the event loop alone, so requests are decoded, and answers encoded,
+            there as well.
+    """
+
+    def __init__(self, tuning: GatewayTuning, *, use_regions: bool) -> None:
+        self._tuning = tuning
+        self._use_regions = use_regions
+        self._threads = ThreadPoolExecutor(tuning.conversion_threads, "gateway-conversion")
+
+    def close(self) -> None:
+        """End the threads, after what they have begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, convert: Callable[[], T], *, takes_long: bool) -> T:
+        """Return what a function makes, which runs on a thread if it takes long."""
+        if not takes_long:
+            return convert()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, convert)
+
+    def inflating_takes_long(self, compressed: bytes) -> bool:
+        """Return True for more than a bomb needs to hold up the event loop."""
+        return len(compressed) > self._tuning.inflated_inline_bytes
+
+    def deflating_takes_long(self, plain: bytes) -> bool:
+        """Return whether compressing takes long."""
+        return len(plain) > self._tuning.converted_inline_bytes
+
+    def decoding_takes_long(self, body: bytes, json_bytes: int | None = None) -> bool:
+        """Return whether decoding an inference request over HTTP takes long.
+
+        Args:
+            body: JSON, and the tensors after it.
+            json_bytes: the size of the JSON; None if it is all of the body.
+        """
+        inline_bytes = self._tuning.converted_inline_bytes
+        if self._use_regions or len(body) <= inline_bytes:
+            return False
+        if json_bytes is None or json_bytes > inline_bytes:
+            return True
+        # Tensors of fixed sizes are not looked at. JSON can write any name with a backslash.
+        head = body[:json_bytes]
+        return b"BYTES" in head or b"\\" in head
+
+    def parsing_takes_long(self, message: bytes, *, by_element: bool) -> bool:
+        """Return whether decoding an inference request over gRPC takes long."""
+        is_large = len(message) > self._tuning.converted_inline_bytes
+        return is_large and by_element and not self._use_regions
+
+    def encoding_takes_long(self, answer: Response, call: InferCall | None) -> bool:
+        """Return whether encoding an answer takes long; without a call all of it is JSON."""
+        if self._use_regions:
+            return False
+        elements = sum(
+            array.size
+            for name, array in answer.outputs.items()
+            if call is None
+            or array.dtype.hasobject
+            or not call.binary.get(name, call.binary_by_default)
+        )
+        return elements > self._tuning.encoded_inline_elements
