@@ -190,6 +190,8 @@ class ProtocolTuning:
     """Level of what is compressed with zstd: its own default."""
     deflate_level: int = 1
     """Level of what is compressed with gzip or deflate: the fastest."""
+    brotli_quality: int = 4
+    """Quality of what is compressed with br, of 11: about as fast as zstd."""
     max_decompressed_bytes: int = 1 << 30
     """Largest value that is decompressed where no setting limits it, as in a client."""
     first_zstd_bytes: int = 64 * 1024

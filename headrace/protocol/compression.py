@@ -1,14 +1,15 @@
-"""The codings of values on topics and of bodies over HTTP: gzip, deflate and zstd.
+"""The codings of values on topics and of bodies over HTTP: gzip, deflate, zstd and br.
 
 Sizes are bounded before the bytes are made. Names and qualities are those of RFC 9110 (8.4.1 and
-12.5.3), in which `deflate` is zlib's format (RFC 1950); the others are RFC 1952 (gzip) and RFC 8878
-(zstd).
+12.5.3), in which `deflate` is zlib's format (RFC 1950); the others are RFC 1952 (gzip), RFC 8878
+(zstd) and RFC 7932 (br).
 """
 
 from __future__ import annotations
 
 import zlib
 
+import brotli
 import cramjam
 import numpy as np
 
@@ -18,7 +19,8 @@ from headrace.tuning import TUNING
 GZIP = "gzip"
 DEFLATE = "deflate"
 ZSTD = "zstd"
-CODINGS = (ZSTD, GZIP, DEFLATE)
+BROTLI = "br"
+CODINGS = (ZSTD, GZIP, DEFLATE, BROTLI)
 """The known codings; of those that a caller accepts equally, the first one is taken."""
 
 _WINDOW_BITS = {GZIP: 16 + zlib.MAX_WBITS, DEFLATE: zlib.MAX_WBITS}
@@ -62,6 +64,8 @@ def compress(content: bytes, coding: str) -> bytes:
     """Return the content in a coding."""
     if coding == ZSTD:
         return bytes(cramjam.zstd.compress(content, level=_TUNING.zstd_level))
+    if coding == BROTLI:
+        return bytes(brotli.compress(content, quality=_TUNING.brotli_quality))
     return zlib.compress(content, _TUNING.deflate_level, _WINDOW_BITS[coding])
 
 
@@ -69,17 +73,20 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
     """Return what was compressed.
 
     Args:
-        content: one stream of gzip or deflate, or any number of frames of zstd.
+        content: one stream of gzip, deflate or br, or any number of frames of zstd.
         coding: one of `CODINGS`.
         limit_bytes: largest result.
         where: name of the content, for messages.
 
     Raises:
-        Rejected: `TOO_LARGE` for a larger result, of which only `limit_bytes` and one are made;
+        Rejected: `TOO_LARGE` for a larger result, of which only `limit_bytes` and one are made,
+            of br up to twice as many and 32 KiB;
             `INVALID_REQUEST` for content that is damaged or not whole.
     """
     if coding == ZSTD:
         return _decompress_zstd(content, limit_bytes, where)
+    if coding == BROTLI:
+        return _decompress_brotli(content, limit_bytes, where)
     stream = zlib.decompressobj(_WINDOW_BITS[coding])
     try:
         plain = stream.decompress(content, limit_bytes + 1)
@@ -101,6 +108,20 @@ def too_large(where: str, limit_bytes: int, got: str = "more") -> Rejected:
     """Return the error for content that is larger than its limit, before or after decompression."""
     expected = f"at most {limit_bytes} bytes"
     return Rejected.mismatch(Code.TOO_LARGE, where, expected=expected, got=got)
+
+
+def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str) -> bytes:
+    stream = brotli.Decompressor()
+    try:
+        # Over the limit the rest stays undone.
+        plain: bytes = stream.process(content, output_buffer_limit=limit_bytes + 1)
+    except brotli.error as error:
+        raise _damaged(where, "one br stream without damage", str(error)) from error
+    if len(plain) > limit_bytes:
+        raise too_large(where, limit_bytes)
+    if not stream.is_finished():
+        raise _damaged(where, "a whole br stream", "one that ends early")
+    return plain
 
 
 def _decompress_zstd(content: bytes | memoryview, limit_bytes: int, where: str) -> bytes:

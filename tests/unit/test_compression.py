@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import tracemalloc
 import zlib
+from collections.abc import Callable
 
 import pytest
 
@@ -36,7 +37,8 @@ def refusal(content: bytes, coding: str, limit_bytes: int = LIMIT_BYTES) -> Reje
         (" GZip ", "gzip"),
         ("zstd", "zstd"),
         ("deflate", "deflate"),
-        ("br", None),
+        ("br", "br"),
+        ("compress", None),
         ("gzip, gzip", None),
     ],
 )
@@ -57,7 +59,9 @@ def test_coding_is_read_without_case(text: str, coding: str | None) -> None:
         ("identity, gzip;q=0.5", ""),
         ("identity;q=0.5, gzip;q=0.5", "gzip"),
         ("gzip;q=0", ""),
-        ("br", ""),
+        ("br", "br"),
+        ("gzip, deflate, br", "gzip"),
+        ("compress", ""),
         ("gzip;q=soon", ""),
     ],
 )
@@ -136,3 +140,14 @@ def test_truncated_zstd_is_refused_with_its_size() -> None:
 
     assert error.code == Code.INVALID_REQUEST
     assert error.message.endswith("in 5000 bytes")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda one: one[:2_000], lambda one: one + b"more", lambda one: b"text" + one]
+)
+def test_br_that_is_no_whole_stream_is_refused(change: Callable[[bytes], bytes]) -> None:
+    """The library says no place, and takes bytes behind the stream for damage."""
+    error = refusal(change(compress(TEXT, "br")), "br")
+
+    assert error.code == Code.INVALID_REQUEST
+    assert "br stream" in error.message
