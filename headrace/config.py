@@ -322,6 +322,33 @@ class JwtSettings(_Section):
     """Difference between the clocks of the provider and of this machine."""
 
 
+class SchemaRegistrySettings(_Section):
+    """Registry of the schemas of records with Confluent's framing (docs/payloads.md)."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^@/?#\s]+(/[^?#\s]*)?$")]
+    username: str = ""
+    password: SecretStr = SecretStr("")
+    bearer_token: SecretStr = SecretStr("")
+    """Token instead of a user's name and password."""
+    tls_ca_file: Path | None = None
+    """Certificates in PEM that sign the registry's; by default those of the machine."""
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_key_password: SecretStr = SecretStr("")
+    timeout_ms: Annotated[int, Field(ge=1, le=_HOUR_MS), NOT_BOOL] = 5_000
+    """Timeout of one request."""
+    auto_register: bool = True
+    """Register schemas of answers that are not there; false looks them up alone."""
+
+    @model_validator(mode="after")
+    def _login_is_one(self) -> Self:
+        if self.username and self.bearer_token.get_secret_value():
+            raise ValueError("username, bearer_token: expected only one of them")
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_key_file: expected tls_cert_file beside it")
+        return self
+
+
 class AccessSettings(_Section):
     """Who may connect to a server of this process, and who may call what (docs/http.md)."""
 
@@ -449,6 +476,7 @@ class Settings(BaseSettings):
     models: ModelSettings = ModelSettings()
     batching: BatchingSettings = BatchingSettings()
     executor: ExecutorSettings = ExecutorSettings()
+    schema_registry: SchemaRegistrySettings | None = None
     gateway: GatewaySettings = GatewaySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

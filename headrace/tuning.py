@@ -506,6 +506,30 @@ class ModelTuning:
 
 
 @dataclass(frozen=True)
+class SchemaTuning:
+    """Tuning values of `headrace.models.schema_registry`."""
+
+    concurrent_requests: int = 4
+    """Requests to the registry at a time."""
+    cached_schemas: int = 1024
+    """Schemas, ids and refusals that are kept, each."""
+    framings_per_version: int = 256
+    """Schemas that are kept parsed for each version."""
+    max_response_bytes: int = 1 << 20
+    """Larger schemas are not read."""
+    refusal_s: float = 10.0
+    """A schema that is not there, or is refused, is not asked for again for so long."""
+    shown_chars: int = 200
+    """Of a registry's message."""
+    backoff: Backoff = Backoff(0.1, 5.0)
+    """Pauses while the registry cannot be reached."""
+    failures_per_round: int = 4
+    """After this many failed requests, no further schemas are asked for before the next pause."""
+    expiry_interval_s: float = 0.1
+    """Shortest time between two searches for expired requests among those that wait."""
+
+
+@dataclass(frozen=True)
 class IngestTuning:
     """Tuning values of `services.ingest`."""
 
@@ -902,6 +926,7 @@ class Tuning:
     kafka: KafkaTuning = KafkaTuning()
     memory: MemoryTuning = MemoryTuning()
     models: ModelTuning = ModelTuning()
+    schemas: SchemaTuning = SchemaTuning()
     ingest: IngestTuning = IngestTuning()
     batcher: BatcherTuning = BatcherTuning()
     executor: ExecutorTuning = ExecutorTuning()

@@ -27,6 +27,7 @@ from headrace.tuning import TUNING
 
 if TYPE_CHECKING:
     from headrace.models.repository import FoundModel
+    from headrace.models.schema_registry import SchemaRegistry
 
 CUDA = "CUDAExecutionProvider"
 
@@ -174,10 +175,15 @@ def check_models(settings: Settings) -> list[Finding]:
                 f"put one at {Path('MODEL', '1', 'model.onnx')} below it",
             )
         ]
-    return [finding for model in models for finding in _check_model(model)]
+    registry = None
+    if settings.schema_registry is not None:
+        from headrace.models.schema_registry import SchemaRegistry
+
+        registry = SchemaRegistry(settings.schema_registry)
+    return [finding for model in models for finding in _check_model(model, registry)]
 
 
-def _check_model(model: FoundModel) -> Iterator[Finding]:
+def _check_model(model: FoundModel, registry: SchemaRegistry | None) -> Iterator[Finding]:
     from headrace.models.version import ModelVersion
 
     if model.config is None:
@@ -187,7 +193,7 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
     for found in model.versions:
         name = f"{model.name}/{found.version}"
         try:
-            signature = ModelVersion(model, found).signature
+            signature = ModelVersion(model, found, registry=registry).signature
         except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
             fault = str(error) if isinstance(error, HeadraceError) else describe_error(error)
             yield Finding("models", Severity.ERROR, f"{name}: {fault}", f"fix {found.directory}")

@@ -153,8 +153,10 @@ async def _ask(invocation: Invocation, question: OutgoingRequest) -> Response:
 def _explain(settings: Settings, question: OutgoingRequest, *, as_json: bool) -> str:
     """Describe the inputs that a payload becomes; `as_json`: as a request of the protocol."""
     assert question.payload is not None
-    version, inputs = make_inputs(
-        settings, question.model, question.version, question.payload, question.content_type
+    version, inputs = run(
+        make_inputs(
+            settings, question.model, question.version, question.payload, question.content_type
+        )
     )
     arrays = {tensor.name: to_array(tensor) for tensor in inputs}
     if not as_json:

@@ -151,7 +151,7 @@ async def _try_out(models: Models, version: ModelVersion) -> int:
     except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
         models.mark_failed(version, describe_error(error))
     else:
-        count, fault = check_samples(version)
+        count, fault = await check_samples(version)
         if fault:
             models.mark_failed(version, fault)
         else:

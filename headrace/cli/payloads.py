@@ -6,7 +6,7 @@ import mimetypes
 from pathlib import Path
 
 from headrace.config import Settings
-from headrace.errors import Rejected
+from headrace.errors import Rejected, Retriable
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Tensor
@@ -28,7 +28,7 @@ def guess_content_type(name: str) -> str:
     return known or mimetypes.guess_type(name)[0] or "application/octet-stream"
 
 
-def make_inputs(
+async def make_inputs(
     settings: Settings, model: str, version: str | None, payload: bytes, content_type: str
 ) -> tuple[ModelVersion, tuple[Tensor, ...]]:
     """Return a version of the repository and the checked inputs that it makes of a payload.
@@ -36,14 +36,15 @@ def make_inputs(
     Raises:
         ConfigurationError: there is no repository.
         Rejected: there is no such version, or it refuses the payload.
+        Retriable: the schema registry is away.
     """
     models = Models(settings)
     models.open()
     found = models.catalog.lookup(model, version)
-    return found, _make_inputs(found, payload, content_type)
+    return found, await _make_inputs(found, payload, content_type)
 
 
-def check_samples(version: ModelVersion) -> tuple[int, str]:
+async def check_samples(version: ModelVersion) -> tuple[int, str]:
     """Return how many sample payloads of a version become inputs, and what is wrong with one that
     does not; empty if all do.
     """
@@ -51,12 +52,16 @@ def check_samples(version: ModelVersion) -> tuple[int, str]:
     directory = version.directory / SAMPLES
     for path in sorted(each for each in directory.glob("*") if each.is_file()):
         try:
-            _make_inputs(version, path.read_bytes(), guess_content_type(path.name))
-        except (OSError, Rejected) as error:
+            await _make_inputs(version, path.read_bytes(), guess_content_type(path.name))
+        except (OSError, Rejected, Retriable) as error:
             return count, f"{SAMPLES}/{path.name}: {error}"
         count += 1
     return count, ""
 
 
-def _make_inputs(version: ModelVersion, payload: bytes, content_type: str) -> tuple[Tensor, ...]:
+async def _make_inputs(
+    version: ModelVersion, payload: bytes, content_type: str
+) -> tuple[Tensor, ...]:
+    if version.records is not None and version.records.framed is not None:
+        await version.records.framed.learn_alone(payload)
     return version.bind(version.transform(payload, content_type)).tensors

@@ -170,12 +170,26 @@ class RecordTransform(_Group):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
     avro_schema: str = ""
     """File with the Avro schema, in the version's directory or beside `model.toml`."""
+    framing: Literal["confluent"] | None = None
+    """Payloads begin with the id of their schema in the registry of the settings."""
+    subject: str = ""
+    """Subject in the registry under which the schemas of answers are."""
     pass_through: bool = False
     """Answer with the records, with the outputs as further fields."""
     max_rows: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 10_000
     """Most records of a payload."""
     inputs: dict[str, Annotated[tuple[RecordColumn, ...], Field(min_length=1)]]
     """Columns of each input of the model."""
+
+    @model_validator(mode="after")
+    def _framing_is_complete(self) -> Self:
+        if self.framing is not None and (self.format is not None or self.avro_schema):
+            raise ValueError("framing: expected neither format nor avro_schema beside it")
+        if self.framing is not None and self.pass_through and not self.subject:
+            raise ValueError("framing: expected subject beside it and pass_through")
+        if self.subject and not (self.framing is not None and self.pass_through):
+            raise ValueError("subject: expected framing and pass_through beside it")
+        return self
 
 
 class TransformTable(_Group):

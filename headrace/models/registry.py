@@ -24,6 +24,7 @@ from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.repositories import open_repository
 from headrace.models.repository import WantedVersions
 from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner, has_retired_version
+from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
 from headrace.models.wanted import Wanted
@@ -66,6 +67,7 @@ class Models:
         binds: this process binds requests to versions; it binds none to a replaced one.
         clock_s: monotonic.
         scanner: reads the repository; by default that of the settings.
+        registry: has the schemas of framed records; open while they are served.
         tuning: passed on to the versions.
 
     Attributes:
@@ -81,12 +83,17 @@ class Models:
         binds: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
         scanner: VersionScanner | None = None,
+        registry: SchemaRegistry | None = None,
         tuning: ModelTuning = TUNING.models,
     ) -> None:
         self._executes = executes
         keep_s = settings.models.keep_replaced_s if keeps_replaced else 0.0
         self._replaced = ReplacedVersions(keep_s, clock_s)
-        self._scanner = scanner or VersionScanner(open_repository(settings, tuning), tuning)
+        if registry is None and settings.schema_registry is not None:
+            registry = SchemaRegistry(settings.schema_registry)
+        self._scanner = scanner or VersionScanner(
+            open_repository(settings, tuning), tuning, registry
+        )
         self.catalog = ModelCatalog(self._replaced, binds=binds, tuning=tuning)
         self._models = self.catalog.models
         self._subscribers: list[Subscriber] = []

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 from headrace.errors import ConfigurationError, describe_error
 from headrace.models.repositories import ModelRepository
 from headrace.models.repository import FoundModel, WantedVersions
+from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import StillImporting
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
@@ -50,11 +51,17 @@ class VersionScanner:
 
     Args:
         repository: the repository to scan.
-        tuning: passed on to the versions.
+        tuning, registry: passed on to the versions.
     """
 
-    def __init__(self, repository: ModelRepository, tuning: ModelTuning = TUNING.models) -> None:
+    def __init__(
+        self,
+        repository: ModelRepository,
+        tuning: ModelTuning = TUNING.models,
+        registry: SchemaRegistry | None = None,
+    ) -> None:
         self._repository = repository
+        self._registry = registry
         self._tuning = tuning
         self._importings: UnfinishedImports = {}
 
@@ -109,7 +116,7 @@ class VersionScanner:
                 continue
             importings.pop(key, None)
             try:
-                versions[each.version] = ModelVersion(found, each, self._tuning)
+                versions[each.version] = ModelVersion(found, each, self._tuning, self._registry)
             except ConfigurationError as error:
                 faults[each.version] = self.shorten(str(error))
                 if isinstance(error, StillImporting):

@@ -17,6 +17,7 @@ from headrace.models.processing import read_output_labels
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.latency import Latency
 from headrace.models.repository import FoundModel, FoundVersion, read_signature
+from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, without_batching
 from headrace.tuning import TUNING, ModelTuning
 
@@ -39,6 +40,7 @@ class ModelVersion:
         model: the model on disk, with its configuration.
         found: the version on disk.
         tuning: for this version and its backends.
+        registry: has the schemas of its records, if they are framed.
 
     Attributes:
         config: configuration of the model.
@@ -60,7 +62,11 @@ class ModelVersion:
     """
 
     def __init__(
-        self, model: FoundModel, found: FoundVersion, tuning: ModelTuning = TUNING.models
+        self,
+        model: FoundModel,
+        found: FoundVersion,
+        tuning: ModelTuning = TUNING.models,
+        registry: SchemaRegistry | None = None,
     ) -> None:
         assert model.config is not None
         self.tuning = tuning
@@ -73,7 +79,7 @@ class ModelVersion:
         self.labels = read_output_labels(self.directory, self.config.output_labels, self.signature)
         self.bind = self._binder().bind
         self.transform = make_transform(
-            model.directory, model.config, self.signature, self.directory
+            model.directory, model.config, self.signature, self.directory, registry
         )
         self.records = self.transform if isinstance(self.transform, Records) else None
         self.max_batch_size = model.config.max_batch_size

@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from headrace.errors import ConfigurationError
 from headrace.log.port import Log, TopicPartition
 from headrace.models.catalog import ModelCatalog
 from headrace.models.registry import Models, Reloaded
+from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import State
 from headrace.runtime.heap import trimming
@@ -74,8 +75,16 @@ class Pipeline:
         self.tuning = tuning
         instruments = instruments or Instruments(Metrics(CollectorRegistry(), tuning.runtime))
         self.metrics = instruments.metrics
+        self._schema_registry = (
+            None
+            if settings.schema_registry is None
+            else SchemaRegistry(
+                settings.schema_registry, tuning.schemas, self.metrics.schema_requested
+            )
+        )
         self.models = Models(
             settings,
+            registry=self._schema_registry,
             executes=Stage.EXECUTOR in stages,
             # With the control topic, a label may move while a request that was bound by it waits.
             keeps_replaced=Stage.INGEST not in stages or is_controlled(settings),
@@ -151,6 +160,10 @@ class Pipeline:
             await self._serve_stages(stop, follower)
 
     async def _serve_stages(self, stop: Stop, follower: ControlFollower | None) -> None:
+        async with self._schema_registry or nullcontext():
+            await self._serve_with_schemas(stop, follower)
+
+    async def _serve_with_schemas(self, stop: Stop, follower: ControlFollower | None) -> None:
         self.health.explain("checking the topics")
         faults = await check_topics(self._log, self._settings, self._stages)
         if faults:

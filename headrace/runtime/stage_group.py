@@ -350,6 +350,8 @@ class _Composition:
             self._source, items, answers.writer(), rules, self._instruments, tuning
         )
         stages.functions["ingest"] = ingest.run
+        if self._settings.schema_registry is not None:
+            stages.functions["learn-schemas"] = ingest.learn_schemas
 
     async def _add_executor(
         self, stages: _Stages, producer: Producer, answers: _HasWriters

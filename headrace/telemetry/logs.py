@@ -72,6 +72,7 @@ class Event(StrEnum):
     CONTROL_CHANGED = "control.changed"
     CONTROL_UNREADABLE = "control.unreadable"
     STORE_UNAVAILABLE = "models.store_unavailable"
+    SCHEMAS_DELAYED = "schemas.delayed"
     MODELS_RELOADED = "models.reloaded"
     MODELS_RELOAD_SLOW = "models.reload_slow"
     MODELS_RELOAD_FAILED = "models.reload_failed"

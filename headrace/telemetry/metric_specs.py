@@ -219,6 +219,12 @@ ENDS = (
         ("operation",),
         "Retries: send (records not acknowledged), run, commit.",
     ),
+    MetricSpec(
+        "headrace_schema_requests",
+        "counter",
+        ("outcome",),
+        "Requests to the schema registry: ok, refused (by it), unavailable.",
+    ),
 )
 
 READING = (

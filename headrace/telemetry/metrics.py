@@ -85,6 +85,7 @@ class Metrics:
         self._register_rare()
 
     def _register_rare(self) -> None:
+        self._schema_requests = self._counter("schema_requests")
         self._expired = self._counter("expired_requests")
         self._refused = self._counter("refused_requests")
         self._dead_letters = self._counter("dead_letters")
@@ -244,6 +245,10 @@ class Metrics:
     def retried(self, operation: str, times: int = 1) -> None:
         """Count retries of an operation: `send` (per record), `run` or `commit`."""
         self._retries.labels(operation).inc(times)
+
+    def schema_requested(self, outcome: str) -> None:
+        """Count a request to the schema registry: `ok`, `refused` or `unavailable`."""
+        self._schema_requests.labels(outcome).inc()
 
     def rebalanced(self) -> None:
         """Count an assignment of partitions by the group."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from headrace.delivery.failures import rejection
 from headrace.errors import Code, Rejected, describe_error
+from headrace.models.inputs.framing import FramedSchemas
 from headrace.models.inputs.records import Records
 from headrace.protocol.codec import plain_value
 from headrace.protocol.headers import is_payload
@@ -24,6 +25,9 @@ async def pass_through(
 
     Many bytes are written on a thread, and so are records that came compressed, whose sizes are not
     known. A request whose record cannot be written fails.
+
+    Raises:
+        Retriable: the schema registry is away.
     """
     chosen = [
         request
@@ -32,12 +36,36 @@ async def pass_through(
         and request.failure is None
         and is_payload(request.envelope)
     ]
+    if records.framed is not None:
+        await _learn_schemas(chosen, records.framed)
+        chosen = [request for request in chosen if request.failure is None]
     size_bytes = sum([len(request.value or b"") for request in chosen])
     is_compressed = any(request.envelope.content_encoding for request in chosen)
     if size_bytes <= tuning.inline_record_bytes and not is_compressed:
         _pass_all_through(chosen, records)
     else:
         await asyncio.to_thread(_pass_all_through, chosen, records)
+
+
+async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas) -> None:
+    """Learn the schemas of records that another process read. Raises `Retriable`."""
+    for request in requests:
+        try:
+            value = request.value or b""
+            if request.envelope.content_encoding:
+                value = bytes(await asyncio.to_thread(_plain, request))
+            schema_id = framed.find_unknown(value)
+            if schema_id is not None:
+                await framed.learn(schema_id)
+        except Rejected as error:
+            _fail(request, rejection(error, Stage.EXECUTOR))
+
+
+def _plain(request: Request) -> bytes | memoryview:
+    plain = plain_value(request.value, request.envelope, TUNING.protocol.max_decompressed_bytes)
+    if plain is None:
+        raise Rejected(Code.INTERNAL, "pass_through: expected the record of the request, got none")
+    return plain
 
 
 def _pass_all_through(requests: Sequence[Request], records: Records) -> None:
@@ -56,9 +84,7 @@ def _pass_all_through(requests: Sequence[Request], records: Records) -> None:
 
 def _merge(request: Request, records: Records) -> bytes:
     envelope = request.envelope
-    plain = plain_value(request.value, envelope, TUNING.protocol.max_decompressed_bytes)
-    if plain is None:
-        raise Rejected(Code.INTERNAL, "pass_through: expected the record of the request, got none")
+    plain = _plain(request)
     outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
     return records.merge(bytes(plain), envelope.content_type, outputs)
 

@@ -37,6 +37,7 @@ from headrace.protocol.messages import (
 )
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
 from headrace.services.ingest.decompression import ValueDecompressor
+from headrace.services.ingest.schemas import find_unknown
 from headrace.services.ingest.transforms import PendingTransform
 from headrace.topics import Stage
 from headrace.tuning import TUNING
@@ -72,6 +73,7 @@ class IngestRules:
         decompressor: decompresses values; without it they are decompressed immediately.
         transform_later: receives payloads whose transform is user code or may take long, to be run
             on a thread; without it they are transformed immediately.
+        learn_later: receives payloads whose schemas must be fetched first.
         cache: layouts of the values that were decoded.
         copied_tensor_bytes, inline_record_bytes: see `headrace.tuning.IngestTuning`.
     """
@@ -81,6 +83,7 @@ class IngestRules:
     admission: Admission | None = None
     decompressor: ValueDecompressor | None = None
     transform_later: Callable[[PendingTransform], None] | None = None
+    learn_later: Callable[[PendingTransform], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
     copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
     inline_record_bytes: int = TUNING.ingest.inline_record_bytes
@@ -417,6 +420,9 @@ def _bind_payload(
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
     config = version.config
+    if rules.learn_later is not None and find_unknown(version, payload) is not None:
+        rules.learn_later(PendingTransform(request, version, payload, envelope.content_type))
+        return
     is_slow = config.transform == "python" or (
         config.record is not None and len(payload) > rules.inline_record_bytes
     )
@@ -435,6 +441,8 @@ def _set_inputs(request: IngestedRequest, version: ModelVersion, inputs: list[In
 def bind_transformed(payload: PendingTransform) -> Request:
     """Return the request of a pending transform that has ended."""
     request = payload.request
+    if request.failure is not None:  # it ended while it waited
+        return request
     try:
         if payload.error is not None:
             raise payload.error

@@ -18,7 +18,7 @@ from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.failures import REVOKED
-from headrace.delivery.inflight import AssignedPartition, skipped_range
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, skipped_range
 from headrace.delivery.ordering import KeyChains
 from headrace.errors import Rejected
 from headrace.log.port import Record
@@ -35,6 +35,7 @@ from headrace.services.ingest.decode import (
     refuse_compressed,
 )
 from headrace.services.ingest.decompression import ValueDecompressor
+from headrace.services.ingest.schemas import SchemaWaits
 from headrace.services.ingest.transforms import PendingTransform, TransformThread
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
@@ -63,11 +64,17 @@ class IngestService:
         self._items = items
         self._answers = answers
         self._pending: list[PendingTransform] = []
+        self._unlearnt: list[PendingTransform] = []
+        self._schemas = SchemaWaits(self._finish_waiting, instruments.clock)
         self._decompressor = ValueDecompressor(rules.limits, tuning)
         self._rules = replace(
-            rules, decompressor=self._decompressor, transform_later=self._pending.append
+            rules,
+            decompressor=self._decompressor,
+            transform_later=self._pending.append,
+            learn_later=self._unlearnt.append,
         )
         self._transforms = TransformThread(tuning)
+        self._transforming = asyncio.Lock()
         self._tracing = instruments.tracing
         self._clock = instruments.clock
 
@@ -88,21 +95,33 @@ class IngestService:
                 is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
                 pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
                 await asyncio.sleep(len(read) * pause_s)
+        await self._schemas.close()
         self._decompressor.close()
         self._transforms.close()
         self._items.close()
         self._answers.close()
 
+    async def learn_schemas(self) -> None:
+        """Fetch the schemas that payloads wait for, until `run` has ended."""
+        await self._schemas.run()
+
     async def _finish(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
         """Run the transforms that requests wait for, and send on all whose values are complete."""
         waiting = {id(request) for request in self._decompressor.waiting}
         waiting.update(id(payload.request) for payload in self._pending)
+        unlearnt = self._unlearnt[:]
+        self._unlearnt.clear()
+        waiting.update(id(payload.request) for payload in unlearnt)
         complete = list(requests)
         if waiting:
             complete = [request for request in requests if id(request) not in waiting]
         self._trace(complete)
+        if unlearnt:
+            await self._await_schemas(polled, unlearnt)
         if self._pending:
-            complete += await self._transform()
+            payloads = self._pending[:]
+            self._pending.clear()
+            complete += await self._transform(payloads)
         runnable = [request for request in complete if request.failure is None]
         ended: list[Request] = []
         if len(runnable) != len(complete):
@@ -149,11 +168,53 @@ class IngestService:
             return refuse_compressed(request, error)
         return bind_decompressed(request, plain, self._rules)
 
-    async def _transform(self) -> list[Request]:
-        """Run the pending transforms; return their requests."""
-        payloads = self._pending[:]
-        self._pending.clear()
-        await self._transforms.run(payloads)
+    async def _await_schemas(
+        self, polled: PolledRecords, payloads: Sequence[PendingTransform]
+    ) -> None:
+        """Let payloads wait for their schemas, as far as their models' shares have room."""
+        if polled.is_isolated:
+            # Nothing else runs until it has been answered.
+            for payload in payloads:
+                await self._schemas.learn_alone(payload)
+            self._pending += payloads
+            return
+        for payload in payloads:
+            _charge_decompressed(payload, 1)
+        by_request = {id(payload.request): payload for payload in payloads}
+        requests = [payload.request for payload in payloads]
+        deferral, ended = self._source.deferral, list[Request]()
+        if deferral is not None:
+            requests, over_share, ended = deferral.charge(requests, is_reread=polled.is_reread)
+            requests += await deferral.wait_for_room(over_share) if over_share else []
+        if ended:
+            await self._answers.send(ended)
+        for request in requests:
+            self._schemas.add(by_request[id(request)])
+
+    async def _finish_waiting(self, payloads: Sequence[PendingTransform]) -> None:
+        """Transform payloads whose schemas are known, and pass their requests on."""
+        for some in _chunks(payloads, self._tuning.max_records_at_once):
+            for payload in some:
+                _charge_decompressed(payload, -1)
+            requests = await self._transform(some)
+            runnable = [request for request in requests if request.failure is None]
+            ended = [request for request in requests if request.failure is not None]
+            # They are charged to their models' shares already.
+            if ended:
+                await self._answers.send(ended)
+            if runnable:
+                await self._items.send(runnable)
+
+    async def _transform(self, payloads: Sequence[PendingTransform]) -> list[Request]:
+        """Run pending transforms; return their requests."""
+        runnable = [
+            payload
+            for payload in payloads
+            if payload.error is None and payload.request.failure is None
+        ]
+        async with self._transforming:
+            if runnable:
+                await self._transforms.run(runnable)
         requests = [bind_transformed(payload) for payload in payloads]
         self._trace(requests)
         return requests
@@ -220,6 +281,20 @@ class IngestService:
             else:
                 read.append(decode_record(record, assignment, self._rules, now_us))
         return read
+
+
+def _charge_decompressed(payload: PendingTransform, times: int) -> None:
+    """Charge what was made of a compressed value while it waits; -1 releases it."""
+    if payload.value is not payload.request.value:
+        ack_handle = payload.request.ack_handle
+        assert isinstance(ack_handle, InFlightAck)
+        ack_handle.resize(ack_handle.size_bytes + times * len(payload.value))
+
+
+def _chunks(
+    payloads: Sequence[PendingTransform], size: int
+) -> Iterator[Sequence[PendingTransform]]:
+    return (payloads[start : start + size] for start in range(0, len(payloads), size))
 
 
 def _chain(requests: Sequence[IngestedRequest], chains: KeyChains) -> None:

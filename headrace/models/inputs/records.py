@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -21,9 +20,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import Code, ConfigurationError, Rejected, describe_error
+from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import RecordColumn, RecordTransform
+from headrace.models.inputs.avro import AvroSchema, AvroWriter, is_list
+from headrace.models.inputs.framing import FramedSchemas, Framing
 from headrace.models.processing import read_beside
+from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.codec.faults import shown
 from headrace.protocol.headers import JSON
@@ -64,15 +66,24 @@ class Records:
 
     Args:
         directory: directory of the version, for files of vocabularies and schemas.
+        registry: has the schemas of framed payloads.
 
     Attributes:
         pass_through: answers are the records with the outputs in them, see `merge`.
+        framed: schemas of payloads with Confluent's framing, which must be learnt before a payload
+            is converted or merged; None without framing.
 
     Raises:
         ConfigurationError: the columns do not fit the inputs, or a file or package is missing.
     """
 
-    def __init__(self, config: RecordTransform, signature: Signature, directory: Path) -> None:
+    def __init__(
+        self,
+        config: RecordTransform,
+        signature: Signature,
+        directory: Path,
+        registry: SchemaRegistry | None = None,
+    ) -> None:
         specs = {spec.name: spec for spec in signature.inputs}
         if config.inputs.keys() != specs.keys():
             raise ConfigurationError(
@@ -86,12 +97,19 @@ class Records:
             )
         self.pass_through = config.pass_through
         self._config = config
-        self._is_list = {spec.name: _is_list(spec) for spec in signature.outputs}
+        self._is_list = {spec.name: is_list(spec) for spec in signature.outputs}
         self._max_rows = config.max_rows
-        avro = _AvroSchema(config.avro_schema, directory) if config.avro_schema else None
+        self.framed: FramedSchemas | None = None
+        if config.framing is not None:
+            if registry is None:
+                raise ConfigurationError(
+                    "transform.record.framing: expected schema_registry.url in the settings"
+                )
+            self.framed = FramedSchemas(registry, signature.outputs, config.subject)
+        avro = _read_avro_schema(config, directory)
         self._read = _make_reader(config, avro)
         self._write_avro = (
-            avro.make_writer(signature.outputs) if avro and config.pass_through else None
+            avro.extend(signature.outputs).write if avro and config.pass_through else None
         )
         self._inputs = [
             _Input(spec, config.inputs[spec.name], directory) for spec in signature.inputs
@@ -104,7 +122,10 @@ class Records:
             Rejected: `INVALID_REQUEST` if it cannot be read, `INVALID_TENSOR` for a value that does
                 not fit, `TOO_LARGE` for too many records.
         """
-        table = self._read(payload, content_type)
+        if self.framed is None:
+            table = self._read(payload, content_type)
+        else:
+            table = _read_framed(*self.framed.open(payload))
         if len(table.rows) > self._max_rows:
             expected = f"at most max_rows = {self._max_rows} records"
             raise Rejected.mismatch(
@@ -123,7 +144,22 @@ class Records:
         Raises:
             Rejected: see `__call__`; `MODEL_FAILED` if an output has another number of rows.
         """
-        table = self._read(payload, content_type)
+        if self.framed is None:
+            return self._merge(
+                self._read(payload, content_type), payload, self._write_avro, outputs
+            )
+        framing, record = self.framed.open(payload)
+        write = None if framing.answers is None else framing.answers.write
+        table = _read_framed(framing, record)
+        return framing.answer_head + self._merge(table, record, write, outputs)
+
+    def _merge(
+        self,
+        table: Table,
+        payload: bytes,
+        write_avro: AvroWriter | None,
+        outputs: Mapping[str, Array],
+    ) -> bytes:
         columns = {
             name: _values_of(name, array, len(table.rows), is_list=self._is_list[name])
             for name, array in outputs.items()
@@ -135,9 +171,9 @@ class Records:
             for fields in zip(*columns.values(), strict=True)
         ]
         if table.form == "avro":
-            assert self._write_avro is not None
+            assert write_avro is not None
             rows = [row | fields for row, fields in zip(table.rows, added, strict=True)]
-            return self._write_avro(rows if table.is_list else rows[0])
+            return write_avro(rows if table.is_list else rows[0])
         texts: Sequence[bytes | msgspec.Raw] = [payload]
         if table.form == "lines":
             texts = _split_json_lines(payload)
@@ -163,10 +199,23 @@ class Records:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _make_reader(config: RecordTransform, avro: _AvroSchema | None) -> Reader:
+def _read_avro_schema(config: RecordTransform, directory: Path) -> AvroSchema | None:
+    if not config.avro_schema:
+        return None
+    text = read_beside(directory, config.avro_schema, "transform.record.avro_schema")
+    return AvroSchema(text, config.avro_schema)
+
+
+def _read_framed(framing: Framing, record: bytes) -> Table:
+    if framing.avro is None:
+        return _read_json(record, JSON)
+    return _table_of(framing.avro.read(record), "avro")
+
+
+def _make_reader(config: RecordTransform, avro: AvroSchema | None) -> Reader:
     """Return the reader of payloads: of one format, or by their content types."""
     read_csv = _CsvReader(config.columns, config.delimiter)
-    read_avro = avro.read if avro else None
+    read_avro = _AvroReader(avro) if avro else None
     if config.format == "csv":
         return read_csv
     if config.format == "json":
@@ -218,6 +267,16 @@ def _table_of(found: object, form: Literal["json", "lines", "avro"]) -> Table:
     return Table(rows, form, is_list=isinstance(found, list))
 
 
+class _AvroReader:
+    """Reads values in Avro's binary encoding."""
+
+    def __init__(self, schema: AvroSchema) -> None:
+        self._schema = schema
+
+    def __call__(self, payload: bytes, _content_type: str) -> Table:
+        return _table_of(self._schema.read(payload), "avro")
+
+
 class _CsvReader:
     """Reads lines of comma-separated values (RFC 4180).
 
@@ -253,75 +312,6 @@ class _CsvReader:
         return Table(rows, "csv", names={name: place for place, name in enumerate(names)})
 
 
-class _AvroSchema:
-    """A schema in a file, which payloads have: of a record, or of an array of records."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        try:
-            import fastavro
-        except ImportError as error:
-            raise ConfigurationError(
-                "transform.record.avro_schema needs the package fastavro: "
-                "pip install 'headrace[avro]'"
-            ) from error
-        self._fastavro = fastavro
-        self._name = name
-        self._text = read_beside(directory, name, "transform.record.avro_schema")
-        self._schema = self._parse(lambda schema: schema)
-
-    def _parse(self, change: Callable[[Any], Any]) -> Any:
-        try:
-            schema = self._fastavro.parse_schema(change(json.loads(self._text)))
-            _refuse_recursion(schema, ())
-        except Exception as error:  # fastavro has no common class for what a wrong schema may raise
-            raise ConfigurationError(
-                f"transform.record.avro_schema: {self._name}: {describe_error(error)}"
-            ) from error
-        return schema
-
-    def read(self, payload: bytes, _content_type: str) -> Table:
-        """Read a payload. Raises `Rejected`."""
-        stream = io.BytesIO(payload)
-        try:
-            found = self._fastavro.schemaless_reader(stream, self._schema, None)
-        except Exception as error:  # whatever bytes may make the library raise is the caller's
-            got = f"{describe_error(error)} at byte {stream.tell()} of {len(payload)}"
-            raise _unreadable(f"Avro as in {self._name}", got) from error
-        if stream.tell() != len(payload):
-            got = f"{len(payload)} bytes, of which {stream.tell()} are a value"
-            raise _unreadable(f"one value as in {self._name}", got)
-        return _table_of(found, "avro")
-
-    def make_writer(self, outputs: Sequence[TensorSpec]) -> Callable[[Any], bytes]:
-        """Return the function that writes records with these outputs as their last fields."""
-        fields = [{"name": spec.name, "type": _avro_type(spec)} for spec in outputs]
-
-        def add_fields(schema: Any) -> Any:
-            record = schema["items"] if schema["type"] == "array" else schema
-            record["fields"] += fields
-            return schema
-
-        extended = self._parse(add_fields)
-
-        def write(value: Any) -> bytes:
-            stream = io.BytesIO()
-            self._fastavro.schemaless_writer(stream, extended, value)
-            return stream.getvalue()
-
-        return write
-
-
-def _avro_type(spec: TensorSpec) -> Any:
-    simple = {"BOOL": "boolean", "BYTES": "string", "FP64": "double"}.get(spec.datatype)
-    kind = simple or ("float" if "F" in spec.datatype else "long")
-    return {"type": "array", "items": kind} if _is_list(spec) else kind
-
-
-def _is_list(spec: TensorSpec) -> bool:
-    """Return True if a row of an output may have other than one value."""
-    return any(size != 1 for size in spec.shape[1:])
-
-
 def _values_of(name: str, array: Array, rows: int, *, is_list: bool) -> list[Any]:
     """Return the values of an output for each record."""
     if array.shape[:1] != (rows,):
@@ -355,26 +345,6 @@ def _add_fields(
 
 def _text_of(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:
-    """Refuse a schema that contains itself: fastavro descends without a limit.
-
-    Raises:
-        ValueError: it does.
-    """
-    if isinstance(schema, list):
-        for each in schema:
-            _refuse_recursion(each, outer)
-    elif isinstance(schema, dict):
-        inner = (*outer, schema["name"]) if schema.get("type") == "record" else outer
-        for field in schema.get("fields", ()):
-            _refuse_recursion(field["type"], inner)
-        for key in ("type", "items", "values"):
-            if isinstance(schema.get(key), dict | list | str):
-                _refuse_recursion(schema[key], inner)
-    elif schema in outer:
-        raise ValueError(f"expected a schema that does not contain itself, got {schema} in itself")
 
 
 # --- columns ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.config import ModelConfig
 from headrace.models.inputs.records import Records
+from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.user_code import load_attribute, run_bounded
 from headrace.protocol.messages import InputTensor
@@ -26,6 +27,7 @@ def make_transform(
     config: ModelConfig,
     signature: Signature,
     version_directory: Path | None = None,
+    registry: SchemaRegistry | None = None,
 ) -> Transform:
     """Return the transform that a model's configuration names.
 
@@ -44,7 +46,7 @@ def make_transform(
     if config.transform is None:
         return _refuse_payload
     if config.record is not None:
-        return Records(config.record, signature, version_directory or model_directory)
+        return Records(config.record, signature, version_directory or model_directory, registry)
     if config.transform == "python":
         return _load_python_transform(model_directory / "transform.py", config.max_load_s)
     spec = _find_single_input(str(config.transform), signature)

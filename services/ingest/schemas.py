@@ -1,0 +1,216 @@
+"""Payloads that wait for their schemas, which a registry has.
+
+A schema is fetched once, so payloads rarely wait. While the registry is away they do, in flight and
+charged to the shares of their models; what has no room there stays in the log. A payload whose
+deadline passes meanwhile is answered then, and other models' requests go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+import structlog
+
+from headrace.clock import Clock
+from headrace.delivery.budget import Claim, Usage
+from headrace.delivery.failures import REVOKED, deadline_passed
+from headrace.delivery.inflight import InFlightAck
+from headrace.errors import Rejected, Retriable
+from headrace.models.inputs.framing import FramedSchemas
+from headrace.models.version import ModelVersion
+from headrace.primitives.backoff import Pauses
+from headrace.services.ingest.transforms import PendingTransform
+from headrace.telemetry.logs import Event
+from headrace.topics import Stage
+from headrace.tuning import TUNING, SchemaTuning
+
+log = structlog.get_logger(__name__)
+
+
+def find_unknown(version: ModelVersion, payload: bytes) -> int | None:
+    """Return the id of the schema that must be learnt before a payload is transformed, or None."""
+    records = version.records
+    if records is None or records.framed is None:
+        return None
+    return records.framed.find_unknown(payload)
+
+
+class SchemaWaits:
+    """Payloads that wait for their schemas, and the task that fetches these.
+
+    Args:
+        finish: transforms payloads whose schemas are known, or whose requests have ended, and
+            passes their requests on.
+        clock: wall clock, in which deadlines are given.
+    """
+
+    def __init__(
+        self,
+        finish: Callable[[Sequence[PendingTransform]], Awaitable[None]],
+        clock: Clock,
+        tuning: SchemaTuning = TUNING.schemas,
+    ) -> None:
+        self._finish = finish
+        self._clock = clock
+        self._tuning = tuning
+        self._waiting: OrderedDict[tuple[ModelVersion, int], list[PendingTransform]] = OrderedDict()
+        self._next_deadline_ms = 0
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    def add(self, payload: PendingTransform) -> None:
+        """Let a payload wait until its schema is known."""
+        key = (payload.version, _schema_id(payload))
+        if key not in self._waiting:
+            self._changed.set()
+        self._waiting.setdefault(key, []).append(payload)
+        deadline_ms = payload.request.envelope.deadline_ms
+        if deadline_ms and not 0 < self._next_deadline_ms <= deadline_ms:
+            self._next_deadline_ms = deadline_ms
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Fetch schemas until `close`."""
+        pauses = Pauses(self._tuning.backoff)
+        while not self._closed:
+            self._changed.clear()
+            await self._finish_ended()
+            if await self._learn_all():
+                pauses.reset()
+                pause_s = None if not self._waiting else self._tuning.backoff.first_s
+            else:
+                pause_s = pauses.next_s()
+            if self._waiting and self._next_deadline_ms:
+                left_s = self._next_deadline_ms / 1000 - self._clock() / 1e6
+                pause_s = min(pause_s or left_s, max(left_s, self._tuning.expiry_interval_s))
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def learn_alone(self, payload: PendingTransform) -> None:
+        """Wait for the schema of one payload, whose request runs alone."""
+        pauses = Pauses(self._tuning.backoff)
+        while not self._end(payload):
+            try:
+                await _learn(payload.version, _schema_id(payload))
+            except Rejected as error:
+                payload.error = error
+            except Retriable as error:
+                self._note_absence(payload.version, error)
+                await pauses.sleep()
+                continue
+            return
+
+    async def close(self) -> None:
+        """Leave the payloads that still wait in the log, for the next owners of their partitions;
+        return when the others have been passed on.
+        """
+        self._closed = True
+        self._changed.set()
+        for payloads in self._waiting.values():
+            for payload in payloads:
+                _leave_in_log(payload)
+        self._waiting.clear()
+        await self._idle.wait()
+
+    async def _learn_all(self) -> bool:
+        """Fetch the schemas that payloads wait for, the newest first; return False if the registry
+        was away.
+        """
+        failures = 0
+        for key in reversed(list(self._waiting)):
+            if self._closed:
+                break
+            error: Rejected | None = None
+            try:
+                await _learn(*key)
+            except Rejected as refused:
+                error = refused
+            except Retriable as away:
+                self._note_absence(key[0], away)
+                if key in self._waiting:
+                    self._waiting.move_to_end(key, last=False)
+                failures += 1
+                if failures == self._tuning.failures_per_round:
+                    break
+                continue
+            payloads = self._waiting.pop(key, [])
+            for payload in payloads:
+                payload.error = error
+            await self._pass_on(payloads)
+        return not failures
+
+    async def _finish_ended(self) -> None:
+        """Pass on payloads whose deadline has passed, or whose partition was revoked."""
+        ended: list[PendingTransform] = []
+        self._next_deadline_ms = 0
+        for key, payloads in list(self._waiting.items()):
+            left = []
+            for payload in payloads:
+                if self._end(payload):
+                    ended.append(payload)
+                    continue
+                left.append(payload)
+                deadline_ms = payload.request.envelope.deadline_ms
+                if deadline_ms and not 0 < self._next_deadline_ms <= deadline_ms:
+                    self._next_deadline_ms = deadline_ms
+            self._waiting[key] = left
+            if not left:
+                del self._waiting[key]
+        await self._pass_on(ended)
+
+    def _end(self, payload: PendingTransform) -> bool:
+        """Fail a request that cannot be answered with a result any more; return whether it was."""
+        request = payload.request
+        failure = REVOKED if request.ack_handle.revoked else None
+        failure = failure or deadline_passed(request, self._clock(), Stage.INGEST)
+        if failure is not None:
+            request.fail(failure)
+        return failure is not None
+
+    async def _pass_on(self, payloads: Sequence[PendingTransform]) -> None:
+        if not payloads:
+            return
+        self._idle.clear()
+        try:
+            await self._finish(payloads)
+        finally:
+            self._idle.set()
+
+    def _note_absence(self, version: ModelVersion, error: Retriable) -> None:
+        log.warning(Event.SCHEMAS_DELAYED, model=version.name, reason=str(error))
+
+
+async def _learn(version: ModelVersion, schema_id: int) -> None:
+    await _framed(version).learn(schema_id)
+
+
+def _schema_id(payload: PendingTransform) -> int:
+    schema_id = _framed(payload.version).read_id(payload.value)
+    assert schema_id is not None
+    return schema_id
+
+
+def _framed(version: ModelVersion) -> FramedSchemas:
+    assert version.records is not None
+    assert version.records.framed is not None
+    return version.records.framed
+
+
+def _leave_in_log(payload: PendingTransform) -> None:
+    request = payload.request
+    ack_handle = request.ack_handle
+    assert isinstance(ack_handle, InFlightAck)
+    if ack_handle.revoked:
+        ack_handle.ack()
+        return
+    if ack_handle.claim is not None:
+        ack_handle.claim.charge(-ack_handle.size_bytes)
+    # Nothing reads it again here, so it waits for no room.
+    ack_handle.defer(Claim(Usage(), None), request.rows, request.envelope)

@@ -1,0 +1,104 @@
+"""A stand-in for a schema registry, with faults; tests/broker has a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from types import TracebackType
+from typing import Any, Self
+
+from aiohttp import web
+
+
+class StandInRegistry:
+    """Answers as Confluent's registry does, as far as Headrace asks; entered when it listens.
+
+    Attributes:
+        schemas: by id, as `(form, text)`; a test may add some.
+        requests: the paths that were asked for, with their methods.
+        is_away: answers with status 503 while it is set.
+        holds: requests wait while it is set, until their callers give up.
+        refuses: status of refusals to register; 0 for none.
+        login: name and password that callers must have; empty for none.
+    """
+
+    def __init__(self, schemas: dict[int, tuple[str, Any]] | None = None) -> None:
+        self.schemas = {
+            number: (form, json.dumps(schema)) for number, (form, schema) in (schemas or {}).items()
+        }
+        self.subjects: dict[str, list[int]] = {}
+        self.requests: list[str] = []
+        self.is_away = False
+        self.holds = False
+        self.refuses = 0
+        self.login: tuple[str, str] | None = None
+        application = web.Application()
+        application.router.add_get("/schemas/ids/{id}", self._show)
+        application.router.add_post("/subjects/{subject}/versions", self._register)
+        application.router.add_post("/subjects/{subject}", self._look_up)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._runner.cleanup()
+
+    async def _admit(self, request: web.Request) -> web.Response | None:
+        self.requests.append(f"{request.method} {request.path}")
+        if self.holds:
+            await asyncio.Event().wait()
+        if self.is_away:
+            return web.json_response({"message": "soon"}, status=503)
+        if self.login is not None:
+            expected = base64.b64encode(":".join(self.login).encode()).decode()
+            if request.headers.get("Authorization") != f"Basic {expected}":
+                return web.json_response({"error_code": 401, "message": "who?"}, status=401)
+        return None
+
+    async def _show(self, request: web.Request) -> web.Response:
+        if (refused := await self._admit(request)) is not None:
+            return refused
+        found = self.schemas.get(int(request.match_info["id"]))
+        if found is None:
+            return web.json_response({"error_code": 40403, "message": "not found"}, status=404)
+        form, text = found
+        named = {} if form == "AVRO" else {"schemaType": form}
+        return web.json_response({"schema": text, **named})
+
+    async def _register(self, request: web.Request) -> web.Response:
+        if (refused := await self._admit(request)) is not None:
+            return refused
+        if self.refuses:
+            found = {"error_code": self.refuses, "message": "incompatible"}
+            return web.json_response(found, status=self.refuses)
+        body = await request.json()
+        schema = (body.get("schemaType", "AVRO"), body["schema"])
+        number = next((each for each, known in self.schemas.items() if known == schema), 0)
+        if not number:
+            number = max(self.schemas, default=0) + 1
+            self.schemas[number] = schema
+        self.subjects.setdefault(request.match_info["subject"], []).append(number)
+        return web.json_response({"id": number})
+
+    async def _look_up(self, request: web.Request) -> web.Response:
+        if (refused := await self._admit(request)) is not None:
+            return refused
+        body = await request.json()
+        schema = (body.get("schemaType", "AVRO"), body["schema"])
+        for number in self.subjects.get(request.match_info["subject"], ()):
+            if self.schemas[number] == schema:
+                return web.json_response({"id": number})
+        return web.json_response({"error_code": 40403, "message": "not found"}, status=404)
