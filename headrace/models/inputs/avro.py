@@ -77,7 +77,7 @@ class AvroSchema:
                 "records"
             )
         record["fields"] = [each for each in record["fields"] if each["name"] not in names] + added
-        return AvroSchema(json.dumps(schema, ensure_ascii=False), self._name)
+        return AvroSchema(json.dumps(schema), self._name)
 
     @property
     def text(self) -> str:

@@ -156,7 +156,7 @@ def _extend_json_schema(text: str, outputs: Sequence[TensorSpec], name: str) -> 
             f"{name}: expected a schema with properties, or of an array of such objects"
         )
     objects["properties"] |= {spec.name: _property_of(spec) for spec in outputs}
-    return json.dumps(schema, ensure_ascii=False)
+    return json.dumps(schema)
 
 
 def _property_of(spec: TensorSpec) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""Orders of a Java producer, enriched once each, with a real broker and a real schema registry."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import aiokafka
+import fastavro
+import numpy as np
+import pytest
+from aiokafka import AIOKafkaConsumer
+
+from headrace.tools.local_kafka import LocalKafka, install
+from tests.support.apicurio import Apicurio, install_apicurio, install_avro
+from tests.support.processes import Process, environment, headrace
+from tests.support.tree import ROOT
+
+EXAMPLE = ROOT / "examples" / "orders"
+COUNT = 4000
+STAGES = "ingest,batcher,executor,responder"
+JAVA_TIMEOUT_S = 60.0
+DEADLINE_S = 60.0
+needs_java = pytest.mark.skipif(shutil.which("javac") is None, reason="not installed: javac")
+
+
+def expected_score(number: int) -> float:
+    """The score of the producer's order with this number; it has no customer."""
+    country = number % 4
+    logit = 1.5 * (10.0 * (number % 50) - 120) / 80
+    logit += 2 * (country == 3) + (number % 24 < 6) - 3
+    return float(1 / (1 + np.exp(-logit)))
+
+
+class ScoredOrders:
+    """Enriched orders that a reader sees which reads committed records alone.
+
+    Attributes:
+        scores: by number of the order; each time that it was seen.
+    """
+
+    def __init__(self, registry_url: str) -> None:
+        self._url = registry_url
+        self._schemas: dict[int, Any] = {}
+        self.scores: dict[int, list[float]] = {}
+
+    async def read(self, consumer: AIOKafkaConsumer, most: int, deadline_s: float) -> None:
+        """Read until `most` orders were seen."""
+        async with asyncio.timeout(deadline_s):
+            while len(self.scores) < most:
+                await self._poll(consumer, 200)
+
+    async def read_rest(self, consumer: AIOKafkaConsumer) -> None:
+        """Read what still comes after the last one, as far as it comes within a second."""
+        while await self._poll(consumer, 1000):
+            pass
+
+    async def _poll(self, consumer: AIOKafkaConsumer, timeout_ms: int) -> bool:
+        polled = await consumer.getmany(timeout_ms=timeout_ms)
+        for records in polled.values():
+            for record in records:
+                assert dict(record.headers)["x-status"] == b"ok", record.value
+                await self._note(record.value)
+        return bool(polled)
+
+    async def _note(self, value: bytes) -> None:
+        magic, schema_id = struct.unpack_from(">bI", value)
+        assert magic == 0
+        if schema_id not in self._schemas:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"{self._url}/schemas/ids/{schema_id}") as response,
+            ):
+                text = (await response.json(content_type=None))["schema"]
+            self._schemas[schema_id] = fastavro.parse_schema(json.loads(text))
+        order: Any = fastavro.schemaless_reader(
+            io.BytesIO(value[5:]), self._schemas[schema_id], None
+        )
+        number = int(order["id"].removeprefix("order-"))
+        self.scores.setdefault(number, []).append(order["score"])
+
+
+async def run_java(folder: Path, class_path: str, settings: dict[str, str]) -> str:
+    """Run the producer of the example from its source; return what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *("java", "-XX:TieredStopAtLevel=1", "-cp", class_path, "FramedOrders.java"),
+        cwd=folder,
+        env={**os.environ, **settings},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    async with asyncio.timeout(JAVA_TIMEOUT_S):
+        printed, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return printed.decode()
+
+
+@pytest.fixture(scope="module")
+def registry_program() -> Path:
+    """The registry, fetched before the test's time runs."""
+    install_avro()
+    return install_apicurio()
+
+
+@needs_java
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_framed_orders_of_java_producer_are_enriched_once_across_kill(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry_program: Path
+) -> None:
+    """Exactly once: a process is killed amid them, and the next one goes on."""
+    shutil.copytree(EXAMPLE, tmp_path / "orders")
+    path = tmp_path / "orders" / "models" / "fraud" / "model.toml"
+    subject = f"{unique_name}.responses-value"
+    path.write_text(
+        path.read_text().replace(
+            'avro_schema = "order.avsc"', f'framing = "confluent"\nsubject = "{subject}"'
+        )
+    )
+    async with Apicurio(registry_program) as registry:
+        settings = environment(
+            kafka.bootstrap_servers,
+            unique_name,
+            tmp_path / "orders" / "models",
+            DELIVERY__GUARANTEE="exactly_once",
+            KAFKA__SESSION_TIMEOUT_MS="6000",
+            SCHEMA_REGISTRY__URL=registry.url,
+        )
+        await headrace(["topics", "create"], settings)
+        scored = ScoredOrders(registry.url)
+        async with AIOKafkaConsumer(
+            bootstrap_servers=kafka.bootstrap_servers,
+            auto_offset_reset="earliest",
+            isolation_level="read_committed",
+        ) as consumer:
+            topic = f"{unique_name}.responses"
+            consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(4)])
+            class_path = os.pathsep.join([*map(str, install().jars), str(install_avro())])
+            async with Process(STAGES, settings) as first, asyncio.TaskGroup() as tasks:
+                producing = tasks.create_task(
+                    run_java(
+                        tmp_path / "orders" / "java",
+                        class_path,
+                        {
+                            "BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+                            "NAMESPACE": unique_name,
+                            "SCHEMA_REGISTRY": registry.url,
+                            "COUNT": str(COUNT),
+                        },
+                    ),
+                    name="java-producer",
+                )
+                await scored.read(consumer, 1, DEADLINE_S)
+                await first.kill()
+                seen_at_kill = len(scored.scores)
+            async with Process(STAGES, settings):
+                await scored.read(consumer, COUNT, DEADLINE_S)
+                await scored.read_rest(consumer)
+        subjects = await _get(f"{registry.url}/subjects/{subject}/versions")
+
+    assert producing.result().startswith(f"{COUNT} orders")
+    assert 0 < seen_at_kill < COUNT
+    assert subjects == [1]
+    assert {number: len(scores) for number, scores in scored.scores.items()} == dict.fromkeys(
+        range(COUNT), 1
+    )
+    np.testing.assert_allclose(
+        [scored.scores[number][0] for number in range(COUNT)],
+        [expected_score(number) for number in range(COUNT)],
+        rtol=1e-4,
+    )
+
+
+async def _get(url: str) -> Any:
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return await response.json(content_type=None)
