@@ -519,6 +519,8 @@ class SchemaTuning:
     """Larger schemas are not read."""
     refusal_s: float = 10.0
     """A schema that is not there, or is refused, is not asked for again for so long."""
+    nested_messages: int = 32
+    """Most indexes of a message of Protobuf in its schema."""
     shown_chars: int = 200
     """Of a registry's message."""
     backoff: Backoff = Backoff(0.1, 5.0)

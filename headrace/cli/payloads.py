@@ -16,8 +16,10 @@ SAMPLES = "samples"
 
 _CONTENT_TYPES = {
     ".avro": "avro/binary",
+    ".binpb": "application/x-protobuf",
     ".jsonl": "application/x-ndjson",
     ".ndjson": "application/x-ndjson",
+    ".pb": "application/x-protobuf",
 }
 """Content types by suffix that Python does not know."""
 

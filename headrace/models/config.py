@@ -161,15 +161,21 @@ class RecordColumn(_Group):
 
 
 class RecordTransform(_Group):
-    """Conversion of records in JSON, CSV or Avro to inputs."""
+    """Conversion of records in JSON, CSV, Avro or Protobuf to inputs."""
 
-    format: Literal["json", "csv", "avro"] | None = None
+    format: Literal["json", "csv", "avro", "protobuf"] | None = None
     """Format of all payloads; by default their content types say it."""
     columns: tuple[str, ...] = ()
     """Names of the fields of CSV lines; by default the first line has them."""
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
     avro_schema: str = ""
     """File with the Avro schema, in the version's directory or beside `model.toml`."""
+    protobuf_descriptors: str = ""
+    """File in the version's directory with the descriptors that protoc writes."""
+    protobuf_message: str = ""
+    """Full name of the message of payloads."""
+    protobuf_answer: str = ""
+    """Full name of the message of answers, which has the outputs as fields."""
     framing: Literal["confluent"] | None = None
     """Payloads begin with the id of their schema in the registry of the settings."""
     subject: str = ""
@@ -180,6 +186,19 @@ class RecordTransform(_Group):
     """Most records of a payload."""
     inputs: dict[str, Annotated[tuple[RecordColumn, ...], Field(min_length=1)]]
     """Columns of each input of the model."""
+
+    @model_validator(mode="after")
+    def _protobuf_is_complete(self) -> Self:
+        if bool(self.protobuf_descriptors) != bool(self.protobuf_message):
+            raise ValueError("protobuf_descriptors, protobuf_message: expected both, or none")
+        if self.format == "protobuf" and not self.protobuf_message:
+            raise ValueError("format: expected protobuf_descriptors beside protobuf")
+        needs_answer = bool(self.protobuf_message) and self.pass_through
+        if needs_answer != bool(self.protobuf_answer):
+            raise ValueError(
+                "protobuf_answer: expected it with protobuf_message and pass_through alone"
+            )
+        return self
 
     @model_validator(mode="after")
     def _framing_is_complete(self) -> Self:

@@ -211,6 +211,31 @@ class SchemaRegistry:
             )
         raise self._unexpected(f"subject {subject}", status, content)
 
+    async def find_latest_id(self, subject: str) -> int:
+        """Return the id of a subject's latest schema.
+
+        Raises:
+            RegistryUnavailable: it may succeed later.
+            Rejected: `MODEL_FAILED` if there is no such subject, which is remembered for a while.
+        """
+        self._raise_refusal(subject)
+        path = f"/subjects/{quote(subject, safe='')}/versions/latest"
+        status, content = await self._request("GET", path)
+        found = content.get("id")
+        if status == 200 and isinstance(found, int):
+            return found
+        if status == 404:
+            raise self._refuse(
+                subject,
+                Rejected.mismatch(
+                    Code.MODEL_FAILED,
+                    f"subject {subject}",
+                    expected="the schema of the answers in the registry",
+                    got="none",
+                ),
+            )
+        raise self._unexpected(f"subject {subject}", status, content)
+
     def _raise_refusal(self, key: Hashable) -> None:
         refused = self._refusals.get(key)
         if refused is not None and self._clock_s() < refused[0]:

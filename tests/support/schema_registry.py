@@ -37,6 +37,7 @@ class StandInRegistry:
         application.router.add_get("/schemas/ids/{id}", self._show)
         application.router.add_post("/subjects/{subject}/versions", self._register)
         application.router.add_post("/subjects/{subject}", self._look_up)
+        application.router.add_get("/subjects/{subject}/versions/latest", self._show_latest)
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
         self.url = ""
 
@@ -92,6 +93,14 @@ class StandInRegistry:
             self.schemas[number] = schema
         self.subjects.setdefault(request.match_info["subject"], []).append(number)
         return web.json_response({"id": number})
+
+    async def _show_latest(self, request: web.Request) -> web.Response:
+        if (refused := await self._admit(request)) is not None:
+            return refused
+        numbers = self.subjects.get(request.match_info["subject"])
+        if not numbers:
+            return web.json_response({"error_code": 40401, "message": "not found"}, status=404)
+        return web.json_response({"id": numbers[-1], "schema": self.schemas[numbers[-1]][1]})
 
     async def _look_up(self, request: web.Request) -> web.Response:
         if (refused := await self._admit(request)) is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.inputs.avro import AvroSchema, is_list
+from headrace.models.inputs.protobuf import ProtobufSchema
 from headrace.models.schema_registry import Bounded, RegisteredSchema, SchemaRegistry
 from headrace.models.signature import TensorSpec
 from headrace.tuning import TUNING, SchemaTuning
@@ -26,12 +27,14 @@ class Framing(NamedTuple):
     """How payloads with one schema are read, and how their answers are written.
 
     Attributes:
-        avro: schema of the payloads; None if they are JSON.
-        answers: schema of the answers; None for JSON.
+        avro: schema of payloads in Avro.
+        protobuf: schema of payloads in Protobuf. Without both they are JSON.
+        answers: schema of answers in Avro.
         answer_head: bytes before each answer.
     """
 
-    avro: AvroSchema | None
+    avro: AvroSchema | None = None
+    protobuf: ProtobufSchema | None = None
     answers: AvroSchema | None = None
     answer_head: bytes = b""
 
@@ -44,6 +47,8 @@ class FramedSchemas:
         outputs: further fields of the answers.
         subject: subject in the registry under which the schemas of answers are; empty if answers
             are no records.
+        protobuf: messages of payloads and answers in Protobuf, whose schemas in the registry are
+            text that cannot be compiled here.
     """
 
     def __init__(
@@ -51,11 +56,13 @@ class FramedSchemas:
         registry: SchemaRegistry,
         outputs: Sequence[TensorSpec],
         subject: str,
+        protobuf: ProtobufSchema | None = None,
         tuning: SchemaTuning = TUNING.schemas,
     ) -> None:
         self._registry = registry
         self._outputs = tuple(outputs)
         self._subject = subject
+        self._protobuf = protobuf
         self._framings: Bounded[int, Framing] = Bounded(tuning.framings_per_version)
 
     def read_id(self, payload: bytes | memoryview) -> int | None:
@@ -91,7 +98,13 @@ class FramedSchemas:
         registered = await self._registry.fetch(schema_id)
         # A large schema takes a while to parse.
         framing, answers = await asyncio.to_thread(self._make, schema_id, registered)
-        if answers is not None:
+        if framing.protobuf is not None and self._subject:
+            answer_id = await self._registry.find_latest_id(self._subject)
+            head = _HEAD.pack(_MAGIC, answer_id)
+            framing = framing._replace(
+                answer_head=head + _write_indexes(framing.protobuf.answer_indexes)
+            )
+        elif answers is not None:
             answer_id = await self._registry.find_id(self._subject, answers)
             framing = framing._replace(answer_head=_HEAD.pack(_MAGIC, answer_id))
         self._framings.put(schema_id, framing)
@@ -112,7 +125,17 @@ class FramedSchemas:
             raise Rejected.mismatch(
                 Code.INTERNAL, "payload", expected="a schema that was fetched", got=str(schema_id)
             )
-        return framing, payload[_HEAD.size :]
+        record = payload[_HEAD.size :]
+        if framing.protobuf is not None:
+            indexes, record = _read_indexes(record)
+            if indexes != framing.protobuf.indexes:
+                raise Rejected.mismatch(
+                    Code.INVALID_REQUEST,
+                    "payload: message indexes",
+                    expected=str(list(framing.protobuf.indexes)),
+                    got=str(list(indexes)),
+                )
+        return framing, record
 
     def _make(
         self, schema_id: int, registered: RegisteredSchema
@@ -125,17 +148,62 @@ class FramedSchemas:
                 if not self._subject:
                     return Framing(avro), None
                 answers = avro.extend(self._outputs)
-                return Framing(avro, answers), RegisteredSchema("AVRO", answers.text)
+                return Framing(avro, answers=answers), RegisteredSchema("AVRO", answers.text)
             if registered.form == "JSON":
                 if not self._subject:
-                    return Framing(None), None
+                    return Framing(), None
                 text = _extend_json_schema(registered.text, self._outputs, name)
-                return Framing(None), RegisteredSchema("JSON", text)
+                return Framing(), RegisteredSchema("JSON", text)
         except ConfigurationError as error:
             raise Rejected(Code.INVALID_REQUEST, str(error)) from error
-        raise Rejected.mismatch(
-            Code.INVALID_REQUEST, name, expected="Avro or JSON Schema", got=registered.form
-        )
+        if registered.form == "PROTOBUF" and self._protobuf is not None:
+            return Framing(protobuf=self._protobuf), None
+        expected = "Avro or JSON Schema" if self._protobuf is None else "Avro, JSON or Protobuf"
+        raise Rejected.mismatch(Code.INVALID_REQUEST, name, expected=expected, got=registered.form)
+
+
+def _read_indexes(record: bytes) -> tuple[tuple[int, ...], bytes]:
+    """Return the place of a message in its schema, and the message. Raises `Rejected`."""
+    count, end = _read_number(record, 0)
+    if not 0 <= count <= TUNING.schemas.nested_messages:
+        raise _no_indexes(record)
+    indexes = []
+    for _ in range(count):
+        index, end = _read_number(record, end)
+        indexes.append(index)
+    return tuple(indexes) or (0,), record[end:]  # a 0 stands for the first message alone
+
+
+def _read_number(record: bytes, start: int) -> tuple[int, int]:
+    """Return a number in Protobuf's zigzag encoding, and its end."""
+    value = 0
+    for place, byte in enumerate(record[start : start + 5]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return (value >> 1) ^ -(value & 1), start + place + 1
+    raise _no_indexes(record)
+
+
+def _write_indexes(indexes: Sequence[int]) -> bytes:
+    if tuple(indexes) == (0,):
+        return b"\0"
+    written = bytearray()
+    for number in (len(indexes), *indexes):
+        value = number << 1
+        while value >= 0x80:
+            written.append(value & 0x7F | 0x80)
+            value >>= 7
+        written.append(value)
+    return bytes(written)
+
+
+def _no_indexes(record: bytes) -> Rejected:
+    return Rejected.mismatch(
+        Code.INVALID_REQUEST,
+        "payload",
+        expected="the indexes of a message behind the id of its schema",
+        got=record[:8].hex() or "nothing",
+    )
 
 
 def _extend_json_schema(text: str, outputs: Sequence[TensorSpec], name: str) -> str:

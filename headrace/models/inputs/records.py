@@ -1,4 +1,4 @@
-"""Conversion of business records to a model's inputs: JSON objects, CSV lines and Avro.
+"""Conversion of business records to a model's inputs: JSON objects, CSV, Avro and Protobuf.
 
 A payload holds one record or several, which become rows. With `pass_through` the answer is the same
 records with the outputs as further fields. Each field becomes a column of an input,
@@ -24,6 +24,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import RecordColumn, RecordTransform
 from headrace.models.inputs.avro import AvroSchema, AvroWriter, is_list
 from headrace.models.inputs.framing import FramedSchemas, Framing
+from headrace.models.inputs.protobuf import ProtobufSchema, follow
 from headrace.models.processing import read_beside
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
@@ -36,6 +37,10 @@ CSV = "text/csv"
 JSON_LINES = frozenset({"application/x-ndjson", "application/ndjson", "application/jsonl"})
 AVRO = frozenset({"avro/binary", "application/avro", "application/vnd.apache.avro"})
 
+PROTOBUF = frozenset(
+    {"application/x-protobuf", "application/protobuf", "application/vnd.google.protobuf"}
+)
+
 _NUMBERS = frozenset({int, float, Decimal})
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -46,14 +51,14 @@ class Table(NamedTuple):
     """The records of a payload.
 
     Attributes:
-        rows: one for each record: an object, or the fields of a line.
+        rows: one for each record: an object, the fields of a line, or a message of Protobuf.
         form: format of the payload.
         is_list: False if the payload is one record and no list of them.
         names: place of each field in a line; None if the rows are objects.
     """
 
     rows: Sequence[Any]
-    form: Literal["json", "lines", "csv", "avro"]
+    form: Literal["json", "lines", "csv", "avro", "protobuf"]
     is_list: bool = True
     names: Mapping[str, int] | None = None
 
@@ -99,15 +104,17 @@ class Records:
         self._config = config
         self._is_list = {spec.name: is_list(spec) for spec in signature.outputs}
         self._max_rows = config.max_rows
+        protobuf = _read_descriptors(config, signature, directory)
+        self._protobuf = protobuf
         self.framed: FramedSchemas | None = None
         if config.framing is not None:
             if registry is None:
                 raise ConfigurationError(
                     "transform.record.framing: expected schema_registry.url in the settings"
                 )
-            self.framed = FramedSchemas(registry, signature.outputs, config.subject)
+            self.framed = FramedSchemas(registry, signature.outputs, config.subject, protobuf)
         avro = _read_avro_schema(config, directory)
-        self._read = _make_reader(config, avro)
+        self._read = _make_reader(config, avro, protobuf)
         self._write_avro = (
             avro.extend(signature.outputs).write if avro and config.pass_through else None
         )
@@ -170,6 +177,9 @@ class Records:
             dict(zip(columns, fields, strict=True))
             for fields in zip(*columns.values(), strict=True)
         ]
+        if table.form == "protobuf":
+            assert self._protobuf is not None
+            return self._protobuf.append(payload, added[0])
         if table.form == "avro":
             assert write_avro is not None
             rows = [row | fields for row, fields in zip(table.rows, added, strict=True)]
@@ -207,39 +217,93 @@ def _read_avro_schema(config: RecordTransform, directory: Path) -> AvroSchema | 
 
 
 def _read_framed(framing: Framing, record: bytes) -> Table:
+    if framing.protobuf is not None:
+        return Table([framing.protobuf.read(record)], "protobuf", is_list=False)
     if framing.avro is None:
         return _read_json(record, JSON)
     return _table_of(framing.avro.read(record), "avro")
 
 
-def _make_reader(config: RecordTransform, avro: AvroSchema | None) -> Reader:
+def _read_descriptors(
+    config: RecordTransform, signature: Signature, directory: Path
+) -> ProtobufSchema | None:
+    if not config.protobuf_message:
+        return None
+    path = directory / config.protobuf_descriptors
+    try:
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise ConfigurationError(
+                "transform.record.protobuf_descriptors: expected a file in the version's "
+                f"directory, got {path.resolve()}"
+            )
+        descriptors = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"transform.record.protobuf_descriptors: {path}: {error.strerror}"
+        ) from error
+    return ProtobufSchema(
+        descriptors, config.protobuf_message, config.protobuf_answer, signature.outputs
+    )
+
+
+class _ProtobufReader:
+    """Reads a message, which is one record."""
+
+    def __init__(self, schema: ProtobufSchema) -> None:
+        self._schema = schema
+
+    def __call__(self, payload: bytes, _content_type: str) -> Table:
+        return Table([self._schema.read(payload)], "protobuf", is_list=False)
+
+
+def _make_reader(
+    config: RecordTransform, avro: AvroSchema | None, protobuf: ProtobufSchema | None
+) -> Reader:
     """Return the reader of payloads: of one format, or by their content types."""
-    read_csv = _CsvReader(config.columns, config.delimiter)
-    read_avro = _AvroReader(avro) if avro else None
-    if config.format == "csv":
-        return read_csv
-    if config.format == "json":
-        return _read_json
-    if config.format == "avro":
-        if read_avro is None:
+    readers: dict[str, Reader] = {
+        "json": _read_json,
+        "csv": _CsvReader(config.columns, config.delimiter),
+    }
+    if avro is not None:
+        readers["avro"] = _AvroReader(avro)
+    if protobuf is not None:
+        readers["protobuf"] = _ProtobufReader(protobuf)
+    if config.format is not None:
+        if config.format not in readers:
             raise ConfigurationError("transform.record: expected avro_schema beside format = avro")
-        return read_avro
+        return readers[config.format]
+    expected = ", ".join(_SHOWN_TYPES[form] for form in readers)
 
     def read(payload: bytes, content_type: str) -> Table:
-        if content_type == JSON or content_type.endswith("+json") or content_type in JSON_LINES:
-            return _read_json(payload, content_type)
-        if content_type == CSV:
-            return read_csv(payload, content_type)
-        if content_type in AVRO and read_avro is not None:
-            return read_avro(payload, content_type)
-        raise Rejected.mismatch(
-            Code.INVALID_REQUEST,
-            "header content-type",
-            expected=f"{JSON}, {CSV}" + (" or avro/binary" if read_avro else ""),
-            got=content_type or "none",
-        )
+        reader = readers.get(_format_of(content_type))
+        if reader is None:
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                "header content-type",
+                expected=f"one of {expected}",
+                got=content_type or "none",
+            )
+        return reader(payload, content_type)
 
     return read
+
+
+_SHOWN_TYPES = {
+    "json": JSON,
+    "csv": CSV,
+    "avro": "avro/binary",
+    "protobuf": "application/x-protobuf",
+}
+
+
+def _format_of(content_type: str) -> str:
+    if content_type == JSON or content_type.endswith("+json") or content_type in JSON_LINES:
+        return "json"
+    if content_type == CSV:
+        return "csv"
+    if content_type in AVRO:
+        return "avro"
+    return "protobuf" if content_type in PROTOBUF else ""
 
 
 _decode_json = msgspec.json.Decoder().decode
@@ -407,6 +471,8 @@ class _Column:
     def extract(self, table: Table) -> list[Any]:
         """Return the field of each record; None where it is missing or null."""
         path, rows = self._path, table.rows
+        if table.form == "protobuf":
+            return [follow(row, path) for row in rows]
         if table.names is None:
             if len(path) == 1:
                 (name,) = path

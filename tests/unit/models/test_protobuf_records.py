@@ -1,0 +1,230 @@
+"""Records in Protobuf on their way to a model's inputs, and back with its outputs."""
+
+from __future__ import annotations
+
+import struct
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from grpc_tools import protoc
+
+from headrace.config import SchemaRegistrySettings, make_settings
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.config import make_model_config
+from headrace.models.inputs.records import Records
+from headrace.models.inputs.transforms import make_transform
+from headrace.models.schema_registry import SchemaRegistry
+from headrace.models.signature import make_signature
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import to_array
+from tests.support.schema_registry import StandInRegistry
+from tests.unit.models.requests import spec
+
+PROTO = """
+syntax = "proto3";
+package shop;
+import "google/protobuf/timestamp.proto";
+import "google/protobuf/wrappers.proto";
+enum Kind { PLAIN = 0; GIFT = 1; }
+message Customer { optional int32 age = 1; }
+message Order {
+  double amount = 1;
+  Customer customer = 2;
+  Kind kind = 3;
+  google.protobuf.Timestamp at = 4;
+  repeated Customer others = 5;
+  map<string, int64> points = 6;
+  google.protobuf.DoubleValue weight = 7;
+  map<int32, int64> by_number = 8;
+}
+message Scored {
+  message Order { float score = 20; repeated int64 labels = 21; }
+}
+"""
+COLUMNS = """
+x = [
+    { path = "amount" },
+    { path = "customer.age", default = 40 },
+    { path = "kind", vocabulary = ["PLAIN", "GIFT"] },
+    { path = "at", date = "hour", default = 0 },
+    { path = "others.1.age", default = -1 },
+    { path = "points.a", default = -2 },
+    { path = "weight", default = -3 },
+    { path = "by_number.7", default = -4 },
+]
+"""
+COLUMNS = COLUMNS.replace("\n    ", " ").replace(",\n]", " ]")
+PROTOBUF = "application/x-protobuf"
+OUTPUTS = [spec("score", "FP32", [-1]), spec("labels", "INT64", [-1, 2])]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A version with the descriptors of orders, and a set without what they import."""
+    path = tmp_path_factory.mktemp("version")
+    (path / "order.proto").write_text(PROTO)
+    own = Path(protoc.__file__).parent / "_proto"
+    for name, more in (("order.desc", ["--include_imports"]), ("alone.desc", [])):
+        command = ["protoc", f"-I{path}", f"-I{own}", f"--descriptor_set_out={path / name}", *more]
+        assert protoc.main([*command, "order.proto"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def order_type(directory: Path) -> Any:
+    """The class of orders, as a producer has it."""
+    pool = descriptor_pool.DescriptorPool()
+    content = (directory / "order.desc").read_bytes()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(content).file:
+        pool.Add(file)
+    return lambda name: message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+
+
+def records_of(directory: Path, more: str = "", registry: SchemaRegistry | None = None) -> Records:
+    """A transform of orders to the input `x`."""
+    text = (
+        '[transform.record]\nprotobuf_descriptors = "order.desc"\nprotobuf_message = "shop.Order"\n'
+        f"{more}\n[transform.record.inputs]\n{COLUMNS}"
+    )
+    config = make_model_config(tomllib.loads(text), make_settings({}))
+    signature = make_signature([spec("x", "FP64", [-1, 8])], OUTPUTS)
+    transform = make_transform(directory, config, signature, registry=registry)
+    assert isinstance(transform, Records)
+    return transform
+
+
+def row_of(records: Records, payload: bytes) -> list[float]:
+    """The only row of a payload."""
+    (given,) = records(payload, PROTOBUF)
+    (row,) = to_array(Tensor(given.name, given.datatype, tuple(given.shape), given.data))
+    assert isinstance(row, np.ndarray)
+    return [float(each) for each in row]
+
+
+def full_order(order_type: Any) -> Any:
+    """An order with all fields."""
+    order = order_type("shop.Order")(
+        amount=2.5, customer={"age": 30}, kind="GIFT", others=[{"age": 1}, {"age": 2}]
+    )
+    order.at.seconds = 1772366400
+    order.points["a"] = 2**40
+    order.weight.value = 0.5
+    order.by_number[7] = 9
+    return order
+
+
+def test_fields_of_message_become_columns(directory: Path, order_type: Any) -> None:
+    """By name through messages, lists, maps, enums, dates and wrappers."""
+    records = records_of(directory)
+
+    assert row_of(records, full_order(order_type).SerializeToString()) == [
+        *(2.5, 30, 1, 12, 2, 2**40, 0.5, 9)
+    ]
+
+
+def test_field_with_presence_is_missing_and_others_have_their_zeros(directory: Path) -> None:
+    """An empty message is an order of nothing, as for each reader of Protobuf."""
+    with pytest.raises(Rejected) as raised:
+        records_of(directory)(b"", PROTOBUF)
+
+    assert row_of(records_of(directory), b"\x22\x00") == [0, 40, 0, 0, -1, -2, -3, -4]
+    assert raised.value.message == "rows[0].at: expected a date as in ISO 8601, got 0"
+
+
+@pytest.mark.parametrize("payload", [b"\x09\x01", b"\xff" * 20, b"\x12\x05\x08"])
+def test_damaged_message_is_refused(directory: Path, payload: bytes) -> None:
+    """With its message's name and its size."""
+    with pytest.raises(Rejected, match=r"Protobuf as in shop\.Order") as raised:
+        records_of(directory)(payload, PROTOBUF)
+
+    assert raised.value.code == Code.INVALID_REQUEST
+
+
+def test_number_that_enum_does_not_have_is_no_entry(directory: Path, order_type: Any) -> None:
+    """A later schema of the producer's may have it."""
+    records = records_of(directory)
+    order = full_order(order_type)
+    order.kind = 5
+    with pytest.raises(Rejected, match=r"rows\[0\]\.kind: expected an entry of the vocabulary"):
+        records(order.SerializeToString(), PROTOBUF)
+
+
+ANSWER = 'pass_through = true\nprotobuf_answer = "shop.Scored.Order"'
+
+
+def test_outputs_are_appended_to_record(directory: Path, order_type: Any) -> None:
+    """Unknown fields stay, and a score of the caller's own is replaced."""
+    records = records_of(directory, ANSWER)
+    payload = full_order(order_type).SerializeToString() + b"\xa5\x01\0\0\0\0\xa2\x06\x01x"
+    outputs = {"score": np.array([0.25], np.float32), "labels": np.array([[3, 4]])}
+    written = records.merge(payload, PROTOBUF, outputs)
+
+    scored = order_type("shop.Scored.Order").FromString(written)
+    assert (scored.score, list(scored.labels)) == (0.25, [3, 4])
+    assert written.startswith(payload)
+    assert order_type("shop.Order").FromString(written).amount == 2.5
+
+
+async def test_framed_message_comes_back_with_latest_schema_of_subject(
+    directory: Path, order_type: Any
+) -> None:
+    """Messages are named by their place in the schema: the second, and the first in the third."""
+    async with StandInRegistry() as registry:
+        registry.schemas = {1: ("PROTOBUF", PROTO), 300: ("PROTOBUF", PROTO)}
+        registry.subjects["s"] = [300]
+        settings = SchemaRegistrySettings(url=registry.url)
+        async with SchemaRegistry(settings) as client:
+            more = f'{ANSWER}\nframing = "confluent"\nsubject = "s"'
+            records = records_of(directory, more, client)
+            assert records.framed is not None
+            await records.framed.learn(1)
+    order = full_order(order_type).SerializeToString()
+    payload = struct.pack(">bI", 0, 1) + b"\x02\x02" + order
+    outputs = {"score": np.array([0.5], np.float32), "labels": np.array([[3, 4]])}
+    written = records.merge(payload, PROTOBUF, outputs)
+
+    assert row_of(records, payload)[0] == 2.5
+    assert written.startswith(struct.pack(">bI", 0, 300) + b"\x04\x04\x00" + order)
+    for wrong, expected in (
+        (b"\x00" + order, "expected [1], got [0]"),
+        (b"\x04\x02\x02" + order, "expected [1], got [1, 1]"),
+        (b"\x80\x80", "expected the indexes of a message"),
+        (b"\x01" + order, "expected the indexes of a message"),
+    ):
+        with pytest.raises(Rejected) as raised:
+            records(struct.pack(">bI", 0, 1) + wrong, PROTOBUF)
+        assert expected in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("order.desc", "none.desc", "none.desc"),
+        ("order.desc", "../order.desc", "in the version's directory"),
+        ("order.desc", "order.proto", "expected what protoc"),
+        ("order.desc", "alone.desc", "expected what protoc"),
+        ("shop.Order", "shop.None", "protobuf_message: expected a message"),
+        ("shop.Scored.Order", "shop.Order", "to have a field score for one FP32"),
+        ("shop.Scored.Order", "", "protobuf_answer: expected it with"),
+        ('protobuf_message = "shop.Order"', "", "expected both, or none"),
+    ],
+)
+def test_wrong_descriptors_are_fault(
+    directory: Path, before: str, after: str, expected: str
+) -> None:
+    """Found when the version is opened."""
+    text = (
+        '[transform.record]\nprotobuf_descriptors = "order.desc"\nprotobuf_message = "shop.Order"\n'
+        f"{ANSWER}\n[transform.record.inputs]\n{COLUMNS}"
+    )
+    with pytest.raises(ConfigurationError) as raised:
+        make_transform(
+            directory,
+            make_model_config(tomllib.loads(text.replace(before, after, 1)), make_settings({})),
+            make_signature([spec("x", "FP64", [-1, 8])], OUTPUTS),
+        )
+    assert expected in str(raised.value)
