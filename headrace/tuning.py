@@ -519,6 +519,10 @@ class SchemaTuning:
     """Larger schemas are not read."""
     refusal_s: float = 10.0
     """A schema that is not there, or is refused, is not asked for again for so long."""
+    max_container_bytes: int = 64 * 1024 * 1024
+    """Most bytes that the blocks of an Avro container may yield."""
+    container_schemas: int = 16
+    """Schemas of such containers that are kept parsed, for each version."""
     nested_messages: int = 32
     """Most indexes of a message of Protobuf in its schema."""
     shown_chars: int = 200

@@ -163,7 +163,7 @@ class RecordColumn(_Group):
 class RecordTransform(_Group):
     """Conversion of records in JSON, CSV, Avro or Protobuf to inputs."""
 
-    format: Literal["json", "csv", "avro", "protobuf"] | None = None
+    format: Literal["json", "csv", "avro", "avro_container", "protobuf"] | None = None
     """Format of all payloads; by default their content types say it."""
     columns: tuple[str, ...] = ()
     """Names of the fields of CSV lines; by default the first line has them."""

@@ -40,7 +40,10 @@ async def pass_through(
         await _learn_schemas(chosen, records.framed)
         chosen = [request for request in chosen if request.failure is None]
     size_bytes = sum([len(request.value or b"") for request in chosen])
-    is_compressed = any(request.envelope.content_encoding for request in chosen)
+    is_compressed = any(
+        request.envelope.content_encoding or records.expands(request.envelope.content_type)
+        for request in chosen
+    )
     if size_bytes <= tuning.inline_record_bytes and not is_compressed:
         _pass_all_through(chosen, records)
     else:

@@ -424,7 +424,11 @@ def _bind_payload(
         rules.learn_later(PendingTransform(request, version, payload, envelope.content_type))
         return
     is_slow = config.transform == "python" or (
-        config.record is not None and len(payload) > rules.inline_record_bytes
+        version.records is not None
+        and (
+            len(payload) > rules.inline_record_bytes
+            or version.records.expands(envelope.content_type)
+        )
     )
     if rules.transform_later is not None and is_slow:
         rules.transform_later(PendingTransform(request, version, payload, envelope.content_type))

@@ -34,6 +34,7 @@ FACTS = {
     "headrace/delivery/inflight.py": {"RECORD_OVERHEAD_BYTES", "HEADER_OVERHEAD_BYTES"},
     "headrace/log/kafka/fetch_buffer.py": {"_MAGIC_AT"},
     "headrace/log/port.py": {"MAX_POLL_BYTES"},
+    "headrace/models/inputs/avro.py": {"_SYNC_BYTES"},
     "headrace/models/inputs/framing.py": {"_MAGIC"},
     # Formats: of records on Kafka, of commit metadata and crash markers, of DLPack and ONNX.
     "headrace/crash_isolation/markers.py": {"VERSION", "MOST_ATTEMPTS", "MOST_CHARACTERS"},

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
+from headrace.models.schema_registry import Bounded
 from headrace.models.signature import TensorSpec
+from headrace.protocol.compression import too_large
+from headrace.tuning import TUNING, SchemaTuning
 
+_CONTAINER = b"Obj\x01"
+_SYNC_BYTES = 16
+_CODECS = ("null", "deflate")
 INSTALL = "pip install 'headrace[avro]'"
 
 
@@ -49,15 +56,25 @@ class AvroSchema:
     def read(self, payload: bytes | memoryview) -> Any:
         """Return the value of a payload. Raises `Rejected`."""
         stream = io.BytesIO(payload)
-        try:
-            found = self._fastavro.schemaless_reader(stream, self._schema, None)
-        except Exception as error:  # whatever bytes may make the library raise is the caller's
-            got = f"{describe_error(error)} at byte {stream.tell()} of {len(payload)}"
-            raise _unreadable(f"Avro as in {self._name}", got) from error
+        found = self.read_next(stream)
         if stream.tell() != len(payload):
             got = f"{len(payload)} bytes, of which {stream.tell()} are a value"
             raise _unreadable(f"one value as in {self._name}", got)
         return found
+
+    def read_next(self, stream: io.BytesIO) -> Any:
+        """Return the next value of a stream. Raises `Rejected`."""
+        try:
+            return self._fastavro.schemaless_reader(stream, self._schema, None)
+        except Exception as error:  # whatever bytes may make the library raise is the caller's
+            got = f"{describe_error(error)} at byte {stream.tell()}"
+            raise _unreadable(f"Avro as in {self._name}", got) from error
+
+    def write_container(self, rows: Sequence[Any], codec: str) -> bytes:
+        """Return an object container file with values in this schema."""
+        stream = io.BytesIO()
+        self._fastavro.writer(stream, self._schema, rows, codec=codec)
+        return stream.getvalue()
 
     def extend(self, outputs: Sequence[TensorSpec]) -> AvroSchema:
         """Return the schema of the same records with these outputs as their last fields, which
@@ -89,6 +106,103 @@ class AvroSchema:
         stream = io.BytesIO()
         self._fastavro.schemaless_writer(stream, self._schema, value)
         return stream.getvalue()
+
+
+class AvroContainers:
+    """Object container files as payloads: records behind their own schema, in blocks.
+
+    Sizes are bounded before the bytes are made, which fastavro does not do. Source: Avro 1.12,
+    https://avro.apache.org/docs/1.12.0/specification/#object-container-files
+
+    Args:
+        outputs: further fields of the answers.
+        max_rows: most records of a file.
+    """
+
+    def __init__(
+        self, outputs: Sequence[TensorSpec], max_rows: int, tuning: SchemaTuning = TUNING.schemas
+    ) -> None:
+        self._outputs = tuple(outputs)
+        self._max_rows = max_rows
+        self._limit_bytes = tuning.max_container_bytes
+        self._longs = AvroSchema('"long"', "container")
+        self._maps = AvroSchema('{"type": "map", "values": "bytes"}', "container")
+        self._schemas: Bounded[str, AvroSchema] = Bounded(tuning.container_schemas)
+
+    def read(self, payload: bytes) -> tuple[list[Any], AvroSchema, str]:
+        """Return the records of a file, their schema, and the name of its codec.
+
+        Raises:
+            Rejected: `INVALID_REQUEST` for a file that is damaged, `TOO_LARGE` for one that yields
+                too much.
+        """
+        if payload[: len(_CONTAINER)] != _CONTAINER:
+            got = payload[: len(_CONTAINER)].hex() or "nothing"
+            raise _unreadable(f"an Avro container, which begins with {_CONTAINER.hex()}", got)
+        stream = io.BytesIO(payload)
+        stream.seek(len(_CONTAINER))
+        metadata = self._maps.read_next(stream)
+        sync = stream.read(_SYNC_BYTES)
+        codec = metadata.get("avro.codec", b"null").decode("utf-8", "replace")
+        if codec not in _CODECS:
+            raise _unreadable(f"a container with one of the codecs {', '.join(_CODECS)}", codec)
+        schema = self._find_schema(metadata.get("avro.schema", b""))
+        rows: list[Any] = []
+        left_bytes = self._limit_bytes
+        while stream.tell() < len(payload):
+            count, size = self._longs.read_next(stream), self._longs.read_next(stream)
+            start = stream.tell()
+            block = stream.read(max(0, size))
+            if len(block) != size or stream.read(_SYNC_BYTES) != sync or count < 0:
+                raise _unreadable("a whole block of an Avro container", f"none at byte {start}")
+            if len(rows) + count > self._max_rows:
+                expected, got = f"at most max_rows = {self._max_rows} records", "more"
+                raise Rejected.mismatch(Code.TOO_LARGE, "payload", expected=expected, got=got)
+            content = io.BytesIO(_inflate(block, codec, left_bytes))
+            rows += [schema.read_next(content) for _ in range(count)]
+            if content.tell() != len(content.getbuffer()):
+                raise _unreadable(f"{count} records in a block", f"bytes behind them at {start}")
+            left_bytes -= len(content.getbuffer())
+        return rows, schema, codec
+
+    def write(self, rows: Sequence[Any], schema: AvroSchema, codec: str) -> bytes:
+        """Return a file with records that have the outputs."""
+        return self._find_extended(schema).write_container(rows, codec)
+
+    def _find_schema(self, text: bytes) -> AvroSchema:
+        found = self._schemas.get(text.decode("utf-8", "replace"))
+        if found is None:
+            try:
+                found = AvroSchema(text.decode(), "the container")
+            except (ConfigurationError, UnicodeDecodeError) as error:
+                raise _unreadable("a container with a schema", str(error)) from error
+            self._schemas.put(found.text, found)
+        return found
+
+    def _find_extended(self, schema: AvroSchema) -> AvroSchema:
+        key = f"extended {schema.text}"
+        found = self._schemas.get(key)
+        if found is None:
+            try:
+                found = schema.extend(self._outputs)
+            except ConfigurationError as error:
+                raise _unreadable("a container of records", str(error)) from error
+            self._schemas.put(key, found)
+        return found
+
+
+def _inflate(block: bytes, codec: str, limit_bytes: int) -> bytes:
+    """Return what a block holds. Raises `Rejected`."""
+    if codec == "null":
+        return block
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        content = stream.decompress(block, limit_bytes + 1)
+    except zlib.error as error:
+        raise _unreadable("a block in deflate", str(error)) from error
+    if len(content) > limit_bytes:
+        raise too_large("payload: blocks of the container", limit_bytes)
+    return content
 
 
 AvroWriter = Callable[[Any], bytes]

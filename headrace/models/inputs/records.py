@@ -9,10 +9,12 @@ has one type; a value that does not fit is then looked for.
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import RecordColumn, RecordTransform
-from headrace.models.inputs.avro import AvroSchema, AvroWriter, is_list
+from headrace.models.inputs.avro import INSTALL, AvroContainers, AvroSchema, AvroWriter, is_list
 from headrace.models.inputs.framing import FramedSchemas, Framing
 from headrace.models.inputs.protobuf import ProtobufSchema, follow
 from headrace.models.processing import read_beside
@@ -37,6 +39,7 @@ CSV = "text/csv"
 JSON_LINES = frozenset({"application/x-ndjson", "application/ndjson", "application/jsonl"})
 AVRO = frozenset({"avro/binary", "application/avro", "application/vnd.apache.avro"})
 
+AVRO_CONTAINER = "avro/container"
 PROTOBUF = frozenset(
     {"application/x-protobuf", "application/protobuf", "application/vnd.google.protobuf"}
 )
@@ -55,12 +58,14 @@ class Table(NamedTuple):
         form: format of the payload.
         is_list: False if the payload is one record and no list of them.
         names: place of each field in a line; None if the rows are objects.
+        write: writes rows with the outputs in them, if they are of a container of Avro.
     """
 
     rows: Sequence[Any]
-    form: Literal["json", "lines", "csv", "avro", "protobuf"]
+    form: Literal["json", "lines", "csv", "avro", "container", "protobuf"]
     is_list: bool = True
     names: Mapping[str, int] | None = None
+    write: Callable[[Sequence[Any]], bytes] | None = None
 
 
 Reader: TypeAlias = Callable[[bytes, str], Table]
@@ -114,7 +119,7 @@ class Records:
                 )
             self.framed = FramedSchemas(registry, signature.outputs, config.subject, protobuf)
         avro = _read_avro_schema(config, directory)
-        self._read = _make_reader(config, avro, protobuf)
+        self._read = _make_reader(config, signature.outputs, avro, protobuf)
         self._write_avro = (
             avro.extend(signature.outputs).write if avro and config.pass_through else None
         )
@@ -141,6 +146,11 @@ class Records:
         if not table.rows:
             raise _unreadable("at least one record", "none")
         return [each.convert(table) for each in self._inputs]
+
+    def expands(self, content_type: str) -> bool:
+        """Return True if a payload may become many times its bytes."""
+        form = self._config.format or _format_of(content_type)
+        return self.framed is None and form == "avro_container"
 
     def merge(self, payload: bytes, content_type: str, outputs: Mapping[str, Array]) -> bytes:
         """Return the records of a payload, in its format, with the outputs as further fields.
@@ -180,6 +190,10 @@ class Records:
         if table.form == "protobuf":
             assert self._protobuf is not None
             return self._protobuf.append(payload, added[0])
+        if table.write is not None:
+            return table.write(
+                [row | fields for row, fields in zip(table.rows, added, strict=True)]
+            )
         if table.form == "avro":
             assert write_avro is not None
             rows = [row | fields for row, fields in zip(table.rows, added, strict=True)]
@@ -257,7 +271,10 @@ class _ProtobufReader:
 
 
 def _make_reader(
-    config: RecordTransform, avro: AvroSchema | None, protobuf: ProtobufSchema | None
+    config: RecordTransform,
+    outputs: Sequence[TensorSpec],
+    avro: AvroSchema | None,
+    protobuf: ProtobufSchema | None,
 ) -> Reader:
     """Return the reader of payloads: of one format, or by their content types."""
     readers: dict[str, Reader] = {
@@ -266,11 +283,16 @@ def _make_reader(
     }
     if avro is not None:
         readers["avro"] = _AvroReader(avro)
+    if importlib.util.find_spec("fastavro") is not None:
+        readers["avro_container"] = _ContainerReader(AvroContainers(outputs, config.max_rows))
     if protobuf is not None:
         readers["protobuf"] = _ProtobufReader(protobuf)
     if config.format is not None:
         if config.format not in readers:
-            raise ConfigurationError("transform.record: expected avro_schema beside format = avro")
+            needed = "avro_schema" if config.format == "avro" else f"fastavro ({INSTALL})"
+            raise ConfigurationError(
+                f"transform.record: expected {needed} beside format = {config.format}"
+            )
         return readers[config.format]
     expected = ", ".join(_SHOWN_TYPES[form] for form in readers)
 
@@ -292,6 +314,7 @@ _SHOWN_TYPES = {
     "json": JSON,
     "csv": CSV,
     "avro": "avro/binary",
+    "avro_container": AVRO_CONTAINER,
     "protobuf": "application/x-protobuf",
 }
 
@@ -303,6 +326,8 @@ def _format_of(content_type: str) -> str:
         return "csv"
     if content_type in AVRO:
         return "avro"
+    if content_type == AVRO_CONTAINER:
+        return "avro_container"
     return "protobuf" if content_type in PROTOBUF else ""
 
 
@@ -322,7 +347,7 @@ def _read_json(payload: bytes, content_type: str) -> Table:
     return _table_of(found, "lines" if content_type in JSON_LINES else "json")
 
 
-def _table_of(found: object, form: Literal["json", "lines", "avro"]) -> Table:
+def _table_of(found: object, form: Literal["json", "lines", "avro", "container"]) -> Table:
     """Return the records of a value that is one, or a list of them."""
     rows = found if isinstance(found, list) else [found]
     for number, row in enumerate(rows):
@@ -339,6 +364,18 @@ class _AvroReader:
 
     def __call__(self, payload: bytes, _content_type: str) -> Table:
         return _table_of(self._schema.read(payload), "avro")
+
+
+class _ContainerReader:
+    """Reads Avro's object container files, whose schemas are in them."""
+
+    def __init__(self, containers: AvroContainers) -> None:
+        self._containers = containers
+
+    def __call__(self, payload: bytes, _content_type: str) -> Table:
+        rows, schema, codec = self._containers.read(payload)
+        table = _table_of(rows, "container")
+        return table._replace(write=partial(self._containers.write, schema=schema, codec=codec))
 
 
 class _CsvReader:

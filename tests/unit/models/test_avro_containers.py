@@ -1,0 +1,128 @@
+"""Object container files of Avro as payloads, with several records and their schema."""
+
+from __future__ import annotations
+
+import io
+import tomllib
+import zlib
+from pathlib import Path
+from typing import Any
+
+import fastavro
+import numpy as np
+import pytest
+
+from headrace.config import make_settings
+from headrace.errors import Code, Rejected
+from headrace.models.config import make_model_config
+from headrace.models.inputs.records import Records
+from headrace.models.inputs.transforms import make_transform
+from headrace.models.signature import make_signature
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import to_array
+from tests.unit.models.requests import spec
+
+CONTAINER = "avro/container"
+SCHEMA = {
+    "type": "record",
+    "name": "Order",
+    "fields": [{"name": "amount", "type": "double"}, {"name": "note", "type": "bytes"}],
+}
+ROWS = [{"amount": float(number), "note": b"n"} for number in range(50)]
+
+
+def records_of(more: str = "") -> Records:
+    """A transform of orders to the input `x`."""
+    text = f'[transform.record]\n{more}\n[transform.record.inputs]\nx = [{{ path = "amount" }}]\n'
+    transform = make_transform(
+        Path(),
+        make_model_config(tomllib.loads(text), make_settings({})),
+        make_signature([spec("x", "FP64", [-1, 1])], [spec("score", "FP32", [-1])]),
+    )
+    assert isinstance(transform, Records)
+    return transform
+
+
+def container_of(rows: list[dict[str, Any]], codec: str = "null", schema: Any = SCHEMA) -> bytes:
+    """A file, with blocks of about 100 bytes."""
+    stream = io.BytesIO()
+    fastavro.writer(stream, fastavro.parse_schema(schema), rows, codec=codec, sync_interval=100)
+    return stream.getvalue()
+
+
+def refusal(payload: bytes, more: str = "") -> Rejected:
+    """The error of a payload."""
+    with pytest.raises(Rejected) as caught:
+        records_of(more)(payload, CONTAINER)
+    return caught.value
+
+
+@pytest.mark.parametrize("codec", ["null", "deflate"])
+def test_records_of_all_blocks_become_rows_and_come_back_in_container(codec: str) -> None:
+    """With the outputs as last fields of their schema, and in the same codec."""
+    records = records_of("pass_through = true")
+    payload = container_of(ROWS, codec)
+    (given,) = records(payload, CONTAINER)
+    array = to_array(Tensor(given.name, given.datatype, tuple(given.shape), given.data))
+    written = records.merge(payload, CONTAINER, {"score": np.arange(50, dtype=np.float32)})
+
+    assert array[:, 0].tolist() == [row["amount"] for row in ROWS]
+    reader = fastavro.reader(io.BytesIO(written))
+    assert list(reader) == [row | {"score": row["amount"]} for row in ROWS]
+    assert reader.codec == codec
+
+
+@pytest.mark.parametrize("length", [0, 3, 20, 150, 400, -1])
+def test_container_that_ends_early_is_refused(length: int) -> None:
+    """Wherever it ends."""
+    assert refusal(container_of(ROWS)[:length]).code == Code.INVALID_REQUEST
+
+
+def test_damaged_container_is_refused() -> None:
+    """A block without its mark, one with other records, a codec or a schema that is not read."""
+    good = container_of(ROWS[:3])
+    schema = b'"double"'
+    wrong = {
+        "a whole block": good[:-1] + bytes([good[-1] ^ 1]),
+        "one of the codecs null, deflate, got bzip2": container_of(ROWS, "bzip2"),
+        "3 records in a block": good.replace(schema, b'"string"'),
+        "a container with a schema": good.replace(schema, b'"dooble"'),
+        "an object": container_of([1.0], schema="double"),  # type: ignore[list-item]
+    }
+    for expected, payload in wrong.items():
+        error = refusal(payload)
+        assert error.code in (Code.INVALID_REQUEST, Code.INVALID_TENSOR)
+        assert expected in error.message
+
+
+def test_bomb_is_too_large() -> None:
+    """No more is made of it than the bound."""
+    bomb = container_of([{"amount": 0.0, "note": bytes(70 << 20)}], "deflate")
+
+    assert len(bomb) < 200_000
+    assert refusal(bomb).code == Code.TOO_LARGE
+
+
+def test_more_records_than_allowed_are_too_large_before_they_are_read() -> None:
+    """A record without fields takes no bytes."""
+    nothing = {"type": "record", "name": "Nothing", "fields": []}
+    payload = container_of([{}] * 2000, schema=nothing)
+
+    assert refusal(payload, "max_rows = 1999").code == Code.TOO_LARGE
+
+
+def test_damaged_deflate_is_refused() -> None:
+    """As damaged, not as an error of the library's."""
+    payload = container_of(ROWS[:3], "deflate")
+    block = zlib.compress(b"x" * 5)
+    damaged = payload[:-26] + block[:10] + payload[-16:]
+
+    assert refusal(damaged).code == Code.INVALID_REQUEST
+
+
+def test_container_may_expand_and_others_do_not() -> None:
+    """It is read on a thread, however small it is."""
+    records = records_of()
+
+    assert [records.expands(each) for each in (CONTAINER, "application/json")] == [True, False]
+    assert records_of('format = "avro_container"').expands("")
