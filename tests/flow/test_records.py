@@ -58,15 +58,33 @@ def _score(order: dict[str, Any]) -> float:
     return float(1 / (1 + np.exp(-logit)))
 
 
-def avro_orders() -> Iterator[bytes]:
-    """Each order in Avro."""
-    schema = fastavro.schema.load_schema(str(EXAMPLE / "models" / "fraud" / "order.avsc"))
+def avro_schema() -> Any:
+    """The schema of the example."""
+    return fastavro.schema.load_schema(str(EXAMPLE / "models" / "fraud" / "order.avsc"))
+
+
+def typed_orders() -> Iterator[dict[str, Any]]:
+    """Each order with a date and all fields, as Avro has it."""
     for order in json.loads(ORDERS):
         at = datetime.fromisoformat(order["ordered_at"])
         customer = {"age": order["customer"].get("age")}
+        yield order | {"ordered_at": at, "customer": customer}
+
+
+def avro_orders() -> Iterator[bytes]:
+    """Each order in Avro."""
+    schema = avro_schema()
+    for order in typed_orders():
         stream = io.BytesIO()
-        fastavro.schemaless_writer(stream, schema, order | {"ordered_at": at, "customer": customer})
+        fastavro.schemaless_writer(stream, schema, order)
         yield stream.getvalue()
+
+
+def orders_in_container() -> bytes:
+    """All orders in an object container file."""
+    stream = io.BytesIO()
+    fastavro.writer(stream, avro_schema(), list(typed_orders()), codec="deflate")
+    return stream.getvalue()
 
 
 @pytest.mark.parametrize("grouping", [TOGETHER, APART], ids=["together", "apart"])
@@ -122,6 +140,7 @@ async def test_orders_come_back_with_scores_in_their_format(
         in_lines = await enriched(lines, "application/x-ndjson")
         csv = await enriched((EXAMPLE / "orders.csv").read_bytes(), "text/csv; charset=utf-8")
         avro = [await enriched(order, "avro/binary") for order in avro_orders()]
+        container = await enriched(orders_in_container(), "avro/container")
     expected = [
         order | {"score": pytest.approx(score, rel=1e-4)}
         for order, score in zip(orders, expected_scores(), strict=True)
@@ -139,6 +158,8 @@ async def test_orders_come_back_with_scores_in_their_format(
         expected_scores(), rel=1e-4
     )
     assert [_read_avro(order)["id"] for order, _ in avro] == ["a-1", "a-2", "a-3"]
+    contained: list[Any] = list(fastavro.reader(io.BytesIO(container[0])))
+    assert [order["score"] for order in contained] == pytest.approx(expected_scores(), rel=1e-4)
 
 
 def _read_avro(content: bytes) -> dict[str, Any]:

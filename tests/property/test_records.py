@@ -12,6 +12,7 @@ import fastavro
 import msgspec
 import numpy as np
 import pytest
+from grpc_tools import protoc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,12 +36,45 @@ SCHEMA = {
         {"name": "f", "type": {"type": "map", "values": "float"}},
     ],
 }
+PROTO = """
+syntax = "proto3";
+import "google/protobuf/timestamp.proto";
+import "google/protobuf/wrappers.proto";
+message Row {
+  optional double a = 1;
+  repeated int64 b = 2;
+  google.protobuf.StringValue c = 3;
+  google.protobuf.Timestamp d = 4;
+  bytes e = 5;
+  map<string, float> f = 6;
+}
+"""
+PROTOS = Path(protoc.__file__).parent / "_proto"
 OUTPUT = TensorSpec("y", "FP32", (-1,))
 relaxed = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     deadline=None,
     max_examples=50,
 )
+PARTS = [
+    b"\x09\0\0\0\0\0\0\xf8\x7f",  # a: NaN
+    b"\x12\x02\x01\x7f",  # b: packed
+    b"\x1a\x03\x0a\x01x",  # c
+    b"\x22\x0b\x08\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # d: a second before 1970
+    b"\x22\x0a\x08\xff\xff\xff\xff\xff\xff\xff\xff\x7f",  # d: the last of all
+    b"\x2a\x01\xff",  # e
+    b"\x32\x08\x0a\x01a\x15\0\0\x80?",  # f: a is 1.0
+    b"\x78\x01",  # unknown
+]
+"""Fields of a message."""
+TYPES = [
+    "text/csv",
+    "application/json",
+    "application/x-ndjson",
+    "avro/binary",
+    "avro/container",
+    "application/x-protobuf",
+]
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -78,7 +112,12 @@ def transforms(draw: st.DrawFn, directory: Path) -> tuple[Transform, Binder]:
     """A transform to two columns of one input, and the check of what it makes."""
     datatype = draw(datatypes)
     own = [draw(columns(datatype)), draw(columns(datatype))]
-    record = {"inputs": {"x": own}, "avro_schema": "row.avsc"}
+    record = {
+        "inputs": {"x": own},
+        "avro_schema": "row.avsc",
+        "protobuf_descriptors": "row.desc",
+        "protobuf_message": "Row",
+    }
     config = make_model_config({"transform": {"record": record}}, make_settings({}))
     signature = make_signature([TensorSpec("x", datatype, (-1, 2))], [OUTPUT])
     return make_transform(directory, config, signature, directory), Binder(signature)
@@ -88,6 +127,15 @@ def transforms(draw: st.DrawFn, directory: Path) -> tuple[Transform, Binder]:
 def directory(tmp_path: Path) -> Path:
     """With the schema of the rows."""
     (tmp_path / "row.avsc").write_text(json.dumps(SCHEMA))
+    (tmp_path / "row.proto").write_text(PROTO)
+    written = tmp_path / "row.desc"
+    command = [
+        f"-I{tmp_path}",
+        f"-I{PROTOS}",
+        "--include_imports",
+        f"--descriptor_set_out={written}",
+    ]
+    assert protoc.main(["protoc", *command, "row.proto"]) == 0
     return tmp_path
 
 
@@ -125,7 +173,7 @@ def _in_range(value: Any) -> Any:
         st.text(alphabet=st.sampled_from('ab,"\n1.-eT:Z'), max_size=60).map(str.encode),
         st.binary(max_size=60),
     ),
-    st.sampled_from(["text/csv", "application/json", "application/x-ndjson", "avro/binary"]),
+    st.sampled_from(TYPES),
     st.data(),
 )
 def test_any_bytes_become_inputs_or_are_refused(
@@ -163,3 +211,40 @@ def test_changed_avro_becomes_inputs_or_is_refused(
     check(data, directory, bytes(payload), "avro/binary")
     payload[place % len(payload)] ^= data.draw(st.integers(1, 255))
     check(data, directory, bytes(payload), "avro/binary")
+
+
+@relaxed
+@given(
+    st.lists(st.floats(width=32), max_size=4),
+    st.sampled_from(["null", "deflate"]),
+    st.integers(0, 10_000),
+    st.data(),
+)
+def test_changed_container_becomes_inputs_or_is_refused(
+    directory: Path, numbers: list[float], codec: str, place: int, data: st.DataObject
+) -> None:
+    """A sound file, and one with a changed byte, in its head or in a block."""
+    schema = {"type": "record", "name": "Row", "fields": [{"name": "a", "type": "double"}]}
+    stream = io.BytesIO()
+    rows = [{"a": number} for number in numbers]
+    fastavro.writer(stream, fastavro.parse_schema(schema), rows, codec=codec, sync_interval=16)
+    payload = bytearray(stream.getvalue())
+    check(data, directory, bytes(payload), "avro/container")
+    payload[place % len(payload)] ^= data.draw(st.integers(1, 255))
+    check(data, directory, bytes(payload), "avro/container")
+
+
+@relaxed
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=8).map(b"".join),
+    st.integers(0, 10_000),
+    st.data(),
+)
+def test_changed_protobuf_becomes_inputs_or_is_refused(
+    directory: Path, message: bytes, place: int, data: st.DataObject
+) -> None:
+    """Fields in any order and number, and one changed byte."""
+    check(data, directory, message, "application/x-protobuf")
+    payload = bytearray(message or b"\0")
+    payload[place % len(payload)] ^= data.draw(st.integers(1, 255))
+    check(data, directory, bytes(payload), "application/x-protobuf")
