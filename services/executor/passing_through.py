@@ -6,28 +6,36 @@ import asyncio
 import struct
 from collections.abc import Sequence
 
-from headrace.delivery.failures import rejection
-from headrace.errors import Code, Rejected, describe_error
+import structlog
+
+from headrace.clock import Clock, wall_clock_us
+from headrace.delivery.failures import REVOKED, deadline_passed, rejection
+from headrace.errors import Code, Rejected, Retriable, describe_error
 from headrace.models.inputs.framing import FramedSchemas
 from headrace.models.inputs.records import Records
+from headrace.primitives.backoff import Pauses
 from headrace.protocol.codec import plain_value
 from headrace.protocol.headers import is_payload
 from headrace.protocol.messages import RECORD_ANSWER, Failure, Request, Tensor
 from headrace.protocol.tensors import to_array
+from headrace.telemetry.logs import Event
 from headrace.topics import Stage
 from headrace.tuning import TUNING, ExecutorTuning
 
+log = structlog.get_logger(__name__)
+
 
 async def pass_through(
-    requests: Sequence[Request], records: Records, tuning: ExecutorTuning = TUNING.executor
+    requests: Sequence[Request],
+    records: Records,
+    tuning: ExecutorTuning = TUNING.executor,
+    clock: Clock = wall_clock_us,
 ) -> None:
     """Replace the outputs of requests that were records by the records with the outputs in them.
 
     Many bytes are written on a thread, and so are records that came compressed, whose sizes are not
-    known. A request whose record cannot be written fails.
-
-    Raises:
-        Retriable: the schema registry is away.
+    known. A request whose record cannot be written fails. While the schema registry is away,
+    requests whose schemas this process does not know wait, at most until their deadlines.
     """
     chosen = [
         request
@@ -37,7 +45,7 @@ async def pass_through(
         and is_payload(request.envelope)
     ]
     if records.framed is not None:
-        await _learn_schemas(chosen, records.framed)
+        await _learn_schemas(chosen, records.framed, clock)
         chosen = [request for request in chosen if request.failure is None]
     size_bytes = sum([len(request.value or b"") for request in chosen])
     is_compressed = any(
@@ -50,8 +58,8 @@ async def pass_through(
         await asyncio.to_thread(_pass_all_through, chosen, records)
 
 
-async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas) -> None:
-    """Learn the schemas of records that another process read. Raises `Retriable`."""
+async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas, clock: Clock) -> None:
+    """Learn the schemas of records that another process read."""
     for request in requests:
         try:
             value = request.value or b""
@@ -59,9 +67,31 @@ async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas) -> 
                 value = bytes(await asyncio.to_thread(_plain, request))
             schema_id = framed.find_unknown(value)
             if schema_id is not None:
-                await framed.learn(schema_id)
+                await _learn(request, framed, schema_id, clock)
         except Rejected as error:
             _fail(request, rejection(error, Stage.EXECUTOR))
+
+
+async def _learn(request: Request, framed: FramedSchemas, schema_id: int, clock: Clock) -> None:
+    pauses = Pauses(TUNING.schemas.backoff)
+    while True:
+        try:
+            await framed.learn(schema_id)
+        except Retriable as error:
+            log.warning(Event.SCHEMAS_DELAYED, model=request.model, reason=str(error))
+        else:
+            return
+        # The run is not repeated for it: its outputs are here.
+        pause_s = pauses.next_s()
+        if request.envelope.deadline_ms:
+            left_s = request.envelope.deadline_ms / 1000 - clock() / 1e6
+            pause_s = min(pause_s, max(0.0, left_s))
+        await asyncio.sleep(pause_s)
+        failure = REVOKED if request.ack_handle.revoked else None
+        failure = failure or deadline_passed(request, clock(), Stage.EXECUTOR)
+        if failure is not None:
+            _fail(request, failure)
+            return
 
 
 def _plain(request: Request) -> bytes | memoryview:

@@ -320,7 +320,7 @@ class Worker:
             self._scatter(run, await self._run_watched(arrays))
             records = version.records
             if records is not None and records.pass_through:
-                await pass_through(run.requests, records, self._tuning)
+                await pass_through(run.requests, records, self._tuning, self._clock)
         except (Fatal, Retriable, DeadlinePassed):
             raise
         except Rejected as error:

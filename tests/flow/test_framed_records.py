@@ -168,6 +168,28 @@ async def test_orders_wait_while_registry_is_away_and_others_do_not(tmp_path: Pa
     assert [each["id"] for each in found] == [order["id"] for order in ORDERS]
 
 
+async def test_orders_wait_in_executor_apart_while_registry_is_away(tmp_path: Path) -> None:
+    """It asks for the schema of the answers itself, after ingest did; the run is not repeated."""
+    async with registry_of() as registry:
+        settings = settings_of(tmp_path, registry)
+        registry.away_after = 2  # those of ingest
+        log = await log_for(settings)
+        async with (
+            serving(settings, log, APART),
+            Client(log=log, settings=settings) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            waiting = tasks.create_task(enriched(client, framed(ORDERS[0])))
+            await eventually(lambda: len(registry.requests) > 3, what="the executor asked again")
+            plain = await client.infer_raw("fraud", json.dumps(ORDERS).encode(), "application/json")
+            assert not waiting.done()
+            registry.away_after = None
+        found = unframed(waiting.result(), registry)
+
+    assert len(json.loads(plain.outputs["record"].item())) == len(ORDERS)
+    assert found["id"] == ORDERS[0]["id"]
+
+
 async def test_orders_that_wait_at_stop_are_answered_by_next_process(tmp_path: Path) -> None:
     """They were left in the log, and the stop did not wait for the registry."""
     async with registry_of() as registry:
