@@ -335,7 +335,7 @@ class SchemaRegistrySettings(_Section):
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_key_password: SecretStr = SecretStr("")
-    timeout_ms: Annotated[int, Field(ge=1, le=_HOUR_MS), NOT_BOOL] = 5_000
+    timeout_ms: Annotated[int, Field(ge=1, le=60_000), NOT_BOOL] = 5_000
     """Timeout of one request."""
     auto_register: bool = True
     """Register schemas of answers that are not there; false looks them up alone."""

@@ -511,11 +511,11 @@ class SchemaTuning:
 
     concurrent_requests: int = 4
     """Requests to the registry at a time."""
-    cached_schemas: int = 1024
+    cached_schemas: int = 256
     """Schemas, ids and refusals that are kept, each."""
-    framings_per_version: int = 256
+    framings_per_version: int = 64
     """Schemas that are kept parsed for each version."""
-    max_response_bytes: int = 1 << 20
+    max_response_bytes: int = 512 * 1024
     """Larger schemas are not read."""
     refusal_s: float = 10.0
     """A schema that is not there, or is refused, is not asked for again for so long."""

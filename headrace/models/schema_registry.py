@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import ssl
 import threading
 import time
@@ -107,7 +108,7 @@ class SchemaRegistry:
         self._ssl = _make_tls_context(settings)
         self._requests = asyncio.Semaphore(tuning.concurrent_requests)
         self._schemas: Bounded[int, RegisteredSchema] = Bounded(tuning.cached_schemas)
-        self._ids: Bounded[tuple[str, RegisteredSchema], int] = Bounded(tuning.cached_schemas)
+        self._ids: Bounded[tuple[str, str, bytes], int] = Bounded(tuning.cached_schemas)
         self._refusals: Bounded[Hashable, tuple[float, Rejected]] = Bounded(tuning.cached_schemas)
         self._session: aiohttp.ClientSession | None = None
 
@@ -142,13 +143,18 @@ class SchemaRegistry:
 
         Raises:
             RegistryUnavailable: it may succeed later.
-            Rejected: `INVALID_REQUEST` if there is no such id, which is remembered for a while.
+            Rejected: `INVALID_REQUEST` if there is no such id, or a schema that is too large or has
+                references; remembered for a while.
         """
         known = self._schemas.get(schema_id)
         if known is not None:
             return known
         self._raise_refusal(schema_id)
-        status, content = await self._request("GET", f"/schemas/ids/{schema_id}")
+        try:
+            status, content = await self._request("GET", f"/schemas/ids/{schema_id}")
+        except Rejected as error:
+            self._refuse(schema_id, error)
+            raise
         if status == 404:
             raise self._refuse(
                 schema_id,
@@ -183,7 +189,8 @@ class SchemaRegistry:
             Rejected: `MODEL_FAILED` if the registry refuses the schema, or does not have it and it
                 may not be registered; remembered for a while.
         """
-        key = (subject, schema)
+        digest = hashlib.sha256(schema.text.encode()).digest()  # the text may be long
+        key = (subject, schema.form, digest)
         known = self._ids.get(key)
         if known is not None:
             return known
@@ -248,7 +255,12 @@ class SchemaRegistry:
     async def _request(
         self, method: Literal["GET", "POST"], path: str, body: dict[str, str] | None = None
     ) -> tuple[int, dict[str, Any]]:
-        """Return the status and the JSON object of a response. Raises `RegistryUnavailable`."""
+        """Return the status and the JSON object of a response.
+
+        Raises:
+            RegistryUnavailable: there is none, or it is not the registry's.
+            Rejected: it is too large.
+        """
         if self._session is None:
             raise RegistryUnavailable("schema registry: expected an open client")
         try:
@@ -275,13 +287,16 @@ class SchemaRegistry:
         return status, content
 
     async def _read(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
-        """Return the JSON object of a response, {} if it is none. Raises `ValueError`."""
+        """Return the JSON object of a response, {} if it is none. Raises `Rejected`."""
         limit_bytes = self._tuning.max_response_bytes
         content = bytearray()
         async for part in response.content.iter_any():
             content += part
             if len(content) > limit_bytes:
-                raise ValueError(f"expected a response of at most {limit_bytes} bytes, got more")
+                expected = f"at most {limit_bytes} bytes"
+                raise Rejected.mismatch(
+                    Code.INVALID_REQUEST, "schema in the registry", expected=expected, got="more"
+                )
         try:
             found = msgspec.json.decode(content)
         except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -70,19 +70,31 @@ async def test_unknown_id_is_asked_for_again_after_a_while() -> None:
     assert len(registry.requests) == 2
 
 
-@pytest.mark.parametrize("fault", ["away", "holds", "login", "path", "size", "gone"])
+@pytest.mark.parametrize("fault", ["away", "holds", "login", "path", "gone"])
 async def test_registry_that_does_not_answer_is_unavailable(fault: str) -> None:
     """The request may succeed later: nothing is wrong with the record."""
     async with StandInRegistry({1: ("AVRO", RECORD)}) as registry:
         more: dict[str, Any] = {"timeout_ms": 100}
-        tuning = SchemaTuning(max_response_bytes=20 if fault == "size" else 1000)
         registry.is_away, registry.holds = fault == "away", fault == "holds"
         registry.login = ("ada", "secret") if fault == "login" else None
         if fault in ("path", "gone"):
             more["url"] = f"{registry.url}/old" if fault == "path" else "http://127.0.0.1:1"
-        async with client_of(registry, tuning, **more) as client:
+        async with client_of(registry, **more) as client:
             with pytest.raises(RegistryUnavailable):
                 await client.fetch(1)
+
+
+async def test_schema_that_is_too_large_is_refused_and_not_read_again() -> None:
+    """It will not become smaller."""
+    async with (
+        StandInRegistry({1: ("AVRO", RECORD)}) as registry,
+        client_of(registry, SchemaTuning(max_response_bytes=20)) as client,
+    ):
+        for _ in range(2):
+            with pytest.raises(Rejected, match="at most 20 bytes"):
+                await client.fetch(1)
+
+    assert len(registry.requests) == 1
 
 
 async def test_login_is_sent() -> None:
