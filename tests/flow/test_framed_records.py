@@ -20,6 +20,7 @@ from tests.support.conditions import eventually
 from tests.support.pipelines import Caller, log_for, serving
 from tests.support.schema_registry import StandInRegistry
 from tests.support.tree import ROOT
+from tests.support.visible import answered
 
 EXAMPLE = ROOT / "examples" / "orders"
 ORDERS = json.loads((EXAMPLE / "orders.json").read_bytes())
@@ -190,10 +191,19 @@ async def test_orders_wait_in_executor_apart_while_registry_is_away(tmp_path: Pa
     assert found["id"] == ORDERS[0]["id"]
 
 
-async def test_orders_that_wait_at_stop_are_answered_by_next_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
+@pytest.mark.parametrize("order", ["none", "key"])
+async def test_orders_that_wait_at_stop_are_answered_once_by_next_process(
+    tmp_path: Path, guarantee: str, order: str
+) -> None:
     """They were left in the log, and the stop did not wait for the registry."""
     async with registry_of() as registry:
-        settings = settings_of(tmp_path, registry, limits={"drain_timeout_s": 3600})
+        settings = settings_of(
+            tmp_path,
+            registry,
+            limits={"drain_timeout_s": 3600},
+            delivery={"guarantee": guarantee, "order": order},
+        )
         registry.is_away = True
         log = await log_for(settings)
         async with Client(log=log, settings=settings) as client, asyncio.TaskGroup() as tasks:
@@ -203,9 +213,11 @@ async def test_orders_that_wait_at_stop_are_answered_by_next_process(tmp_path: P
             registry.is_away = False
             async with serving(settings, log, TOGETHER):
                 await asyncio.wait(waiting)
+            answers = await answered(log, settings)
         found = [unframed(each.result(), registry) for each in waiting]
 
-    assert [each["id"] for each in found] == [order["id"] for order in ORDERS]
+    assert [each["id"] for each in found] == [each["id"] for each in ORDERS]
+    assert list(answers.values()) == [1] * len(ORDERS)
 
 
 async def test_order_that_registry_cannot_place_is_refused_with_reason(tmp_path: Path) -> None:
