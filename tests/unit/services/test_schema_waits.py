@@ -1,0 +1,87 @@
+"""A payload that runs alone after a crash, and waits for its schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.config import make_settings
+from headrace.errors import Code
+from headrace.models.registry import Models
+from headrace.models.schema_registry import SchemaRegistry
+from headrace.models.version import ModelVersion
+from headrace.primitives.backoff import Backoff
+from headrace.services.ingest.schemas import SchemaWaits
+from headrace.services.ingest.transforms import PendingTransform
+from headrace.tuning import SchemaTuning
+from tests.support.conditions import eventually
+from tests.support.schema_registry import StandInRegistry
+from tests.support.tree import ROOT
+from tests.support.work import NOW_US, make_request
+
+QUICK = SchemaTuning(backoff=Backoff(0.001, 0.01))
+SCHEMA = json.loads((ROOT / "examples/orders/models/fraud/order.avsc").read_text())
+FRAMED = b"\0\0\0\0\1order"
+
+
+def version_of(directory: Path, registry: StandInRegistry) -> tuple[ModelVersion, SchemaRegistry]:
+    """The model of the example, of which no schema is known yet, and its client."""
+    shutil.copytree(ROOT / "examples/orders/models/fraud", directory / "fraud")
+    path = directory / "fraud" / "model.toml"
+    text = path.read_text().replace('avro_schema = "order.avsc"', 'framing = "confluent"')
+    path.write_text(text.replace("pass_through = true", ""))
+    settings = make_settings(
+        {"models": {"repository": str(directory)}, "schema_registry": {"url": registry.url}}
+    )
+    assert settings.schema_registry is not None
+    client = SchemaRegistry(settings.schema_registry)
+    models = Models(settings, registry=client)
+    models.open()
+    return models.catalog.lookup("fraud", None), client
+
+
+async def finish(_: Sequence[PendingTransform]) -> None:
+    """Payloads that run alone are finished by the reading itself."""
+
+
+async def test_payload_alone_waits_until_registry_is_back(tmp_path: Path) -> None:
+    """Its schema is known then."""
+    async with StandInRegistry({1: ("AVRO", SCHEMA)}) as registry:
+        registry.is_away = True
+        version, client = version_of(tmp_path, registry)
+        payload = PendingTransform(make_request(), version, FRAMED, "avro/binary")
+        async with client, asyncio.TaskGroup() as tasks:
+            waits = SchemaWaits(finish, lambda: NOW_US, QUICK)
+            waiting = tasks.create_task(waits.learn_alone(payload))
+            await eventually(lambda: len(registry.requests) > 2, what="it asked again")
+            assert not waiting.done()
+            registry.is_away = False
+
+    assert version.records is not None
+    assert version.records.framed is not None
+    assert version.records.framed.find_unknown(FRAMED) is None
+    assert (payload.error, payload.request.failure) == (None, None)
+
+
+@pytest.mark.parametrize("fault", ["unknown", "late"])
+async def test_payload_alone_that_has_no_schema_in_time_ends(tmp_path: Path, fault: str) -> None:
+    """With the registry's refusal, or the failure of its deadline."""
+    async with StandInRegistry() as registry:
+        registry.is_away = fault == "late"
+        version, client = version_of(tmp_path, registry)
+        request = make_request(deadline_ms=NOW_US // 1000 - 1 if fault == "late" else 0)
+        payload = PendingTransform(request, version, FRAMED, "avro/binary")
+        async with client:
+            await SchemaWaits(finish, lambda: NOW_US, QUICK).learn_alone(payload)
+
+    if fault == "late":
+        assert request.failure is not None
+        assert request.failure.code == Code.DEADLINE_EXCEEDED
+    else:
+        assert payload.error is not None
+        assert payload.error.code == Code.INVALID_REQUEST
