@@ -30,7 +30,7 @@ class Door(Protocol):
 
     @property
     def port(self) -> int: ...
-    async def stop_listening(self, grace_s: float) -> None: ...
+    async def stop_listening(self) -> None: ...
 
 
 class Doors:
@@ -65,18 +65,14 @@ class Doors:
         gateway = self._gateway
         gateway.draining.set()
         await asyncio.sleep(gateway.settings.drain_notice_s)
-        async with asyncio.TaskGroup() as tasks:
-            stopping = [
-                tasks.create_task(door.stop_listening(self._drain_timeout_s), name=f"stop-{name}")
-                for name, door in self._doors.items()
-            ]
-            try:
-                async with asyncio.timeout(self._drain_timeout_s):
-                    await gateway.under_way.wait_for_silence(gateway.tuning.drain_silence_s)
-            except TimeoutError:
-                log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
-            for task in stopping:
-                task.cancel()  # calls that ask for nothing, such as those of reflection, may last
+        try:
+            async with asyncio.timeout(self._drain_timeout_s), asyncio.TaskGroup() as tasks:
+                for name, door in self._doors.items():
+                    tasks.create_task(door.stop_listening(), name=f"stop-{name}")
+                silence = gateway.under_way.wait_for_silence(gateway.tuning.drain_silence_s)
+                tasks.create_task(silence, name="gateway-silence")
+        except TimeoutError:
+            log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
 
 
 @asynccontextmanager

@@ -40,6 +40,7 @@ from headrace.gateway.gateway import (
     UNAVAILABLE,
     ErrorAnswer,
     Gateway,
+    Unavailable,
     answer_of_error,
     read_priority,
 )
@@ -174,11 +175,16 @@ class GrpcDoor:
             await self._server.stop(self._tuning.stop_timeout_s)
             self._server = None
 
-    async def stop_listening(self, grace_s: float) -> None:
-        """Send GOAWAY on each connection, and wait for its calls; streams end after those."""
+    async def stop_listening(self) -> None:
+        """Refuse further calls as retriable, and close the connections once none is under way.
+
+        Streams end after their answers. GOAWAY comes last, because gRPC cancels, without a reason,
+        each call that arrives after it was sent and before its caller has read it.
+        """
         self._stopping.set()
+        await self._gateway.under_way.wait_for_silence(self._tuning.drain_silence_s)
         if self._server is not None:
-            await self._server.stop(grace_s)
+            await self._server.stop(self._tuning.stop_timeout_s)
 
     def _is_serving(self, service: str) -> bool | None:
         """Return whether a service is ready; None if there is no such service."""
@@ -286,6 +292,8 @@ class GrpcDoor:
         given = (_text(found.get(name)) for name in (HeaderName.TRACEPARENT, HeaderName.TRACESTATE))
         span = gateway.spans.begin(*given)
         try:
+            if self._stopping.is_set():
+                raise Unavailable("the gateway stops; expected this call at another one")
             caller = self._caller_of(found, context)
             with gateway.under_way.counting(caller) as counted:
                 counted.add(len(message))

@@ -162,7 +162,7 @@ class HttpDoor:
     async def __aexit__(self, *_: object) -> None:
         await self._listener.stop()
 
-    async def stop_listening(self, grace_s: float) -> None:
+    async def stop_listening(self) -> None:
         """Take no further connections; each of those that are open ends after its next answer."""
         self._listener.stop_listening()
 

@@ -415,7 +415,7 @@ async def test_drain_under_load_answers_all_that_was_taken(repository: Path) -> 
             await eventually(lambda: len(answered) >= 50)
         await eventually(lambda: answered.count("OK") < len(answered))
 
-    assert set(answered) <= {"OK", "UNAVAILABLE", "CANCELLED"}
+    assert set(answered) <= {"OK", "UNAVAILABLE"}
     assert answered.count("OK") == served.counted("OK")
     assert served.doors.snapshot().late_answers == 0
 
