@@ -11,6 +11,21 @@ _PARTS = {"counter": ("_total",), "gauge": ("",), "histogram": ("", "_bucket", "
 EXPOSED = {name + part for name, spec in METRIC_SPECS.items() for part in _PARTS[spec.type]}
 """All names that a query can have; a histogram's own name stands for all of it."""
 
+SHOWN_ONLY_WHEN = {
+    "headrace_deadline_slack_seconds",  # a request with a deadline waits
+    "headrace_control_generation",  # models.mode is explicit
+    "headrace_control_unready_versions",
+    "headrace_gateway_in_flight_requests",  # the process has a gateway
+    "headrace_gateway_in_flight_bytes",
+    "headrace_gateway_late_answers",
+    "headrace_gateway_shared_memory_regions",
+    "headrace_gateway_limited_requests",
+    "headrace_gateway_limited_callers",
+    "headrace_gateway_connections",
+    "headrace_gateway_connections_closed",
+}
+"""Metrics that a process shows only under a condition."""
+
 
 def unknown_metrics(text: str) -> list[str]:
     """The names in a query, or in prose, that look like one of Headrace's metrics and are none."""

@@ -20,16 +20,13 @@ PRIVATE = {
     "tests/support/acl.py": "aiokafka's admin client cannot set access rules",
     "tests/support/quotas.py": "aiokafka's admin client cannot set quotas",
     "tests/unit/flow/test_source.py": "whether a rebalance waits, which shows nowhere else",
-    "tests/unit/models/test_binding.py": "the size of a cache that has no other sign",
     "tests/unit/models/test_onnx_runtime.py": "the options that ONNX Runtime was given",
-    "tests/unit/services/test_host_blocks.py": "the addresses of reused memory",
     "tests/unit/services/test_ring.py": "the schedule of a ring is planted with a bug",
     "tests/unit/services/test_transform_thread.py": "whether a thread was started",
     "tests/unit/test_kafka_epoch.py": "the rules for errors, without a broker",
     "tests/unit/test_kafka_fetched.py": "aiokafka's fetcher, which the adapter reads",
     "tests/unit/test_kafka_reading.py": "aiokafka's connection, which the adapter reads",
     "tests/unit/test_kafka_reconnect.py": "aiokafka's list of brokers",
-    "tests/unit/test_memory_partition.py": "the length of a list that has no other sign",
 }
 """Files that use private attributes of other objects, and the reason."""
 
