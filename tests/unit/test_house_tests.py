@@ -20,7 +20,6 @@ PRIVATE = {
     "tests/support/acl.py": "aiokafka's admin client cannot set access rules",
     "tests/support/quotas.py": "aiokafka's admin client cannot set quotas",
     "tests/unit/flow/test_source.py": "whether a rebalance waits, which shows nowhere else",
-    "tests/unit/models/test_onnx_runtime.py": "the options that ONNX Runtime was given",
     "tests/unit/services/test_ring.py": "the schedule of a ring is planted with a bug",
     "tests/unit/services/test_transform_thread.py": "whether a thread was started",
     "tests/unit/test_kafka_epoch.py": "the rules for errors, without a broker",

@@ -269,20 +269,25 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were a GPU."""
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """As if there were a GPU: the sessions that are made from now on."""
+    sessions: list[Told] = []
+
+    def make_session(file: object, **arguments: Any) -> Told:
+        sessions.append(Told(file, **arguments))
+        return sessions[-1]
+
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
-    monkeypatch.setattr(onnxruntime, "InferenceSession", Told)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", make_session)
+    return sessions
 
 
-@pytest.mark.usefixtures("told")
-def test_gpu_session_gets_common_options(make: Make) -> None:
+def test_gpu_session_gets_common_options(make: Make, told: list[Told]) -> None:
     """Nothing moves to another provider, no thread spins, and the model's own options go over."""
     own = {"CUDAExecutionProvider": {"cudnn_conv_algo_search": "EXHAUSTIVE", "use_tf32": False}}
-    backend = make(models.digits(), **CUDA, gpu_memory_limit_bytes=2**30, provider_options=own)
-    backend.load()
-    session = backend._session
+    make(models.digits(), **CUDA, gpu_memory_limit_bytes=2**30, provider_options=own).load()
+    [session] = told
     assert session.provider_options == {
         "device_id": "0",
         "arena_extend_strategy": "kSameAsRequested",
@@ -295,14 +300,14 @@ def test_gpu_session_gets_common_options(make: Make) -> None:
     assert session.options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 
 
-@pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("graphs", [True, False])
-def test_gpu_session_gets_stream_of_ring(make: Make, graphs: bool) -> None:
+def test_gpu_session_gets_stream_of_ring(make: Make, told: list[Told], graphs: bool) -> None:
     """The session captures graphs where that is configured."""
     backend = make(models.digits(), **CUDA)
     backend.use_stream(1234, graphs=graphs)
     backend.load()
-    options = backend._session.provider_options
+    [session] = told
+    options = session.provider_options
     assert options["user_compute_stream"] == "1234"
     assert options["enable_cuda_graph"] == str(int(graphs))
 
