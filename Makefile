@@ -11,6 +11,9 @@ NODES ?= 1
 WORKERS ?= 3
 # A broker of a test ends before the optimising compiler pays.
 test test-broker chaos: export KAFKA_JVM_PERFORMANCE_OPTS ?= -XX:TieredStopAtLevel=1
+# The tests start hundreds of processes. Where bytecode may not be written (containers often forbid
+# it), each of them would compile all modules again: a quarter of a second.
+test test-fast test-broker chaos: export PYTHONDONTWRITEBYTECODE =
 
 # The first of these that is Python 3.11 or newer makes the environment.
 PYTHON ?=
@@ -51,7 +54,7 @@ $(STAMP): pyproject.toml $(LOCK)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK) --upgrade pip
 	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check \
 	  --constraint $(LOCK) --build-constraint $(LOCK) \
-	  --editable '.[avro,cpu,demo,jwt,local-kafka,report,store]' --group test --group lint
+	  --editable '.[avro,claims,cpu,demo,extensions,image,jwt,local-kafka,report,store,text]' --group test --group lint
 	@touch $@
 	@echo "setup: done"
 
@@ -100,9 +103,16 @@ deploy-check: setup ## hold deploy/compose.yaml against the Compose specificatio
 test: setup ## every test, those on a real Kafka included
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=20)
 
+CLIENTS := .venv-clients
+
 .PHONY: test-tools
-test-tools: setup ## build what some tests hold files and traces against: promtool and Jaeger; needs Go
+test-tools: setup $(CLIENTS)/.complete ## get what some tests run: Jaeger, promtool, grpcurl and ghz, with Go; KServe's client
 	@$(BIN)/python -m tests.support.go_tools
+
+$(CLIENTS)/.complete: tests/clients.txt
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients.txt
+	@touch $@
 
 .PHONY: test-fast
 test-fast: setup ## the tests that need neither a broker nor patience

@@ -37,6 +37,7 @@ from headrace.gateway import open_inference_pb2 as messages
 TOLERANCE = 1e-4
 """Of a probability: a run of several rows rounds differently from a run of one."""
 STREAMS_PER_CONNECTION = 16
+ANSWER_TIMEOUT_S = 60.0
 SHOWN = 200
 
 
@@ -140,6 +141,7 @@ class Loop:
         self._turns = cycle(exchanges)
         self._latencies_s: list[float] | None = None
         self.ended = False
+        self.heard = asyncio.Event()  # an answer was counted, or something else came
         self.wrong = 0
         self.example = ""
 
@@ -166,11 +168,13 @@ class Loop:
             return
         if self._latencies_s is not None:
             self._latencies_s.append(time.perf_counter() - sent_s)
+            self.heard.set()
 
     def failed(self, what: str) -> None:
         """Count something that is no answer."""
         self.wrong += 1
         self.example = self.example or what[:SHOWN]
+        self.heard.set()
 
 
 # --- HTTP/1.1 -----------------------------------------------------------------------------------
@@ -507,6 +511,8 @@ async def measure(order: LoadOrder) -> LoadReport:
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         loop.begin()
         await asyncio.sleep(order.window_s)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):  # a window without an answer says nothing
+            await loop.heard.wait()
         latencies_s = np.array(loop.end())
         ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
     p50_ms, p99_ms = 0.0, 0.0

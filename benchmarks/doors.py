@@ -39,6 +39,7 @@ from benchmarks.cluster import Cluster, a_port
 from benchmarks.contestants import HEADRACE
 from benchmarks.door_load import LoadOrder, LoadReport, Way, exchanges
 from benchmarks.door_servers import (
+    APART,
     BENTOML,
     DOOR_SERVERS,
     EMBEDDED,
@@ -389,19 +390,22 @@ def targets(results: DoorResults) -> list[Target]:
     """Return what the doors are to show, as far as it was measured."""
     found = []
     loaded = sorted({result.concurrency for result in results.results} - {UNLOADED})
-    for server, concurrency in product((EMBEDDED, WITH_KAFKA), loaded):
-        rivals = {MLSERVER: LEAST_OVER_MLSERVER, LITSERVE: 1.0, BENTOML: 1.0}
+    ways = (Way.BINARY, Way.GRPC)
+    rivals = {MLSERVER: LEAST_OVER_MLSERVER, LITSERVE: 1.0, BENTOML: 1.0}
+    for server, way, concurrency in product((EMBEDDED, WITH_KAFKA), ways, loaded):
         for rival, least in rivals.items():
-            ratio = results.ratio(server, Way.BINARY, concurrency, rival, Way.JSON)
+            ratio = results.ratio(server, way, concurrency, rival, Way.JSON)
             if ratio is not None:
-                text = f"{server}, {concurrency} at once: {ratio:.2f} times {rival} over HTTP"
+                text = (
+                    f"{server}, {way}, {concurrency} at once: {ratio:.2f} times {rival} over HTTP"
+                )
                 found.append(Target(f"{text}; target {least:g}", ratio >= least))
     client = results.find(WITH_KAFKA, Way.KAFKA, UNLOADED)
-    for way in (Way.BINARY, Way.GRPC):
-        door = results.find(WITH_KAFKA, way, UNLOADED)
+    for server, way in product((WITH_KAFKA, APART), ways):
+        door = results.find(server, way, UNLOADED)
         if client is not None and door is not None:
             more_ms = door.median("p50_ms") - client.median("p50_ms")
-            text = f"{WITH_KAFKA}, unloaded: {way} {more_ms:+.2f} ms against the Kafka client"
+            text = f"{server}, unloaded: {way} {more_ms:+.2f} ms against the Kafka client"
             met = more_ms <= MOST_OVER_CLIENT_MS
             found.append(Target(f"{text}; target {MOST_OVER_CLIENT_MS:+g} ms", met))
     wrong = sum(run.wrong for result in results.results for run in result.runs.values())

@@ -292,10 +292,10 @@ def _report(
 
 def _runs(registry: CollectorRegistry) -> tuple[float, float, float]:
     """Return the number of model runs, their total seconds, and their rows."""
-    model, version = {"model": "model"}, {"model": "model", "version": "1"}
+    version = {"model": "model", "version": "1"}
     return (
-        registry.get_sample_value("headrace_compute_duration_seconds_count", model) or 0.0,
-        registry.get_sample_value("headrace_compute_duration_seconds_sum", model) or 0.0,
+        registry.get_sample_value("headrace_compute_duration_seconds_count", version) or 0.0,
+        registry.get_sample_value("headrace_compute_duration_seconds_sum", version) or 0.0,
         registry.get_sample_value("headrace_rows_total", version) or 0.0,
     )
 

@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -38,6 +38,7 @@ from pydantic_settings import (
 
 from headrace.errors import ConfigurationError
 from headrace.topics import GROUP_SUFFIXES, Topic
+from headrace.urls import parse_address
 
 
 def _refuse_name_of_group(namespace: str) -> str:
@@ -82,6 +83,17 @@ BatchBytes = Annotated[int, Field(ge=1, le=2**32), NOT_BOOL]
 Instances = Annotated[int, Field(ge=1, le=256), NOT_BOOL]
 Threads = Annotated[int, Field(ge=0, le=256), NOT_BOOL]
 DeviceBytes = Annotated[int, Field(ge=0, le=2**44), NOT_BOOL]
+ALL_CORES: Final = "1/1"
+
+
+def _check_part(text: str) -> str:
+    number, of = map(int, text.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(f"expected a part such as 1/4 or 4/4, got {text}")
+    return text
+
+
+Part = Annotated[str, Field(pattern=r"^\d{1,4}/\d{1,4}$"), AfterValidator(_check_part)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 
 
@@ -224,10 +236,13 @@ class ModelSettings(_Section):
         Path("models")
     )
     """Directory, or the URL of an object store, or several of them; the first with a model wins."""
-    mode: Literal["all", "explicit"] = "all"
-    """Which versions are loaded: `all` follows each model's `model.toml`, `explicit` the control
-    topic (docs/changing-a-model.md).
+    mode: Literal["all", "poll", "explicit"] = "all"
+    """Which versions are loaded: `all` follows each model's `model.toml`, and so does `poll`, which
+    reads the repository every so often; `explicit` follows the control topic
+    (docs/changing-a-model.md).
     """
+    poll_interval_ms: Annotated[int, Field(ge=100, le=_DAY_S * 1000), NOT_BOOL] = 15_000
+    """Time from one reading of the repository to the next with `mode = "poll"`."""
     cache_dir: Path = Path("~/.cache/headrace/models")
     """Cache for versions from object stores, shared by the processes of a machine."""
     cache_bytes: Annotated[int, Field(ge=1, le=2**50), NOT_BOOL] = 64 * 1024**3
@@ -280,7 +295,11 @@ class ExecutorSettings(_Section):
     device: Device = "cpu"
     instances: Instances = 1
     intra_op_threads: Threads = 0
-    """Threads per run; 0 divides the machine's cores among the instances of a model."""
+    """Threads per run; 0 divides the process' cores among the instances of a model."""
+    cores: Part = ALL_CORES
+    """Which of the machine's cores are this process' own, for the threads of runs and for pinned
+    instances: `2/4` is the second of four parts. `headrace run --replicas` sets it.
+    """
     io_binding: bool = True
     """Bind inputs and outputs by address where possible."""
     experimental_cuda: bool = False
@@ -349,6 +368,45 @@ class SchemaRegistrySettings(_Section):
         return self
 
 
+def _check_prefix(url: str) -> str:
+    address = parse_address(url)
+    if "?" in url:
+        raise ValueError(f"expected {address.origin} and a path, without a query")
+    return url
+
+
+Prefix = Annotated[str, AfterValidator(_check_prefix)]
+
+
+class ClaimSettings(_Section):
+    """Values in stores, which requests refer to by `x-claim` (docs/payloads.md)."""
+
+    allowed: tuple[Prefix, ...] = ()
+    """URLs below which objects may be fetched, such as `s3://bucket/inputs`; nothing else ever is.
+    """
+    max_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 64 * 1024 * 1024
+    """Limit of one object, before and after it is decompressed."""
+    timeout_ms: Annotated[int, Field(ge=1, le=_HOUR_MS), NOT_BOOL] = 30_000
+    """Time for one object, with all attempts."""
+    concurrency: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 16
+    """Objects of a process that are fetched at a time, and likewise put."""
+    store: Prefix | None = None
+    """URL below which clients and gateways put large requests; without it they put none."""
+    above_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 1024 * 1024
+    """Requests with larger values are put there."""
+
+
+class AnswerSettings(_Section):
+    """Answers in stores, for what is too large for a record (docs/payloads.md)."""
+
+    claim_store: Prefix | None = None
+    """URL below which large answers are put; without it all are in their records."""
+    claim_above_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 1024 * 1024
+    """Answers whose outputs have more bytes are put there."""
+    claim_expiry_s: Annotated[Real, Field(ge=1, le=3650 * _DAY_S), NOT_BOOL] = 7.0 * _DAY_S
+    """Time for which the store is to keep them; a rule of the bucket deletes them."""
+
+
 class AccessSettings(_Section):
     """Who may connect to a server of this process, and who may call what (docs/http.md)."""
 
@@ -367,9 +425,13 @@ class AccessSettings(_Section):
     """
     keys_file: Path | None = None
     """API keys of callers and what they open, in TOML. The file is read anew when it changes.
-    Without any of this and `jwt` anybody may call everything.
+    Without any of this and `jwt` anybody may call everything but changes of models.
     """
     jwt: JwtSettings | None = None
+    model_changes: Literal["login", "anyone", "off"] = "login"
+    """Who may load and unload models by Triton's repository API: callers with a login that opens
+    *repository*, anyone for whom that group is open, or nobody.
+    """
 
 
 class GatewaySettings(AccessSettings):
@@ -477,6 +539,8 @@ class Settings(BaseSettings):
     batching: BatchingSettings = BatchingSettings()
     executor: ExecutorSettings = ExecutorSettings()
     schema_registry: SchemaRegistrySettings | None = None
+    claims: ClaimSettings = ClaimSettings()
+    answers: AnswerSettings = AnswerSettings()
     gateway: GatewaySettings = GatewaySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
@@ -502,11 +566,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _changes_can_be_read(self) -> Self:
-        if self.models.mode == "explicit" and self.kafka is None:
+    def _claims_have_room(self) -> Self:
+        limit_bytes = self.limits.max_in_flight_bytes
+        if self.claims.allowed and self.claims.max_bytes > limit_bytes:
             raise ValueError(
-                "models.mode: explicit needs a broker (kafka.bootstrap_servers), whose control "
-                "topic says which models to load"
+                f"claims.max_bytes: expected at most limits.max_in_flight_bytes, {limit_bytes}, "
+                f"got {self.claims.max_bytes}"
             )
         return self
 

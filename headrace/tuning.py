@@ -68,9 +68,9 @@ class ConsumerTuning:
     resume_deferred_records: int = 192
     """A partition paused for `max_deferred_records` is resumed below this number."""
     deferral_grace_s: float = 0.25
-    """A claim at its limit may wait this long for room before a request of it is deferred."""
+    """A share at its limit may wait this long for room before a request of it is deferred."""
     saturated_s: float = 60.0
-    """A claim whose last deferral is no older than this gets no such wait: it would not help."""
+    """A share whose last deferral is no older than this gets no such wait: it would not help."""
     refusal_interval_s: float = 1.0
     """Interval of the searches for deferred requests that would be late."""
     deadline_prune_at: int = 1024
@@ -132,8 +132,8 @@ class DeliveryTuning:
 
     resume_fraction: float = 0.75
     """Reading resumes at this part of the budget, so that it does not flap around the limit."""
-    max_idle_claims: int = 1024
-    """Most remembered claims that hold nothing: callers name tenants as they like."""
+    max_idle_shares: int = 1024
+    """Most remembered shares that hold nothing: callers name tenants as they like."""
     max_age_marks: int = 256
     """Chunks whose timestamps are kept; beyond it, neighbours are merged."""
     order_prune_at: int = 1024
@@ -412,6 +412,11 @@ class ModelTuning:
     chosen, because its requests wait for fewer others and its buffers are smaller.
     """
 
+    image_parts: int = 16_384
+    """Most chunks, segments, fields or strips of an image file: each of them costs a look."""
+    image_scans: int = 64
+    """Most scans of a JPEG, each of which is a pass over all pixels; tools write about ten."""
+
     probe_rows: int = 4
     """Number of rows in the batches of the probe; the first and the last one stay in place."""
     probe_budget_s: float = 5.0
@@ -478,6 +483,8 @@ class ModelTuning:
     """How often a writer reads the control topic to learn whether its change was made."""
     control_listen_s: float = 2.5
     """Time in which each process is heard that follows the control topic."""
+    control_change_timeout_s: float = 600.0
+    """Longest wait of a call that loads or unloads a model for the processes to follow."""
     control_silent_s: float = 10.0
     """Silence after which such a process is taken for ended."""
     control_retry_first_s: float = 0.1
@@ -536,6 +543,20 @@ class SchemaTuning:
 
 
 @dataclass(frozen=True)
+class ClaimTuning:
+    """Tuning values of `headrace.claims`."""
+
+    connect_timeout_s: float = 5.0
+    """Time to connect to a store."""
+    read_timeout_s: float = 10.0
+    """Longest silence of a store while an object is read."""
+    chunk_bytes: int = 256 * 1024
+    """Bytes of an object that are read, and hashed, at once: less than a millisecond."""
+    backoff: Backoff = Backoff(0.1, 5.0)
+    """Pauses between attempts while a store is away."""
+
+
+@dataclass(frozen=True)
 class IngestTuning:
     """Tuning values of `services.ingest`."""
 
@@ -548,10 +569,15 @@ class IngestTuning:
     copied_tensor_bytes: int = 512
     """Tensors up to this size are copied: a third of a view's time, and no more memory."""
 
+    room_interval_s: float = 0.1
+    """Interval at which a claim that waits for room looks for it, besides each acknowledgement."""
     inline_record_bytes: int = 16 * 1024
     """Records up to this size become inputs on the event loop, larger payloads on a thread."""
     interrupt_grace_s: float = 5.0
     """Time for a transform to end after it was interrupted, before the process ends."""
+    transformed_bytes: int = 8 * 1024 * 1024
+    """Inputs of this size, made by transforms on the thread, are passed on before others are made:
+    an image has many times the bytes of its file."""
     transform_check_s: float = 0.05
     """Interval at which the thread is looked at while it is between two payloads."""
     interrupt_arrival_s: float = 0.001
@@ -616,6 +642,8 @@ class ExecutorTuning:
 
     inline_record_bytes: int = 16 * 1024
     """Records of a run up to this size get their outputs on the event loop, more on a thread."""
+    inline_answer_rows: int = 64
+    """Rows of a run whose classes are written on the event loop; more are written on a thread."""
 
     run_backoff: Backoff = Backoff(0.05, 1.0)
     """Pauses before a run is repeated after a transient error; without jitter."""
@@ -915,6 +943,10 @@ class GatewayTuning:
     """Sent to callers if the time to wait is not known."""
     drain_silence_s: float = 0.2
     """Without a request for so long, a gateway that drains closes the idle connections."""
+    drain_refusal_s: float = 1.0
+    """A gRPC call that is refused in a drain waits so long for its connection to be closed first.
+    Longer than `drain_silence_s`, so that most drains refuse each caller once.
+    """
     stop_timeout_s: float = 1.0
     """Time for what is under way when the drain's own time is over."""
     access: AccessTuning = AccessTuning()
@@ -933,6 +965,7 @@ class Tuning:
     memory: MemoryTuning = MemoryTuning()
     models: ModelTuning = ModelTuning()
     schemas: SchemaTuning = SchemaTuning()
+    claims: ClaimTuning = ClaimTuning()
     ingest: IngestTuning = IngestTuning()
     batcher: BatcherTuning = BatcherTuning()
     executor: ExecutorTuning = ExecutorTuning()

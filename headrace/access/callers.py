@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+from collections.abc import Collection
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.tuning import AccessTuning
 
 if TYPE_CHECKING:
-    from headrace.access.tokens import Tokens
+    from headrace.access.tokens import JwtVerifier
 
 BEARER = "bearer "
 
@@ -161,6 +162,8 @@ class Callers:
         self._tokens = (
             None if settings.jwt is None else _open_tokens(settings.section, settings.jwt, tuning)
         )
+        self._section = settings.section
+        self._model_changes = settings.model_changes
         self._trusts_certificates = trust_certificates and has_certificates and self._keys is None
         self.files: list[Watched[Any]] = []
         if self._keys is not None:
@@ -196,6 +199,13 @@ class Callers:
         if not self._expected:
             return self._without_login(given)
         keys = _NO_KEYS if self._keys is None else self._keys.current()
+        return self._require_login(group, given, keys.public)
+
+    def _require_login(
+        self, group: ApiGroup, given: Credentials, public: Collection[ApiGroup]
+    ) -> Caller:
+        """Return as `admit`, with these groups for callers without a login."""
+        keys = _NO_KEYS if self._keys is None else self._keys.current()
         login: _Login | None = None
         fault = "none"
         try:
@@ -204,12 +214,34 @@ class Callers:
             fault = error.message
         if login is not None and group in login.groups:
             return login.caller
-        if group in keys.public:
+        if group in public:
             return self._without_login(given)
         if login is not None:
             got = f"that of {login.caller.tenant}"
             raise Denied(f"{group}: expected a login that opens it, got {got}", is_known=True)
         raise Denied(f"{group}: expected {self._expected}, got {fault}", is_known=False)
+
+    def admit_change(self, given: Credentials) -> Caller:
+        """Return the caller of a method that changes which models are served.
+
+        Args:
+            given: by the call.
+
+        Raises:
+            Denied: nobody may; or the caller has no login that opens *repository*, though one is
+                needed (`model_changes`).
+        """
+        group, setting = ApiGroup.REPOSITORY, f"{self._section}.model_changes"
+        if self._model_changes == "off":
+            expected = f"{setting} other than off for changes of models"
+            raise Denied(f"{group}: expected {expected}", is_known=True)
+        if self._model_changes == "anyone":
+            return self.admit(group, given)
+        if not self._expected:
+            files = f"{self._section}.keys_file or {self._section}.jwt"
+            expected = f'a login ({files}), or {setting} = "anyone"'
+            raise Denied(f"{group}: expected {expected} for changes of models", is_known=True)
+        return self._require_login(group, given, frozenset())
 
     def _log_in(self, keys: _Keys, given: Credentials) -> _Login | None:
         """Return the login of a call, None if it shows none.
@@ -250,14 +282,14 @@ class Callers:
         return Caller(limited_as=f"address {_network_of(given.address)}", limits=self._limits)
 
 
-def _open_tokens(section: str, settings: JwtSettings, tuning: AccessTuning) -> Tokens:
+def _open_tokens(section: str, settings: JwtSettings, tuning: AccessTuning) -> JwtVerifier:
     try:
-        from headrace.access.tokens import Tokens
+        from headrace.access.tokens import JwtVerifier
     except ImportError as error:
         raise ConfigurationError(
             f"{section}.jwt needs PyJWT and cryptography: pip install 'headrace[jwt]'"
         ) from error
-    return Tokens(section, settings, tuning)
+    return JwtVerifier(section, settings, tuning)
 
 
 def _network_of(address: str) -> str:

@@ -18,7 +18,7 @@ from headrace.cli.payloads import check_samples
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError, describe_error
-from headrace.models.loader import BackendLoader, Cores
+from headrace.models.loader import BackendLoader
 from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
 from headrace.models.repository import compute_checksum
@@ -142,7 +142,7 @@ async def _try_out(models: Models, version: ModelVersion) -> int:
         How many sample payloads became inputs.
     """
     count = 0
-    loader = BackendLoader(version, Cores.of_process())
+    loader = BackendLoader(version, models.cores)
     try:
         async with make_instance(version, 0, loader):
             pass

@@ -5,9 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import socket
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+import tomllib
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -19,20 +17,16 @@ from headrace.cli.options import options_as
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings, require_broker
 from headrace.config import Settings
+from headrace.control.changing import ChangeOutcome, Choose, ModelChanges
 from headrace.control.processes import ProcessReport, open_processes
 from headrace.control.topic import ControlTopic
 from headrace.errors import ConfigurationError
-from headrace.models.repositories import open_repository
 from headrace.models.wanted import (
     Author,
-    Change,
-    Wanted,
     describe,
     fold,
     load,
-    make_record,
     remove_label,
-    require_present,
     roll_back,
     set_default,
     set_label,
@@ -41,7 +35,6 @@ from headrace.models.wanted import (
 from headrace.printable import printable
 from headrace.protocol.control import ControlRecord
 from headrace.runtime.log_factory import open_log
-from headrace.tuning import TUNING
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
@@ -86,15 +79,42 @@ _with_manner = options_as(
 @click.command("load")
 @click.argument("model")
 @click.argument("version")
+@click.option(
+    "--override",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A key of model.toml, in TOML, for all versions of MODEL instead of what the file says; "
+    "several replace all former ones.",
+)
+@click.option("--no-overrides", is_flag=True, help="Remove all overrides of MODEL.")
+@click.option(
+    "--allow-breaking",
+    is_flag=True,
+    help="Serve VERSION even if its inputs and outputs break callers of the default version.",
+)
 @_with_manner
 @pass_settings
-def load_command(settings: Settings, model: str, version: str, given: Manner) -> None:
+def load_command(
+    settings: Settings,
+    model: str,
+    version: str,
+    overrides: tuple[str, ...],
+    no_overrides: bool,
+    allow_breaking: bool,
+    given: Manner,
+) -> None:
     """Load MODEL's VERSION beside those that are loaded.
 
     The first version of a model becomes its default; a later one gets requests that name it, or a
-    label of it.
+    label of it. Overrides may also be given for a version that is loaded: it is loaded again with
+    them, and serves meanwhile.
     """
-    _change(settings, given, lambda _: load(model, version))
+    if overrides and no_overrides:
+        raise ConfigurationError("--override, --no-overrides: expected one of them, got both")
+    values = _parse_overrides(overrides) if overrides or no_overrides else None
+    change = load(model, version, values, allow_breaking=allow_breaking)
+    _change(settings, given, lambda _: change)
 
 
 @click.command("unload")
@@ -208,18 +228,18 @@ def status_command(settings: Settings, as_json: bool) -> None:
 # --- changes ----------------------------------------------------------------------------------
 
 
-class _Outcome(NamedTuple):
-    """A change, made or not; without a record there was nothing to change."""
+def _parse_overrides(given: tuple[str, ...]) -> dict[str, Any]:
+    text = "\n".join(given)
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--override: expected KEY=VALUE in TOML, such as max_batch_size=8, got {text!r}: "
+            f"{error}"
+        ) from error
 
-    record: ControlRecord | None
-    generation: int
-    processes: dict[str, ProcessReport]
-    followed: bool
 
-
-def _change(
-    settings: Settings, given: Manner, choose: Callable[[Sequence[ControlRecord]], Change]
-) -> None:
+def _change(settings: Settings, given: Manner, choose: Choose) -> None:
     _require_broker(settings)
     outcome = run(_make_change(settings, given, choose))
     if given.as_json:
@@ -255,48 +275,15 @@ def _change(
         raise Unsuccessful
 
 
-async def _make_change(
-    settings: Settings, given: Manner, choose: Callable[[Sequence[ControlRecord]], Change]
-) -> _Outcome:
+async def _make_change(settings: Settings, given: Manner, choose: Choose) -> ChangeOutcome:
     author = Author(given.who or f"{getpass.getuser()}@{socket.gethostname()}", given.reason)
-    async with AsyncExitStack() as stack:
-        log = await stack.enter_async_context(open_log(settings))
-        topic = ControlTopic(log, settings)
-        await topic.require()
-        records = await topic.read()
-        state = fold(records)
-        change = choose(records)
-        after = change.apply(state.models)
-        _check_repository(settings, state.models, after)
-        now_ms = time.time_ns() // 1_000_000
-        if given.dry_run:
-            snapshots = TUNING.models.control_snapshot_every
-            record = make_record(change, state, author, "", now_ms, snapshots)
-            return _Outcome(record, state.generation, {}, False)
-        # Listen before the change is written, so that no announcement is missed.
-        processes = None
-        if given.wait:
-            processes = await stack.enter_async_context(open_processes(log, settings))
-        record = await topic.write(change, state.generation, author, now_ms)
-        generation = state.generation if record is None else record.generation
-        if processes is None:
-            return _Outcome(record, generation, {}, False)
-        reports = processes.reports
-        followed = await processes.listen(
-            lambda: all(each.has_followed(generation) for each in reports.values()),
-            given.timeout_s,
+    async with open_log(settings) as log:
+        return await ModelChanges(log, settings).make(
+            choose,
+            author,
+            wait_s=given.timeout_s if given.wait else None,
+            dry_run=given.dry_run,
         )
-        return _Outcome(record, generation, reports, followed and bool(reports))
-
-
-def _check_repository(settings: Settings, before: Wanted, after: Wanted) -> None:
-    """Check that what a change loads is in the repository, if it loads anything."""
-    loads = any(
-        name not in before or set(each.versions) - set(before[name].versions)
-        for name, each in after.items()
-    )
-    if loads:
-        require_present(before, after, open_repository(settings).list_versions())
 
 
 def _require_broker(settings: Settings) -> None:

@@ -26,7 +26,7 @@ from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.replay.jobs import RecordingSource, open_recording
 from headrace.tools.replay.recording import Selection
 from headrace.tools.simulate.arrivals import read_arrivals
-from headrace.tools.simulate.events import BatchLimits, Policy
+from headrace.tools.simulate.events import Policy, SimulatedLimits
 from headrace.tools.simulate.report import cells, curve, table
 from headrace.tools.simulate.scenarios import (
     Scenario,
@@ -267,7 +267,7 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
     return Simulated(source, times, outcomes, notices)
 
 
-def _policy(limits: Callable[[str, str], BatchLimits]) -> Policy:
+def _policy(limits: Callable[[str, str], SimulatedLimits]) -> Policy:
     return DynamicBatcher(limits, "simulated")
 
 

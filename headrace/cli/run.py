@@ -14,6 +14,7 @@ import click
 import structlog
 
 from headrace.cli.output import say
+from headrace.cli.replicas import Replicas, serve_replicas
 from headrace.cli.settings import Invocation, pass_invocation, require_broker
 from headrace.cli.stages import parse_stages
 from headrace.config import Option, Settings
@@ -75,12 +76,21 @@ def overriding_settings(function: Callable[..., T]) -> Callable[..., T]:
     is_flag=True,
     help="Open a gateway as well, in this process (docs/http.md).",
 )
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Processes with these stages, which share this machine's cores (docs/scaling.md).",
+)
 @pass_invocation
 def command(
     invocation: Invocation,
     stages: tuple[Stage, ...],
     overrides: Sequence[Option],
     gateway: bool,
+    replicas: int,
 ) -> None:
     """Serve until SIGTERM or SIGINT: run all four stages in this process, or those named.
 
@@ -92,12 +102,38 @@ def command(
     second one ends at once; what is unanswered then is still on Kafka, and is answered after the
     next start. SIGHUP looks for new and changed models.
 
+    With --replicas N such processes run on this machine. Each has its own telemetry.http_port, the
+    next one up from that of the one before, and its part of the cores. One that ends is started
+    again.
+
     The options go over the settings' file and the environment; a file is not needed.
     """
     settings = invocation.settings_with(overrides)
     if stages != STAGES:
         require_broker(settings, "without one all stages run in one process: `headrace run`")
+    if replicas > 1:
+        require_broker(settings, "without one every process would have a log of its own")
+        arguments = ("run", ",".join(stages), *(["--gateway"] if gateway else []))
+        part = partial(core_part, settings, replicas)
+        serve_replicas(
+            invocation,
+            settings,
+            Replicas("--replicas", replicas, arguments, overrides, gateway, part),
+        )
     serve(invocation, settings, stages, gateway=gateway)
+
+
+def core_part(settings: Settings, replicas: int, number: int) -> dict[str, str]:
+    """Return the variable with a replica's part of the cores that are this process' own.
+
+    Args:
+        settings: of this process.
+        replicas: how many there are.
+        number: the replica's, from 0.
+    """
+    part, of = map(int, settings.executor.cores.split("/"))
+    cores = f"{(part - 1) * replicas + number + 1}/{of * replicas}"
+    return {"HEADRACE_EXECUTOR__CORES": cores}
 
 
 def serve(

@@ -12,14 +12,17 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from headrace.claims.stores import ClaimUnavailable
+from headrace.client.claims import ClientClaims
 from headrace.client.rpc import ClientClosed, RpcClient
 from headrace.config import KafkaSettings, Settings, check_namespace, make_settings
-from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriable
+from headrace.errors import Code, ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.log.port import Log, NewRecord, Record
 from headrace.protocol import headers as envelope
 from headrace.protocol.codec import decode_response, encode_request
@@ -84,8 +87,9 @@ class Client:
         bootstrap_servers: addresses of the brokers. Overrides `settings` and the environment.
         namespace: prefix of the topics' names. Overrides `settings` and the environment.
         log: an opened log to use instead of a broker; the caller closes it.
-        settings: topic names and Kafka's security; by default, the environment variables
-            (`HEADRACE_KAFKA__SECURITY_PROTOCOL`, …) over the defaults.
+        settings: topic names, Kafka's security, and the stores of large requests and answers; by
+            default, the environment variables (`HEADRACE_KAFKA__SECURITY_PROTOCOL`, …) over the
+            defaults.
         reply_partition: partition of the responses topic; chosen at random by default.
         content_type: `application/msgpack` or `application/json`, for requests and answers.
         compression: coding of requests and answers of 1 KiB and more: `zstd`, `gzip` or `deflate`;
@@ -129,6 +133,7 @@ class Client:
         self._compression = compression
         self._permits = asyncio.Semaphore(max_in_flight)
         self._rpc: RpcClient | None = None
+        self._claims = ClientClaims(self._settings)
         self._stack = AsyncExitStack()
 
     @property
@@ -155,6 +160,7 @@ class Client:
                         "kafka.bootstrap_servers, or pass an embedded log"
                     )
                 log = await stack.enter_async_context(open_log(self._settings))
+            await stack.enter_async_context(self._claims)
             rpc = RpcClient(log, self._settings, self._reply_partition)
             self._rpc = await stack.enter_async_context(rpc)
             self._stack = stack.pop_all()
@@ -202,18 +208,25 @@ class Client:
             LogUnavailable: the broker did not acknowledge the request.
         """
         arrays = {name: _array(value) for name, value in inputs.items()}
-        with _refusals_as_inference_errors():
-            value = encode_request(
-                self._content_type,
-                model,
-                arrays,
-                version=version,
-                id=id,
-                parameters=parameters,
-                outputs=outputs,
-            )
+        content_type = self._content_type
+        encode = partial(
+            encode_request,
+            model=model,
+            inputs=arrays,
+            version=version,
+            id=id,
+            parameters=parameters,
+            outputs=outputs,
+        )
         about = [*headers, *_urgency(priority, tenant)]
-        return await self._call(NewRecord(key, value, about), self._content_type, timeout_s)
+        with _refusals_as_inference_errors():
+            value = encode(content_type)
+            if self._claims.is_large(value):
+                # A claim needs the header, with which JSON may be taken for a record.
+                content_type = envelope.MSGPACK
+                value = encode(content_type) if content_type != self._content_type else value
+                about.append((HeaderName.MODEL, _named(model, version)))
+        return await self._call(NewRecord(key, value, about), content_type, timeout_s)
 
     async def infer_raw(
         self,
@@ -233,8 +246,8 @@ class Client:
         `payload` becomes the record's value, and `content_type` (such as `image/jpeg` or
         `text/plain`) its header. For other arguments and errors see `infer`.
         """
-        name = f"{model}/{version}" if version else model
-        about = [*headers, *_urgency(priority, tenant), (HeaderName.MODEL, name.encode())]
+        named = (HeaderName.MODEL, _named(model, version))
+        about = [*headers, *_urgency(priority, tenant), named]
         return await self._call(NewRecord(key, payload, about), content_type, timeout_s)
 
     async def _call(self, request: NewRecord, content_type: str, timeout_s: float) -> Response:
@@ -254,7 +267,8 @@ class Client:
         with _refusals_as_inference_errors():
             try:
                 async with asyncio.timeout(timeout_s) as within, self._permits:
-                    answer = await self._rpc.call(request._replace(headers=about), until_s)
+                    request = await self._claims.put(request._replace(headers=about), content_type)
+                    answer = await self._claims.fetch(await self._rpc.call(request, until_s))
             except TimeoutError:
                 if not within.expired():
                     raise
@@ -274,6 +288,10 @@ class Client:
             return request
         about.append((HeaderName.CONTENT_ENCODING, coding))
         return request._replace(value=compress(value, self._compression))
+
+
+def _named(model: str, version: str | None) -> bytes:
+    return (f"{model}/{version}" if version else model).encode()
 
 
 def _override(settings: Settings, bootstrap_servers: str | None, namespace: str | None) -> Settings:
@@ -330,3 +348,5 @@ def _refusals_as_inference_errors() -> Iterator[None]:
             retriable=error.code.is_retriable,
             retry_after_ms=error.retry_after_ms,
         ) from error
+    except ClaimUnavailable as error:
+        raise InferenceError(Code.INTERNAL, str(error), retriable=True) from error

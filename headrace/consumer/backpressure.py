@@ -74,10 +74,10 @@ class Backpressure:
             stopping: True on shutdown: nothing more is read.
         """
         budget = self._tracker.budget
-        # Count records that were polled and not yet admitted, for this comparison only.
-        budget.used_bytes += waiting_bytes
-        wanted = budget.exceeded or stopping
-        budget.used_bytes -= waiting_bytes
+        # Records that were polled and not yet admitted count only while they wait: if they are
+        # left in the log, because their model holds its share, the requests of others have room.
+        is_full = budget.used_bytes + waiting_bytes >= budget.limit_bytes
+        wanted = budget.exceeded or is_full or stopping
         assigned = consumer.assignment()
         if wanted:
             self.reason, self.reasons = "drain" if stopping else "budget", {}

@@ -2,14 +2,14 @@
 
 A model that cannot keep up would fill the budget with its requests, and nothing else would be read.
 So a request whose model, or tenant, is over its share (`headrace.delivery.budget`) is *deferred*:
-its bytes are released, and its offset stays unanswered. Reading continues behind it. When its claim
+its bytes are released, and its offset stays unanswered. Reading continues behind it. When its share
 has room again, the record is read a second time, by a separate reader. This reader is in no group
 and commits nothing; it is open only while records are deferred. `Deferral` decides which requests
 are deferred, `DeferredRecords` which of them are read again, and `Rereading` reads them.
 
-- A claim that reaches its limit gets a short time first: a model that keeps up has room by then,
+- A share that reaches its limit gets a short time first: a model that keeps up has room by then,
   and no record of its queue is read twice.
-- As long as requests of a claim are deferred, later ones of it are too, so they do not overtake.
+- As long as requests of a share are deferred, later ones of it are too, so they do not overtake.
 - A request whose deadline passes while it is deferred is read again then, to be answered; so is
   one that would be late, as far as can be predicted, to be refused.
 - A partition with `max_deferred_records` of them is paused alone, which bounds how far it is read
@@ -32,7 +32,7 @@ import structlog
 
 from headrace.clock import Clock, wall_clock_us
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
-from headrace.delivery.budget import BudgetShares, Claim
+from headrace.delivery.budget import BudgetShares, Share
 from headrace.delivery.inflight import AssignedPartition, Deferred, InFlightAck
 from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
@@ -51,7 +51,7 @@ Refusal: TypeAlias = Callable[[Envelope, int], Failure | None]
 
 
 class Charged(NamedTuple):
-    """Requests that have room, those whose claim has none, and those that would be late."""
+    """Requests that have room, those whose share has none, and those that would be late."""
 
     kept: list[Request]
     over: list[Request]
@@ -61,11 +61,11 @@ class Charged(NamedTuple):
 class DeferredRecords:
     """Records that are left in the log, and the rule for when each is read again.
 
-    A record is read again when its claim has room, when its deadline passes, or when it would be
+    A record is read again when its share has room, when its deadline passes, or when it would be
     late. Synchronous; times are passed in.
 
     Args:
-        shares: claims on the budget of the source.
+        shares: shares of the budget of the source.
         refusal: returns the failure of a request that would be late; None if nothing is predicted.
     """
 
@@ -75,7 +75,7 @@ class DeferredRecords:
         self._shares = shares
         self._refusal = refusal
         self._tuning = tuning
-        self._waiting: dict[Claim, deque[Deferred]] = {}
+        self._waiting: dict[Share, deque[Deferred]] = {}
         self._deadlines: list[tuple[int, int, Deferred]] = []
         self._order = count()
         self._prune_at = tuning.deadline_prune_at
@@ -87,18 +87,18 @@ class DeferredRecords:
 
     def add(self, deferred: Deferred, now_s: float) -> None:
         """Add a record; `now_s` is monotonic."""
-        deferred.claim.deferred += 1
-        deferred.claim.deferred_s = now_s
-        self._waiting.setdefault(deferred.claim, deque()).append(deferred)
+        deferred.share.deferred += 1
+        deferred.share.deferred_s = now_s
+        self._waiting.setdefault(deferred.share, deque()).append(deferred)
         self._note_deadline(deferred)
 
     def partitions(self) -> set[TopicPartition]:
         """Return the partitions that have deferred records which are not being read again."""
         return {each.assignment.partition for some in self._waiting.values() for each in some}
 
-    def rows(self, claim: Claim) -> int:
-        """Return the number of rows of a claim's deferred records."""
-        return sum([each.rows for each in self._waiting.get(claim, ())])
+    def rows(self, share: Share) -> int:
+        """Return the number of rows of a share's deferred records."""
+        return sum([each.rows for each in self._waiting.get(share, ())])
 
     def pop_failure(self, assignment: AssignedPartition, offset: int) -> Failure | None:
         """Return the failure of a record that is read again because it would be late, once; None
@@ -108,12 +108,12 @@ class DeferredRecords:
 
     def forget_revoked(self) -> None:
         """Forget records of revoked partitions: the next owner reads them from the log."""
-        for claim, waiting in list(self._waiting.items()):
+        for share, waiting in list(self._waiting.items()):
             left = deque(each for each in waiting if not _is_gone(each))
-            claim.deferred -= len(waiting) - len(left)
-            self._waiting[claim] = left
+            share.deferred -= len(waiting) - len(left)
+            self._waiting[share] = left
             if not left:
-                del self._waiting[claim]
+                del self._waiting[share]
         self._drop_gone_deadlines()
         self._late = {each: failure for each, failure in self._late.items() if not each[0].revoked}
 
@@ -134,17 +134,17 @@ class DeferredRecords:
             self._predicted_s = now_s
             picked += self._pick_late(self._refusal)
         for deferred in picked:
-            self._waiting[deferred.claim].remove(deferred)
-        # Oldest first, and none past one that has no room: a claim's requests do not overtake.
-        for claim, waiting in self._waiting.items():
-            while waiting and self._has_room(claim, waiting[0].size_bytes):
+            self._waiting[deferred.share].remove(deferred)
+        # Oldest first, and none past one that has no room: a share's requests do not overtake.
+        for share, waiting in self._waiting.items():
+            while waiting and self._has_room(share, waiting[0].size_bytes):
                 deferred = waiting.popleft()
                 deferred.reserve()
                 picked.append(deferred)
-        self._waiting = {claim: waiting for claim, waiting in self._waiting.items() if waiting}
+        self._waiting = {share: waiting for share, waiting in self._waiting.items() if waiting}
         found: dict[AssignedPartition, list[Deferred]] = {}
         for deferred in picked:
-            deferred.claim.deferred -= 1
+            deferred.share.deferred -= 1
             found.setdefault(deferred.assignment, []).append(deferred)
         return {each: sorted(some, key=_offset) for each, some in found.items()}
 
@@ -154,14 +154,14 @@ class DeferredRecords:
             deferred.release()
             if _is_gone(deferred):
                 continue
-            deferred.claim.deferred += 1
-            waiting = self._waiting.get(deferred.claim, ())
-            self._waiting[deferred.claim] = deque(sorted([*waiting, deferred], key=_offset))
+            deferred.share.deferred += 1
+            waiting = self._waiting.get(deferred.share, ())
+            self._waiting[deferred.share] = deque(sorted([*waiting, deferred], key=_offset))
             if deferred.envelope.deadline_ms * 1000 <= now_us:  # otherwise it is still noted
                 self._note_deadline(deferred)
 
-    def _has_room(self, claim: Claim, size_bytes: int) -> bool:
-        return self._shares.has_room(claim, size_bytes, uncharged_bytes=size_bytes)
+    def _has_room(self, share: Share, size_bytes: int) -> bool:
+        return self._shares.has_room(share, size_bytes, uncharged_bytes=size_bytes)
 
     def _note_deadline(self, deferred: Deferred) -> None:
         if deadline_ms := deferred.envelope.deadline_ms:
@@ -219,12 +219,12 @@ class DeferredRecords:
 class Deferral:
     """Admission to a model's or tenant's share of the budget: decides which requests are deferred.
 
-    Three objects divide the work: `headrace.delivery.budget.BudgetShares` says how much a claim may
+    Three objects divide the work: `headrace.delivery.budget.BudgetShares` says how much a share may
     hold, this class defers the requests above it, and `DeferredRecords` says when each is read
     again; `Rereading` reads them.
 
     Args:
-        shares: claims on the budget of the source.
+        shares: shares of the budget of the source.
         refusal: returns the failure of a request that would be late; None if nothing is predicted.
         clock: wall clock, in which deadlines are given.
 
@@ -252,7 +252,7 @@ class Deferral:
     def charge(
         self, requests: Sequence[Request], *, is_reread: bool, is_isolated: bool = False
     ) -> Charged:
-        """Charge requests to their claims if there is room, and fail those that would be late.
+        """Charge requests to their shares if there is room, and fail those that would be late.
 
         Args:
             requests: admitted requests, in offset order.
@@ -262,18 +262,18 @@ class Deferral:
         ended: list[Request] = []
         if is_reread:
             requests, ended = self._fail_late(requests)
-        kept, over = self._charge_claims(requests, free=is_reread or is_isolated)
+        kept, over = self._charge_shares(requests, free=is_reread or is_isolated)
         if over and self._refusal is not None:
             over, late = self._refuse(over, self._refusal)
             ended += late
         return Charged(kept, over, ended)
 
-    def _charge_claims(
+    def _charge_shares(
         self, requests: Sequence[Request], *, free: bool
     ) -> tuple[list[Request], list[Request]]:
         kept: list[Request] = []
         over: list[Request] = []
-        model, tenant, claim = "", "", None
+        model, tenant, share = "", "", None
         charged: InFlightAck | None = None
         refused: InFlightAck | None = None
         for request in requests:
@@ -286,13 +286,13 @@ class Deferral:
                 over.append(request)
                 continue
             envelope = request.envelope
-            if claim is None or request.model != model or envelope.tenant != tenant:
+            if share is None or request.model != model or envelope.tenant != tenant:
                 model, tenant = request.model, envelope.tenant
-                claim = self.shares.claim(model, tenant)
+                share = self.shares.share(model, tenant)
             size_bytes = ack_handle.size_bytes
-            if free or (not claim.deferred and self.shares.has_room(claim, size_bytes)):
-                claim.charge(size_bytes)
-                ack_handle.claim = claim
+            if free or (not share.deferred and self.shares.has_room(share, size_bytes)):
+                share.charge(size_bytes)
+                ack_handle.share = share
                 charged = ack_handle
                 kept.append(request)
             else:
@@ -306,16 +306,16 @@ class Deferral:
         """Fail requests that would be late behind all that is deferred before them."""
         runnable: list[Request] = []
         ended: list[Request] = []
-        rows_ahead: dict[Claim, int] = {}
+        rows_ahead: dict[Share, int] = {}
         for request in requests:
-            claim = self.shares.claim(request.model, request.envelope.tenant)
-            if claim not in rows_ahead:
-                rows_ahead[claim] = self.records.rows(claim)
+            share = self.shares.share(request.model, request.envelope.tenant)
+            if share not in rows_ahead:
+                rows_ahead[share] = self.records.rows(share)
             failure = None
             if request.envelope.deadline_ms:
-                failure = refusal(_refusal_envelope(request), rows_ahead[claim])
+                failure = refusal(_refusal_envelope(request), rows_ahead[share])
             if failure is None:
-                rows_ahead[claim] += request.rows
+                rows_ahead[share] += request.rows
                 runnable.append(request)
             else:
                 ended.append(_fail(request, failure))
@@ -345,7 +345,7 @@ class Deferral:
                 while over and not self._is_saturated(over[0]):
                     self._freed.clear()
                     await self._freed.wait()
-                    more, over = self._charge_claims(over, free=False)
+                    more, over = self._charge_shares(over, free=False)
                     kept += more
         except TimeoutError:
             pass
@@ -354,9 +354,9 @@ class Deferral:
         return kept
 
     def _is_saturated(self, request: Request) -> bool:
-        claim = self.shares.claim(request.model, request.envelope.tenant)
+        share = self.shares.share(request.model, request.envelope.tenant)
         recently_s = time.monotonic() - self._tuning.saturated_s
-        return claim.deferred > 0 or claim.deferred_s > recently_s
+        return share.deferred > 0 or share.deferred_s > recently_s
 
     def _defer(self, ack_handle: InFlightAck, chunk: Sequence[Request]) -> None:
         """Leave a record in the log with all its requests that have not ended."""
@@ -365,9 +365,9 @@ class Deferral:
                 request.ack_handle.ack()
             return
         request = _most_urgent(chunk)
-        claim = self.shares.claim(request.model, request.envelope.tenant)
+        share = self.shares.share(request.model, request.envelope.tenant)
         rows = sum([each.rows for each in chunk])
-        deferred = ack_handle.defer(claim, rows, _refusal_envelope(request))
+        deferred = ack_handle.defer(share, rows, _refusal_envelope(request))
         self.records.add(deferred, time.monotonic())
         self._wanted.set()
 

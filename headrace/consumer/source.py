@@ -60,6 +60,7 @@ class Source:
         transactions: partition transactions, for exactly once, if this process answers.
         reading: activity that each poll renews.
         assigned: set after the group's first assignment, even an empty one.
+        freed: set after each acknowledgement, which may have made room in the budget.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Source:
         self._metrics = metrics
         self._on_revoked = on_revoked
         self._acked = AutoResetEvent()
+        self.freed = AutoResetEvent()
         self._source_offsets = source_offsets
         budget = Budget(settings.budget_bytes, tuning.delivery.resume_fraction)
         self.tracker = InFlightTracker(budget, self._on_acked, tuning.delivery)
@@ -294,6 +296,7 @@ class Source:
     def _on_acked(self) -> None:
         self._lag.acked = self.tracker.budget.acked
         self._acked.set()
+        self.freed.set()
         if self.deferral is not None:
             self.deferral.freed()
 
@@ -304,6 +307,6 @@ def _deferral(
     if min(settings.model_share, settings.tenant_share) >= 1:
         return None
     shares = BudgetShares(
-        budget, settings.model_share, settings.tenant_share, tuning.delivery.max_idle_claims
+        budget, settings.model_share, settings.tenant_share, tuning.delivery.max_idle_shares
     )
     return Deferral(shares, refusal, tuning=tuning.consumer)

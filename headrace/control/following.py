@@ -17,7 +17,7 @@ import structlog
 from headrace.control.topic import ControlReader, ControlTopic
 from headrace.errors import ConfigurationError, Fatal
 from headrace.log.errors import OffsetOutOfRange
-from headrace.models.wanted import Deployment, Wanted
+from headrace.models.wanted import Deployment, Wanted, fold
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.control import ControlRecord
 from headrace.telemetry.logs import Event
@@ -26,18 +26,20 @@ from headrace.tuning import TUNING, ModelTuning
 log = structlog.get_logger(__name__)
 
 
-class Reloaded(Protocol):
+class ScanResult(Protocol):
     """The part of `headrace.models.registry.Reloaded` that is used here."""
 
     @property
     def away(self) -> tuple[str, ...]: ...
+    @property
+    def faults(self) -> tuple[str, ...]: ...
 
 
 class FollowingModels(Protocol):
     """The part of `headrace.models.registry.Models` that follows a wanted state."""
 
     def want(self, wanted: Wanted) -> None: ...
-    async def reload(self) -> Reloaded: ...
+    async def reload(self) -> ScanResult: ...
 
 
 class ControlFollower:
@@ -75,8 +77,7 @@ class ControlFollower:
         await self._topic.require()
         async with AsyncExitStack() as stack:
             self._reader = await stack.enter_async_context(self._topic.open_reader())
-            for record in await self._reader.read_to_end():
-                self.state = self.state.after(record)
+            self.state = fold(await self._reader.read_to_end())
             self._models.want(self.state.models)
             self._stack = stack.pop_all()
         return self
@@ -99,7 +100,11 @@ class ControlFollower:
             try:
                 await self._read()
             except (Fatal, OffsetOutOfRange) as error:
-                log.error(Event.CONTROL_UNREADABLE, reason=str(error))
+                # Nothing is read from the beginning after `OffsetOutOfRange`: a topic that was made
+                # anew is empty, and would unload every model while requests come.
+                log.error(
+                    Event.CONTROL_UNREADABLE, reason=str(error), generation=self.state.generation
+                )
 
     async def _read(self) -> None:
         assert self._reader is not None
@@ -115,17 +120,22 @@ class ControlFollower:
             self._changed.set()
 
     async def _scan(self) -> None:
+        faults: tuple[str, ...] = ()
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
-                away = (await self._models.reload()).away
+                reloaded = await self._models.reload()
             except ConfigurationError as error:
                 log.error(Event.MODELS_RELOAD_FAILED, reason=str(error))
             else:
-                for reason in away:
+                for fault in reloaded.faults:
+                    if fault not in faults:
+                        log.error(Event.MODEL_FAILED, reason=fault)
+                faults = reloaded.faults
+                for reason in reloaded.away:
                     log.warning(Event.STORE_UNAVAILABLE, reason=reason)
-                if not away:
+                if not reloaded.away:
                     self._pauses.reset()
                     continue
             await self._pauses.sleep()

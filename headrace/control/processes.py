@@ -46,6 +46,7 @@ class Processes:
         self._tuning = tuning
         self.reports: dict[str, ProcessReport] = {}
         self._heard_s: dict[str, float] = {}
+        self._since_s = asyncio.get_running_loop().time()
 
     async def listen(self, until: Callable[[], bool] = lambda: True, limit_s: float = 0.0) -> bool:
         """Listen until each process must have been heard, and then until a condition holds.
@@ -59,7 +60,7 @@ class Processes:
         """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        heard_s = start_s + self._tuning.control_listen_s
+        heard_s = self._since_s + self._tuning.control_listen_s
         deadline_s = max(heard_s, start_s + limit_s)
         while True:
             polled = await self._reader.poll(

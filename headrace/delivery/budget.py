@@ -55,8 +55,8 @@ class Usage:
         self.used_bytes = 0
 
 
-class Claim:
-    """The bytes that one model holds for one tenant.
+class Share:
+    """Share of a budget: the bytes that one model holds for one tenant.
 
     Args:
         model: usage of the model, for all tenants.
@@ -86,14 +86,14 @@ class Claim:
 
 
 class BudgetShares:
-    """Claims on one budget, by model and tenant.
+    """Shares of one budget, by model and tenant.
 
     Args:
         budget: the budget that is shared.
         model_share: the part of it that one model may hold while no other holds anything; 1 is
             no limit.
         tenant_share: likewise, for one tenant. Requests that name none have no such limit.
-        max_idle_claims: most remembered claims that hold nothing.
+        max_idle_shares: most remembered shares that hold nothing.
     """
 
     def __init__(
@@ -101,43 +101,43 @@ class BudgetShares:
         budget: Budget,
         model_share: float,
         tenant_share: float,
-        max_idle_claims: int = TUNING.delivery.max_idle_claims,
+        max_idle_shares: int = TUNING.delivery.max_idle_shares,
     ) -> None:
         self._budget = budget
         self._model_weight = _weight(model_share)
         self._tenant_weight = _weight(tenant_share)
-        self._claims: dict[tuple[str, str], Claim] = {}
+        self._shares: dict[tuple[str, str], Share] = {}
         self._models: dict[str, Usage] = {}
         self._tenants: dict[str, Usage] = {}
-        self._max_idle_claims = self._forget_at = max_idle_claims
+        self._max_idle_shares = self._forget_at = max_idle_shares
 
     @property
     def limit_bytes(self) -> int:
         """The whole budget."""
         return self._budget.limit_bytes
 
-    def claim(self, model: str, tenant: str) -> Claim:
-        """Return the claim of a model and a tenant."""
-        claim = self._claims.get((model, tenant))
-        if claim is None:
-            if len(self._claims) >= self._forget_at:
+    def share(self, model: str, tenant: str) -> Share:
+        """Return the share of a model and a tenant."""
+        share = self._shares.get((model, tenant))
+        if share is None:
+            if len(self._shares) >= self._forget_at:
                 self._forget_idle()
             of_model = self._models.setdefault(model, Usage())
             of_tenant = self._tenants.setdefault(tenant, Usage()) if tenant else None
-            claim = self._claims[model, tenant] = Claim(of_model, of_tenant)
-        return claim
+            share = self._shares[model, tenant] = Share(of_model, of_tenant)
+        return share
 
-    def has_room(self, claim: Claim, size_bytes: int, uncharged_bytes: int = 0) -> bool:
-        """Return True if a claim may take `size_bytes` more; one that holds nothing always may.
+    def has_room(self, share: Share, size_bytes: int, uncharged_bytes: int = 0) -> bool:
+        """Return True if a share may take `size_bytes` more; one that holds nothing always may.
 
         Args:
-            claim: claim of a model and a tenant.
+            share: share of a model and a tenant.
             size_bytes: number of bytes to take.
             uncharged_bytes: number of these bytes that the budget does not count yet.
         """
-        budget, tenant = self._budget, claim.tenant
+        budget, tenant = self._budget, share.tenant
         free_bytes = budget.limit_bytes - budget.used_bytes - uncharged_bytes
-        used_bytes = claim.model.used_bytes
+        used_bytes = share.model.used_bytes
         if used_bytes and used_bytes + size_bytes > _limit_bytes(self._model_weight, free_bytes):
             return False
         if tenant is None or not tenant.used_bytes:
@@ -150,16 +150,16 @@ class BudgetShares:
 
     def _forget_idle(self) -> None:
         used = {
-            name: claim
-            for name, claim in self._claims.items()
-            if claim.used_bytes or claim.deferred
+            name: share
+            for name, share in self._shares.items()
+            if share.used_bytes or share.deferred
         }
-        self._claims = used
-        self._models = {model: claim.model for (model, _), claim in used.items()}
+        self._shares = used
+        self._models = {model: share.model for (model, _), share in used.items()}
         self._tenants = {
-            tenant: claim.tenant for (_, tenant), claim in used.items() if claim.tenant is not None
+            tenant: share.tenant for (_, tenant), share in used.items() if share.tenant is not None
         }
-        self._forget_at = 2 * len(used) + self._max_idle_claims
+        self._forget_at = 2 * len(used) + self._max_idle_shares
 
 
 def _weight(share: float) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.budget import Budget, Claim
+from headrace.delivery.budget import Budget, Share
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.protocol.ack import AckHandle
@@ -63,7 +63,7 @@ def record_bytes(record: Record) -> int:
 
 
 class Deferred:
-    """A record that was read, left in the log, and is read again when its claim has room.
+    """A record that was read, left in the log, and is read again when its share has room.
 
     Its offset is unanswered, so no commit passes it. It is not in flight: a drain does not wait
     for it, and the next owner of the partition reads it.
@@ -78,23 +78,23 @@ class Deferred:
 
     __slots__ = (
         "assignment",
-        "claim",
         "envelope",
         "is_reserved",
         "offset",
         "previous",
         "rows",
+        "share",
         "size_bytes",
     )
 
     def __init__(
-        self, ack_handle: InFlightAck, claim: Claim, rows: int, envelope: Envelope
+        self, ack_handle: InFlightAck, share: Share, rows: int, envelope: Envelope
     ) -> None:
         self.assignment = ack_handle.assignment
         self.offset = ack_handle.offset
         self.previous = ack_handle.previous
         self.size_bytes = ack_handle.size_bytes
-        self.claim = claim
+        self.share = share
         self.rows = rows
         self.envelope = envelope
         self.is_reserved = False
@@ -102,14 +102,14 @@ class Deferred:
     def reserve(self) -> None:
         """Charge its bytes before it is read, so that no other record takes the room."""
         self.is_reserved = True
-        self.claim.charge(self.size_bytes)
+        self.share.charge(self.size_bytes)
         self.assignment.budget.used_bytes += self.size_bytes
 
     def release(self) -> None:
         """Release the reserved bytes, if any."""
         if self.is_reserved:
             self.is_reserved = False
-            self.claim.charge(-self.size_bytes)
+            self.share.charge(-self.size_bytes)
             self.assignment.budget.used_bytes -= self.size_bytes
 
 
@@ -261,7 +261,7 @@ class InFlightAck(Struct, eq=False, gc=False):
     offset: int
     size_bytes: int
     parts: int = 1
-    claim: Claim | None = None
+    share: Share | None = None
 
     @property
     def revoked(self) -> bool:
@@ -271,18 +271,18 @@ class InFlightAck(Struct, eq=False, gc=False):
     def resize(self, size_bytes: int) -> None:
         """Correct the charge once the size really kept is known."""
         self.assignment.budget.used_bytes += size_bytes - self.size_bytes
-        if self.claim is not None:
-            self.claim.charge(size_bytes - self.size_bytes)
+        if self.share is not None:
+            self.share.charge(size_bytes - self.size_bytes)
         self.size_bytes = size_bytes
 
-    def defer(self, claim: Claim, rows: int, envelope: Envelope) -> Deferred:
+    def defer(self, share: Share, rows: int, envelope: Envelope) -> Deferred:
         """Leave the record in the log, unanswered and no longer in flight."""
         # No offset is marked, so that no commit passes the record: if this process ends now, the
         # next owner reads it.
         assignment = self.assignment
         assignment.in_flight -= 1
         assignment.budget.used_bytes -= self.size_bytes
-        deferred = Deferred(self, claim, rows, envelope)
+        deferred = Deferred(self, share, rows, envelope)
         assignment.deferred[self.offset] = deferred
         assignment.notify()
         return deferred
@@ -293,8 +293,8 @@ class InFlightAck(Struct, eq=False, gc=False):
         self.parts -= 1
         if self.parts:
             return
-        if self.claim is not None:
-            self.claim.charge(-self.size_bytes)
+        if self.share is not None:
+            self.share.charge(-self.size_bytes)
         self.assignment.acked(self.previous, self.offset, 1, self.size_bytes)
 
 
@@ -308,8 +308,8 @@ def ack_all(ack_handles: Iterable[AckHandle]) -> None:
             ack_handle.ack()
             continue
         ack_handle.parts = 0
-        if ack_handle.claim is not None:
-            ack_handle.claim.charge(-ack_handle.size_bytes)
+        if ack_handle.share is not None:
+            ack_handle.share.charge(-ack_handle.size_bytes)
         if ack_handle.previous != last or ack_handle.assignment is not assignment:
             if assignment is not None:
                 assignment.acked(previous, last, count, size_bytes)

@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class SourceOffsets:
-    """Progress and claimed offsets of each source partition whose results are read here.
+    """Progress and taken offsets of each source partition whose results are read here.
 
     Args:
         log_: the log that holds the topic.
@@ -48,7 +48,7 @@ class SourceOffsets:
         self._looked_s = -math.inf
         self._consumer: Consumer | None = None
         self._progress: dict[int, AckedOffsets] = {}
-        self._claimed: dict[int, set[int]] = {}
+        self._taken: dict[int, set[int]] = {}
         self._committed: dict[TopicPartition, Committed] = {}
 
     async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
@@ -66,14 +66,14 @@ class SourceOffsets:
                 beginnings[source],
                 ends[source],
             )
-            self._claimed[source.partition] = set()
+            self._taken[source.partition] = set()
         self._identity.known = replacement or self._identity.known
 
     def revoked(self, partitions: Sequence[int]) -> None:
         """Forget the partitions; their next owner loads what was committed."""
         for partition in partitions:
             self._progress.pop(partition, None)
-            self._claimed.pop(partition, None)
+            self._taken.pop(partition, None)
             self._committed.pop(TopicPartition(self._topic, partition), None)
 
     def progress(self, partition: int) -> AckedOffsets | None:
@@ -81,12 +81,12 @@ class SourceOffsets:
         return self._progress.get(partition)
 
     def is_first_delivery(self, partition: int, offset: int) -> bool:
-        """Claim a source offset; return False if it is answered, claimed or not assigned here."""
+        """Take a source offset; return False if it is answered, taken or not assigned here."""
         progress = self._progress.get(partition)
-        claimed = self._claimed.get(partition)
-        if progress is None or claimed is None or offset in progress or offset in claimed:
+        taken = self._taken.get(partition)
+        if progress is None or taken is None or offset in progress or offset in taken:
             return False
-        claimed.add(offset)
+        taken.add(offset)
         return True
 
     async def has_other_records(self) -> bool:
@@ -121,8 +121,8 @@ class SourceOffsets:
         for source, end in ends.items():
             progress = self._progress.get(source.partition)
             if progress is not None and truncate(source, progress, end):
-                claimed = self._claimed[source.partition]
-                claimed -= {offset for offset in claimed if offset >= end}
+                taken = self._taken[source.partition]
+                taken -= {offset for offset in taken if offset >= end}
                 found = True
         return found
 
@@ -131,7 +131,7 @@ class SourceOffsets:
         for source, beginning in beginnings.items():
             if source.partition in self._progress:  # still ours
                 self._progress[source.partition] = AckedOffsets(beginning)
-                self._claimed[source.partition] = set()
+                self._taken[source.partition] = set()
 
     def answered(self, requests: Iterable[Request]) -> None:
         """Mark requests as answered; consecutive offsets are covered together."""
@@ -141,9 +141,9 @@ class SourceOffsets:
                 self._cover(partition, first, last)
                 partition, first = request.partition, request.previous
             last = request.offset
-            claimed = self._claimed.get(partition)
-            if claimed is not None:
-                claimed.discard(last)
+            taken = self._taken.get(partition)
+            if taken is not None:
+                taken.discard(last)
         self._cover(partition, first, last)
 
     def _cover(self, partition: int, previous: int, last: int) -> None:
@@ -177,9 +177,9 @@ class SourceOffsets:
 
     def _snapshot(self, partition: int, progress: AckedOffsets) -> PartitionSnapshot:
         committed = self._committed.get(TopicPartition(self._topic, partition))
-        claimed = self._claimed[partition]
+        taken = self._taken[partition]
         answered, ranges = progress.answered_above
-        highest = max((*claimed, *(stop - 1 for _, stop in progress.ranges[-1:])), default=-1)
+        highest = max((*taken, *(stop - 1 for _, stop in progress.ranges[-1:])), default=-1)
         return PartitionSnapshot(
             topic=self._topic,
             partition=partition,
@@ -187,7 +187,7 @@ class SourceOffsets:
             base=progress.base,
             committed=None if committed is None else committed.offset,
             end=None,
-            in_flight=len(claimed),
+            in_flight=len(taken),
             span_records=max(0, highest + 1 - progress.base),
             answered_records=answered,
             answered_ranges=ranges,

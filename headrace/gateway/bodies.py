@@ -86,6 +86,14 @@ class IndexOptions(msgspec.Struct):
     ready: bool = False
 
 
+class ChangeOptions(msgspec.Struct):
+    """Parameters of a load (`config`, the JSON of a `config.pbtxt`) or of an unload
+    (`unload_dependents`).
+    """
+
+    parameters: dict[str, str | bool | int] = {}
+
+
 class RegisterRequest(msgspec.Struct):
     """A range of a POSIX shared memory object."""
 
@@ -94,16 +102,7 @@ class RegisterRequest(msgspec.Struct):
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class IndexEntry(TypedDict):
-    """A version in the repository, as Triton's extension for model repositories lists it."""
-
-    name: str
-    version: str
-    state: str
-    reason: str
-
-
-class ErrorDetails(TypedDict):
+class ErrorDetailsBody(TypedDict):
     """The part of an error for programs."""
 
     code: str
@@ -115,4 +114,4 @@ class ErrorBody(TypedDict):
     """An error: a text for people, and its details if the request reached the gateway."""
 
     error: str
-    error_details: NotRequired[ErrorDetails]
+    error_details: NotRequired[ErrorDetailsBody]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, Rejected
+from headrace.models.answers import find_largest
 from headrace.protocol.codec.faults import shown
 from headrace.protocol.messages import Parameter
 from headrace.tuning import TUNING
@@ -73,27 +73,9 @@ def classify(
     rows = array.reshape(array.shape[0] if batched else 1, -1)
     classes = np.empty((len(rows), min(count, rows.shape[1])), dtype=object)
     for number, row in enumerate(rows):
-        for place, index in enumerate(_top(row, count).tolist()):
+        for place, index in enumerate(find_largest(row, count).tolist()):
             text = f"{row[index]!s}:{index}".encode()
             if index < len(labels):
                 text += b":" + labels[index]
             classes[number, place] = text
     return classes if batched else classes[0]
-
-
-def _top(values: NDArray[Any], count: int) -> NDArray[np.intp]:
-    """Return the indices of the largest values, largest first."""
-    if values.dtype.kind in "iu":
-        keys = ~values  # reverses the order without an overflow, which -values could have
-        last = np.zeros(len(values), dtype=bool)
-    else:
-        # bfloat16 is no number to NumPy's own functions.
-        exact = values.astype(np.float32) if values.dtype == ml_dtypes.bfloat16 else values
-        last = np.isnan(exact)
-        keys = np.where(last, np.inf, -exact)
-    candidates = np.arange(len(keys))
-    if count < len(keys):
-        candidates = np.flatnonzero(keys <= np.partition(keys, count - 1)[count - 1])
-    # A stable sort: what is equal stays in the order of the indices.
-    order = np.lexsort((last[candidates], keys[candidates]))
-    return candidates[order][:count]

@@ -14,6 +14,7 @@ from headrace.errors import ConfigurationError
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.http import HttpDoor
 from headrace.log.port import Log
+from headrace.models.index import RepositoryIndex
 from headrace.telemetry.file_refresh import refreshing
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
@@ -82,6 +83,7 @@ async def open_gateway(
     models: ServedModels,
     health: Health,
     instruments: Instruments,
+    repository: RepositoryIndex | None = None,
     tuning: GatewayTuning = TUNING.gateway,
 ) -> AsyncIterator[Doors]:
     """Open a gateway and those of its doors that are not off, while the context lasts.
@@ -92,6 +94,7 @@ async def open_gateway(
         models: the models that the metadata describes.
         health: of the process; the doors are ready while it is.
         instruments: count its requests and trace them.
+        repository: lists the models, and changes them; by default calls cannot change them.
         tuning: tuning values of the gateway.
 
     Raises:
@@ -101,7 +104,7 @@ async def open_gateway(
     """
     chosen = settings.gateway
     async with AsyncExitStack() as stack:
-        gateway = Gateway(settings, log, models, health, instruments, tuning)
+        gateway = Gateway(settings, log, models, health, instruments, repository, tuning)
         await stack.enter_async_context(gateway)
         await stack.enter_async_context(
             refreshing(gateway.files, tuning.access.file_check_interval_s)

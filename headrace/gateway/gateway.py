@@ -19,7 +19,6 @@ from headrace.access.watched import Watched
 from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout, Response
 from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, Rejected, Retriable
-from headrace.gateway.bodies import IndexEntry
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
 from headrace.gateway.conversions import Conversions
@@ -27,7 +26,7 @@ from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpans
 from headrace.gateway.statistics import Statistics
 from headrace.log.port import Log
-from headrace.models.version import State
+from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
 from headrace.protocol.headers import MAX_PRIORITY
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
@@ -46,18 +45,8 @@ UNAVAILABLE = "UNAVAILABLE"
 """Code of the gateway's own errors: its limits are reached, or it cannot reach the broker."""
 
 
-_INDEX_STATES = {
-    State.LOADING: "LOADING",
-    State.READY: "READY",
-    State.FAILED: "UNAVAILABLE",
-    State.UNLOADING: "UNLOADING",
-}
-
-NO_LOADING = {
-    "load": "models are loaded when they appear in models.repository",
-    "unload": "models are unloaded when they are gone from models.repository",
-}
-"""Why no door offers Triton's methods for loading."""
+CONFLICT, UNSUPPORTED = "CONFLICT", "UNSUPPORTED"
+"""Codes of changes of models: another one was made first; this process makes none."""
 
 
 class Unavailable(Retriable):
@@ -185,6 +174,7 @@ class Gateway:
         conversions: of the bodies of all doors.
         models: the models that the metadata describes. Requests do not depend on them: one for any
             model is sent, and the stages decide.
+        repository: lists the models, and changes them if this process can.
         draining: set once each answer is to be the last one on its connection.
         spans: the server spans of all doors.
         statistics: of the models, over the requests of all doors.
@@ -206,10 +196,12 @@ class Gateway:
         models: ServedModels,
         health: Health,
         instruments: Instruments,
+        repository: RepositoryIndex | None = None,
         tuning: GatewayTuning = TUNING.gateway,
     ) -> None:
         self.settings: GatewaySettings = settings.gateway
         self.models = models
+        self.repository = repository or RepositoryIndex(models, settings.models.mode)
         self.health = health
         self.metrics = instruments.metrics
         self.spans = ServerSpans(settings.telemetry, instruments)
@@ -289,19 +281,6 @@ class Gateway:
             counted.add(size_bytes)
 
         return RegionAccess(self.regions, count)
-
-    def index(self, *, ready_only: bool) -> list[IndexEntry]:
-        """Return the versions of all models, and the faults of those that cannot be loaded."""
-        return [
-            IndexEntry(
-                name=each["name"],
-                version=each["version"],
-                state=_INDEX_STATES[each["state"]],
-                reason=each["reason"],
-            )
-            for each in self.models.status()
-            if not ready_only or each["state"] == State.READY
-        ]
 
     def urgency(self, given_s: Iterable[float], priority: int | None = None) -> Urgency:
         """Return the earliest of the times that a caller gives, and its priority.
@@ -416,9 +395,8 @@ def answer_of_error(error: Exception) -> ErrorAnswer:
     match error:
         case InferenceError():
             return ErrorAnswer(error.code, error.message, error.retriable, error.retry_after_ms)
-        case Denied():
-            code = PERMISSION_DENIED if error.is_known else UNAUTHENTICATED
-            return ErrorAnswer(code, error.message, retriable=False)
+        case Denied() | Overtaken() | Unsupported():
+            return ErrorAnswer(_code_of(error), error.message, retriable=False)
         case Rejected():
             return ErrorAnswer(
                 error.code, error.message, error.code.is_retriable, error.retry_after_ms
@@ -429,3 +407,13 @@ def answer_of_error(error: Exception) -> ErrorAnswer:
             return ErrorAnswer(UNAVAILABLE, str(error), retriable=True)
     log.error(Event.GATEWAY_FAILED, error=type(error).__name__, exc_info=error)
     return ErrorAnswer(Code.INTERNAL, "the gateway failed; its log has the reason", retriable=True)
+
+
+def _code_of(error: Denied | Overtaken | Unsupported) -> str:
+    match error:
+        case Denied():
+            return PERMISSION_DENIED if error.is_known else UNAUTHENTICATED
+        case Overtaken():  # not retriable: its caller has to look at the winner's change first
+            return CONFLICT
+        case Unsupported():
+            return UNSUPPORTED

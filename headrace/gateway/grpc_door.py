@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from inspect import isasyncgen
 from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
@@ -20,6 +21,8 @@ from urllib.parse import unquote
 
 import grpc
 import structlog
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
@@ -34,10 +37,11 @@ from headrace.config import GatewaySettings
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.gateway import (
-    NO_LOADING,
+    CONFLICT,
     PERMISSION_DENIED,
     UNAUTHENTICATED,
     UNAVAILABLE,
+    UNSUPPORTED,
     ErrorAnswer,
     Gateway,
     Unavailable,
@@ -76,10 +80,10 @@ _STATUS = {
     UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
     PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    CONFLICT: grpc.StatusCode.ABORTED,
+    UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
 }
 _UNSUPPORTED = {
-    "RepositoryModelLoad": NO_LOADING["load"],
-    "RepositoryModelUnload": NO_LOADING["unload"],
     "SystemSharedMemoryStatus": OFF,
     "SystemSharedMemoryRegister": OFF,
     "SystemSharedMemoryUnregister": OFF,
@@ -131,6 +135,7 @@ class GrpcDoor:
         self._port = port
         self._server: grpc.aio.Server | None = None
         self._stopping = asyncio.Event()
+        self._closing = asyncio.Event()  # GOAWAY was sent
 
     @property
     def port(self) -> int:
@@ -184,7 +189,21 @@ class GrpcDoor:
         self._stopping.set()
         await self._gateway.under_way.wait_for_silence(self._tuning.drain_silence_s)
         if self._server is not None:
+            # `stop` sends GOAWAY before it waits for anything, and so before this runs.
+            asyncio.get_running_loop().call_soon(self._closing.set)
             await self._server.stop(self._tuning.stop_timeout_s)
+
+    async def _refuse_in_drain(self) -> NoReturn:
+        """Raise `Unavailable` once GOAWAY was sent, or a second later than now.
+
+        A caller that tries again at once has then read GOAWAY and opens a connection, to another
+        gateway. If it were refused at once it would send call after call here, one of which would
+        meet GOAWAY and be cancelled.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._tuning.drain_refusal_s):
+                await self._closing.wait()
+        raise Unavailable("the gateway stops; expected this call at another one")
 
     def _is_serving(self, service: str) -> bool | None:
         """Return whether a service is ready; None if there is no such service."""
@@ -203,7 +222,6 @@ class GrpcDoor:
             "ModelMetadata": self._show_model,
             "ModelConfig": self._show_config,
             "ModelStatistics": self._show_statistics,
-            "RepositoryIndex": self._show_index,
         }
         if self._gateway.has_shared_memory:
             shown["SystemSharedMemoryStatus"] = self._show_regions
@@ -212,6 +230,9 @@ class GrpcDoor:
         methods: dict[str, Any] = {
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._infer_stream),
+            "RepositoryIndex": grpc.unary_unary_rpc_method_handler(self._show_index),
+            "RepositoryModelLoad": grpc.unary_unary_rpc_method_handler(self._load),
+            "RepositoryModelUnload": grpc.unary_unary_rpc_method_handler(self._unload),
         }
         for name, show in shown.items():
             kind = getattr(messages, f"{name}Request")
@@ -293,7 +314,7 @@ class GrpcDoor:
         span = gateway.spans.begin(*given)
         try:
             if self._stopping.is_set():
-                raise Unavailable("the gateway stops; expected this call at another one")
+                await self._refuse_in_drain()
             caller = self._caller_of(found, context)
             with gateway.under_way.counting(caller) as counted:
                 counted.add(len(message))
@@ -339,10 +360,13 @@ class GrpcDoor:
         callers = self._gateway.callers
         if callers.are_all_alike:
             return None
+        return callers.admit(ApiGroup.INFERENCE, self._credentials_of(metadata, context))
+
+    def _credentials_of(self, metadata: Mapping[str, str | bytes], context: Context) -> Credentials:
         given = _given(metadata)._replace(address=_address_of(context.peer()))
-        if callers.use_certificates:
+        if self._gateway.callers.use_certificates:
             given = given._replace(certificate=_names_in(context.auth_context()))
-        return callers.admit(ApiGroup.INFERENCE, given)
+        return given
 
     def _describe_call(self, method: str, status: grpc.StatusCode) -> tuple[str, Attributes]:
         """Return the name and the attributes of the span of a call."""
@@ -404,11 +428,60 @@ class GrpcDoor:
             model_stats=[messages.ModelStatistics(**each) for each in found]
         )
 
-    def _show_index(self, request: messages.RepositoryIndexRequest) -> Message:
+    # --- the repository of models -------------------------------------------------------------
+
+    async def _show_index(self, message: bytes, context: Context) -> bytes:
         index = messages.RepositoryIndexResponse()
-        for entry in self._gateway.index(ready_only=request.ready):
-            index.models.add(**entry)
-        return index
+        try:
+            request = _parse(messages.RepositoryIndexRequest, message)
+            for entry in await self._gateway.repository.index(ready_only=request.ready):
+                index.models.add(**entry)
+        except Rejected as error:
+            await context.abort(*_refusal(answer_of_error(error), self._tuning))
+        return index.SerializeToString()
+
+    async def _load(self, message: bytes, context: Context) -> bytes:
+        """Answer `RepositoryModelLoad`."""
+        await self._change(messages.RepositoryModelLoadRequest, message, context)
+        return messages.RepositoryModelLoadResponse().SerializeToString()
+
+    async def _unload(self, message: bytes, context: Context) -> bytes:
+        """Answer `RepositoryModelUnload`."""
+        await self._change(messages.RepositoryModelUnloadRequest, message, context)
+        return messages.RepositoryModelUnloadResponse().SerializeToString()
+
+    async def _change(
+        self,
+        kind: type[messages.RepositoryModelLoadRequest | messages.RepositoryModelUnloadRequest],
+        message: bytes,
+        context: Context,
+    ) -> None:
+        """Change the models, and return when all processes have followed."""
+        gateway = self._gateway
+        repository = gateway.repository
+        try:
+            who = self._changer(context) if repository.can_change else ""
+            with gateway.under_way.counting() as counted:
+                counted.add(len(message))
+                request = _parse(kind, message)
+                if request.repository_name:
+                    expected = "none, since models.repository has all"
+                    got = repr(request.repository_name[:80])
+                    raise Rejected.mismatch(
+                        Code.INVALID_REQUEST, "repository_name", expected=expected, got=got
+                    )
+                loads = kind is messages.RepositoryModelLoadRequest
+                change = repository.load if loads else repository.unload
+                given = {name: _choice_of(each) for name, each in request.parameters.items()}
+                await change(request.model_name, given, who, context.time_remaining())
+        except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
+            await context.abort(*_refusal(answer_of_error(error), self._tuning))
+
+    def _changer(self, context: Context) -> str:
+        """Return who changes the models. Raises `Denied`."""
+        callers = self._gateway.callers
+        given = self._credentials_of(dict(context.invocation_metadata() or ()), context)
+        return callers.admit_change(given).tenant or f"address {given.address}"
 
     # --- shared memory ------------------------------------------------------------------------
 
@@ -619,7 +692,31 @@ def _add_reflection(server: grpc.aio.Server) -> None:
         pool.AddSerializedFile(each.serialized_pb)
     names = [SERVICE.full_name]
     names += [service.full_name for each in others for service in each.services_by_name.values()]
-    reflection.enable_server_reflection(names, server, pool=pool)
+    reflection.enable_server_reflection(names, server, pool=_SymbolPool(pool))
+
+
+class _SymbolPool:
+    """A pool of descriptors in which methods are symbols as well, as reflection.proto has them.
+
+    protobuf's own does not find them, and tools that ask for a method, such as ghz, would fail.
+    """
+
+    def __init__(self, pool: DescriptorPool) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        """Return the file of a message, a service or a method. Raises `KeyError`."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            service, _, method = symbol.rpartition(".")
+            found = self._pool.FindServiceByName(service)
+            if method not in found.methods_by_name:
+                raise
+            return found.file
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
@@ -667,6 +764,12 @@ def _parse(kind: type[M], message: bytes) -> M:
         raise Rejected.mismatch(
             Code.INVALID_REQUEST, "message", expected=name, got="other bytes"
         ) from error
+
+
+def _choice_of(parameter: messages.ModelRepositoryParameter) -> object:
+    """Return the value of a parameter; None if it has none."""
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)
 
 
 def _id_of(message: bytes) -> str:

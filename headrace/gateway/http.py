@@ -28,8 +28,9 @@ from headrace.access.tls import RenewedContext
 from headrace.errors import Code, Rejected
 from headrace.gateway.bodies import (
     AllStatistics,
+    ChangeOptions,
     ErrorBody,
-    ErrorDetails,
+    ErrorDetailsBody,
     IndexOptions,
     Live,
     ModelNames,
@@ -43,11 +44,12 @@ from headrace.gateway.bodies import (
 )
 from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
 from headrace.gateway.gateway import (
+    CONFLICT,
     MAX_TIMEOUT_MS,
-    NO_LOADING,
     PERMISSION_DENIED,
     UNAUTHENTICATED,
     UNAVAILABLE,
+    UNSUPPORTED,
     CountedRequest,
     ErrorAnswer,
     Gateway,
@@ -99,6 +101,8 @@ _STATUS = {
     UNAVAILABLE: 503,
     UNAUTHENTICATED: 401,
     PERMISSION_DENIED: 403,
+    CONFLICT: 409,
+    UNSUPPORTED: 501,
 }
 _DENIED = frozenset({401, 403})
 _RETRY_AFTER = frozenset({429, 503})
@@ -191,9 +195,9 @@ class HttpDoor:
                 routes.append(web.post(f"{place}/unregister", self._unregister if has else refuse))
             register = f"{path}/region/{{region}}/register"
             routes.append(web.post(register, self._register if has else refuse))
-        for action in NO_LOADING:
+        for action, change in (("load", self._load), ("unload", self._unload)):
             path = f"{root}/repository/models/{{model}}/{action}"
-            routes.append(web.post(path, self._refuse_loading))
+            routes.append(web.post(path, change))
         for model in ("{model}", "{model}/versions/{version}"):
             path = f"{root}/models/{model}"
             routes += [
@@ -241,7 +245,10 @@ class HttpDoor:
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse callers without the right login before anything of the body is read."""
         callers = self._gateway.callers
-        if not callers.are_all_alike:
+        if _changes_models(request) and self._gateway.repository.can_change:
+            given = credentials_of(request, with_certificate=callers.use_certificates)
+            request[_CALLER] = callers.admit_change(given)
+        elif not callers.are_all_alike:
             group = _group_of(request)
             try:
                 given = credentials_of(request, with_certificate=callers.use_certificates)
@@ -481,13 +488,29 @@ class HttpDoor:
                 options = msgspec.json.decode(body or b"{}", type=IndexOptions)
             except DECODE_ERRORS as error:
                 raise faults.refusal(error, body, faults.JSON) from error
-            entries = self._gateway.index(ready_only=options.ready)
+            entries = await self._gateway.repository.index(ready_only=options.ready)
         return _json_response(entries)
 
-    async def _refuse_loading(self, request: web.Request) -> web.Response:
-        action = request.path.rpartition("/")[2]
-        error = f"{action} is not supported: {NO_LOADING[action]}"
-        return _json_response(ErrorBody(error=error), 501)
+    async def _load(self, request: web.Request) -> web.Response:
+        return await self._change(request, self._gateway.repository.load)
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        return await self._change(request, self._gateway.repository.unload)
+
+    async def _change(
+        self, request: web.Request, change: Callable[..., Awaitable[None]]
+    ) -> web.Response:
+        """Change the models, and answer when all processes have followed."""
+        with self._gateway.under_way.counting() as counted:
+            body = await self._read_body(request, counted)
+            try:
+                given = msgspec.json.decode(body or b"{}", type=ChangeOptions)
+            except DECODE_ERRORS as error:
+                raise faults.refusal(error, body, faults.JSON) from error
+            caller = request.get(_CALLER)
+            who = (caller and caller.tenant) or f"address {request.remote}"
+            await change(request.match_info["model"], given.parameters, who)
+        return _json_response({})
 
     # --- shared memory ------------------------------------------------------------------------
 
@@ -534,6 +557,12 @@ def _group_of(request: web.Request) -> ApiGroup:
     if "/repository/" in path:
         return ApiGroup.REPOSITORY
     return ApiGroup.INFERENCE if "sharedmemory/" in path else ApiGroup.METADATA
+
+
+def _changes_models(request: web.Request) -> bool:
+    resource = request.match_info.route.resource
+    path = "" if resource is None else resource.canonical
+    return "/repository/models/" in path
 
 
 def _headers(request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
@@ -603,7 +632,7 @@ def _error_response(error: Exception, answer: ErrorAnswer, retry_after_s: int) -
 
 
 def _error_body(answer: ErrorAnswer) -> ErrorBody:
-    details = ErrorDetails(code=answer.code, retriable=answer.retriable)
+    details = ErrorDetailsBody(code=answer.code, retriable=answer.retriable)
     if answer.retry_after_ms is not None:
         details["retry_after_ms"] = answer.retry_after_ms
     return ErrorBody(error=answer.message, error_details=details)

@@ -17,9 +17,9 @@ import msgspec
 from headrace import __version__
 from headrace.gateway.bodies import (
     AllStatistics,
+    ChangeOptions,
     Done,
     ErrorBody,
-    IndexEntry,
     IndexOptions,
     Live,
     ModelNames,
@@ -32,6 +32,7 @@ from headrace.gateway.bodies import (
 from headrace.gateway.codec import InferRequest, InferResponse
 from headrace.gateway.predict import PredictRequest, PredictResponse
 from headrace.gateway.shared_memory import RegionStatus
+from headrace.models.index import IndexEntry
 from headrace.models.metadata import ModelConfiguration, ModelMetadata
 from headrace.protocol.headers import JSON, MAX_PRIORITY
 
@@ -117,9 +118,12 @@ def _operations() -> list[Operation]:
         ),
         Operation("get", "/v1/models", "v1", "Names of the ready models", ModelNames),
     ]
-    for action in ("load", "unload"):
+    for action, summary in (
+        ("load", "Load a model as the repository and the parameters configure it"),
+        ("unload", "Unload a model with all its versions"),
+    ):
         path = f"/v2/repository/models/{{model}}/{action}"
-        operations.append(Operation("post", path, "repository", f"Not supported: {action}", None))
+        operations.append(Operation("post", path, "repository", summary, Done, ChangeOptions))
     regions = "/v2/systemsharedmemory"
     for path, which in ((regions, "all regions"), (f"{regions}/region/{{region}}", "a region")):
         status, unregister = f"Status of {which}", f"Unregister {which}"

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from headrace.errors import Code, Rejected
 from headrace.models.version import ModelVersion, State
+from headrace.protocol.control import WantedModel
 from headrace.tuning import TUNING, ModelTuning
 
 LABEL_SIGN = "@"
@@ -89,6 +90,8 @@ class ModelEntry:
         wanted_names: numbers of the versions that the control topic names, by label; under "" the
             default. None if it says nothing: the highest version is the default.
         names: the same as far as it is in effect: a name moves when its new version is ready.
+        read_as: as it was wanted when the repository was read; None before, and if the control
+            topic says nothing.
     """
 
     def __init__(self) -> None:
@@ -97,6 +100,15 @@ class ModelEntry:
         self.faults: dict[str, str] = {}
         self.wanted_names: dict[str, str] | None = None
         self.names: dict[str, str] = {}
+        self.read_as: WantedModel | None = None
+
+    def was_read_as(self, wanted: WantedModel) -> bool:
+        """Return whether its files have been read since this was wanted of them."""
+        read_as = self.read_as
+        return read_as is not None and (read_as.overrides, read_as.reads) == (
+            wanted.overrides,
+            wanted.reads,
+        )
 
     def move_names(self) -> None:
         """Let each name mean its wanted version, if that is ready, and otherwise what it did."""

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic import (
 )
 
 from headrace.config import (
+    ALL_CORES,
     NOT_BOOL,
     BatchBytes,
     Device,
@@ -36,6 +38,7 @@ from headrace.config import (
 )
 from headrace.errors import ConfigurationError
 from headrace.models import triton_config
+from headrace.models.media_config import ImageTransform, TokensTransform
 from headrace.models.signature import TensorSpec
 from headrace.protocol.messages import MAX_RANK
 from headrace.protocol.tensors import DATATYPES
@@ -59,6 +62,7 @@ _Value = (
 )
 """Value of any datatype. Integers stay integers: FP64 cannot represent all 64-bit integers."""
 _Seconds = Annotated[Real, Field(gt=0, le=24 * 3600), NOT_BOOL]
+_NONE: Mapping[str, Any] = MappingProxyType({})
 MAX_THREADS = 1024
 """Upper limit of threads over all instances of a version, if `intra_op_threads` is set."""
 
@@ -212,9 +216,59 @@ class RecordTransform(_Group):
 
 
 class TransformTable(_Group):
-    """A transform with settings."""
+    """A transform with settings: one of these."""
 
-    record: RecordTransform
+    record: RecordTransform | None = None
+    image: ImageTransform | None = None
+    tokens: TokensTransform | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            names = " or ".join(f"transform.{name}" for name in type(self).model_fields)
+            raise ValueError(f"expected one of {names}")
+        return self
+
+
+class ClassesAnswer(_Group):
+    """Classes with the largest values, as JSON objects."""
+
+    output: str = ""
+    """Output with the values; empty: the only one. Its labels are in `output_labels`."""
+    top: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 5
+    """Most classes of a row."""
+
+
+class BoxesAnswer(_Group):
+    """Objects in images: boxes without those that overlap, in pixels of the image that was sent."""
+
+    boxes: str = "boxes"
+    """Output with the boxes in pixels of the input, [batch, boxes, 4]."""
+    scores: str = "scores"
+    """Output with the scores, [batch, boxes, classes]. Its labels are in `output_labels`."""
+    format: Literal["xyxy", "cxcywh"] = "xyxy"
+    """Numbers of a box: its corners, or its middle, width and height."""
+    min_score: Annotated[Real, Field(ge=-_LARGEST_FP32, le=_LARGEST_FP32), NOT_BOOL] = 0.25
+    """Boxes with lower scores are left out."""
+    max_overlap: Annotated[Real, Field(ge=0, le=1), NOT_BOOL] = 0.45
+    """Of boxes of a class that overlap more (intersection over union), the best one stays."""
+    max_candidates: Annotated[int, Field(ge=1, le=20_000), NOT_BOOL] = 5000
+    """Most boxes of an image that are compared, the best ones."""
+    top: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 100
+    """Most boxes of an image in the answer."""
+
+
+class AnswerTable(_Group):
+    """Form of the answers to payloads: one of these."""
+
+    classes: ClassesAnswer | None = None
+    boxes: BoxesAnswer | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("expected one of answer.classes or answer.boxes")
+        return self
 
 
 def _transform_form(value: object) -> str:
@@ -262,6 +316,8 @@ class ModelConfig(_Group):
     providers: tuple[Provider, ...] = ()
     """ONNX Runtime's execution providers, first choice first; empty: chosen by `device`."""
     provider_options: dict[Provider, dict[str, str | int | float | bool]] = {}
+    extensions: bool = False
+    """Register the operators of onnxruntime-extensions, such as tokenizers inside the graph."""
     range: dict[str, tuple[_Value, _Value]] = {}
     """Lowest and highest allowed value, by input name."""
     finite_inputs: bool = False
@@ -278,6 +334,8 @@ class ModelConfig(_Group):
     """Time limit of a run, after which it counts as hung."""
     max_load_s: _Seconds = 600.0
     """Time limit for loading and warming up, after which the version has failed."""
+    allow_breaking_versions: bool = False
+    """Serve a version even if its signature breaks callers of the version in service."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """Checksum of the version's files, see `headrace.models.repository.compute_checksum`."""
     transform: _Transform = None
@@ -292,9 +350,12 @@ class ModelConfig(_Group):
     """File with one label per class, in the version's directory or beside this file."""
     output_labels: dict[str, str] = {}
     """Such files by output, for callers that ask a gateway for the top classes of an output."""
+    answer: AnswerTable | None = None
+    """Form of the answers to payloads; by default they have the outputs as tensors."""
     inputs: tuple[DeclaredTensor, ...] = ()
     outputs: tuple[DeclaredTensor, ...] = ()
     _declared: frozenset[str] = frozenset()
+    _cores: str = ALL_CORES
 
     @model_validator(mode="after")
     def _values_agree(self) -> Self:
@@ -376,6 +437,17 @@ class ModelConfig(_Group):
         faults = []
         if self.backend == "python" and (self.preprocess or self.postprocess):
             faults.append("preprocess, postprocess: expected only with backend = onnx")
+        if self.backend == "python" and self.extensions:
+            faults.append("extensions: expected only with backend = onnx")
+        if self.backend == "python" and self.decoded:
+            faults.append("transform.tokens.decode: expected only with backend = onnx")
+        if self.answer is not None and self.transform is None:
+            faults.append("answer: expected transform beside it, as only payloads are so answered")
+        images = isinstance(self.transform, TransformTable) and self.transform.image is not None
+        if self.answer is not None and self.answer.boxes is not None and not images:
+            faults.append("answer.boxes: expected transform.image beside it")
+        if self.answer is not None and self.record is not None and self.record.pass_through:
+            faults.append("answer: expected no transform.record.pass_through beside it")
         if any(step != "softmax" for step in self.postprocess[:-1]):
             faults.append(
                 f"postprocess: expected only softmax before the last, got "
@@ -400,6 +472,27 @@ class ModelConfig(_Group):
         """The conversion of records, if that is the transform."""
         return self.transform.record if isinstance(self.transform, TransformTable) else None
 
+    @property
+    def cores(self) -> str:
+        """The process' part of the machine's cores, as in the settings (`executor.cores`)."""
+        return self._cores
+
+    @property
+    def tokens(self) -> TokensTransform | None:
+        """The conversion of texts to tokens, if that is the transform."""
+        return self.transform.tokens if isinstance(self.transform, TransformTable) else None
+
+    @property
+    def decoded(self) -> str:
+        """Output whose ids become texts; empty if there is none."""
+        return self.tokens.decode if self.tokens is not None else ""
+
+    @property
+    def takes_json(self) -> bool:
+        """True if JSON for the model is a payload and not a map of tensors."""
+        table = self.transform
+        return isinstance(table, TransformTable) and bool(table.record or table.tokens)
+
     def declares(self, key: str) -> bool:
         """Return whether the model's own file sets this key."""
         return key in self._declared
@@ -418,8 +511,15 @@ def find_model_config(directory: Path) -> Path:
     return triton if triton.exists() and not own.exists() else own
 
 
-def read_model_config(path: Path, settings: Settings) -> ModelConfig:
+def read_model_config(
+    path: Path, settings: Settings, overrides: Mapping[str, Any] = _NONE
+) -> ModelConfig:
     """Read a model's configuration; without a file, all values come from the settings.
+
+    Args:
+        path: of the file.
+        settings: defaults of missing keys.
+        overrides: values for keys, instead of those in the file.
 
     Raises:
         ConfigurationError: with one line per fault.
@@ -435,51 +535,75 @@ def read_model_config(path: Path, settings: Settings) -> ModelConfig:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    return _parse(text, path.name, path.parent.name, settings, origin=str(path))
+    values = _parse(text, path.name, path.parent.name, origin=str(path))
+    return make_model_config(values, settings, overrides, origin=str(path))
 
 
-def parse_model_config(files: Mapping[str, str], model: str, settings: Settings) -> ModelConfig:
+def parse_model_config(
+    files: Mapping[str, str],
+    model: str,
+    settings: Settings,
+    overrides: Mapping[str, Any] = _NONE,
+) -> ModelConfig:
     """Make a configuration from the texts of the files beside a model's versions.
+
+    Overrides are as for `read_model_config`.
 
     Raises:
         ConfigurationError: with one line per fault.
     """
     name = next((each for each in CONFIG_FILES if each in files), OWN_FILE)
-    return _parse(files.get(name, ""), name, model, settings, origin=name)
+    values = _parse(files.get(name, ""), name, model, origin=name)
+    return make_model_config(values, settings, overrides, origin=name)
 
 
-def _parse(text: str, name: str, model: str, settings: Settings, *, origin: str) -> ModelConfig:
-    values: Mapping[str, Any]
+def _parse(text: str, name: str, model: str, *, origin: str) -> Mapping[str, Any]:
     try:
         if name == triton_config.FILE:
-            values = triton_config.parse_triton_config(text, model)
-        else:
-            values = tomllib.loads(text)
+            return triton_config.parse_triton_config(text, model)
+        return tomllib.loads(text)
     except ValueError as error:  # also integers with thousands of digits
         faults = "\n".join(f"{origin}: {line}" for line in str(error).splitlines())
         raise ConfigurationError(faults) from error
     except RecursionError as error:
         raise ConfigurationError(f"{origin}: expected TOML, got too many levels") from error
-    return make_model_config(values, settings, origin=origin)
 
 
 def make_model_config(
-    values: Mapping[str, Any], settings: Settings, *, origin: str = "model.toml"
+    values: Mapping[str, Any],
+    settings: Settings,
+    overrides: Mapping[str, Any] = _NONE,
+    *,
+    origin: str = "model.toml",
 ) -> ModelConfig:
-    """Make a configuration from plain values over the settings. Raises `ConfigurationError`."""
-    defaults = settings.batching.model_dump() | settings.executor.model_dump()
+    """Make a configuration from plain values, with overrides of them, over the settings.
+
+    Raises:
+        ConfigurationError: with one line per fault; `origin` is where the values are from.
+    """
+    values = {**values, **overrides}
+    defaults = settings.batching.model_dump() | settings.executor.model_dump(exclude={"cores"})
     if settings.executor.device == "cpu" and values.get("device", "cpu") != "cpu":
         defaults["instances"] = 1  # the number of instances in [executor] was meant for the CPU
     try:
         config = ModelConfig.model_validate(defaults | dict(values))
     except ValidationError as error:
         faults = (
-            f"{origin}: {_key(fault['loc'])}{describe_fault(fault)}"
+            f"{_place(fault['loc'], origin, overrides)}: "
+            f"{_key(fault['loc'])}{describe_fault(fault)}"
             for fault in error.errors(include_url=False)
         )
         raise ConfigurationError("\n".join(dict.fromkeys(faults))) from error
     config._declared = frozenset(values)
+    config._cores = settings.executor.cores
     return config
+
+
+def _place(location: tuple[int | str, ...], origin: str, overrides: Mapping[str, Any]) -> str:
+    """Return where a faulty value is from; a fault of several values may be of both."""
+    if not location:
+        return f"{origin} with overrides" if overrides else origin
+    return "overrides" if location[0] in overrides else origin
 
 
 def _key(location: tuple[int | str, ...]) -> str:

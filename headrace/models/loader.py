@@ -2,74 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Iterable
 
-from headrace.errors import ConfigurationError, HeadraceError, describe_error
+from headrace.errors import HeadraceError, describe_error
 from headrace.models.backends.port import Backend
 from headrace.models.backends.warmup import Inputs, NoMadeUpInputsError, make_sample_batches
+from headrace.models.cores import Cores, pin_thread
 from headrace.models.profiling.batch_safety import Batching, Verdict, choose_tolerance
 from headrace.models.profiling.golden import check_golden_samples
 from headrace.models.profiling.probe import probe
 from headrace.models.signature import Signature, without_batching
 from headrace.models.version import ModelVersion
-
-
-class Cores:
-    """Cores of a process, with the number of instances on each. Thread-safe.
-
-    Args:
-        available: core numbers of the operating system.
-    """
-
-    def __init__(self, available: Iterable[int]) -> None:
-        self._reserved = dict.fromkeys(sorted(available), 0)
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of_process(cls) -> Cores:
-        """Return the cores that this process may run on, where the system reports them (Linux)."""
-        affinity = getattr(os, "sched_getaffinity", None)
-        return cls(affinity(0) if affinity else ())
-
-    def __len__(self) -> int:
-        """Number of cores; 0 if threads cannot be pinned."""
-        return len(self._reserved)
-
-    def reserve(self, count: int, beside: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Reserve the cores with the fewest instances on them, and return their numbers.
-
-        Args:
-            count: number of cores.
-            beside: cores to leave out.
-
-        Raises:
-            ConfigurationError: there are not enough cores.
-        """
-        with self._lock:
-            free = [core for core in self._reserved if core not in beside]
-            if count > len(free):
-                raise ConfigurationError(
-                    f"pinned: expected {count} cores for each instance, apart from those of the "
-                    f"others; got {len(free)} of {len(self._reserved)}"
-                )
-            chosen = frozenset(sorted(free, key=lambda core: self._reserved[core])[:count])
-            for core in chosen:
-                self._reserved[core] += 1
-            return chosen
-
-    def release(self, cores: Iterable[int]) -> None:
-        """Release cores that `reserve` reserved."""
-        with self._lock:
-            for core in cores:
-                self._reserved[core] -= 1
-
-
-def pin_thread(cores: Iterable[int]) -> None:
-    """Pin the calling thread, and all threads that it starts, to these cores."""
-    os.sched_setaffinity(0, cores)
 
 
 class BackendLoader:

@@ -302,7 +302,7 @@ class Processing(NamedTuple):
 
 
 def plan_processing(found: Signature, config: ModelConfig, directory: Path) -> Processing:
-    """Apply `preprocess`, `postprocess` and `labels`.
+    """Apply `preprocess`, `postprocess`, `labels` and `transform.tokens.decode`.
 
     Args:
         found: the signature as the model's file says it.
@@ -322,7 +322,32 @@ def plan_processing(found: Signature, config: ModelConfig, directory: Path) -> P
     if widenings:
         inputs = [_make_request_spec(spec, widenings.get(spec.name)) for spec in found.inputs]
         seen = make_signature(inputs, seen.outputs, utf8=seen.utf8, precision=seen.precision)
+    if config.decoded:
+        seen = _with_texts(seen, config.decoded)
     return Processing(own, seen, widenings, appendix)
+
+
+def name_texts(output: str) -> str:
+    """Return the name of the output with the texts of one with ids."""
+    return f"{output}_text"
+
+
+def _with_texts(signature: Signature, output: str) -> Signature:
+    """Return the signature with the texts of an output with ids beside it."""
+    source = next((spec for spec in signature.outputs if spec.name == output), None)
+    if source is None or len(source.shape) != 2 or source.datatype not in ("INT64", "INT32"):
+        got = ", ".join(f"{s.name} {s.datatype} {list(s.shape)}" for s in signature.outputs)
+        raise ConfigurationError(
+            f"transform.tokens.decode: expected an output of 2 dimensions in INT64 or INT32, "
+            f"got {got}"
+        )
+    texts = TensorSpec(name_texts(output), "BYTES", source.shape[:1], source.dimensions[:1])
+    return make_signature(
+        signature.inputs,
+        [*signature.outputs, texts],
+        utf8=signature.utf8,
+        precision=signature.precision,
+    )
 
 
 def _plan_widenings(found: Signature, preprocess: Mapping[str, Preprocess]) -> dict[str, Widening]:
@@ -365,3 +390,25 @@ def _make_request_spec(spec: TensorSpec, widening: Widening | None) -> TensorSpe
         tuple(spec.shape[axis] for axis in order),
         tuple(spec.dimensions[axis] for axis in order) if spec.dimensions else (),
     )
+
+
+def read_in_version(directory: Path, name: str, what: str) -> bytes:
+    """Return the content of a file in a version's directory, which its manifest covers.
+
+    Args:
+        directory: of the version.
+        name: name of the file.
+        what: the key that names the file, for messages.
+
+    Raises:
+        ConfigurationError: it is not there, or lies outside of the directory.
+    """
+    path = directory / name
+    try:
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise ConfigurationError(
+                f"{what}: expected a file in the version's directory, got {path.resolve()}"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{what}: {path}: {error.strerror}") from error

@@ -20,9 +20,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from headrace.config import Settings
 from headrace.models.catalog import ModelCatalog, ModelEntry, ReplacedVersions
+from headrace.models.compatibility import find_breaking_changes
+from headrace.models.cores import Cores
 from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.repositories import open_repository
-from headrace.models.repository import WantedVersions
 from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner, has_retired_version
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
@@ -32,7 +33,7 @@ from headrace.protocol.events import ExecutorEvent
 from headrace.tuning import TUNING, ModelTuning
 
 
-class Change(NamedTuple):
+class VersionChange(NamedTuple):
     """A task for an executor: load a new version, or unload a retired one."""
 
     action: Literal["load", "unload"]
@@ -53,7 +54,12 @@ class Reloaded(NamedTuple):
     away: tuple[str, ...] = ()
 
 
-Subscriber: TypeAlias = Callable[[Change], None]
+NOT_READ = "not read yet"
+"""Why a wanted version is not ready that the last scan of the repository did not look for."""
+UNDER_WAY = (f": {NOT_READ}", f": {State.LOADING}")
+"""Ends of the lines for wanted versions that become ready, unless something goes wrong."""
+
+Subscriber: TypeAlias = Callable[[VersionChange], None]
 
 
 class Models:
@@ -72,6 +78,7 @@ class Models:
 
     Attributes:
         catalog: the versions that requests may get.
+        cores: cores of the process, for pinned instances.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class Models:
             open_repository(settings, tuning), tuning, registry
         )
         self.catalog = ModelCatalog(self._replaced, binds=binds, tuning=tuning)
+        self.cores = Cores.of_process(settings.executor.cores)
         self._models = self.catalog.models
         self._subscribers: list[Subscriber] = []
         self._reloading = asyncio.Lock()
@@ -122,9 +130,12 @@ class Models:
             model = self._models.get(name, ModelEntry())
             for number in each.versions:
                 version = model.selected.get(number)
+                if not model.was_read_as(each):
+                    found.append(f"{name}/{number}: {NOT_READ}")
+                    continue
                 reason = model.faults.get(number) or model.faults.get("")
                 if not reason and version is None:
-                    reason = "not read yet"
+                    reason = NOT_READ
                 if not reason and version is not None and model.serving.get(number) is not version:
                     reason = version.reason or str(version.state)
                 if reason:
@@ -144,10 +155,14 @@ class Models:
         Raises:
             ConfigurationError: the repository is missing. Faults of single models are recorded.
         """
-        return self._apply(self._scanner.scan({}, self._wanted_versions()))
+        wanted = self._wanted
+        return self._apply(self._scanner.scan({}, wanted), wanted)
 
-    async def reload(self) -> Reloaded:
-        """Scan the repository again; failed versions are retried.
+    async def reload(self, *, retry: bool = True) -> Reloaded:
+        """Scan the repository again.
+
+        Args:
+            retry: try failed versions again even if their files have not changed.
 
         Raises:
             ConfigurationError: the repository is missing; nothing has changed then.
@@ -158,27 +173,33 @@ class Models:
                 for version in self.catalog.versions()
                 if version.state is not State.FAILED
             }
-            opened = await self._scan(known)
+            if not retry:  # what failed last, rather than a predecessor that serves
+                known |= {
+                    (name, number): version
+                    for name, model in self._models.items()
+                    for number, version in model.selected.items()
+                }
+            wanted = self._wanted
+            opened = await self._scan(known, wanted, retry=retry)
             while has_retired_version(opened):
-                opened = await self._scan({})
-            return self._apply(opened)
+                wanted = self._wanted
+                opened = await self._scan({}, wanted)
+            return self._apply(opened, wanted)
 
-    async def _scan(self, known: KnownVersions) -> list[OpenedModel]:
+    async def _scan(
+        self, known: KnownVersions, wanted: Wanted | None, *, retry: bool = True
+    ) -> list[OpenedModel]:
         # Use a daemon thread: an import that hangs must not keep the process from ending.
-        wanted = self._wanted_versions()
-        return await run_on_daemon_thread(lambda: self._scanner.scan(known, wanted))
+        return await run_on_daemon_thread(lambda: self._scanner.scan(known, wanted, retry=retry))
 
-    def _wanted_versions(self) -> WantedVersions | None:
-        if self._wanted is None:
-            return None
-        return {name: [*map(int, each.versions)] for name, each in self._wanted.items()}
-
-    def _apply(self, opened: list[OpenedModel]) -> Reloaded:
+    def _apply(self, opened: list[OpenedModel], wanted: Wanted | None) -> Reloaded:
         before = {name: dict(model.selected) for name, model in self._models.items()}
         for name in self._models.keys() - {each.name for each in opened}:
             self._remove(name)
         for each in opened:
-            self._update(self._models.setdefault(each.name, ModelEntry()), each)
+            model = self._models.setdefault(each.name, ModelEntry())
+            model.read_as = None if wanted is None else wanted.get(each.name)
+            self._update(model, each)
         return _summarize_changes(before, self._models)._replace(away=self._scanner.away)
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:
@@ -197,11 +218,30 @@ class Models:
         for version in opened.versions.values():
             if version.state is not State.LOADING or version in dropped.values():
                 continue
-            if self._executes:
-                self._notify(Change("load", version))
+            reason = _find_breaking_changes(version, self._find_served(model, version))
+            if reason:
+                version.state, version.reason = State.FAILED, reason
+            elif self._executes:
+                self._notify(VersionChange("load", version))
             else:
                 self.mark_ready(version)
         self._publish_and_retire(opened.name)
+
+    def _find_served(self, model: ModelEntry, version: ModelVersion) -> ModelVersion | None:
+        """Return the version that a new one must be compatible with; None if there is none.
+
+        With a wanted state it is the one that was the default when the new one was first wanted, so
+        that all processes decide alike, whenever they start. Otherwise it is the default in
+        service, unless that has a higher number: going back is always possible.
+        """
+        if self._wanted is not None:
+            wanted = self._wanted.get(version.name)
+            number = wanted.compatible.get(version.version, "") if wanted is not None else ""
+            return model.selected.get(number) or model.serving.get(number)
+        served = model.serving.get(model.names.get("", ""))
+        if served is None or int(served.version) > int(version.version):
+            return None
+        return served
 
     def _remove(self, name: str) -> None:
         model = self._models.pop(name)
@@ -303,11 +343,24 @@ class Models:
 
     def _unload(self, version: ModelVersion) -> None:
         version.state = State.UNLOADING
-        self._notify(Change("unload", version))
+        self._notify(VersionChange("unload", version))
 
-    def _notify(self, change: Change) -> None:
+    def _notify(self, change: VersionChange) -> None:
         for subscriber in self._subscribers:
             subscriber(change)
+
+
+def _find_breaking_changes(version: ModelVersion, served: ModelVersion | None) -> str:
+    """Return why a new version may not serve beside or instead of another one; empty if it may."""
+    if served is None or version.config.allow_breaking_versions:
+        return ""
+    changes = find_breaking_changes(served.signature, version.signature)
+    if not changes:
+        return ""
+    return (
+        f"expected the inputs and outputs of version {served.version}, which is in service: "
+        f"{'; '.join(changes)}; allow_breaking_versions permits it"
+    )
 
 
 def _summarize_changes(
@@ -318,7 +371,10 @@ def _summarize_changes(
     faults = [
         f"{name}{number and '/'}{number}: {fault}"
         for name, model in sorted(models.items())
-        for number, fault in model.faults.items()
+        for number, fault in [
+            *model.faults.items(),
+            *((n, each.reason) for n, each in model.selected.items() if each.state is State.FAILED),
+        ]
     ]
     return Reloaded(
         tuple(sorted(new.keys() - old.keys())),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.config import Settings
-from headrace.models.repository import FoundModel, Repository, WantedVersions
+from headrace.models.repository import FoundModel, Repository, WantedModels, missing_model
 from headrace.models.stores.cache import ModelCache
 from headrace.models.stores.remote import RemoteRepository
 from headrace.models.stores.store import open_store
@@ -21,13 +21,19 @@ class ModelRepository(Protocol):
     def away(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
 
-    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+    def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """Return models by name: all with the versions that their `model.toml` selects, or those
         that are there of the wanted ones. Blocks. Raises `ConfigurationError`.
         """
 
     def list_versions(self) -> dict[str, list[int]]:
         """Return the versions of all models. Blocks. Raises `ConfigurationError`."""
+
+    def select(self, name: str, overrides: Mapping[str, Any]) -> list[int]:
+        """Return the versions of a model that its configuration selects, ascending. Blocks.
+
+        Raises `ConfigurationError`, also if the configuration is not valid with the overrides.
+        """
 
     def shorten(self, fault: str) -> str:
         """Remove from a fault what remote callers need not see."""
@@ -42,7 +48,7 @@ class RepositoryList:
     def __init__(self, repositories: Sequence[ModelRepository]) -> None:
         self._repositories = repositories
 
-    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+    def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """See `ModelRepository`.
 
         Raises:
@@ -65,6 +71,20 @@ class RepositoryList:
             for name, versions in repository.list_versions().items():
                 found.setdefault(name, versions)
         return found
+
+    def select(self, name: str, overrides: Mapping[str, Any]) -> list[int]:
+        """See `ModelRepository`.
+
+        Raises:
+            ConfigurationError: there is no such model, or it cannot be served with the overrides.
+        """
+        listed: set[str] = set()
+        for repository in self._repositories:
+            names = repository.list_versions().keys()
+            if name in names:
+                return repository.select(name, overrides)
+            listed |= names
+        raise missing_model(name, listed)
 
     @property
     def away(self) -> tuple[str, ...]:

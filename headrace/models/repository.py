@@ -8,11 +8,12 @@ not hide the others: its faults are reported separately.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, describe_error
@@ -28,6 +29,7 @@ from headrace.models.packing.manifest import MANIFEST_NAME
 from headrace.models.packing.signatures import Trust, read_trust
 from headrace.models.processing import plan_processing
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
+from headrace.protocol.control import WantedModel
 from headrace.tuning import TUNING
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
@@ -36,8 +38,8 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,255}")
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 
 
-WantedVersions: TypeAlias = Mapping[str, Sequence[int]]
-"""Versions to be loaded, ascending, by model."""
+WantedModels: TypeAlias = Mapping[str, WantedModel]
+"""Models to be loaded, by name: their versions, and overrides of their `model.toml`."""
 
 
 class FoundVersion(NamedTuple):
@@ -89,7 +91,7 @@ class Repository:
         self.path = path
         self._settings = settings
 
-    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+    def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """See `headrace.models.repositories.ModelRepository`.
 
         Raises:
@@ -115,6 +117,19 @@ class Repository:
         except OSError as error:
             raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
 
+    def select(self, name: str, overrides: Mapping[str, Any]) -> list[int]:
+        """See `headrace.models.repositories.ModelRepository`.
+
+        Raises:
+            ConfigurationError: there is no such model, or it cannot be served with the overrides.
+        """
+        directories = {each.name: each for each in self._list_directories()}
+        if name not in directories:
+            raise missing_model(name, directories)
+        path = find_model_config(directories[name])
+        config = read_model_config(path, self._settings, overrides)
+        return select_versions(_find_some_versions(directories[name]), config, str(path))
+
     def _list_directories(self) -> list[Path]:
         try:
             directories = sorted(entry for entry in self.path.iterdir() if entry.is_dir())
@@ -129,15 +144,14 @@ class Repository:
     def release_unused(self, in_use: Collection[Path]) -> None:
         """Do nothing: the directory is not a cache."""
 
-    def _read_model(
-        self, directory: Path, trust: Trust, wanted: Sequence[int] | None
-    ) -> FoundModel:
+    def _read_model(self, directory: Path, trust: Trust, wanted: WantedModel | None) -> FoundModel:
         name = directory.name
         fault = find_model_fault(name)
         if fault:
             return FoundModel(name, directory, None, (), fault)
         try:
-            config = read_model_config(find_model_config(directory), self._settings)
+            overrides = {} if wanted is None else wanted.overrides
+            config = read_model_config(find_model_config(directory), self._settings, overrides)
             versions = _select_versions(directory, config, trust, wanted)
         except ConfigurationError as error:
             return FoundModel(name, directory, None, (), str(error))
@@ -175,22 +189,39 @@ def find_versions(directory: Path) -> list[int]:
     )
 
 
-def _select_versions(
-    directory: Path, config: ModelConfig, trust: Trust, wanted: Sequence[int] | None
-) -> tuple[FoundVersion, ...]:
+def _find_some_versions(directory: Path) -> list[int]:
+    """Return as `find_versions`. Raises `ConfigurationError` if there is none."""
     present = find_versions(directory)
     if not present:
         raise ConfigurationError(
             f"{directory}: expected a version, a directory such as 1, got none"
         )
-    if wanted is None:
-        wanted = select_versions(present, config, str(find_model_config(directory)))
+    return present
+
+
+def missing_model(name: str, present: Iterable[str]) -> ConfigurationError:
+    """Return the error of a model that is not in the repository."""
+    listed = ", ".join(sorted(present)) or "which has none"
+    return ConfigurationError(f"model: expected one of the repository, {listed}, got {name!r}")
+
+
+def _select_versions(
+    directory: Path, config: ModelConfig, trust: Trust, wanted: WantedModel | None
+) -> tuple[FoundVersion, ...]:
+    present = _find_some_versions(directory)
+    selected = (
+        select_versions(present, config, str(find_model_config(directory)))
+        if wanted is None
+        else [*map(int, wanted.versions)]
+    )
     beside = _compute_stamp(path for path in directory.iterdir() if path.is_file())
+    if wanted is not None and wanted.overrides:
+        beside += hashlib.sha256(json.dumps(wanted.overrides, sort_keys=True).encode()).hexdigest()
     return tuple(
         FoundVersion(str(number), path, beside + _compute_stamp(list_files(path)), trust)
         if number in present
         else missing_version(number, present, str(directory), trust)
-        for number in wanted
+        for number in selected
         for path in [directory / str(number)]
     )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError, describe_error
 from headrace.models.repositories import ModelRepository
-from headrace.models.repository import FoundModel, WantedVersions
+from headrace.models.repository import FoundModel, WantedModels
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import StillImporting
 from headrace.models.version import ModelVersion, State
@@ -64,17 +64,24 @@ class VersionScanner:
         self._registry = registry
         self._tuning = tuning
         self._importings: UnfinishedImports = {}
+        self._refused: dict[tuple[str, str], tuple[str, str]] = {}
+        """Stamps and faults of versions that could not be opened, by model and number."""
 
-    def scan(self, known: KnownVersions, wanted: WantedVersions | None = None) -> list[OpenedModel]:
+    def scan(
+        self, known: KnownVersions, wanted: WantedModels | None = None, *, retry: bool = True
+    ) -> list[OpenedModel]:
         """Scan the repository and open new or changed versions. Blocks; any thread may call it.
 
         Args:
             known: open versions, which are kept if they have not changed.
             wanted: see `headrace.models.repositories.ModelRepository.scan`.
+            retry: also open versions again that could not be opened, and have not changed.
 
         Raises:
             ConfigurationError: the repository is missing. Faults of single models are returned.
         """
+        if retry:
+            self._refused.clear()
         opened: list[OpenedModel] = []
         repository = self._repository.scan(wanted)
         absent = (wanted or {}).keys() - {found.name for found in repository}
@@ -87,6 +94,8 @@ class VersionScanner:
                 opened.append(OpenedModel(found.name, {}, {"": self.shorten(found.fault)}))
             else:
                 opened.append(self._open_model(found, known))
+        failed = {(each.name, number) for each in opened for number in each.faults}
+        self._refused = {key: why for key, why in self._refused.items() if key in failed}
         in_use = {version.directory for version in known.values()}
         in_use.update(version.directory for each in opened for version in each.versions.values())
         self._repository.release_unused(in_use)
@@ -115,12 +124,18 @@ class VersionScanner:
                 faults[each.version] = self.shorten(str(importing.error))
                 continue
             importings.pop(key, None)
+            stamp, fault = self._refused.get(key, ("", ""))
+            if fault and stamp == each.stamp:
+                faults[each.version] = fault
+                continue
             try:
                 versions[each.version] = ModelVersion(found, each, self._tuning, self._registry)
             except ConfigurationError as error:
                 faults[each.version] = self.shorten(str(error))
                 if isinstance(error, StillImporting):
                     importings[key] = UnfinishedImport(each.stamp, error)
+                elif not each.fault:  # its files are there; a store may come back
+                    self._refused[key] = (each.stamp, faults[each.version])
             except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
                 faults[each.version] = self.shorten(describe_error(error))
         return OpenedModel(found.name, versions, faults)

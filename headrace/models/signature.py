@@ -93,11 +93,11 @@ def without_batching(signature: Signature, reason: str) -> Signature:
 
 
 def read_onnx_signature(path: Path) -> Signature:
-    """Read the signature of an ONNX file; tensors in other files are not read.
+    """Check an ONNX file, and read its signature; tensors in other files are not read.
 
     Raises:
-        ConfigurationError: the file cannot be read, or has an input or output whose type the
-            protocol has no name for; the message names it.
+        ConfigurationError: the file cannot be read, is no valid model, or has an input or output
+            whose type the protocol has no name for; the message names it.
     """
     import onnx
     from google.protobuf.message import DecodeError
@@ -112,18 +112,41 @@ def read_onnx_signature(path: Path) -> Signature:
         ) from error
     if not model.HasField("graph"):
         raise ConfigurationError(f"{path}: expected an ONNX model, got no graph")
-    graph = model.graph
-    constants = {tensor.name for tensor in graph.initializer}
-    constants.update(tensor.values.name for tensor in graph.sparse_initializer)
     try:
-        return make_signature(
-            [_read_tensor(value, "input") for value in graph.input if value.name not in constants],
-            [_read_tensor(value, "output") for value in graph.output],
-            utf8=True,
-            precision=_find_precision(graph),
-        )
+        signature = _signature_of(model.graph)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
+    del model  # its weights, before the check reads them once more
+    _check_model(path)
+    return signature
+
+
+def _signature_of(graph: onnx.GraphProto) -> Signature:
+    constants = {tensor.name for tensor in graph.initializer}
+    constants.update(tensor.values.name for tensor in graph.sparse_initializer)
+    return make_signature(
+        [_read_tensor(value, "input") for value in graph.input if value.name not in constants],
+        [_read_tensor(value, "output") for value in graph.output],
+        utf8=True,
+        precision=_find_precision(graph),
+    )
+
+
+def _check_model(path: Path) -> None:
+    """Check the graph, its operators of standard domains, and tensors in other files.
+
+    ONNX Runtime says less about most faults, and only executors have it.
+
+    Raises:
+        ConfigurationError: it breaks a rule of ONNX.
+    """
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path))  # as a path: files beside it are checked, too
+    except onnx.checker.ValidationError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"{path}: expected a valid ONNX model: {first}") from error
 
 
 def _describe_unreadable_file(path: Path, error: Exception) -> str:

@@ -8,11 +8,12 @@ Configuration".
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
-from google.protobuf import text_format
+from google.protobuf import json_format, text_format
 from google.protobuf.message import Message
 
 from headrace.models.triton_config_pb2 import (
@@ -54,6 +55,43 @@ def parse_triton_config(text: str, model: str = "") -> Mapping[str, Any]:
     except text_format.ParseError as error:
         found = _MESSAGE_WITHOUT_FIELD.match(str(error))
         raise ValueError(f"line {found[1]}: {found[2]}" if found else str(error)) from error
+    # 0 says that the model has no batch dimension: each request is run alone, whatever its shape.
+    return {**_read_config(config, model), "max_batch_size": config.max_batch_size or 1}
+
+
+def parse_overrides(text: str, model: str) -> Mapping[str, Any]:
+    """Return the values of a `config.pbtxt` in JSON under the keys of `model.toml`.
+
+    Those of fields that it leaves out are not among them: they are those of the model's own file.
+
+    Args:
+        text: the JSON, as Triton's clients send it with a load.
+        model: name of the model.
+
+    Raises:
+        ValueError: with each fault on a line of its own, by field.
+    """
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("expected an object")  # noqa: TRY004 - callers expect one kind
+        config = json_format.ParseDict(given, ModelConfig())
+    except json_format.ParseError as error:
+        raise ValueError(str(error).replace(f"{ModelConfig.DESCRIPTOR.full_name}", "")) from error
+    except RecursionError as error:
+        raise ValueError("expected JSON, got too many levels") from error
+    values = {key: value for key, value in _read_config(config, model).items() if value != []}
+    if {"max_batch_size", "maxBatchSize"} & given.keys():
+        values["max_batch_size"] = config.max_batch_size or 1
+    return values
+
+
+def _read_config(config: ModelConfig, model: str) -> _Values:
+    """Return the values of a configuration under the keys of `model.toml`.
+
+    Raises:
+        ValueError: with each fault on a line of its own, by field.
+    """
     values: _Values = {}
     faults = [] if not model or config.name in ("", model) else [_wrong("name", model, config.name)]
     for field, value in config.ListFields():
@@ -75,8 +113,6 @@ def parse_triton_config(text: str, model: str = "") -> Mapping[str, Any]:
         faults.append(str(error))
     if faults:
         raise ValueError("\n".join(faults))
-    # 0 says that the model has no batch dimension: each request is run alone, whatever its shape.
-    values["max_batch_size"] = config.max_batch_size or 1
     return values
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
+from headrace.models.answers import BoxAnswers, ClassAnswers
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.port import Backend
 from headrace.models.backends.python import PythonBackend
 from headrace.models.config import CPU, ModelConfig
 from headrace.models.inputs.binding import Binder
+from headrace.models.inputs.images import Images
 from headrace.models.inputs.padding import add_padding
 from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import make_transform
@@ -50,6 +52,7 @@ class ModelVersion:
         bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
         transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.
         records: the transform, if it is one of records.
+        answers: writes the answers to payloads; None if they have tensors.
         max_batch_size: in rows; 1 if batching is off, for the reason `batching_off`.
         verdict: whether its requests may share runs; None if that was not tested.
         contradiction: between `model.toml` and the verdict; empty otherwise.
@@ -81,6 +84,13 @@ class ModelVersion:
         self.transform = make_transform(
             model.directory, model.config, self.signature, self.directory, registry
         )
+        self.answers: ClassAnswers | BoxAnswers | None = None
+        table = model.config.answer
+        if table is not None and table.classes is not None:
+            self.answers = ClassAnswers(table.classes, self.signature, self.labels)
+        elif table is not None and table.boxes is not None:
+            assert isinstance(self.transform, Images)
+            self.answers = BoxAnswers(table.boxes, self.signature, self.labels, self.transform)
         self.records = self.transform if isinstance(self.transform, Records) else None
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes
@@ -103,6 +113,11 @@ class ModelVersion:
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
+
+    @property
+    def rewrites_answers(self) -> bool:
+        """True if payloads get other answers than the outputs as tensors."""
+        return self.answers is not None or (self.records is not None and self.records.pass_through)
 
     @property
     def depends_on_values(self) -> bool:

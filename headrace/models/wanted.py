@@ -7,14 +7,22 @@ the rules here decide only which records are written.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError, Fatal
 from headrace.models.repository import find_model_fault, is_version
-from headrace.protocol.control import FORMAT, ControlRecord, WantedModel
+from headrace.protocol.control import (
+    FORMAT,
+    FORMAT_WITHOUT_OVERRIDES,
+    ControlRecord,
+    WantedModel,
+)
 
 Wanted: TypeAlias = Mapping[str, WantedModel]
 """Wanted models by name."""
@@ -50,9 +58,10 @@ class Deployment(NamedTuple):
         if self.generation == 0 and record.snapshot is not None:
             return Deployment(record.generation, record.snapshot)
         if record.generation != self.generation + 1:
+            missing = "" if self.generation else ", and no snapshot is left"
             raise BrokenHistory(
                 f"control topic: expected generation {self.generation + 1}, "
-                f"got {record.generation}; records are missing"
+                f"got {record.generation}; records are missing{missing}"
             )
         changed = [name for name in record.before if record.before[name] != self.models.get(name)]
         if changed:
@@ -66,6 +75,19 @@ class Deployment(NamedTuple):
         return Deployment(record.generation, models)
 
 
+def first_complete(records: Sequence[ControlRecord]) -> Sequence[ControlRecord]:
+    """Return the records from the first one that gives the whole state.
+
+    That is the first change, or where older records are gone, the oldest snapshot that is left.
+    Without either, all records are returned, which `Deployment.after` refuses.
+    """
+    if not records or records[0].generation == 1:
+        return records
+    # The changes before a snapshot are of use only to a reader that has what came before them.
+    snapshots = (place for place, each in enumerate(records) if each.snapshot is not None)
+    return records[next(snapshots, 0) :]
+
+
 def fold(records: Sequence[ControlRecord], until: int | None = None) -> Deployment:
     """Return the state after the records, or after those up to a generation.
 
@@ -74,6 +96,7 @@ def fold(records: Sequence[ControlRecord], until: int | None = None) -> Deployme
         ChangeRefused: the generation is not among them.
     """
     state = Deployment()
+    records = first_complete(records)
     for record in records:
         if until is not None and record.generation > until:
             break
@@ -134,8 +157,9 @@ def make_record(
     if not names:
         return None
     generation = state.generation + 1
+    models = [*state.models.values(), *after.values()]
     return ControlRecord(
-        format=FORMAT,
+        format=FORMAT if any(each.overrides for each in models) else FORMAT_WITHOUT_OVERRIDES,
         generation=generation,
         change_id=change_id,
         at_ms=now_ms,
@@ -151,8 +175,22 @@ def make_record(
 # --- changes ----------------------------------------------------------------------------------
 
 
-def load(model: str, version: str) -> Change:
-    """Return the change that loads a version. The first one of a model becomes its default."""
+def load(
+    model: str,
+    version: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    allow_breaking: bool = False,
+) -> Change:
+    """Return the change that loads a version. The first one of a model becomes its default.
+
+    Args:
+        model: its name.
+        version: its number.
+        overrides: values for keys of `model.toml`, for all versions of the model; None leaves those
+            that there are.
+        allow_breaking: the version's inputs and outputs may break callers of the default.
+    """
 
     def apply(models: Wanted) -> Wanted:
         fault = find_model_fault(model)
@@ -160,14 +198,63 @@ def load(model: str, version: str) -> Change:
             raise ChangeRefused(f"model: {fault}")
         if not is_version(version):
             raise ChangeRefused(f"version: expected a number such as 1, got {version!r}")
-        known = models.get(model)
-        if known is None:
-            return {**models, model: WantedModel(versions=[version], default=version)}
-        if version in known.versions:
-            return models
-        return {**models, model: _replace(known, versions=[*known.versions, version])}
+        known = models.get(model) or WantedModel(versions=[], default=version)
+        given = known.overrides if overrides is None else _check_overrides(overrides)
+        versions = sorted({*known.versions, version}, key=int)
+        compatible = {**_pair_with_default(known, [version]), **known.compatible}
+        if allow_breaking:
+            compatible.pop(version, None)
+        return {
+            **models,
+            model: replace(known, versions=versions, overrides=dict(given), compatible=compatible),
+        }
 
     return Change("load", apply)
+
+
+def add_versions(model: str, versions: Sequence[str], overrides: Mapping[str, Any]) -> Change:
+    """Return the change that loads versions beside the others, and has all files read again.
+
+    Args:
+        model: its name.
+        versions: their numbers, ascending, at least one.
+        overrides: values for keys of `model.toml`; they replace former ones.
+    """
+
+    def apply(models: Wanted) -> Wanted:
+        given = dict(_check_overrides(overrides))
+        known = models.get(model)
+        if known is None:
+            first = WantedModel(versions=[*versions], default=versions[-1], overrides=given)
+            return {**models, model: first}
+        both = sorted({*known.versions, *versions}, key=int)
+        again = replace(
+            known,
+            versions=both,
+            overrides=given,
+            reads=known.reads + 1,
+            compatible={**_pair_with_default(known, versions), **known.compatible},
+        )
+        return {**models, model: again}
+
+    return Change("load", apply)
+
+
+def keep_versions(model: str, versions: Sequence[str]) -> Change:
+    """Return the change that makes the highest of these the default, and unloads unnamed others."""
+
+    def apply(models: Wanted) -> Wanted:
+        known = _require(models, model, versions[-1])
+        kept = {*versions, *known.labels.values()}
+        rest = [each for each in known.versions if each in kept]
+        return {**models, model: replace(_keep(known, rest), default=versions[-1])}
+
+    return Change("default", apply)
+
+
+def restore(model: str, earlier: WantedModel | None) -> Change:
+    """Return the change that wants a model again as it was; None unloads it."""
+    return roll_back({} if earlier is None else {model: earlier}, model)
 
 
 def unload(model: str, version: str | None = None) -> Change:
@@ -192,7 +279,7 @@ def unload(model: str, version: str | None = None) -> Change:
                 f"{model}/{version}: labels name it: {_list(labels)}; move or remove them first"
             )
         rest = [each for each in known.versions if each != version]
-        return {**models, model: _replace(known, versions=rest)}
+        return {**models, model: _keep(known, rest)}
 
     return Change("unload", apply)
 
@@ -207,7 +294,7 @@ def set_label(model: str, label: str, version: str) -> Change:
                 f"in all, got {label!r}"
             )
         known = _require(models, model, version)
-        return {**models, model: _replace(known, labels={**known.labels, label: version})}
+        return {**models, model: replace(known, labels={**known.labels, label: version})}
 
     return Change("label", apply)
 
@@ -222,7 +309,7 @@ def remove_label(model: str, label: str) -> Change:
                 f"{model}: label: expected one of {_list(known.labels) or 'none'}, got {label!r}"
             )
         rest = {each: number for each, number in known.labels.items() if each != label}
-        return {**models, model: _replace(known, labels=rest)}
+        return {**models, model: replace(known, labels=rest)}
 
     return Change("label", apply)
 
@@ -232,7 +319,7 @@ def set_default(model: str, version: str) -> Change:
 
     def apply(models: Wanted) -> Wanted:
         known = _require(models, model, version)
-        return {**models, model: _replace(known, default=version)}
+        return {**models, model: replace(known, default=version)}
 
     return Change("default", apply)
 
@@ -278,21 +365,41 @@ def describe(name: str, wanted: WantedModel | None) -> str:
     if wanted is None:
         return f"{name}: nothing loaded"
     labels = "".join(f", {label} -> {number}" for label, number in sorted(wanted.labels.items()))
-    return f"{name}: versions {_list(wanted.versions)}, default {wanted.default}{labels}"
-
-
-def _replace(
-    known: WantedModel,
-    *,
-    versions: Collection[str] | None = None,
-    default: str | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> WantedModel:
-    return WantedModel(
-        versions=sorted(known.versions if versions is None else versions, key=int),
-        default=known.default if default is None else default,
-        labels=dict(known.labels if labels is None else labels),
+    overrides = "".join(
+        f", {key} = {json.dumps(value, ensure_ascii=False)}"
+        for key, value in sorted(wanted.overrides.items())
     )
+    compatible = "".join(
+        f", {number} compatible with {other}" for number, other in sorted(wanted.compatible.items())
+    )
+    return (
+        f"{name}: versions {_list(wanted.versions)}, default {wanted.default}{labels}{overrides}"
+        f"{compatible}"
+    )
+
+
+def _pair_with_default(known: WantedModel, versions: Iterable[str]) -> dict[str, str]:
+    """Return the default for each of the versions that is not loaded yet."""
+    return {
+        each: known.default for each in versions if known.versions and each not in known.versions
+    }
+
+
+def _keep(known: WantedModel, versions: Sequence[str]) -> WantedModel:
+    """Return a model with these of its versions."""
+    compatible = {
+        each: other
+        for each, other in known.compatible.items()
+        if each in versions and other in versions
+    }
+    return replace(known, versions=list(versions), compatible=compatible)
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the overrides. Raises `ChangeRefused`; the repository knows which values are right."""
+    if "versions" in overrides:
+        raise ChangeRefused("overrides: versions: expected other keys, the versions are loaded")
+    return overrides
 
 
 def _require(models: Wanted, model: str, version: str | None = None) -> WantedModel:

@@ -7,24 +7,36 @@ the topic exists, so a field that changes what a reader must do raises `FORMAT`.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
-FORMAT: Final = 1
-"""The newest format of control records. A reader refuses later ones: it would miss changes."""
+FORMAT: Final = 2
+"""The newest format of control records. A reader refuses later ones: it would miss changes.
+
+Records in which no model has overrides keep format 1, so that processes of the release before
+follow them.
+"""
+FORMAT_WITHOUT_OVERRIDES: Final = 1
 
 
 class WantedModel(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Versions of one model that are to be loaded.
 
     `versions` are numbers in ascending order, at least one. `default` is the one that requests
-    without a version get, and `labels` name others of them.
+    without a version get, and `labels` name others of them. `overrides` are values for keys of the
+    model's `model.toml`, instead of those that are there. `reads` counts how often its files were
+    to be read again although nothing else was to change. `compatible` names for a version the one
+    that was the default when it was first wanted: a version whose inputs and outputs would break
+    callers of that one is not served.
     """
 
     versions: list[str]
     default: str
     labels: dict[str, str] = {}
+    overrides: dict[str, Any] = {}
+    reads: int = 0
+    compatible: dict[str, str] = {}
 
 
 class ControlRecord(Struct, kw_only=True, frozen=True, omit_defaults=True):

@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 from headrace.protocol.compression import CODINGS, choose_coding, read_coding
 from headrace.protocol.messages import (
+    JSON_ANSWER,
     MAX_NAME_LENGTH,
     RECORD_ANSWER,
     Envelope,
@@ -41,11 +42,16 @@ class HeaderName:
     TENANT: Final = "x-tenant"
     MODEL: Final = "x-model"
     CANCEL: Final = "x-cancel"
+    CLAIM: Final = "x-claim"
+    """Reference to the value, which is in a store; of answers too. See `headrace.protocol.claims`.
+    """
     TRACEPARENT: Final = "traceparent"
     TRACESTATE: Final = "tracestate"
     # of answers
     STATUS: Final = "x-status"
     REQUEST: Final = "x-request"
+    CLAIM_EXPIRES_MS: Final = "x-claim-expires-ms"
+    """Time after which the object of an answer's claim may be gone."""
     RECORD_OF: Final = "x-record-of"
     """Model and version whose outputs are in the value, which is a record of the caller's."""
     # of dead letters
@@ -333,7 +339,7 @@ def _shown(value: bytes) -> str:
 _Parse = Callable[[bytes], Any]
 
 # Index of each header among the fields of `parse_envelope`, and its parser, if it has one.
-# The first fifteen fields are those of `Envelope`; the last two are merged into them.
+# The first sixteen fields are those of `Envelope`; the last two are merged into them.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.CONTENT_TYPE: (0, _content_type),
     HeaderName.CORRELATION_ID: (1, None),
@@ -347,8 +353,9 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.CANCEL: (12, _cancelled),
     HeaderName.CONTENT_ENCODING: (13, _content_encoding),
     HeaderName.ACCEPT_ENCODING: (14, _accept_encoding),
-    HeaderName.TIMEOUT_MS: (15, _milliseconds(0)),
-    HeaderName.MODEL: (16, _model),
+    HeaderName.CLAIM: (15, None),  # parsed where it is used: most processes never do
+    HeaderName.TIMEOUT_MS: (16, _milliseconds(0)),
+    HeaderName.MODEL: (17, _model),
 }
 _DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
 _BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
@@ -361,6 +368,8 @@ OWN_HEADERS = frozenset(
     {
         HeaderName.ATTEMPT,
         HeaderName.CANCEL,
+        HeaderName.CLAIM,
+        HeaderName.CLAIM_EXPIRES_MS,
         HeaderName.DEADLINE_MS,
         HeaderName.MODEL,
         HeaderName.PRIORITY,
@@ -434,7 +443,7 @@ def answers_headers(
             partition = request.partition
             place = f"{request_topic}/{partition}/".encode()
         headers = [first, second, (request_header, place + b"%d" % request.offset)]
-        if envelope is not NO_HEADERS or request.trace is not None:
+        if envelope is not NO_HEADERS or request.trace is not None or request.stored is not None:
             _add_callers(headers, request, envelope)
         found.append(headers)
     return found
@@ -445,10 +454,11 @@ def _add_callers(headers: list[Header], request: Request, envelope: Envelope) ->
     if request.failure is None and request.output_metadata == RECORD_ANSWER:
         content_type = dict(request.headers).get(HeaderName.CONTENT_TYPE) or b""
         headers[0] = (HeaderName.CONTENT_TYPE, content_type)
+    if request.failure is None and request.output_metadata in (RECORD_ANSWER, JSON_ANSWER):
         record_of = f"{request.model}/{request.version}"
         headers.append((HeaderName.RECORD_OF, record_of.encode()))
-    if request.compressed and request.failure is None:
-        headers.append((HeaderName.CONTENT_ENCODING, envelope.answer_encoding.encode()))
+    if request.failure is None and (request.compressed or request.stored):
+        _add_coding(headers, request, envelope)
     if envelope.correlation_id is not None:
         headers.append((HeaderName.CORRELATION_ID, envelope.correlation_id))
     trace = request.trace
@@ -461,6 +471,17 @@ def _add_callers(headers: list[Header], request: Request, envelope: Envelope) ->
     for name, value in request.headers:
         if name not in _STAY and value is not None and travels(name):
             headers.append((name, value))
+
+
+def _add_coding(headers: list[Header], request: Request, envelope: Envelope) -> None:
+    """Add the headers of a value that is in a store, or compressed."""
+    stored, coding = request.stored, envelope.answer_encoding
+    if stored is not None:
+        headers.append((HeaderName.CLAIM, stored.claim))
+        headers.append((HeaderName.CLAIM_EXPIRES_MS, b"%d" % stored.expires_ms))
+        coding = stored.coding
+    if coding:
+        headers.append((HeaderName.CONTENT_ENCODING, coding.encode()))
 
 
 @lru_cache(maxsize=_TUNING.cached_content_types)

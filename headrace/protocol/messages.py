@@ -258,7 +258,8 @@ class WireChunk(Struct, kw_only=True, omit_defaults=True):
     The payload holds one part for each request, of `part` bytes: first its value, of `value` bytes
     (-1 if it is absent), then the tensors that are not in the value. If `referenced` is set, the
     value has so many bytes and is only in the source record: read that to get it, and check that
-    its timestamp and key are the request's. `formed_us`, `compute_us` and `batch_rows` are those of
+    its timestamp and key are the request's. If the request has a header `x-claim`, the value is the
+    object to which that refers. `formed_us`, `compute_us` and `batch_rows` are those of
     `BatchSummary`.
     """
 
@@ -352,6 +353,8 @@ RECORD_ANSWER: tuple[TensorMetadata, ...] = (("", "BYTES", (1,)),)
 """Metadata of the outputs of a request whose answer is the only element, as it is; no output of a
 model has an empty name.
 """
+JSON_ANSWER: tuple[TensorMetadata, ...] = (("\0application/json", "BYTES", (1,)),)
+"""The same for an answer that is JSON, whatever the request was."""
 
 
 class Failure(NamedTuple):
@@ -361,6 +364,20 @@ class Failure(NamedTuple):
     message: str
     stage: str
     retry_after_ms: int | None = None
+
+
+class StoredAnswer(NamedTuple):
+    """The value of an answer that is in a store.
+
+    Attributes:
+        claim: header that refers to it.
+        expires_ms: when it may be deleted, in epoch milliseconds.
+        coding: the value's coding; empty for none.
+    """
+
+    claim: bytes
+    expires_ms: int
+    coding: str
 
 
 class Envelope(NamedTuple):
@@ -378,6 +395,7 @@ class Envelope(NamedTuple):
             `headrace.protocol.headers.BY_CORRELATION`.
         content_encoding: coding of the value; empty for none.
         answer_encoding: coding that the caller wants for the answer; empty for none.
+        claim: reference to the value, which is in a store, see `headrace.protocol.claims`.
     """
 
     content_type: str = ""
@@ -395,6 +413,7 @@ class Envelope(NamedTuple):
     cancels: tuple[str, int, int] | None = None
     content_encoding: str = ""
     answer_encoding: str = ""
+    claim: bytes | None = None
 
 
 class BatchSummary(Struct, frozen=True):
@@ -441,9 +460,9 @@ class IngestedRequest(Struct, eq=False):
         wanted: names of the requested outputs; None for all.
         item: value of the `items` record of its own by which it came; None if it came otherwise.
         places: place of each input in `value`, as (start, size); None if it is not known.
-        referenced: size of a value that is only in the source record; 0 if `value` is set, or there
-            is none. Inputs that lie in it are empty, and `places` has the places of all inputs:
-            those behind the value are here.
+        referenced: size of a value that is only in the source record, or in a claim's object; 0
+            if `value` is set, or there is none. Inputs that lie in it are empty, and `places` has
+            the places of all inputs: those behind the value are here.
     """
 
     ack_handle: AckHandle
@@ -492,6 +511,7 @@ class Request(IngestedRequest, eq=False):
             BYTES outputs each request has its own.
         failure: why it has no outputs; None unless it failed.
         compressed: value of its answer in `envelope.answer_encoding`; None unless it was made.
+        stored: refers to the value of its answer; None unless it is in a store.
     """
 
     arrived_us: int = 0
@@ -506,6 +526,7 @@ class Request(IngestedRequest, eq=False):
     output_data: tuple[memoryview | bytes, ...] | None = None
     failure: Failure | None = None
     compressed: bytes | None = None
+    stored: StoredAnswer | None = None
 
     @property
     def outputs(self) -> tuple[Tensor, ...] | None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -16,17 +16,21 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings
+from headrace.control.changing import Followed
 from headrace.control.following import ControlFollower
+from headrace.control.repository_api import ControlledRepository
 from headrace.control.topic import ControlTopic
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log, TopicPartition
 from headrace.models.catalog import ModelCatalog
+from headrace.models.index import RepositoryIndex
 from headrace.models.registry import Models, Reloaded
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import State
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
+from headrace.runtime.polling import RepositoryPoller
 from headrace.runtime.shutdown import Stop, stop_on_signals
 from headrace.runtime.stage_group import StageGroup, group_stages
 from headrace.runtime.topic_plan import check_topics, is_controlled
@@ -57,6 +61,7 @@ class Pipeline:
     Attributes:
         ready: set when models are loaded and partitions assigned.
         tuning: tuning values of its objects.
+        repository: the models of this process, and how calls change them.
         drain_first: awaited after a stop is requested, before the stages stop reading.
     """
 
@@ -91,6 +96,12 @@ class Pipeline:
             binds=Stage.INGEST in stages,
             tuning=tuning.models,
         )
+        catalog = self.models.catalog
+        self.repository: RepositoryIndex = (
+            ControlledRepository(log_, settings, catalog, self._followed, tuning.models)
+            if is_controlled(settings)
+            else RepositoryIndex(catalog, settings.models.mode)
+        )
         self.health = Health()
         self.ready = asyncio.Event()
         self.drain_first: Callable[[], Awaitable[None]] | None = None
@@ -111,6 +122,10 @@ class Pipeline:
             self.state.devices.append(group.devices)
         self.state.queue = self._queue
         register_gauges(self.state)
+
+    def _followed(self) -> Followed | None:
+        wanted = self.state.wanted()
+        return None if wanted is None else Followed(wanted.generation, wanted.unready)
 
     def _queue(self) -> QueueSnapshot | None:
         return next(filter(None, (group.waiting() for group in self._groups)), None)
@@ -169,7 +184,7 @@ class Pipeline:
         if faults:
             raise ConfigurationError("\n".join(faults))
         if self._stages != (Stage.RESPONDER,):
-            _log_absence(await run_on_daemon_thread(self.models.open))
+            _log_faults(await run_on_daemon_thread(self.models.open))
         self.health.explain("loading the models and joining the group")
         joining = len(self._groups)
 
@@ -188,12 +203,10 @@ class Pipeline:
                 tasks.create_task(group.run(joined), name="stage-group") for group in self._groups
             ]
             stopping = tasks.create_task(stop.requested.wait(), name="stop")
-            background = [tasks.create_task(self._unload_unused(), name="unload-unused")]
-            if follower is not None:
-                background.append(tasks.create_task(follower.run(), name="follow-control"))
-            if follower is not None and self._stages:  # a gateway alone serves no model
-                announcing = self._announce(follower)
-                background.append(tasks.create_task(announcing, name="announce-control"))
+            background = [
+                tasks.create_task(work, name=name)
+                for name, work in self._background(follower).items()
+            ]
             await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
             self.health.enter(Phase.DRAINING, "answering what is in flight")
             log.info(Event.DRAINING)
@@ -204,6 +217,20 @@ class Pipeline:
             for task in background:
                 task.cancel()
         log.info(Event.STOPPED)
+
+    def _background(
+        self, follower: ControlFollower | None
+    ) -> dict[str, Coroutine[object, object, None]]:
+        """Return what runs beside the stages until they have ended, by the names of the tasks."""
+        work = {"unload-unused": self._unload_unused()}
+        if follower is not None:
+            work["follow-control"] = follower.run()
+        if follower is not None and self._stages:  # a gateway alone serves no model
+            work["announce-control"] = self._announce(follower)
+        models = self._settings.models
+        if models.mode == "poll" and self._stages != (Stage.RESPONDER,):
+            work["poll-models"] = RepositoryPoller(self.models, models.poll_interval_ms / 1e3).run()
+        return work
 
     async def _announce(self, follower: ControlFollower) -> None:
         """Announce on `events` how far the control topic was followed; never returns."""
@@ -308,6 +335,7 @@ class OpenDoors(Protocol):
         models: ModelCatalog,
         health: Health,
         instruments: Instruments,
+        repository: RepositoryIndex,
     ) -> AbstractAsyncContextManager[GatewayDoors]: ...
 
 
@@ -332,8 +360,10 @@ async def run(
     """
     stop = Stop()
     async with AsyncExitStack() as stack:
-        log_ = await stack.enter_async_context(open_log(settings))
         metrics = Metrics(CollectorRegistry(), tuning.runtime)
+        log_ = await stack.enter_async_context(
+            open_log(settings, tuning, on_request=metrics.sent_to_broker)
+        )
         tracing = await stack.enter_async_context(
             open_tracing(settings, stages, metrics, tuning.runtime)
         )
@@ -354,13 +384,21 @@ async def run(
             pipeline.state.status,
             tuning.runtime,
             telemetry,
+            pipeline.repository,
         )
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=[str(each) for each in stages], http_port=server.port)
         doors: GatewayDoors | None = None
         if open_doors is not None:
             doors = await stack.enter_async_context(
-                open_doors(settings, log_, pipeline.models.catalog, pipeline.health, instruments)
+                open_doors(
+                    settings,
+                    log_,
+                    pipeline.models.catalog,
+                    pipeline.health,
+                    instruments,
+                    pipeline.repository,
+                )
             )
             pipeline.state.gateway = doors.snapshot
             pipeline.drain_first = doors.drain
@@ -408,11 +446,13 @@ async def _reload(pipeline: Pipeline) -> None:
         return
     finally:
         notice.cancel()
-    _log_absence(reloaded)
+    _log_faults(reloaded)
     log.info(Event.MODELS_RELOADED, **reloaded._asdict())
 
 
-def _log_absence(reloaded: Reloaded) -> None:
+def _log_faults(reloaded: Reloaded) -> None:
+    for fault in reloaded.faults:
+        log.error(Event.MODEL_FAILED, reason=fault)
     for reason in reloaded.away:
         log.warning(Event.STORE_UNAVAILABLE, reason=reason)
 

@@ -26,12 +26,15 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Protocol
 
+from headrace.claims.fetcher import ClaimFetcher
+from headrace.claims.putter import ClaimPutter
 from headrace.config import Settings
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.log.port import Log, Producer, TopicPartition
+from headrace.models.answers import ClassAnswers
 from headrace.models.registry import Models
 from headrace.models.version import State
 from headrace.protocol.headers import is_payload
@@ -193,6 +196,7 @@ class StageGroup:
         stages = self._stages
         async with AsyncExitStack() as stack:
             producer = await stack.enter_async_context(self._log.producer())
+            await self._composition.open_claims(stack)
             await self._composition.add_stages(stages, producer)
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -256,6 +260,30 @@ class _Composition:
         self._source_offsets = source_offsets
         self._tuning = tuning
         self._rebinder = Rebinder(models.catalog, instruments.metrics.rebound.inc)
+        self._fetcher: ClaimFetcher | None = None
+        self._putter: ClaimPutter | None = None
+
+    async def open_claims(self, stack: AsyncExitStack) -> None:
+        """Open the stores of claims that the settings name.
+
+        Raises:
+            ConfigurationError: a package is missing.
+        """
+        if self._settings.claims.allowed:
+            fetcher = ClaimFetcher(
+                self._settings.claims, self._tuning.claims, partial(self._metrics.claimed, "fetch")
+            )
+            self._fetcher = await stack.enter_async_context(fetcher)
+        store = self._settings.answers.claim_store
+        if store is not None and Stage.RESPONDER in self._here:
+            putter = ClaimPutter(
+                store,
+                self._settings.claims,
+                "answers.claim_store",
+                self._tuning.claims,
+                partial(self._metrics.claimed, "put"),
+            )
+            self._putter = await stack.enter_async_context(putter)
 
     async def add_stages(self, stages: _Stages, producer: Producer) -> None:
         """Make the stages, the last one first, since each needs the one to which it sends.
@@ -297,6 +325,8 @@ class _Composition:
                 self._source.transactions,
                 settings.delivery.order,
                 self._transaction_timeout_s(),
+                self._putter,
+                settings.answers,
             ),
             self._instruments,
             self._tuning.responder,
@@ -347,8 +377,10 @@ class _Composition:
             copied_tensor_bytes=tuning.copied_tensor_bytes,
         )
         ingest = IngestService(
-            self._source, items, answers.writer(), rules, self._instruments, tuning
+            self._source, items, answers.writer(), rules, self._instruments, tuning, self._fetcher
         )
+        if self._fetcher is not None:
+            stages.functions["fetch-claims"] = ingest.fetch_claims
         stages.functions["ingest"] = ingest.run
         if self._settings.schema_registry is not None:
             stages.functions["learn-schemas"] = ingest.learn_schemas
@@ -413,6 +445,7 @@ class _Composition:
             self._source.quarantine.has_run,
             self._metrics,
             self._tuning.transport,
+            self._fetcher,
         )
 
     def _needs_value(self, request: Request) -> bool:
@@ -425,9 +458,8 @@ class _Composition:
             version = self._models.catalog.lookup_bound(request.model, request.version)
         except Rejected:
             return True
-        records = version.records
-        passes_through = records is not None and records.pass_through
-        return passes_through and Stage.EXECUTOR in self._here and is_payload(request.envelope)
+        is_used = version.rewrites_answers and not isinstance(version.answers, ClassAnswers)
+        return is_used and Stage.EXECUTOR in self._here and is_payload(request.envelope)
 
     def _make_heartbeat(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka
@@ -461,6 +493,6 @@ class _Composition:
 
 
 def _needs_dead_letter(request: Request) -> bool:
-    """Return True if a dead letter is made of a request, which holds its value."""
-    failure = request.failure
-    return failure is not None and Code(failure.code).is_dead_letter
+    """Return True if a dead letter is made of a request, which holds the value of its record."""
+    failure, claim = request.failure, request.envelope.claim
+    return failure is not None and claim is None and Code(failure.code).is_dead_letter

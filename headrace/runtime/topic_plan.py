@@ -104,9 +104,7 @@ def topics_in_use(stages: Collection[Stage], *, controlled: bool = False) -> lis
 
 def is_controlled(settings: Settings) -> bool:
     """Return whether the control topic says which models are served."""
-    # Tools run pipelines on an embedded log with the settings of a deployment, but without its
-    # broker, and serve what `model.toml` selects.
-    return settings.models.mode == "explicit" and settings.kafka is not None
+    return settings.models.mode == "explicit"
 
 
 def required_topics(settings: Settings) -> list[Topic]:

@@ -9,6 +9,7 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import structlog
 
@@ -20,6 +21,18 @@ from headrace.tuning import TUNING, RuntimeTuning
 log = structlog.get_logger(__name__)
 
 
+class WorkerCommand(NamedTuple):
+    """How a worker is started.
+
+    Attributes:
+        line: its command line.
+        environment: variables besides those of this process.
+    """
+
+    line: Sequence[str]
+    environment: Mapping[str, str]
+
+
 class Workers:
     """Keeps worker processes running until a stop.
 
@@ -27,21 +40,18 @@ class Workers:
     it on once.
 
     Args:
-        commands: the command line of each worker.
-        environment: variables for all of them, besides those of this process.
+        commands: how each worker is started.
         unusable: exit code of a worker whose settings cannot be used.
         tuning: pauses between restarts.
     """
 
     def __init__(
         self,
-        commands: Sequence[Sequence[str]],
-        environment: Mapping[str, str],
+        commands: Sequence[WorkerCommand],
         unusable: int,
         tuning: RuntimeTuning = TUNING.runtime,
     ) -> None:
         self._commands = commands
-        self._environment = {**os.environ, **environment}
         self._unusable = unusable
         self._tuning = tuning
         self._running: dict[int, Process] = {}
@@ -75,7 +85,7 @@ class Workers:
         await stop.forced.wait()
         self.send(signal.SIGTERM)
 
-    async def _keep(self, number: int, command: Sequence[str], stop: Stop) -> int:
+    async def _keep(self, number: int, command: WorkerCommand, stop: Stop) -> int:
         pauses = Pauses(self._tuning.worker_restart)
         is_first = True
         while not stop.requested.is_set():
@@ -94,9 +104,12 @@ class Workers:
                     await stop.requested.wait()
         return 0
 
-    async def _run_once(self, number: int, command: Sequence[str], stop: Stop) -> int:
+    async def _run_once(self, number: int, command: WorkerCommand, stop: Stop) -> int:
         process = await asyncio.create_subprocess_exec(
-            *command, env=self._environment, stdin=DEVNULL, start_new_session=True
+            *command.line,
+            env={**os.environ, **command.environment},
+            stdin=DEVNULL,
+            start_new_session=True,
         )
         self._running[number] = process
         log.info(Event.WORKER_STARTED, worker=number, pid=process.pid)

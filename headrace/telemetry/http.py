@@ -14,11 +14,11 @@ import base64
 import hashlib
 import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -31,7 +31,8 @@ from headrace.access.callers import ApiGroup, Callers, Credentials, Denied
 from headrace.access.tls import RenewedContext, open_certificates
 from headrace.access.watched import Watched
 from headrace.config import AccessSettings, TelemetrySettings
-from headrace.errors import Code, Rejected
+from headrace.errors import Code, Rejected, Retriable
+from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
 from headrace.models.metadata import describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.faults import DECODE_ERRORS
@@ -40,19 +41,18 @@ from headrace.telemetry.health import Health
 from headrace.telemetry.http_listener import Connections, HttpListener, credentials_of
 from headrace.tuning import TUNING, RuntimeTuning
 
+T = TypeVar("T")
+
 _HTTP_STATUS = {
     Code.INVALID_REQUEST: 400,
     Code.UNKNOWN_MODEL: 404,
     Code.MODEL_NOT_READY: 503,
+    Code.DEADLINE_EXCEEDED: 504,
 }
 _OPEN = TelemetrySettings()
+_CHANGES = "/v2/repository/models/{model}"
+_WHO = web.RequestKey("who", str)
 _CHALLENGE = 'Basic realm="headrace", charset="UTF-8", Bearer'
-_INDEX_STATES = {
-    State.LOADING: "LOADING",
-    State.READY: "READY",
-    State.FAILED: "UNAVAILABLE",
-    State.UNLOADING: "UNLOADING",
-}
 
 
 class ServedModels(Protocol):
@@ -75,6 +75,7 @@ class HttpServer:
         status: shown by `/status`.
         tuning: limits of connections and requests.
         access: TLS, and who may see what.
+        repository: lists the models, and changes them; by default calls cannot change them.
 
     Raises:
         ConfigurationError: the files of certificates or keys cannot be used.
@@ -89,9 +90,11 @@ class HttpServer:
         status: Callable[[], dict[str, Any]] = dict,
         tuning: RuntimeTuning = TUNING.runtime,
         access: AccessSettings = _OPEN,
+        repository: RepositoryIndex | None = None,
     ) -> None:
         self._health = health
         self._models = models
+        self._repository = repository or RepositoryIndex(models)
         self._metrics = metrics
         self._status = status
         self._tuning = tuning
@@ -151,6 +154,8 @@ class HttpServer:
             router.add_get(f"{prefix}/ready", self._show_ready)
         router.add_get("/v2", self._show_server)
         router.add_post("/v2/repository/index", self._show_index)
+        router.add_post(f"{_CHANGES}/load", self._load)
+        router.add_post(f"{_CHANGES}/unload", self._unload)
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             router.add_get(path, self._show_model)
             router.add_get(f"{path}/ready", self._show_model_ready)
@@ -161,22 +166,27 @@ class HttpServer:
 
     @web.middleware
     async def _limit_time(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer within the time limit of a request."""
-        timeout_s = self._tuning.http_request_timeout_s
+        """Answer within the time limit of a request; a change of models has one of its own."""
+        timeout_s = None if _changes_models(request) else self._tuning.http_request_timeout_s
         with self._connections.answering(request.transport):
             try:
                 async with asyncio.timeout(timeout_s):
                     return await handler(request)
             except TimeoutError:
-                body = {"error": f"request: expected all of it within {timeout_s:g} s, got a part"}
+                limit_s = self._tuning.http_request_timeout_s
+                body = {"error": f"request: expected all of it within {limit_s:g} s, got a part"}
                 return web.json_response(body, status=408, headers={"Connection": "close"})
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse callers without the right login before anything of the body is read."""
         callers = self._callers
-        if not callers.are_all_alike:
-            given = credentials_of(request, with_certificate=callers.use_certificates)
+        given = credentials_of(request, with_certificate=callers.use_certificates)
+        if _changes_models(request) and self._repository.can_change:
+            # Not with a password: a browser that knows it would send it for any page.
+            caller = callers.admit_change(given)
+            request[_WHO] = caller.tenant or f"address {given.address}"
+        elif not callers.are_all_alike:
             callers.admit(_group_of(request), _with_password_as_key(given))
         return await handler(request)
 
@@ -199,18 +209,24 @@ class HttpServer:
 
     async def _show_index(self, request: web.Request) -> web.Response:
         """Return the versions and their states; `{"ready": true}` selects only the ready ones."""
-        only_ready = await _wants_only_ready(request)
-        entries = [
-            {
-                "name": entry["name"],
-                "version": entry["version"],
-                "state": _INDEX_STATES[State(entry["state"])],
-                "reason": entry["reason"],
-            }
-            for entry in self._models.status()
-            if not only_ready or entry["state"] == State.READY
-        ]
-        return web.json_response(entries)
+        query = await _read_json(request, _IndexQuery, '{"ready": true or false}')
+        return web.json_response(await self._repository.index(ready_only=query.ready))
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return await self._change(request, self._repository.load)
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        return await self._change(request, self._repository.unload)
+
+    async def _change(
+        self, request: web.Request, change: Callable[..., Awaitable[None]]
+    ) -> web.Response:
+        """Change the models, and answer when all processes have followed."""
+        async with asyncio.timeout(self._tuning.http_request_timeout_s):
+            given = await _read_json(request, _ChangeQuery, '{"parameters": {...}}')
+        who = request.get(_WHO, "")
+        await change(request.match_info["model"], given.parameters, who)
+        return web.json_response({})
 
     async def _show_model(self, request: web.Request) -> web.Response:
         version = self._find_version(request)
@@ -249,9 +265,10 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
         if request.can_read_body:
             response.force_close()  # the rest of it may never come
         return response
+    except Retriable as error:
+        return web.json_response({"error": str(error)}, status=503)
     except Rejected as error:
-        status = _HTTP_STATUS.get(error.code, 500)
-        return web.json_response({"error": error.message}, status=status)
+        return web.json_response({"error": error.message}, status=_status_of(error))
     except web.RequestPayloadError as error:
         body = {"error": f"body: expected one that can be read, got {error}"}
         return web.json_response(body, status=400)
@@ -259,6 +276,15 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         body = {"error": f"{request.method} {request.path}: {error.reason}"}
         return web.json_response(body, status=error.status, headers=headers)
+
+
+def _status_of(error: Rejected) -> int:
+    match error:
+        case Overtaken():
+            return 409
+        case Unsupported():
+            return 501
+    return _HTTP_STATUS.get(error.code, 500)
 
 
 def _group_of(request: web.Request) -> ApiGroup:
@@ -288,20 +314,27 @@ def _with_password_as_key(given: Credentials) -> Credentials:
     return given._replace(key=password)
 
 
+def _changes_models(request: web.Request) -> bool:
+    resource = request.match_info.route.resource
+    return resource is not None and resource.canonical.startswith(_CHANGES)
+
+
 class _IndexQuery(msgspec.Struct):
     ready: bool = False
 
 
-async def _wants_only_ready(request: web.Request) -> bool:
+class _ChangeQuery(msgspec.Struct):
+    parameters: dict[str, str | bool | int] = {}
+
+
+async def _read_json(request: web.Request, kind: type[T], expected: str) -> T:
+    """Return the body of a request; none has the defaults. Raises `Rejected`."""
     body = await request.read()
-    if not body:
-        return False
     try:
-        return msgspec.json.decode(body, type=_IndexQuery).ready
+        return msgspec.json.decode(body or b"{}", type=kind)
     except DECODE_ERRORS as error:
         raise Rejected(
-            Code.INVALID_REQUEST,
-            f'body: expected {{"ready": true or false}} in UTF-8: {error}',
+            Code.INVALID_REQUEST, f"body: expected {expected} in UTF-8: {error}"
         ) from error
 
 

@@ -275,10 +275,10 @@ class Connections:
         self._header_timeout_s = header_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._accept_retry_s = accept_retry_s
-        self._open: set[Connection] = set()
+        self._open: set[HttpConnection] = set()
         self._make: MakeProtocol = asyncio.Protocol
         self._tls: ssl.SSLContext | None = None
-        self._timers: dict[Connection, asyncio.TimerHandle] = {}
+        self._timers: dict[HttpConnection, asyncio.TimerHandle] = {}
         """Timers of the connections that wait for a request, longest-waiting first."""
         self.closed_early = 0
 
@@ -329,7 +329,7 @@ class Connections:
                 return True
             self._close(longest_waiting)
         accepted.setblocking(False)
-        connection = Connection(self, self._make)
+        connection = HttpConnection(self, self._make)
         self._open.add(connection)
         self._wait(connection, self._header_timeout_s)
         connection.open(accepted, self._tls, self._header_timeout_s)
@@ -339,7 +339,7 @@ class Connections:
         if listening.fileno() >= 0:  # else it was closed meanwhile
             asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: HttpConnection) -> None:
         """Forget a connection."""
         self._open.discard(connection)
         timer = self._timers.pop(connection, None)
@@ -352,7 +352,7 @@ class Connections:
         arrived.
         """
         connection = None if transport is None else transport.get_protocol()
-        if not isinstance(connection, Connection) or connection not in self._open:
+        if not isinstance(connection, HttpConnection) or connection not in self._open:
             yield  # closed meanwhile
             return
         timer = self._timers.pop(connection, None)
@@ -372,20 +372,20 @@ class Connections:
         for each in connections:
             await each.wait_opened()
 
-    def _wait(self, connection: Connection, timeout_s: float) -> None:
+    def _wait(self, connection: HttpConnection, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._timers[connection] = loop.call_later(timeout_s, self._expire, connection)
 
-    def _expire(self, connection: Connection) -> None:
+    def _expire(self, connection: HttpConnection) -> None:
         self.closed_early += 1
         self._close(connection)
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: HttpConnection) -> None:
         self.closed(connection)
         connection.abort()
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection: forwards its events to the protocol of the server, once it is open."""
 
     def __init__(self, connections: Connections, make: MakeProtocol) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import time
 from collections import deque
@@ -73,6 +74,7 @@ class Event(StrEnum):
     CONTROL_UNREADABLE = "control.unreadable"
     STORE_UNAVAILABLE = "models.store_unavailable"
     SCHEMAS_DELAYED = "schemas.delayed"
+    CLAIM_DELAYED = "claim.delayed"
     MODELS_RELOADED = "models.reloaded"
     MODELS_RELOAD_SLOW = "models.reload_slow"
     MODELS_RELOAD_FAILED = "models.reload_failed"
@@ -227,6 +229,12 @@ def _escape(logger: Any, method: str, line: EventDict) -> EventDict:
     }
 
 
+def _add_pid(logger: Any, method: str, line: EventDict) -> EventDict:
+    """Tell apart the lines of processes that share a stream; a processor of structlog."""
+    line.setdefault("pid", os.getpid())
+    return line
+
+
 def _write_escaped_traceback(stream: TextIO, exc_info: Any) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, exc_info)
@@ -242,6 +250,7 @@ def _renderers(*, for_people: bool) -> list[Processor]:
     # Local variables would put payloads and credentials into the log.
     transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [
+        _add_pid,
         structlog.processors.ExceptionRenderer(transformer),
         structlog.processors.JSONRenderer(),
     ]

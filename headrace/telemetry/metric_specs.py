@@ -118,7 +118,10 @@ RUNS = (
         "Time to gather the inputs of one run into its arrays.",
     ),
     MetricSpec(
-        "headrace_compute_duration_seconds", "histogram", _MODEL, "Duration of one run of a model."
+        "headrace_compute_duration_seconds",
+        "histogram",
+        ("model", "version"),
+        "Duration of one run of a model.",
     ),
     MetricSpec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
     MetricSpec(
@@ -224,6 +227,23 @@ ENDS = (
         "counter",
         ("outcome",),
         "Requests to the schema registry: ok, refused (by it), unavailable.",
+    ),
+    MetricSpec(
+        "headrace_claims",
+        "counter",
+        ("operation", "outcome"),
+        "Objects that claims refer to. Operation: fetch or put. Outcome: ok, refused (the object "
+        "is not there, or is another one), unavailable (its store was away), cancelled (the "
+        "deadline passed, or the request was cancelled or revoked).",
+    ),
+    MetricSpec(
+        "headrace_claim_bytes", "counter", ("operation",), "Bytes of these objects, if they are ok."
+    ),
+    MetricSpec(
+        "headrace_claim_seconds",
+        "counter",
+        ("operation",),
+        "Time for these objects, with all attempts.",
     ),
 )
 
@@ -446,6 +466,12 @@ PROCESS = (
         "histogram",
         (),
         "Lateness of a timer of the event loop, measured ten times a second.",
+    ),
+    MetricSpec(
+        "headrace_broker_requests",
+        "counter",
+        ("api",),
+        "Requests sent to brokers, by their name in Kafka's protocol.",
     ),
     MetricSpec(
         "headrace_heap_trimmed_bytes",

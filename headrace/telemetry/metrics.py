@@ -82,10 +82,14 @@ class Metrics:
         self.loop_lag = self._bulk("event_loop_lag_seconds", SECONDS)
         self._gateway_requests = self._bulk_counter("gateway_requests")
         self._gateway_duration = self._bulk("gateway_duration_seconds", SECONDS)
+        self._broker_requests = self._bulk_counter("broker_requests")
         self._register_rare()
 
     def _register_rare(self) -> None:
         self._schema_requests = self._counter("schema_requests")
+        self._claims = self._counter("claims")
+        self._claim_bytes = self._counter("claim_bytes")
+        self._claim_seconds = self._counter("claim_seconds")
         self._expired = self._counter("expired_requests")
         self._refused = self._counter("refused_requests")
         self._dead_letters = self._counter("dead_letters")
@@ -137,6 +141,10 @@ class Metrics:
     def passed_over(self, gap: Gap) -> None:
         """Count a gap in the log that cannot be read."""
         self._unreadable.labels(gap.code).inc(gap.end - gap.first)
+
+    def sent_to_broker(self, api: str) -> None:
+        """Count a request to a broker."""
+        self._broker_requests.add((api,), 1)
 
     def ended_at_door(self, door: str, status: str, duration_s: float) -> None:
         """Count a request that a gateway ended, with the status that its caller got."""
@@ -190,7 +198,7 @@ class Metrics:
             queued_s = max(0, request.batch.formed_us - request.ingested_us) / 1e6
             self._durations["queue_wait"].set_exemplar(labels, queued_s, trace_id, at_s)
             self._durations["compute_duration"].set_exemplar(
-                labels, request.batch.compute_us / 1e6, trace_id, at_s
+                (request.model, request.version), request.batch.compute_us / 1e6, trace_id, at_s
             )
 
     def formed(self, batch: Batch) -> None:
@@ -215,7 +223,7 @@ class Metrics:
         labels = model[:1]
         self._durations["batch_wait"].observe(labels, max(0, wait_us) / 1e6)
         self._durations["copy_duration"].observe(labels, max(0, copy_us) / 1e6)
-        self._durations["compute_duration"].observe(labels, compute_us / 1e6)
+        self._durations["compute_duration"].observe(model, compute_us / 1e6)
 
     def totals(self) -> dict[str, Any]:
         """Return the totals since the start, for `/status`."""
@@ -249,6 +257,12 @@ class Metrics:
     def schema_requested(self, outcome: str) -> None:
         """Count a request to the schema registry: `ok`, `refused` or `unavailable`."""
         self._schema_requests.labels(outcome).inc()
+
+    def claimed(self, operation: str, outcome: str, size_bytes: int, took_s: float) -> None:
+        """Count an object that a claim refers to, see `headrace.claims`."""
+        self._claims.labels(operation, outcome).inc()
+        self._claim_bytes.labels(operation).inc(size_bytes)
+        self._claim_seconds.labels(operation).inc(took_s)
 
     def rebalanced(self) -> None:
         """Count an assignment of partitions by the group."""

@@ -5,6 +5,10 @@ it. The process that needs the value reads that record by its offset. Where a mo
 done as soon as the request has arrived, so that the values of the next batch are read while a batch
 runs. Partitions do not wait for each other.
 
+The value of a request with a claim is not in its record, but in a store. It is fetched from there
+once more, after ingest has fetched it to check it; each by itself, so that no other request waits
+for its store.
+
 A record may be gone: retention or compaction removed it, or its topic was made anew, which its
 timestamp, key and size show. Its request then fails, and its caller can send it again.
 """
@@ -16,13 +20,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import structlog
 
+from headrace.claims.fetcher import ClaimFetcher
+from headrace.claims.stores import ClaimUnavailable
+from headrace.clock import wall_clock_us
 from headrace.crash_isolation.isolation import is_isolated
-from headrace.delivery.failures import REVOKED
+from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.errors import Code, Rejected, Retriable
 from headrace.log.errors import UnknownPartition
 from headrace.log.port import Log, Record, TopicPartition
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.primitives.stage_tasks import StageTasks
+from headrace.protocol.claims import refuse_claim
 from headrace.protocol.codec import restore_value
 from headrace.protocol.messages import Failure, IngestedRequest, Request
 from headrace.telemetry.logs import Event
@@ -52,6 +60,7 @@ class SourceValues:
         stage: the stage that needs values; failures of requests whose records are gone name it.
         has_run: called with isolated requests that end here because their records are gone.
         metrics: counts the values.
+        fetcher: fetches the objects of claims; None where none are allowed.
         tuning: tuning values.
     """
 
@@ -64,7 +73,9 @@ class SourceValues:
         has_run: Callable[[Sequence[Request]], None],
         metrics: Metrics,
         tuning: TransportTuning = TUNING.transport,
+        fetcher: ClaimFetcher | None = None,
     ) -> None:
+        self._fetcher = fetcher
         self._log = log_
         self._topic = topic
         self._is_needed = is_needed
@@ -107,6 +118,11 @@ class SourceValues:
         async with tasks:
             while (chunk := await inlet.receive()) is not None:
                 missing = self.missing(chunk)
+                if any(each.envelope.claim is not None for each in missing):
+                    chunk = await self._pass_claims(chunk, missing, tasks, outlet, ended)
+                    missing = self.missing(chunk)
+                if not chunk:
+                    continue
                 partition = chunk[0].partition
                 before = last.pop(partition, None)
                 if before is not None and before.done():
@@ -124,6 +140,25 @@ class SourceValues:
         outlet.close()
         if ended is not None:
             ended.close()
+
+    async def _pass_claims(
+        self,
+        chunk: list[Request],
+        missing: list[Request],
+        tasks: StageTasks,
+        outlet: Outlet[list[Request]],
+        ended: Outlet[list[Request]] | None,
+    ) -> list[Request]:
+        """Start to fetch the objects of claims; return the other requests of the chunk."""
+        claimed = {request for request in missing if request.envelope.claim is not None}
+        for request in claimed:
+            # A slow store delays no other request, nor one that cancels this one.
+            work = self._complete([request], [request], None, outlet, ended)
+            if is_isolated(request):
+                await work
+            else:
+                tasks.start(work, f"read-claim-{request.partition}")
+        return [request for request in chunk if request not in claimed]
 
     async def _complete(
         self,
@@ -155,6 +190,13 @@ class SourceValues:
         While no broker answers, this retries with back-off until cancelled, or until all requests
         that are read together are revoked: these fail as well, since nothing may run them.
         """
+        claimed = [request for request in requests if request.envelope.claim is not None]
+        if claimed:
+            requests = [request for request in requests if request.envelope.claim is None]
+            async with asyncio.TaskGroup() as tasks:
+                for request in claimed:
+                    name = f"read-claim-{request.partition}"
+                    tasks.create_task(self._fetch_claim(request), name=name)
         partitions: dict[int, list[Request]] = {}
         for request in requests:
             record = self._surplus.pop(request.partition, request.offset)
@@ -226,6 +268,29 @@ class SourceValues:
                 self._metrics.retried("fetch")
                 await pauses.sleep()
         return None
+
+    async def _fetch_claim(self, request: Request) -> None:
+        """Set the value of a request to the object of its claim, or fail the request."""
+        try:
+            if self._fetcher is None or request.envelope.claim is None:
+                raise refuse_claim("none, since claims.allowed is empty", "a claim")
+            claim = self._fetcher.read_claim(request.envelope.claim)
+            due_ms = request.envelope.deadline_ms
+            left_s = due_ms / 1000 - wall_clock_us() / 1e6
+            async with asyncio.timeout(left_s if due_ms else None):
+                content = await self._fetcher.fetch(claim)
+            restore_value(request, content)
+        except TimeoutError:
+            self._end_claim(request, deadline_exceeded(due_ms, 0.0, self._stage))
+        except ClaimUnavailable as error:
+            self._end_claim(request, Failure(Code.INTERNAL, str(error), self._stage))
+        except Rejected as error:
+            self._end_claim(request, rejection(error, self._stage))
+
+    def _end_claim(self, request: Request, failure: Failure) -> None:
+        request.referenced = 0
+        if request.failure is None:
+            request.fail(failure)
 
     def _restore(self, request: Request, record: Record, outcome: str) -> None:
         value = record.value or b""

@@ -1,4 +1,4 @@
-"""Answers that are the records of requests, with the outputs of the model in them."""
+"""Answers to payloads that are no tensors: the request's record with the outputs in it, or JSON."""
 
 from __future__ import annotations
 
@@ -11,18 +11,92 @@ import structlog
 from headrace.clock import Clock, wall_clock_us
 from headrace.delivery.failures import REVOKED, deadline_passed, rejection
 from headrace.errors import Code, Rejected, Retriable, describe_error
+from headrace.models.answers import BoxAnswers, ClassAnswers
 from headrace.models.inputs.framing import FramedSchemas
 from headrace.models.inputs.records import Records
+from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Pauses
 from headrace.protocol.codec import plain_value
-from headrace.protocol.headers import is_payload
-from headrace.protocol.messages import RECORD_ANSWER, Failure, Request, Tensor
+from headrace.protocol.headers import JSON, is_payload
+from headrace.protocol.messages import (
+    JSON_ANSWER,
+    RECORD_ANSWER,
+    Failure,
+    Request,
+    Tensor,
+    TensorMetadata,
+)
 from headrace.protocol.tensors import to_array
 from headrace.telemetry.logs import Event
 from headrace.topics import Stage
 from headrace.tuning import TUNING, ExecutorTuning
 
 log = structlog.get_logger(__name__)
+
+
+async def rewrite_answers(
+    requests: Sequence[Request],
+    version: ModelVersion,
+    tuning: ExecutorTuning = TUNING.executor,
+    clock: Clock = wall_clock_us,
+) -> None:
+    """Replace the outputs of requests that were payloads by what the version's model answers them.
+
+    A request whose answer cannot be written fails.
+    """
+    if version.answers is not None:
+        await _write_answers(requests, version, version.answers, tuning)
+    elif version.records is not None:
+        await pass_through(requests, version.records, tuning, clock)
+
+
+async def _write_answers(
+    requests: Sequence[Request],
+    version: ModelVersion,
+    answers: ClassAnswers | BoxAnswers,
+    tuning: ExecutorTuning,
+) -> None:
+    takes_json, batched = version.config.takes_json, version.signature.batched
+    chosen = [
+        request
+        for request in requests
+        if request.output_data is not None
+        and request.failure is None
+        and is_payload(request.envelope)
+        and (takes_json or request.envelope.content_type != JSON)
+    ]
+    size_bytes = sum([len(data) for request in chosen for data in request.output_data or ()])
+    rows = sum([request.rows for request in chosen])
+
+    def write_all() -> None:
+        for request in chosen:
+            outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
+            try:
+                if isinstance(answers, BoxAnswers):
+                    content_type = request.envelope.content_type
+                    answer = answers.write(outputs, bytes(_plain(request)), content_type)
+                else:
+                    answer = answers.write(outputs, batched=batched)
+            except Rejected as error:
+                _fail(request, rejection(error, Stage.EXECUTOR))
+            except Exception as error:  # noqa: BLE001 - one answer must not end the batch of others
+                text = f"answer: {describe_error(error)}"
+                _fail(request, Failure(Code.INTERNAL, text, Stage.EXECUTOR))
+            else:
+                _replace_outputs(request, JSON_ANSWER, answer)
+
+    is_quick = size_bytes <= tuning.inline_record_bytes and rows <= tuning.inline_answer_rows
+    if is_quick and not isinstance(answers, BoxAnswers):
+        write_all()
+    else:
+        await asyncio.to_thread(write_all)
+
+
+def _replace_outputs(
+    request: Request, metadata: tuple[TensorMetadata, ...], content: bytes
+) -> None:
+    element = struct.pack("<I", len(content)) + content
+    request.outputs = (Tensor(*metadata[0], element),)
 
 
 async def pass_through(
@@ -97,7 +171,7 @@ async def _learn(request: Request, framed: FramedSchemas, schema_id: int, clock:
 def _plain(request: Request) -> bytes | memoryview:
     plain = plain_value(request.value, request.envelope, TUNING.protocol.max_decompressed_bytes)
     if plain is None:
-        raise Rejected(Code.INTERNAL, "pass_through: expected the record of the request, got none")
+        raise Rejected(Code.INTERNAL, "expected the payload of the request, got none")
     return plain
 
 
@@ -111,8 +185,7 @@ def _pass_all_through(requests: Sequence[Request], records: Records) -> None:
             text = f"pass_through: {describe_error(error)}"
             _fail(request, Failure(Code.INTERNAL, text, Stage.EXECUTOR))
         else:
-            content = struct.pack("<I", len(record)) + record
-            request.outputs = (Tensor(*RECORD_ANSWER[0], content),)
+            _replace_outputs(request, RECORD_ANSWER, record)
 
 
 def _merge(request: Request, records: Records) -> bytes:

@@ -15,8 +15,8 @@ from functools import cache, partial
 import structlog
 
 from headrace.errors import ConfigurationError
-from headrace.models.loader import BackendLoader, Cores
-from headrace.models.registry import Change, Models
+from headrace.models.loader import BackendLoader
+from headrace.models.registry import Models, VersionChange
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
@@ -66,7 +66,6 @@ class ExecutorService:
         self._instruments = instruments
         self._loading: set[ModelVersion] = set()
         self._workers: set[Worker] = set()
-        self._cores = Cores.of_process()
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
@@ -79,11 +78,11 @@ class ExecutorService:
 
     async def run(self) -> None:
         """Run until the batches end; load and unload versions as they are added or removed."""
-        changes: asyncio.Queue[Change] = asyncio.Queue()
+        changes: asyncio.Queue[VersionChange] = asyncio.Queue()
         self._models.subscribe(changes.put_nowait)
         self._loading.update(self._models.catalog.versions(State.LOADING))
         for version in self._loading:
-            changes.put_nowait(Change("load", version))
+            changes.put_nowait(VersionChange("load", version))
         self._note_loaded(None)
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
@@ -93,7 +92,9 @@ class ExecutorService:
             self._announcer.close()
         self._answers.close()
 
-    async def _follow(self, changes: asyncio.Queue[Change], tasks: asyncio.TaskGroup) -> None:
+    async def _follow(
+        self, changes: asyncio.Queue[VersionChange], tasks: asyncio.TaskGroup
+    ) -> None:
         """Apply model changes: start serving added versions, release removed ones."""
         serving: dict[ModelVersion, list[BatchConsumer[ModelKey, Batch]]] = {}
         while True:
@@ -117,7 +118,7 @@ class ExecutorService:
         name = f"{version.name}-{version.version}"
         try:
             async with AsyncExitStack() as stack:
-                loader = BackendLoader(version, self._cores)
+                loader = BackendLoader(version, self._models.cores)
                 stack.callback(loader.release_cores)
                 instances = [
                     await stack.enter_async_context(

@@ -28,7 +28,7 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
 from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import DeadlinePassed, Instance
-from headrace.services.executor.passing_through import pass_through
+from headrace.services.executor.passing_through import rewrite_answers
 from headrace.services.executor.prefetch import (
     Prefetch,
     PreparedBatch,
@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 ModelKey = tuple[str, str]
 
 
-Outcome: TypeAlias = tuple[list[Request], list[Batch]]
+RunOutcome: TypeAlias = tuple[list[Request], list[Batch]]
 """Finished requests, and batches still to run."""
 
 
@@ -230,7 +230,7 @@ class Worker:
         if (
             not instance.runs_inline
             or self._gate.is_marking
-            or (version.records is not None and version.records.pass_through)
+            or version.rewrites_answers
             or is_isolated(batch.requests[0])
             or (version.batching_off and len(batch.requests) > 1)
             # Checked before the run: its answers could not wait in the caller's turn.
@@ -318,9 +318,8 @@ class Worker:
                 )
                 prefetch.start_prefetch(self._steady(), predicted_us)
             self._scatter(run, await self._run_watched(arrays))
-            records = version.records
-            if records is not None and records.pass_through:
-                await pass_through(run.requests, records, self._tuning, self._clock)
+            if version.rewrites_answers:
+                await rewrite_answers(run.requests, version, self._tuning, self._clock)
         except (Fatal, Retriable, DeadlinePassed):
             raise
         except Rejected as error:
@@ -488,8 +487,8 @@ class Worker:
 
 
 async def enter_and_run(
-    quarantine: Quarantine, prepared: PreparedBatch, run: Callable[[], Awaitable[Outcome]]
-) -> Outcome:
+    quarantine: Quarantine, prepared: PreparedBatch, run: Callable[[], Awaitable[RunOutcome]]
+) -> RunOutcome:
     """Enter the gate, run, and leave it; a run that is cancelled or raises does not leave it."""
     gate, requests = quarantine.gate, prepared.batch.requests
     if is_isolated(requests[0]):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from headrace.config import LimitSettings
 from headrace.delivery.failures import deadline_passed, poisoned_failure, rejection
@@ -19,6 +19,7 @@ from headrace.errors import Code, Rejected
 from headrace.log.port import Record
 from headrace.models.version import ModelVersion
 from headrace.protocol.ack import NULL_ACK
+from headrace.protocol.claims import Claim, refuse_claim
 from headrace.protocol.codec import callers_id, check_value, decode_request, plain_value
 from headrace.protocol.headers import (
     BY_CORRELATION,
@@ -64,6 +65,13 @@ class Admission(Protocol):
         ...
 
 
+class PendingClaim(NamedTuple):
+    """A request whose value is in a store, and the claim that refers to it."""
+
+    request: Request
+    claim: Claim
+
+
 @dataclass(frozen=True, slots=True)
 class IngestRules:
     """Models, limits and callbacks that records are checked against.
@@ -74,6 +82,9 @@ class IngestRules:
         transform_later: receives payloads whose transform is user code or may take long, to be run
             on a thread; without it they are transformed immediately.
         learn_later: receives payloads whose schemas must be fetched first.
+        read_claim: returns the claim in a header, or raises `Rejected`; see
+            `headrace.claims.fetcher.ClaimFetcher`. None where no claims are allowed.
+        fetch_later: receives claims.
         cache: layouts of the values that were decoded.
         copied_tensor_bytes, inline_record_bytes: see `headrace.tuning.IngestTuning`.
     """
@@ -84,6 +95,8 @@ class IngestRules:
     decompressor: ValueDecompressor | None = None
     transform_later: Callable[[PendingTransform], None] | None = None
     learn_later: Callable[[PendingTransform], None] | None = None
+    read_claim: Callable[[bytes], Claim] | None = None
+    fetch_later: Callable[[PendingClaim], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
     copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
     inline_record_bytes: int = TUNING.ingest.inline_record_bytes
@@ -199,7 +212,7 @@ def _is_plain(envelope: Envelope, now_us: int) -> bool:
     """Return True if the headers need no special handling and the deadline has not passed."""
     if envelope.fault is not None or envelope.cancels is not None or envelope.model:
         return False
-    if envelope.content_encoding:
+    if envelope.content_encoding or envelope.claim is not None:
         return False
     deadline_ms = envelope.deadline_ms
     in_time = not deadline_ms or now_us < deadline_ms * 1000
@@ -260,18 +273,79 @@ def _decode(
             request.version = ""
             ack_handle.resize(size_bytes - len(value or b""))
             return request
-    if envelope.content_encoding and envelope.fault is None:
+    if envelope.fault is not None:
+        _refuse(request, Rejected(Code.INVALID_REQUEST, envelope.fault), value)
+        return request
+    if envelope.claim is not None:
+        return _take_claim(request, envelope.claim, rules)
+    if envelope.content_encoding:
         return _decode_compressed(request, value, rules)
+    _decode_plain(request, ack_handle, rules)
+    return request
+
+
+def _decode_plain(request: Request, ack_handle: InFlightAck, rules: IngestRules) -> None:
+    value, envelope = request.value, request.envelope
     try:
-        if envelope.fault is not None:
-            raise Rejected(Code.INVALID_REQUEST, envelope.fault)
         _bind_value(request, value, envelope, rules)
     except Rejected as error:
         _refuse(request, error, value)
     if envelope.content_type not in MSGPACK_TYPES:
         # These tensors are no views of the value, so they take memory besides it.
         ack_handle.resize(ack_handle.size_bytes + request.size_bytes)
+
+
+def _take_claim(request: Request, header: bytes, rules: IngestRules) -> Request:
+    """Check a claim, and leave its object to be fetched; return the request."""
+    envelope = request.envelope
+    try:
+        if rules.read_claim is None or rules.fetch_later is None:
+            raise refuse_claim("none, since claims.allowed is empty", "a claim")
+        if request.value:
+            raise refuse_claim("a record without a value", f"{len(request.value)} bytes")
+        if not envelope.model:
+            # Its share of the budget is charged before the object is here.
+            raise refuse_claim("a header x-model beside it", "none")
+        version = rules.models.lookup(envelope.model, envelope.version or None)
+        claim = rules.read_claim(header)
+    except Rejected as error:
+        _refuse(request, error, None)
+        return request
+    request.model, request.version = version.name, version.version
+    request.value = None  # not an empty one: this is how it shows that the object is not here
+    rules.fetch_later(PendingClaim(request, claim))
     return request
+
+
+def decode_claimed(
+    request: Request,
+    rules: IngestRules,
+    unlearnt: list[PendingTransform],
+    pending: list[PendingTransform],
+) -> int:
+    """Decode the object of a claim, which is the value of its request. Any thread may do this.
+
+    Args:
+        request: with the object as its value.
+        rules: `limits.max_request_bytes` is the limit of claims.
+        unlearnt: receives payloads whose schemas must be fetched first.
+        pending: receives payloads whose transforms are for a thread of their own.
+
+    Returns:
+        The bytes that the request holds besides the object.
+    """
+    value, envelope = request.value, request.envelope
+    plain: bytes | memoryview | None = None
+    own = replace(rules, learn_later=unlearnt.append, transform_later=pending.append)
+    try:
+        plain = plain_value(value, envelope, rules.limits.max_request_bytes)
+        _bind_value(request, plain, envelope, own)
+    except Rejected as error:
+        _refuse(request, error, plain)
+        return 0
+    if envelope.content_type in MSGPACK_TYPES:
+        return 0 if plain is value else len(plain or b"")
+    return request.size_bytes
 
 
 def _decode_compressed(request: Request, value: bytes | None, rules: IngestRules) -> Request:
@@ -369,20 +443,20 @@ def _bind_value(
 ) -> None:
     content_type = envelope.content_type
     if content_type not in DECODED_TYPES or (
-        content_type == JSON and envelope.model and _takes_records(envelope, rules)
+        content_type == JSON and envelope.model and _takes_json(envelope, rules)
     ):
         _bind_payload(request, value, envelope, rules)
     else:
         _bind(request, value, envelope, rules)
 
 
-def _takes_records(envelope: Envelope, rules: IngestRules) -> bool:
-    """Return True if JSON for the model in `x-model` is a record and not a map of tensors."""
+def _takes_json(envelope: Envelope, rules: IngestRules) -> bool:
+    """Return True if JSON for the model in `x-model` is a payload and not a map of tensors."""
     try:
         version = rules.models.lookup(envelope.model, envelope.version or None)
     except Rejected:
         return False
-    return version.config.record is not None
+    return version.config.takes_json
 
 
 def _bind(
@@ -419,21 +493,16 @@ def _bind_payload(
 ) -> None:
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
-    config = version.config
     if rules.learn_later is not None and find_unknown(version, payload) is not None:
         rules.learn_later(PendingTransform(request, version, payload, envelope.content_type))
         return
-    is_slow = config.transform == "python" or (
-        version.records is not None
-        and (
-            len(payload) > rules.inline_record_bytes
-            or version.records.expands(envelope.content_type)
-        )
-    )
-    if rules.transform_later is not None and is_slow:
-        rules.transform_later(PendingTransform(request, version, payload, envelope.content_type))
+    content_type, inline_bytes = envelope.content_type, rules.inline_record_bytes
+    if rules.transform_later is not None and version.transform.is_slow(
+        payload, content_type, inline_bytes
+    ):
+        rules.transform_later(PendingTransform(request, version, payload, content_type))
         return
-    _set_inputs(request, version, version.transform(payload, envelope.content_type))
+    _set_inputs(request, version, version.transform(payload, content_type))
 
 
 def _set_inputs(request: IngestedRequest, version: ModelVersion, inputs: list[InputTensor]) -> None:

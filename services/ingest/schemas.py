@@ -14,13 +14,14 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from headrace.clock import Clock
-from headrace.delivery.budget import Claim, Usage
+from headrace.delivery.budget import Share, Usage
 from headrace.delivery.failures import REVOKED, deadline_passed
 from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Rejected, Retriable
 from headrace.models.inputs.framing import FramedSchemas
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Pauses
+from headrace.protocol.messages import Request
 from headrace.services.ingest.transforms import PendingTransform
 from headrace.telemetry.logs import Event
 from headrace.topics import Stage
@@ -115,7 +116,7 @@ class SchemaWaits:
         self._changed.set()
         for payloads in self._waiting.values():
             for payload in payloads:
-                _leave_in_log(payload)
+                leave_in_log(payload.request)
         self._waiting.clear()
         await self._idle.wait()
 
@@ -203,14 +204,14 @@ def _framed(version: ModelVersion) -> FramedSchemas:
     return version.records.framed
 
 
-def _leave_in_log(payload: PendingTransform) -> None:
-    request = payload.request
+def leave_in_log(request: Request) -> None:
+    """Leave a request that waits unanswered in the log, for the next owner of its partition."""
     ack_handle = request.ack_handle
     assert isinstance(ack_handle, InFlightAck)
     if ack_handle.revoked:
         ack_handle.ack()
         return
-    if ack_handle.claim is not None:
-        ack_handle.claim.charge(-ack_handle.size_bytes)
+    if ack_handle.share is not None:
+        ack_handle.share.charge(-ack_handle.size_bytes)
     # Nothing reads it again here, so it waits for no room.
-    ack_handle.defer(Claim(Usage(), None), request.rows, request.envelope)
+    ack_handle.defer(Share(Usage(), None), request.rows, request.envelope)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from headrace.claims.fetcher import ClaimFetcher
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
@@ -24,8 +25,10 @@ from headrace.errors import Rejected
 from headrace.log.port import Record
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import IngestedRequest, Request
+from headrace.services.ingest.claims import Claimed, ClaimWaits, charge
 from headrace.services.ingest.decode import (
     IngestRules,
+    PendingClaim,
     bind_decompressed,
     bind_transformed,
     cancels_another,
@@ -48,6 +51,7 @@ class IngestService:
     Args:
         items: receives the requests that can run.
         answers: receives the requests that cannot, with their failures.
+        fetcher: fetches the values that are in stores; None where no claims are allowed.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class IngestService:
         rules: IngestRules,
         instruments: Instruments,
         tuning: IngestTuning = TUNING.ingest,
+        fetcher: ClaimFetcher | None = None,
     ) -> None:
         self._tuning = tuning
         self._source = source
@@ -67,16 +72,31 @@ class IngestService:
         self._unlearnt: list[PendingTransform] = []
         self._schemas = SchemaWaits(self._finish_waiting, instruments.clock)
         self._decompressor = ValueDecompressor(rules.limits, tuning)
+        self._unfetched: list[PendingClaim] = []
+        self._claims: ClaimWaits | None = None
+        if fetcher is not None:
+            self._claims = ClaimWaits(
+                fetcher,
+                rules,
+                self._finish_claimed,
+                source.tracker.budget,
+                source.freed,
+                instruments.clock,
+                tuning,
+            )
         self._rules = replace(
             rules,
             decompressor=self._decompressor,
             transform_later=self._pending.append,
             learn_later=self._unlearnt.append,
+            read_claim=None if fetcher is None else fetcher.read_claim,
+            fetch_later=self._unfetched.append,
         )
         self._transforms = TransformThread(tuning)
         self._transforming = asyncio.Lock()
         self._tracing = instruments.tracing
         self._clock = instruments.clock
+        self._metrics = instruments.metrics
 
     async def run(self) -> None:
         """Run until the source stops reading."""
@@ -95,6 +115,8 @@ class IngestService:
                 is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
                 pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
                 await asyncio.sleep(len(read) * pause_s)
+        if self._claims is not None:
+            await self._claims.close()
         await self._schemas.close()
         self._decompressor.close()
         self._transforms.close()
@@ -105,8 +127,16 @@ class IngestService:
         """Fetch the schemas that payloads wait for, until `run` has ended."""
         await self._schemas.run()
 
+    async def fetch_claims(self) -> None:
+        """Fetch the values that are in stores, until `run` has ended."""
+        if self._claims is not None:
+            await self._claims.run()
+
     async def _finish(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
         """Run the transforms that requests wait for, and send on all whose values are complete."""
+        unfetched: list[PendingClaim] = []
+        if self._claims is not None:
+            requests, unfetched = await self._take_claims(polled, requests, self._claims)
         waiting = {id(request) for request in self._decompressor.waiting}
         waiting.update(id(payload.request) for payload in self._pending)
         unlearnt = self._unlearnt[:]
@@ -118,26 +148,29 @@ class IngestService:
         self._trace(complete)
         if unlearnt:
             await self._await_schemas(polled, unlearnt)
-        if self._pending:
-            payloads = self._pending[:]
-            self._pending.clear()
-            complete += await self._transform(payloads)
+        await self._pass_on(polled, complete)
+        payloads = self._pending[:]
+        self._pending.clear()
+        while payloads:
+            transformed = await self._transform(payloads)
+            payloads = payloads[len(transformed) :]
+            await self._pass_on(polled, transformed)
+        if self._claims is not None and unfetched:
+            # Last, so that other requests do not wait for room for these.
+            await self._reserve_claims(polled, unfetched, self._claims)
+
+    def _trace(self, requests: Sequence[Request]) -> None:
+        if self._tracing is not None:
+            self._tracing.ingested(requests, self._clock())
+
+    async def _pass_on(self, polled: PolledRecords, complete: list[Request]) -> None:
+        """Send requests on; those of models over their share of the budget wait for room."""
         runnable = [request for request in complete if request.failure is None]
         ended: list[Request] = []
         if len(runnable) != len(complete):
             ended = [request for request in complete if request.failure is not None]
         if polled.isolation is not None:
             polled.isolation.isolate(runnable)
-        await self._pass_on(polled, runnable, ended)
-
-    def _trace(self, requests: Sequence[Request]) -> None:
-        if self._tracing is not None:
-            self._tracing.ingested(requests, self._clock())
-
-    async def _pass_on(
-        self, polled: PolledRecords, runnable: list[Request], ended: list[Request]
-    ) -> None:
-        """Send requests on; those of models over their share of the budget wait for room."""
         deferral = self._source.deferral
         over_share: list[Request] = []
         if deferral is not None and runnable:
@@ -168,6 +201,76 @@ class IngestService:
             return refuse_compressed(request, error)
         return bind_decompressed(request, plain, self._rules)
 
+    async def _take_claims(
+        self, polled: PolledRecords, requests: Sequence[Request], claims: ClaimWaits
+    ) -> tuple[list[Request], list[PendingClaim]]:
+        """Split requests into (others, those whose objects are to be fetched), and end those that
+        are cancelled. An isolated request is returned with its object.
+        """
+        left = [
+            request
+            for request in requests
+            if request.envelope.cancels is None or not self._cancel_claims(request, claims)
+        ]
+        unfetched = self._unfetched[:]
+        self._unfetched.clear()
+        if not unfetched:
+            return left, unfetched
+        waiting = {pending.request for pending in unfetched}
+        left = [request for request in left if request not in waiting]
+        if not polled.is_isolated:
+            return left, unfetched
+        # Nothing else runs until it has been answered.
+        for pending in unfetched:
+            claimed = await claims.fetch_alone(pending)
+            self._unlearnt += claimed.unlearnt
+            self._pending += claimed.pending
+            left.append(claimed.request)
+        return left, []
+
+    async def _reserve_claims(
+        self, polled: PolledRecords, unfetched: Sequence[PendingClaim], claims: ClaimWaits
+    ) -> None:
+        """Let requests wait for their objects, as far as their models' shares have room."""
+        deferral = self._source.deferral
+        if deferral is None:
+            for pending in unfetched:
+                claims.add(pending, is_charged=False)
+            return
+        # One after the other: charged together, they would leave no room for what fits.
+        for pending in unfetched:
+            charge(pending, 1)
+            chosen, over_share, late = deferral.charge(
+                [pending.request], is_reread=polled.is_reread
+            )
+            if over_share:
+                chosen += await deferral.wait_for_room(over_share)
+            if chosen:
+                claims.add(pending, is_charged=True)
+            if late:
+                charge(pending, -1)
+                await self._answers.send(late)
+
+    def _cancel_claims(self, cancelling: Request, claims: ClaimWaits) -> bool:
+        """End the cancelled requests that wait for their objects; return False if none does."""
+        ended = claims.cancel(cancelling)
+        if ended:
+            self._metrics.cancelled(1, ended)
+        return ended > 0
+
+    async def _finish_claimed(self, claimed: Claimed) -> None:
+        """Pass on a request whose object is here, or that has ended."""
+        request = claimed.request
+        for payload in claimed.unlearnt:
+            _charge_decompressed(payload, 1)
+            self._schemas.add(payload)
+            return
+        if claimed.pending:
+            await self._transform(claimed.pending)
+        else:
+            self._trace([request])
+        await (self._items if request.failure is None else self._answers).send([request])
+
     async def _await_schemas(
         self, polled: PolledRecords, payloads: Sequence[PendingTransform]
     ) -> None:
@@ -193,29 +296,30 @@ class IngestService:
 
     async def _finish_waiting(self, payloads: Sequence[PendingTransform]) -> None:
         """Transform payloads whose schemas are known, and pass their requests on."""
-        for some in _chunks(payloads, self._tuning.max_records_at_once):
+        for chunk in _chunks(payloads, self._tuning.max_records_at_once):
+            some = chunk
             for payload in some:
                 _charge_decompressed(payload, -1)
-            requests = await self._transform(some)
-            runnable = [request for request in requests if request.failure is None]
-            ended = [request for request in requests if request.failure is not None]
-            # They are charged to their models' shares already.
-            if ended:
-                await self._answers.send(ended)
-            if runnable:
-                await self._items.send(runnable)
+            while some:
+                requests = await self._transform(some)
+                some = some[len(requests) :]
+                runnable = [request for request in requests if request.failure is None]
+                ended = [request for request in requests if request.failure is not None]
+                # They are charged to their models' shares already.
+                if ended:
+                    await self._answers.send(ended)
+                if runnable:
+                    await self._items.send(runnable)
 
     async def _transform(self, payloads: Sequence[PendingTransform]) -> list[Request]:
-        """Run pending transforms; return their requests."""
-        runnable = [
-            payload
-            for payload in payloads
-            if payload.error is None and payload.request.failure is None
-        ]
+        """Run pending transforms; return the requests of the first of them.
+
+        The inputs that were made are charged to the budget here, and to their models' shares when
+        the requests are passed on; the others' are not made before that.
+        """
         async with self._transforming:
-            if runnable:
-                await self._transforms.run(runnable)
-        requests = [bind_transformed(payload) for payload in payloads]
+            done = await self._transforms.run(payloads)
+        requests = [bind_transformed(payload) for payload in payloads[:done]]
         self._trace(requests)
         return requests
 

@@ -63,8 +63,9 @@ class TransformThread:
         self._current: PendingTransform | None = None
         self._since_s = 0.0
 
-    async def run(self, payloads: Sequence[PendingTransform]) -> None:
-        """Transform payloads, one after the other.
+    async def run(self, payloads: Sequence[PendingTransform]) -> int:
+        """Transform payloads, one after the other, until their inputs have `transformed_bytes`;
+        return how many of them have ended. Those that failed before are passed over.
 
         Raises:
             Fatal: a transform did not end when it was interrupted.
@@ -83,7 +84,8 @@ class TransformThread:
                     "interrupted"
                 )
             self._interrupt(payload)
-        done.result()
+        count: int = done.result()
+        return count
 
     def close(self) -> None:
         """End the thread after the payloads it was given."""
@@ -108,9 +110,16 @@ class TransformThread:
 
     # --- on the thread ---------------------------------------------------------------------------
 
-    def _transform_all(self, payloads: Sequence[PendingTransform]) -> None:
+    def _transform_all(self, payloads: Sequence[PendingTransform]) -> int:
+        done = made_bytes = 0
         for payload in payloads:
-            self._transform(payload)
+            if payload.error is None and payload.request.failure is None:
+                self._transform(payload)
+            made_bytes += sum(len(given.data) for given in payload.inputs or ())
+            done += 1
+            if made_bytes >= self._tuning.transformed_bytes:
+                break
+        return done
 
     def _transform(self, payload: PendingTransform) -> None:
         self._since_s = time.monotonic()

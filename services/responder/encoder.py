@@ -62,6 +62,7 @@ class AnswerEncoder:
             if request.envelope.answer_encoding
             and request.output_data is not None
             and request.compressed is None
+            and request.stored is None
         ]
         if not chosen:
             return
@@ -99,8 +100,14 @@ class AnswerEncoder:
                 request.fail(late)
         fine = [request for request in requests if request.failure is None]
         # A list: unlike the steps of a generator, its steps are not calls.
-        if [request for request in fine if request.compressed]:
-            values = [request.compressed or encode_response(request, now_us) for request in fine]
+        values: Sequence[bytes | None]
+        if [request for request in fine if request.compressed or request.stored]:
+            values = [
+                None
+                if request.stored is not None
+                else request.compressed or encode_response(request, now_us)
+                for request in fine
+            ]
         else:
             values = encode_responses(fine, now_us)
         headers = answers_headers(fine, "ok", self._routes.requests)
@@ -149,11 +156,13 @@ class AnswerEncoder:
 
     def encode_dead_letter(self, request: Request) -> NewRecord:
         """Return the dead letter of a request that has one."""
-        failure = request.failure
+        failure, value = request.failure, request.value
         assert failure is not None
+        if request.envelope.claim is not None:
+            value = None  # the record had the reference, and its headers still do
         return NewRecord(
             request.key,
-            None if request.value is None else bytes(request.value),
+            None if value is None else bytes(value),
             dead_letter_headers(request, failure, self._routes.requests),
         )
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
+from headrace.claims.putter import ClaimPutter
+from headrace.config import AnswerSettings
 from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import InFlightAck
 from headrace.delivery.offset_store import OffsetStore
@@ -22,6 +24,7 @@ from headrace.log.port import Producer
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.messages import Request, TensorMetadata
 from headrace.services.responder.at_least_once import AtLeastOnce
+from headrace.services.responder.claims import AnswerClaims
 from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.services.responder.ordered import OrderBy, OrderedStep, PartitionSequencer
 from headrace.services.responder.routing import ReplyTopics, Routes, choose_partition
@@ -43,6 +46,8 @@ class Delivery(NamedTuple):
         transactions: partition transactions, for exactly once.
         order_by: the scope in which answers keep their order.
         transaction_timeout_s: timeout of a transaction, for exactly once.
+        putter: puts large answers into a store; None if all are in their records.
+        answers: when it does.
     """
 
     offset_store: OffsetStore
@@ -50,6 +55,8 @@ class Delivery(NamedTuple):
     transactions: PartitionTransactions | None = None
     order_by: OrderBy = "none"
     transaction_timeout_s: float = TUNING.responder.transaction_timeout_s
+    putter: ClaimPutter | None = None
+    answers: AnswerSettings = AnswerSettings()
 
 
 class ResponderService:
@@ -77,6 +84,16 @@ class ResponderService:
         self._reply_topics = ReplyTopics(producer, self._resolved, tuning)
         self._sequencer: PartitionSequencer | None = None
         self._answers = self._make_answers(producer, delivery)
+        self._claims: AnswerClaims | None = None
+        if delivery.putter is not None:
+            self._claims = AnswerClaims(
+                delivery.putter,
+                delivery.answers,
+                routes.requests,
+                self._answer_stored,
+                self._tasks,
+                instruments.clock,
+            )
 
     def _make_answers(
         self, producer: Producer, delivery: Delivery
@@ -148,6 +165,8 @@ class ResponderService:
         """Run until all writers are closed and every request is acknowledged."""
         async with self._tasks:
             await self._writers.closed()
+        if self._claims is not None:
+            self._claims.close()
 
     def revoked(self) -> None:
         """Drop waiting requests whose ack handles have been revoked."""
@@ -185,11 +204,19 @@ class ResponderService:
 
     def _answer(self, unanswered: list[Request], repeated: list[Request]) -> None:
         """Start to write the answers, and ack the requests that were answered already."""
+        if self._claims is not None:
+            unanswered = self._claims.take(unanswered)
         if addressed := self._address(unanswered):
             self._answers.submit(addressed)
         for request in repeated:
             self._metrics.duplicates.inc()
             request.ack_handle.ack()
+
+    async def _answer_stored(self, request: Request) -> None:
+        """Write the answer of a request whose value is in a store, or that failed."""
+        await self._answers.wait_for_room()
+        if addressed := self._address(drop_revoked([request], self._metrics)):
+            self._answers.submit(addressed)
 
     def _address(self, requests: Iterable[Request]) -> RequestsByTarget:
         """Group requests by target partition; leave out those whose topic is being looked up."""

@@ -164,7 +164,7 @@ async def test_killed_leader_and_coordinator_loses_no_request(
         await in_sync(cluster, unique_name)
         coordinator = await _coordinator(cluster.bootstrap_servers, unique_name)
         cluster.kill_node(coordinator)
-        await traffic.flows(200)
+        await traffic.flows(50)
         moved_to = await _coordinator(cluster.bootstrap_servers, unique_name)
         await cluster.start_node(coordinator)
         await traffic.all_answered()
@@ -207,7 +207,7 @@ async def test_leaderless_reply_partition_delays_no_other_answers(
         await traffic.flows()
         for _ in range(3):
             await traffic.send_one(reply)
-            await traffic.flows(100)
+            await traffic.flows(50)
         await cluster.start_node(lost)
         log = KafkaLog(KafkaSettings(bootstrap_servers=servers))
         async with log, log.reader([mine]) as reader:
@@ -231,7 +231,7 @@ async def test_slow_dropping_network_loses_no_request(
         ),
     ):
         cluster.proxy.delay_s = 0.2
-        await traffic.flows(100)
+        await traffic.flows(50)
         cluster.proxy.delay_s = 0.0
         for _ in range(3):
             await cluster.proxy.cut()

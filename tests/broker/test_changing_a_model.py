@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import tritonclient.http as triton
 
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, headrace
@@ -69,7 +71,7 @@ async def test_commands_of_page_change_two_processes(
         status = json.loads(await headrace(["models", "status", "--json"], settings))
     assert status["models"] == {"digits": {"versions": ["1"], "default": "1"}}
     assert status["followed"]
-    assert [report["generation"] for report in status["processes"].values()] == [7, 7]
+    assert [report["generation"] for report in status["processes"].values()] == [8, 8]
     history = json.loads(printed[-1])
     assert [(each["action"], each["why"]) for each in history] == [
         ("load", "first release"),
@@ -78,6 +80,7 @@ async def test_commands_of_page_change_two_processes(
         ("default", "ticket 4711"),
         ("label", ""),
         ("unload", ""),
+        ("load", "ticket 4712"),
         ("rollback", "worse on night images"),
     ]
 
@@ -112,3 +115,39 @@ async def test_version_that_is_not_there_is_refused(
     with pytest.raises(AssertionError, match="expected one of the repository, 1, 2, got 7"):
         await headrace(["models", "load", "digits", "7"], settings)
     assert await headrace(["models", "history", "--json"], settings) == "[]\n"
+
+
+@pytest.mark.timeout(120)
+async def test_triton_clients_at_two_processes_change_both(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path
+) -> None:
+    """A load is answered when both serve it; of two at once the one that loses is told who won."""
+    settings = settings_of_page(kafka, unique_name, tmp_path)
+    settings["HEADRACE_TELEMETRY__MODEL_CHANGES"] = "anyone"
+    await headrace(["topics", "create"], settings)
+    every = "ingest,batcher,executor,responder"
+
+    def load(process: Process, version: int) -> str:
+        config = {"version_policy": {"specific": {"versions": [version]}}}
+        with triton.InferenceServerClient(
+            f"127.0.0.1:{process.http_port}", network_timeout=60
+        ) as client:
+            try:
+                client.load_model("digits", config=json.dumps(config))
+            except triton.InferenceServerException as error:
+                return str(error)
+        return ""
+
+    async with Process(every, settings) as one, Process(every, settings) as other:
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(asyncio.to_thread(load, process, version))
+                for process, version in ((one, 1), (other, 2))
+            ]
+        served = [json.loads(await each.get("/v2/models/digits")) for each in (one, other)]
+
+    lost = [call.result() for call in calls if call.result()]
+    assert len(lost) < 2
+    assert all("409" in each and "expected generation" in each for each in lost)
+    assert served[0]["versions"][-1:] == served[1]["versions"][-1:]
+    assert served[0]["versions"]

@@ -9,10 +9,10 @@ import pytest
 from headrace.config import KafkaSettings
 from headrace.log.errors import TopicForbidden
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.kafka.producer import KafkaProducer
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import AUTHORIZER, Operation, allow_only
+from tests.support.aiokafka_tasks import sending_tasks
 from tests.support.logs import read, values, write
 
 TOPICS = ("open", "readable", "hidden")
@@ -37,8 +37,7 @@ async def log(kafka_installed: None) -> AsyncIterator[KafkaLog]:
 async def test_forbidden_topic_is_refused_and_producer_is_kept(log: KafkaLog) -> None:
     """Whether it may be seen or not; what else is sent goes through the same connection."""
     async with log.producer() as producer, log.reader([OPEN]) as reader:
-        assert isinstance(producer, KafkaProducer)
-        before = producer._sender.current
+        before = sending_tasks()
         await write(producer, OPEN, b"before")
         for forbidden in (READABLE, HIDDEN):
             with pytest.raises(TopicForbidden, match=f"not allowed .* topic {forbidden.topic}"):
@@ -46,7 +45,7 @@ async def test_forbidden_topic_is_refused_and_producer_is_kept(log: KafkaLog) ->
         await write(producer, OPEN, b"after")
 
         assert values(await read(reader, 2)) == [b"before", b"after"]
-        assert producer._sender.current is before
+        assert sending_tasks() == before
 
 
 async def test_partitions_of_read_only_topic_are_known(log: KafkaLog) -> None:

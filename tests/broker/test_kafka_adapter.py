@@ -15,15 +15,15 @@ from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge
-from headrace.log.kafka._aiokafka import fetching_task
-from headrace.log.kafka.consumer import KafkaMember, KafkaReader
+from headrace.log.kafka.consumer import KafkaMember
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.kafka.producer import KafkaProducer
-from headrace.log.kafka.topic_cache import TopicLimits
+from headrace.log.kafka.producer import Acknowledgement
 from headrace.log.port import Committed, NewRecord, Record, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
+from tests.support.aiokafka_tasks import fetching_tasks, sending_tasks
 from tests.support.conditions import eventually
+from tests.support.limits import lower_limit
 from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write, write_to
 
 CLOSE_S = 7.0
@@ -184,12 +184,10 @@ async def test_broker_silence_shows_as_age_of_last_contact(
 async def test_lowered_topic_limit_is_noticed(kafka: LocalKafka, unique_name: str) -> None:
     """When the broker refuses a batch for its size after all, what follows is sent nevertheless."""
     async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
-        partition = await make_topic(log, unique_name, max_message_bytes="10000")
+        partition = await make_topic(log, unique_name)
         async with log.producer() as producer, log.reader([partition]) as reader:
-            assert isinstance(producer, KafkaProducer)
             await write(producer, partition, b"before")
-            stale = TopicLimits(limit_bytes=1_000_000, needs_key=False)
-            producer._topics._limits.put(unique_name, stale, time.monotonic() + 60)
+            await lower_limit(kafka, partition, 10_000)
             with pytest.raises(RecordTooLarge):
                 await write(producer, partition, bytes(20_000))
             await write(producer, partition, b"after")
@@ -254,10 +252,8 @@ async def test_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) -> N
     async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
         partition = await make_topic(log, unique_name)
         async with log.producer() as producer:
-            assert isinstance(producer, KafkaProducer)
             await write(producer, partition, b"before")
-            assert producer._sender.current is not None
-            task = producer._sender.current._sender.sender_task
+            (task,) = sending_tasks()
             task.cancel()
             await asyncio.wait([task])
             await write(producer, partition, b"after")
@@ -273,7 +269,10 @@ async def test_concurrent_small_sends_share_batches(kafka: LocalKafka, unique_na
             for sent in runs:
                 await sent.acknowledged
         assert sum(sent.size for sent in runs) == 300
-        batches = {sent.acknowledged._ended for sent in runs}  # type: ignore[attr-defined]  # Kafka's
+        batches = set()
+        for sent in runs:
+            assert isinstance(sent.acknowledged, Acknowledgement)
+            batches.add(sent.acknowledged.ended)
         assert len(batches) < 30
 
 
@@ -314,8 +313,7 @@ async def test_ended_fetching_raises(kafka: LocalKafka, unique_name: str) -> Non
     async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
         partition = await make_topic(log, unique_name)
         async with log.reader([partition]) as reader:
-            assert isinstance(reader, KafkaReader)
-            task = fetching_task(reader._consumer)
+            (task,) = fetching_tasks()
             task.cancel()
             await asyncio.wait([task])
             with pytest.raises(LogRefused, match="reading has ended"):

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
+from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
@@ -220,7 +221,8 @@ async def test_certificate_file_without_certificates_is_named(
 
 async def test_log_representation_shows_no_secret(kafka_scram_tls: LocalKafka) -> None:
     """Neither the log nor its parts print the password."""
-    async with KafkaLog(secure(kafka_scram_tls)) as log, log.producer() as producer:
-        parts = [log, log._connection, producer, log.reader([])]
+    settings = secure(kafka_scram_tls)
+    async with KafkaLog(settings) as log, log.producer() as producer:
+        parts = [log, Connection(settings), producer, log.reader([])]
         text = " ".join(f"{part!r} {part!s}" for part in parts)
     assert SCRAM_PASSWORD not in text

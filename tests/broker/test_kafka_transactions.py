@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
+from aiokafka.errors import KafkaError
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import (
@@ -16,16 +17,21 @@ from headrace.log.errors import (
     TopicForbidden,
     TransactionTimedOut,
 )
+from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.consumer import KafkaMember
+from headrace.log.kafka.errors import in_port_words
 from headrace.log.kafka.log import KafkaLog
+from headrace.log.kafka.producer import RecordBatch
 from headrace.log.kafka.topic_cache import TopicLimits
-from headrace.log.kafka.transactions import KafkaTransactionalProducer
+from headrace.log.kafka.transactions import ProducerEpoch
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
 from tests.support.conditions import eventually
+from tests.support.limits import lower_limit
 from tests.support.logs import RecordingListener, polling, read, values
 
+ROOMY = TopicLimits(limit_bytes=1_000_000, needs_key=False)
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -53,32 +59,48 @@ async def partitions(log: KafkaLog, unique_name: str) -> tuple[TopicPartition, T
     return TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
 
 
+@asynccontextmanager
+async def epoch_of(
+    cluster: LocalKafka, transactional_id: str, timeout_ms: int
+) -> AsyncIterator[ProducerEpoch]:
+    """An entered epoch, whose transactions the broker ends after this time."""
+    settings = KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)
+    client = await Connection(settings).open_client()
+    epoch = ProducerEpoch(client, transactional_id, timeout_ms, settings.request_timeout_ms)
+    try:
+        await epoch.enter()
+        yield epoch
+    finally:
+        await epoch.close()
+
+
 async def test_transaction_ended_by_broker_keeps_membership(
-    log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
+    kafka: LocalKafka,
+    log: KafkaLog,
+    partitions: tuple[TopicPartition, TopicPartition],
+    unique_name: str,
 ) -> None:
     """Its producer is fenced as by a successor, and the group tells the difference."""
     answers, _ = partitions
     listener = RecordingListener()
-    producer = log.transactional_producer(unique_name, unique_name)
-    assert isinstance(producer, KafkaTransactionalProducer)
+    late = RecordBatch(answers, ROOMY, codec=0, max_bytes=1000, is_transactional=True)
+    late.add([NewRecord(None, b"late")], 0)
     async with (
         log.member(unique_name, [unique_name], listener) as member,
         polling(member, []),
         log.reader([answers]) as reader,
-        producer,
+        epoch_of(kafka, unique_name, timeout_ms=1000) as epoch,
     ):
         await eventually(lambda: listener.held)
-        theirs = producer._require_usable()
-        late = await producer._pack(theirs.client, {answers: [NewRecord(None, b"late")]})
-        await theirs.write(late, unique_name, {})
+        await epoch.write([[late]], unique_name, {})
 
         async def is_aborted() -> bool:
             return await reader.end_offsets([answers]) == {answers: 2}
 
         await eventually(is_aborted, what="the record and its marker are behind the stable end")
-        with pytest.raises(Fenced):
-            async with producer._translating_errors():
-                await theirs.commit()
+        with pytest.raises(KafkaError) as refused:
+            await epoch.commit()
+        assert isinstance(in_port_words(refused.value, "commit"), Fenced)
         assert await member.is_member()
 
 
@@ -108,16 +130,18 @@ async def test_transaction_timeout_over_broker_limit_is_refused(
 
 
 async def test_record_refused_by_broker_aborts_transaction(
-    log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
+    kafka: LocalKafka,
+    log: KafkaLog,
+    partitions: tuple[TopicPartition, TopicPartition],
+    unique_name: str,
 ) -> None:
     """Its limit was lowered unnoticed: no other record and no offset of the seal is seen."""
     answers, source = partitions
-    log._topics._limits.put(
-        unique_name, TopicLimits(limit_bytes=10_000_000, needs_key=False), time.monotonic() + 60
-    )
-    small, large = NewRecord(None, b"small"), NewRecord(None, bytes(2_000_000))
+    small, large = NewRecord(None, b"small"), NewRecord(None, bytes(20_000))
     async with log.reader([answers, source]) as reader:
         async with log.transactional_producer(unique_name, unique_name) as producer:
+            await producer.commit_transaction({answers: [NewRecord(None, b"before")]}, {})
+            await lower_limit(kafka, answers, 10_000)
             with pytest.raises(RecordTooLarge):
                 await producer.commit_transaction(
                     {source: [small], answers: [large]}, {source: Committed(7)}
@@ -125,7 +149,7 @@ async def test_record_refused_by_broker_aborts_transaction(
         async with log.transactional_producer(unique_name, unique_name) as successor:
             assert (await log.committed(unique_name, [source]))[source] is None
             await successor.commit_transaction({answers: [NewRecord(None, b"after")]}, {})
-        assert values(await read(reader, 1)) == [b"after"]
+        assert values(await read(reader, 2)) == [b"before", b"after"]
 
 
 @pytest.mark.slow

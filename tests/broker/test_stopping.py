@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from headrace.tools.local_kafka import LocalKafka
+from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
@@ -138,3 +140,37 @@ async def test_second_signal_ends_at_once_and_loses_no_request(
             await answers.read_until(REQUESTS)
 
     assert len(answers.counts) == REQUESTS
+
+
+@pytest.mark.timeout(120)
+async def test_killed_replica_is_replaced_and_all_drain(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """Nothing is lost when one of two dies under load; SIGTERM to their parent drains both."""
+    settings = environment(kafka.bootstrap_servers, unique_name, MODELS)
+    await headrace(["topics", "create"], settings)
+    async with (
+        _answers(kafka.bootstrap_servers, f"{unique_name}.responses") as answers,
+        Process(FUSED[0], settings, ("--replicas", "2")) as replicas,
+    ):
+
+        def logged(event: str, field: str) -> list[object]:
+            return [line[field] for line in replicas.events if line["event"] == event]
+
+        await eventually(lambda: len(logged("process.ready", "pid")) == 2, recheck_s=0.05)
+        producing = asyncio.create_task(
+            _produce(kafka.bootstrap_servers, f"{unique_name}.requests")
+        )
+        await answers.read_until(REQUESTS // 20)
+        os.kill(int(str(logged("worker.started", "pid")[0])), signal.SIGKILL)
+        answered_before = len(answers.counts)
+        await producing
+        await answers.read_until(REQUESTS)
+        await eventually(lambda: len(logged("process.ready", "pid")) == 3, recheck_s=0.05)
+        code = await replicas.terminate()
+        ports, exits = logged("process.starting", "http_port"), logged("worker.ended", "exit_code")
+
+    assert answered_before < REQUESTS, "the kill came too late to show anything"
+    assert len(answers.counts) == REQUESTS
+    assert len(set(ports)) == len(ports)
+    assert (code, exits) == (0, [-signal.SIGKILL, 0, 0])

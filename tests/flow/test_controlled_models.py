@@ -6,19 +6,31 @@ import asyncio
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import pytest
 from aiohttp import ClientSession
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from msgspec.structs import replace
+from onnx import helper
+from structlog.testing import capture_logs
 
 from headrace.client import Client, InferenceError
 from headrace.config import GatewaySettings, Settings, make_settings
 from headrace.control.topic import ControlTopic
 from headrace.errors import Code, ConfigurationError
 from headrace.log.memory import MemoryLog
+from headrace.models.config import make_model_config
+from headrace.models.packing.files import make_manifest, read_manifest, write_manifest
+from headrace.models.packing.signatures import sign
+from headrace.models.signature import Signature, read_onnx_signature
 from headrace.models.wanted import (
     Author,
     Change,
@@ -32,6 +44,7 @@ from headrace.models.wanted import (
 )
 from headrace.protocol.control import WantedModel
 from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.runtime.topic_plan import is_controlled
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING
@@ -44,6 +57,8 @@ VERSIONS = ("1", "2", "3", "4")
 NAMES = ("digits", "digits@stable", "digits@canary")
 CHANGES = 50
 CALLERS = 8
+KILLED_CHANGES = 15
+SEEDS = 3
 
 
 def controlled(repository: Path) -> Settings:
@@ -80,9 +95,15 @@ class Operator:
         found: list[str] = self._pipelines[0].state.status()["control"]["unready"]
         return found
 
-    def shown(self, metric: str) -> float | None:
+    def shown(self, metric: str, labels: dict[str, str] | None = None) -> float | None:
         """A metric of the first process."""
-        return self._pipelines[0].metrics.registry.get_sample_value(metric)
+        return self._pipelines[0].metrics.registry.get_sample_value(metric, labels)
+
+    def model_entry(self, version: str) -> dict[str, Any]:
+        """What the status of the first process says about a version."""
+        entries = self._pipelines[0].state.status()["models"]
+        [entry] = [each for each in entries if each["version"] == version]
+        return dict(entry)
 
     def followed(self) -> bool:
         """Whether all processes are at the last generation, with all wanted versions ready."""
@@ -205,6 +226,83 @@ async def test_every_request_is_answered_by_version_of_its_name_during_changes(
             stopping.set()
     assert operator.generation == CHANGES + 3
     assert answered > CHANGES * CALLERS / 2
+
+
+class Member:
+    """A process that dies at any moment, and is started again."""
+
+    def __init__(self, settings: Settings, log: MemoryLog, tasks: asyncio.TaskGroup) -> None:
+        self._settings = settings
+        self._log = log
+        self._tasks = tasks
+        self._stop = Stop()
+        self._start()
+
+    def _start(self) -> None:
+        self.pipeline = Pipeline(self._settings, self._log)
+        self._task = self._tasks.create_task(self.pipeline.run(self._stop), name="member")
+
+    async def kill(self) -> None:
+        """End it without a drain, and start another one."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._start()
+
+    def stop(self) -> None:
+        """Let it drain."""
+        self._stop.request()
+
+
+async def change_and_kill(
+    chooser: random.Random, topic: ControlTopic, members: Sequence[Member], until: int
+) -> WantedModel:
+    """Make random changes up to a generation, and kill processes in between; the wanted model."""
+    records = await topic.read()
+    model = fold(records).models["digits"]
+    for generation in range(len(records), until):
+        change = random_change(chooser, model)
+        model = dict(change.apply({"digits": model}))["digits"]
+        await topic.write(change, generation, Author("test"), 0)
+        for _ in range(chooser.choice([0, 1, 5, 20, 100, 400])):
+            await asyncio.sleep(0)
+        if chooser.random() < 0.5:
+            await chooser.choice(members).kill()
+    return model
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+async def test_processes_killed_during_changes_end_in_wanted_state(
+    tmp_path: Path, seed: int
+) -> None:
+    """Kills meet every step of a change, and no request for a name is refused meanwhile."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    topic = ControlTopic(log, settings)
+    await topic.write(load("digits", "1"), 0, Author("test"), 0)
+    for generation, label in enumerate(("stable", "canary"), 1):
+        await topic.write(set_label("digits", label, "1"), generation, Author("test"), 0)
+    stopping = asyncio.Event()
+    async with Client(log=log, settings=settings) as client, asyncio.TaskGroup() as tasks:
+        members = [Member(settings, log, tasks) for _ in range(2)]
+
+        async def call(name: str) -> None:
+            while not stopping.is_set():
+                await version_of_answer(client, name)
+
+        def followed() -> bool:
+            found = [each.pipeline.state.status().get("control") for each in members]
+            return found == [{"generation": KILLED_CHANGES, "unready": []}] * len(members)
+
+        async with asyncio.TaskGroup() as callers:  # has its answers before the processes drain
+            for name in NAMES:
+                callers.create_task(call(name))
+            model = await change_and_kill(random.Random(seed), topic, members, KILLED_CHANGES)
+            await eventually(followed, deadline_s=30.0, what="both have followed")
+            stopping.set()
+        for each in members:
+            lookup = each.pipeline.models.catalog.lookup
+            assert {name: lookup(name).version for name in NAMES} == meanings(model)
+            each.stop()
 
 
 async def test_process_that_starts_later_serves_wanted_versions(tmp_path: Path) -> None:
@@ -335,3 +433,130 @@ async def test_header_adds_label_to_model_that_value_names(tmp_path: Path) -> No
             await client.infer("digits", pixels, headers=[("x-model", b"other@canary")])
     assert answer.model_version == "4"
     assert refused.value.code == Code.INVALID_REQUEST
+
+
+# --- bad versions ---------------------------------------------------------------------------------
+
+
+class Keys(NamedTuple):
+    """Keys that manifests are signed with; processes trust the first."""
+
+    trusted: Ed25519PrivateKey
+    other: Ed25519PrivateKey
+
+
+def pack(directory: Path, key: Ed25519PrivateKey | None) -> None:
+    """Write the manifest of a version, signed if there is a key."""
+    config = make_model_config({}, make_settings({}))
+    signature = read_onnx_signature(directory / "model.onnx")
+    manifest = make_manifest(directory, config, signature, datetime.now(UTC), {})
+    write_manifest(directory, manifest if key is None else sign(manifest, key))
+
+
+def rewrite(directory: Path, model: onnx.ModelProto, key: Ed25519PrivateKey) -> None:
+    """Put another model into a version, and pack it."""
+    onnx.save(model, directory / "model.onnx")
+    pack(directory, key)
+
+
+def make_garbage(directory: Path, keys: Keys) -> None:
+    """A file that is no model, under a sound manifest."""
+    (directory / "model.onnx").write_bytes(b"garbage")
+    config = make_model_config({}, make_settings({}))
+    empty = Signature((), (), batched=False)
+    manifest = make_manifest(directory, config, empty, datetime.now(UTC), {})
+    write_manifest(directory, sign(manifest, keys.trusted))
+
+
+def tamper(directory: Path, keys: Keys) -> None:
+    """One bit of the file differs from its manifest."""
+    pack(directory, keys.trusted)
+    content = bytearray((directory / "model.onnx").read_bytes())
+    content[-1] ^= 1
+    (directory / "model.onnx").write_bytes(content)
+
+
+def change_after_signing(directory: Path, keys: Keys) -> None:
+    """The signature is one by the trusted key, of another manifest."""
+    pack(directory, keys.trusted)
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    write_manifest(directory, replace(manifest, metadata={"accuracy": 1}))
+
+
+def rename_input(directory: Path, keys: Keys) -> None:
+    """Requests do not have the input."""
+    model = digits(2)
+    model.graph.input[0].name = model.graph.node[0].input[0] = "image"
+    rewrite(directory, model, keys.trusted)
+
+
+def expect_other_outputs(directory: Path, keys: Keys) -> None:
+    """The golden sample is that of another model."""
+    (directory / "golden").mkdir()
+    sample: dict[str, Any] = {
+        "inputs.pixels": np.ones((1, 64), np.float32),
+        "outputs.scores": np.ones((1, 10), np.float32),
+    }
+    np.savez(directory / "golden" / "one.npz", **sample)
+    pack(directory, keys.trusted)
+
+
+def use_unknown_operator(directory: Path, keys: Keys) -> None:
+    """The installed runtime does not have it, so that loading fails."""
+    model = digits(2)
+    model.graph.node[0].domain = "com.example"
+    model.opset_import.append(helper.make_opsetid("com.example", 1))
+    rewrite(directory, model, keys.trusted)
+
+
+BAD = {
+    "garbage": (make_garbage, "expected an ONNX model"),
+    "signed-by-other": (
+        lambda directory, keys: pack(directory, keys.other),
+        "signature: expected one by a key of models.trusted_keys, got",
+    ),
+    "signature-of-other-content": (change_after_signing, "got one of something else"),
+    "unsigned": (lambda directory, _: pack(directory, None), "models.trusted_keys, got none"),
+    "tampered": (tamper, "model.onnx: expected"),
+    "other-inputs": (rename_input, "input image: expected none of this name"),
+    "other-outputs": (expect_other_outputs, "one.npz: scores: expected a difference of at most"),
+    "fails-to-load": (use_unknown_operator, "is not a registered function/op"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "reason"), BAD.values(), ids=BAD)
+async def test_bad_version_never_serves_and_its_reason_is_shown(
+    tmp_path: Path, spoil: Callable[[Path, Keys], None], reason: str
+) -> None:
+    """The old one answers as before, although the default is to move to the bad one."""
+    keys = Keys(Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate())
+    public = keys.trusted.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "release.pub").write_bytes(public)
+    settings = controlled(tmp_path / "models")
+    trust = {"require_signature": True, "trusted_keys": (tmp_path / "release.pub",)}
+    settings = settings.model_copy(update={"models": settings.models.model_copy(update=trust)})
+    pack(tmp_path / "models" / "digits" / "1", keys.trusted)
+    spoil(tmp_path / "models" / "digits" / "2", keys)
+    log = await log_for(settings)
+    with capture_logs() as lines:
+        async with deployment(settings, log, 1) as (operator, client):
+            await operator.change(load("digits", "1"))
+            await operator.change(load("digits", "2"), wait=False)
+            await operator.change(set_default("digits", "2"), wait=False)
+            await eventually(
+                lambda: any(reason in each for each in operator.unready()),
+                what="the reason among what the process waits for",
+            )
+            for _ in range(CALLERS):
+                assert await version_of_answer(client, "digits") == "1"
+            [unready] = operator.unready()
+            shown = operator.model_entry("2")
+            failed = operator.shown(
+                "headrace_model_state", {"model": "digits", "version": "2", "state": "failed"}
+            )
+            counted = operator.shown("headrace_control_unready_versions")
+    assert reason in unready
+    assert (shown["state"], reason in shown["reason"]) == ("failed", True)
+    assert (failed, counted) == (1, 1)
+    assert any(reason in str(line) for line in lines if line["event"] == "model.failed")

@@ -361,7 +361,8 @@ async def test_loading_is_refused_by_name(repository: Path, action: str) -> None
         refused = await served.post(f"/v2/repository/models/digits/{action}", b"{}")
 
     assert refused.status == 501
-    assert refused.json["error"].startswith(f"{action} is not supported: models are {action}ed")
+    assert refused.json["error"].startswith(f"{action} is not supported: expected models.mode = ")
+    assert refused.json["error_details"]["code"] == "UNSUPPORTED"
 
 
 async def test_gateway_alone_answers_about_models_and_waits_for_stages(

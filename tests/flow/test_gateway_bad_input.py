@@ -178,7 +178,7 @@ JSON_REQUESTS: dict[str, tuple[Any, str]] = {
     "no name": (pixels(name=...), "inputs[0].name: expected this field"),
     "name null": (pixels(name=None), "inputs[0].name: expected string"),
     "name number": (pixels(name=1), "inputs[0].name: expected string"),
-    "name empty": (pixels(name="inputs[0].name: expected at least 1 characters"), ""),
+    "name empty": (pixels(name=""), "inputs[0].name: expected at least 1 characters"),
     "name too long": (pixels(name=TOO_LONG), "inputs[0].name: expected at most 256 characters"),
     "name unknown": (pixels(name="pixel"), "inputs[0].name: expected one of pixels"),
     "name with null": (pixels(name="pixels\0"), "inputs[0].name: expected one of pixels"),
@@ -186,7 +186,7 @@ JSON_REQUESTS: dict[str, tuple[Any, str]] = {
     "no datatype": (pixels(datatype=...), "inputs[0].datatype: expected this field"),
     "datatype null": (pixels(datatype=None), "inputs[0].datatype: expected string"),
     "datatype number": (pixels(datatype=32), "inputs[0].datatype: expected string"),
-    "datatype empty": (pixels(datatype="datatype: expected one of BOOL"), ""),
+    "datatype empty": (pixels(datatype=""), "datatype: expected one of BOOL"),
     "datatype lower": (pixels(datatype="fp32"), "datatype: expected one of BOOL"),
     "datatype of NumPy": (pixels(datatype="float32"), "datatype: expected one of BOOL"),
     "datatype of Triton": (pixels(datatype="TYPE_FP32"), "datatype: expected one of BOOL"),
@@ -381,8 +381,8 @@ JSON_REQUESTS: dict[str, tuple[Any, str]] = {
     "outputs of null": ({**GOOD, "outputs": [None]}, "outputs[0]: expected object"),
     "output without name": ({**GOOD, "outputs": [{}]}, "outputs[0].name: expected this field"),
     "output empty": (
-        {**GOOD, "outputs": [{"name": "outputs[0].name: expected at least 1 characters"}]},
-        "",
+        {**GOOD, "outputs": [{"name": ""}]},
+        "outputs[0].name: expected at least 1 characters",
     ),
     "output number": ({**GOOD, "outputs": [{"name": 1}]}, "outputs[0].name: expected string"),
     "output unknown": (

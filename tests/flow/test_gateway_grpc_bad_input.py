@@ -1,4 +1,4 @@
-"""A hundred kinds of bad requests at the door for gRPC: each gets its status and a sentence."""
+"""Bad requests at the door for gRPC: each kind gets its status and a sentence."""
 
 from __future__ import annotations
 

@@ -134,11 +134,14 @@ async def test_bytes_that_are_no_text_come_back(tmp_path: Path) -> None:
 
 
 async def test_example_of_page_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page's code prints the label of its image."""
+    """The page's code prints the label of its image twice, and its best classes."""
     page = (ROOT / "docs" / "grpc.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     models = ROOT / "headrace" / "tools" / "demo" / "models"
-    async with gateway_of(models, grpc_port=0) as served:
+    async with gateway_of(models, grpc_port=0, shared_memory="/headrace_") as served:
         await asyncio.to_thread(exec, code.replace("127.0.0.1:8001", served.grpc), {})
 
-    assert re.search(r"^\[\d\]$", capsys.readouterr().out, flags=re.MULTILINE)
+    printed = capsys.readouterr().out
+    first, second = re.findall(r"^\[\d\]$", printed, flags=re.MULTILINE)
+    assert first == second
+    assert re.search(r"^\[\[b'0\.\d+:\d'( b'0\.\d+:\d'){2}\]\]$", printed, flags=re.MULTILINE)

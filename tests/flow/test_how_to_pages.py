@@ -86,7 +86,6 @@ def test_transformers_page_model_answers_text(
     (model / "model.toml").write_text(configuration, encoding="utf-8")
     (labels,) = blocks("from-transformers.md", "text")
     (model / "labels.txt").write_text(labels, encoding="utf-8")
-    transform, call = blocks("from-transformers.md", "python")
-    (model / "transform.py").write_text(transform, encoding="utf-8")
+    (call,) = blocks("from-transformers.md", "python")
 
     assert execute(call, capsys).endswith("[b'POSITIVE']\n")

@@ -45,7 +45,7 @@ class Served(NamedTuple):
 
     def runs(self) -> float:
         """How often the model has run."""
-        return counted(self.instruments, "compute_duration_seconds_count", model="model")
+        return counted(self.instruments, "runs_total", model="model", version="1")
 
     def rows(self) -> float:
         """How many rows it has run."""

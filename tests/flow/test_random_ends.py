@@ -16,8 +16,16 @@ from headrace.log.memory import MemoryLog
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
 from headrace.topics import Stage
+from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
-from tests.support.dying import FUSED, POISON, add_dying_model, outcomes, send_numbers
+from tests.support.dying import (
+    FUSED,
+    POISON,
+    add_dying_model,
+    outcomes,
+    send_claims,
+    send_numbers,
+)
 from tests.support.pipelines import PARTITIONS, Grouping, log_for
 
 COUNT = 60
@@ -73,8 +81,10 @@ async def strike(random: Random, hosts: Hosts, log: MemoryLog, groups: list[str]
             log.faults.groups.expire_session(group, random.choice(log.faults.groups.members(group)))
 
 
-async def run(seed: int, repository: Path) -> None:
-    """One story: strikes, then peace until all is answered."""
+async def run(seed: int, repository: Path, store: StandInStore) -> None:
+    """One story: strikes, then peace until all is answered. In every second one the values of the
+    requests are in a store, which fails at first.
+    """
     random = Random(seed)
     delivery = {
         "guarantee": random.choice(["at_least_once", "exactly_once"]),
@@ -87,6 +97,8 @@ async def run(seed: int, repository: Path) -> None:
             "topics": {"partitions": PARTITIONS},
             "models": {"repository": repository},
             "delivery": delivery,
+            "limits": {"inline_payload_bytes": 0} if seed % 2 else {},
+            "claims": {"allowed": [store.url]},
         }
     )
     log = await log_for(settings)
@@ -100,11 +112,16 @@ async def run(seed: int, repository: Path) -> None:
     async with asyncio.TaskGroup() as tasks:
         for place, stages in enumerate(grouping):
             tasks.create_task(hosts.live(place, tuple(stages)), name=f"host-{place}")
-        await send_numbers(settings, log, numbers)
+        if seed % 2:
+            store.failures_left = COUNT // 2
+            await send_claims(settings, log, store, numbers)
+        else:
+            await send_numbers(settings, log, numbers)
         for _ in range(STRIKES):
             await strike(random, hosts, log, groups)
         await eventually(all_answered, recheck_s=0.05)
         hosts.stop.request()
+    assert bool(store.requests) == bool(seed % 2)
     found = await outcomes(settings, log)
     assert [found[place] for place in culprits] == [{Code.MODEL_FAILED}] * len(culprits)
     # One that is innocent may have run alone at each of three strikes.
@@ -119,4 +136,5 @@ async def test_all_requests_are_answered_after_random_cancellations(
 ) -> None:
     """Nothing is left behind that keeps partitions, whatever moment it was."""
     add_dying_model(tmp_path)
-    await run(seed, tmp_path)
+    async with StandInStore() as store:
+        await run(seed, tmp_path, store)

@@ -28,12 +28,15 @@ async def test_command_of_unit_serves_until_sigterm(tmp_path: Path) -> None:
     config.write_text(f'[models]\nrepository = "{models}"\n')
     command = service()["ExecStart"].replace("/etc/headrace/headrace.toml", str(config))
     program, run, *options, stages = shlex.split(command)
-    assert (Path(program).name, run, stages) == ("headrace", "run", "${STAGES}")
+    assert (Path(program).name, run, stages) == ("headrace", "run", "$STAGES")
 
     async with Process(",".join(STAGES), {}, options) as process:
         assert await process.terminate() == 0
 
 
 def test_unit_lets_process_drain() -> None:
-    """SIGKILL comes ten seconds after the drain's own limit at the earliest."""
+    """SIGKILL comes ten seconds after the drain's own limit at the earliest, and SIGTERM once to
+    each: processes of `--replicas` get it from the first one.
+    """
+    assert service()["KillMode"] == "mixed"
     assert float(service()["TimeoutStopSec"]) >= Settings().limits.drain_timeout_s + 10

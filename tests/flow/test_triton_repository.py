@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
 from onnx import TensorProto, helper
+from tritonclient.utils import InferenceServerException
 
 from tests.support.gateways import Served, gateway_of
 from tests.support.models import Shape, digits, identity, make_model, tokens
@@ -143,12 +146,16 @@ def write(repository: Path) -> None:
     (refused.parent / "config.pbtxt").write_text("sequence_batching { }")
 
 
-def ask(address: str) -> None:
+def ask(address: str, *, ready_only: bool = False) -> None:
     """Ask every version of every model for what ONNX Runtime gives without Headrace."""
     with triton.InferenceServerClient(address) as client:
         index = client.get_model_repository_index(as_json=True)["models"]
         for name, model in MODELS.items():
-            ready = {each["version"] for each in index if each["name"] == name}
+            ready = {
+                each["version"]
+                for each in index
+                if each["name"] == name and (each["state"] == "READY" or not ready_only)
+            }
             assert ready == {str(each) for each in model.served}, name
             session = onnxruntime.InferenceSession(model.graph.SerializeToString())
             expected = session.run(None, model.inputs)
@@ -172,6 +179,30 @@ def inputs_of(model: Model) -> list[triton.InferInput]:
     return tensors
 
 
+async def load_all(address: str) -> None:
+    """Load all models at once; before, none is ready."""
+    async with triton_aio.InferenceServerClient(address) as client:
+        index = await client.get_model_repository_index(as_json=True)
+        assert {each["name"] for each in index["models"]} == {*MODELS, "refused"}
+        assert {each["state"] for each in index["models"]} == {"UNAVAILABLE"}
+        async with asyncio.TaskGroup() as tasks:
+            for name in MODELS:
+                tasks.create_task(client.load_model(name), name=name)
+        with pytest.raises(InferenceServerException, match="sequence_batching: has no counterpart"):
+            await client.load_model("refused")
+
+
+async def unload_all(address: str) -> None:
+    """Unload all models at once; then none is ready."""
+    async with triton_aio.InferenceServerClient(address) as client:
+        async with asyncio.TaskGroup() as tasks:
+            for name in MODELS:
+                tasks.create_task(client.unload_model(name), name=name)
+        index = await client.get_model_repository_index(as_json=True)
+        assert "READY" not in {each["state"] for each in index["models"]}
+        assert not await client.is_model_ready("identity")
+
+
 def show_configurations(address: str) -> dict[str, Any]:
     """What `ModelConfig` says of each model."""
     with triton.InferenceServerClient(address) as client:
@@ -189,6 +220,17 @@ async def test_models_of_triton_repository_answer_as_runtime(tmp_path: Path) -> 
     write(tmp_path)
     async with gateway_of(tmp_path, grpc_port=0) as served:
         await asyncio.to_thread(ask, served.grpc)
+
+
+async def test_models_of_triton_repository_are_loaded_and_unloaded_by_its_client(
+    tmp_path: Path,
+) -> None:
+    """Each with the versions that its policy selects; calls at once do not disturb each other."""
+    write(tmp_path)
+    async with gateway_of(tmp_path, mode="explicit", grpc_port=0, model_changes="anyone") as served:
+        await load_all(served.grpc)
+        await asyncio.to_thread(ask, served.grpc, ready_only=True)
+        await unload_all(served.grpc)
 
 
 async def test_configuration_is_shown_as_triton_has_it(tmp_path: Path) -> None:

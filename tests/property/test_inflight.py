@@ -61,7 +61,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tracker = InFlightTracker(Budget(LIMIT_BYTES), self._count)
         self.partitions = {name: Partition() for name in PARTITIONS}
         self.outstanding: dict[int, tuple[InFlightAck, int]] = {}
-        self.claim = BudgetShares(self.tracker.budget, 0.5, 0.5).claim("model", "tenant")
+        self.share = BudgetShares(self.tracker.budget, 0.5, 0.5).share("model", "tenant")
 
     def _count(self) -> None:
         self.acked += 1
@@ -125,7 +125,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ack_handle.parts = 1
             ack_handle.ack()
             return multiple()
-        return ack_handle.defer(self.claim, 1, Envelope())
+        return ack_handle.defer(self.share, 1, Envelope())
 
     @rule(target=ack_handles, deferred=consumes(deferred), size_bytes=st.integers(0, 400))
     def admit_again(
@@ -175,7 +175,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.tracker.in_flight([name]) == len(valid)
         used = sum(ack_handle.size_bytes for ack_handle, _ in self.outstanding.values())
         assert self.tracker.budget.used_bytes == used
-        assert self.claim.used_bytes == 0
+        assert self.share.used_bytes == 0
 
     @precondition(lambda self: not self.outstanding)
     @invariant()

@@ -10,6 +10,7 @@ from headrace.models.wanted import (
     Change,
     ChangeRefused,
     Deployment,
+    add_versions,
     fold,
     load,
     make_record,
@@ -24,9 +25,19 @@ from headrace.protocol.control import ControlRecord
 
 MODELS = st.sampled_from(["a", "b"])
 VERSIONS = st.sampled_from(["1", "2", "10"])
+ASCENDING = st.sampled_from([["1"], ["2", "10"], ["1", "2", "10"]])
 LABELS = st.sampled_from(["canary", "stable"])
+OVERRIDES = st.sampled_from([None, {}, {"max_batch_size": 8}, {"range": {"x": [0, 0.5]}}])
+
+
+def is_given(overrides: object) -> bool:
+    """Whether there are overrides."""
+    return overrides is not None
+
+
 CHANGES = st.one_of(
-    st.builds(load, MODELS, VERSIONS),
+    st.builds(load, MODELS, VERSIONS, OVERRIDES),
+    st.builds(add_versions, MODELS, ASCENDING, OVERRIDES.filter(is_given)),
     st.builds(unload, MODELS, st.none() | VERSIONS),
     st.builds(set_label, MODELS, LABELS, VERSIONS),
     st.builds(remove_label, MODELS, LABELS),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Final
 
-from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import for_code
 from aiokafka.protocol.admin import CreateAclsRequest
 
@@ -44,13 +44,13 @@ async def allow_only(
     resource: Resource = Resource.TOPIC,
 ) -> None:
     """Allow everybody this on a resource, and with that nothing else."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
-    await admin.start()
+    client = AIOKafkaClient(bootstrap_servers=bootstrap_servers)
+    await client.bootstrap()
     try:
         request = CreateAclsRequest(resource, name, _LITERAL, "User:*", "*", operation, _ALLOW)
-        response = await admin._client.send(admin._client.get_random_node(), request)
+        response = await client.send(client.get_random_node(), request)
         ((code, message),) = response.creation_responses
         if code:
             raise for_code(code)(message)
     finally:
-        await admin.close()
+        await client.close()

@@ -12,10 +12,10 @@ from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.simulate.events import (
     NO_TIMEOUT,
     Arrivals,
-    BatchLimits,
     ExecutorPool,
     Kind,
     Observed,
+    SimulatedLimits,
     Simulation,
 )
 
@@ -68,7 +68,7 @@ def together(*parts: Arrivals) -> Arrivals:
 
 
 class Setup(NamedTuple):
-    """How a simulation is set up; see `BatchLimits` and `ExecutorPool`."""
+    """How a simulation is set up; see `SimulatedLimits` and `ExecutorPool`."""
 
     instances: int = 1
     max_batch_size: int = 32
@@ -86,7 +86,7 @@ def simulated(
 ) -> Observed:
     """The batcher's own rules on these arrivals. With a latency, it learns from each run."""
     latency = setup.latency
-    limits = BatchLimits(setup.max_batch_size, 1 << 40, setup.max_queue_delay_ms, latency)
+    limits = SimulatedLimits(setup.max_batch_size, 1 << 40, setup.max_queue_delay_ms, latency)
 
     def run_us(_model: str, rows: int) -> int:
         took_us = service_us(rows)

@@ -21,6 +21,7 @@ from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
 from headrace.topics import Stage, Topic
+from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS, Grouping
 from tests.support.python_models import add_python_model
@@ -72,6 +73,21 @@ async def send_values(settings: Settings, log: MemoryLog, values: Sequence[bytes
                 await sent.acknowledged
 
 
+async def send_claims(
+    settings: Settings, log: MemoryLog, store: StandInStore, numbers: Sequence[float]
+) -> None:
+    """The same requests as those of `send_numbers`, with their values in a store."""
+    topic = settings.topic(Topic.REQUESTS)
+    async with log.producer() as producer:
+        for place, number in enumerate(numbers):
+            claim = store.put(f"/{place}", number_value(number, str(place)))
+            name = str(place).encode()
+            headers = [("x-model", b"model"), ("x-claim", claim), ("kafka_correlationId", name)]
+            target = TopicPartition(topic, place % PARTITIONS)
+            for sent in await producer.send(target, [NewRecord(None, None, headers)]):
+                await sent.acknowledged
+
+
 async def records_of(settings: Settings, log: MemoryLog, topic: Topic) -> list[Record]:
     """All that a topic holds."""
     name = settings.topic(topic)
@@ -97,7 +113,8 @@ async def outcomes(settings: Settings, log: MemoryLog) -> dict[int, set[str | fl
             outcome: str | float = float(answer.outputs["y"][0, 0])
         else:
             outcome = str(answer.error_details.code)
-        found.setdefault(int(answer.id or -1), set()).add(outcome)
+        name = dict(record.headers).get("kafka_correlationId") or (answer.id or "-1").encode()
+        found.setdefault(int(name), set()).add(outcome)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +27,17 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import STAGES, Stage
-from headrace.tuning import TUNING, GatewayTuning
+from headrace.tuning import TUNING, GatewayTuning, Tuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, identity
 
 HOST = "127.0.0.1"
+QUICK_CHANGES = replace(
+    TUNING,
+    models=replace(TUNING.models, control_listen_s=0.6),
+    transport=replace(TUNING.transport, heartbeat_s=0.1),
+)
+"""A process is heard soon, so that a change of its models is answered soon."""
 
 
 class Reply(NamedTuple):
@@ -58,6 +65,7 @@ class Reply(NamedTuple):
 class Served(NamedTuple):
     """A gateway, the stages behind it, and a client of each kind."""
 
+    settings: Settings
     log: Log
     doors: Doors
     pipeline: Pipeline
@@ -102,14 +110,20 @@ async def gateway_of(
     tuning: GatewayTuning = TUNING.gateway,
     tracing: Tracing | None = None,
     telemetry: Mapping[str, float] | None = None,
+    mode: str = "all",
+    sections: Mapping[str, Any] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Served]:
-    """Serve a repository behind a gateway while the context lasts; both drain when it is left."""
+    """Serve a repository behind a gateway while the context lasts; both drain when it is left.
+
+    `sections` are those of the settings besides models, gateway and telemetry.
+    """
     settings = make_settings(
         {
-            "models": {"repository": str(repository)},
+            "models": {"repository": str(repository), "mode": mode, "poll_interval_ms": 100},
             "gateway": {"http_port": 0, "grpc_port": "off", **gateway},
             "telemetry": dict(telemetry or {}),
+            **(sections or {}),
         }
     )
     async with (
@@ -118,7 +132,7 @@ async def gateway_of(
         ClientSession(f"http://{HOST}:{doors.ports['http']}") as http,
         Client(log=log, settings=settings) as kafka,
     ):
-        yield Served(log, doors, pipeline, http, kafka)
+        yield Served(settings, log, doors, pipeline, http, kafka)
 
 
 @asynccontextmanager
@@ -128,12 +142,16 @@ async def pipeline_with_doors(
     stages: Sequence[Stage],
     tuning: GatewayTuning,
     tracing: Tracing | None = None,
+    process_tuning: Tuning = QUICK_CHANGES,
 ) -> AsyncIterator[tuple[Pipeline, Doors]]:
     """Run stages and a gateway in one process, as `headrace run --gateway` does."""
     instruments = Instruments(Metrics(CollectorRegistry()), tracing)
-    pipeline = Pipeline(settings, log, stages, instruments=instruments)
+    pipeline = Pipeline(settings, log, stages, instruments=instruments, tuning=process_tuning)
     models, health = pipeline.models.catalog, pipeline.health
-    async with open_gateway(settings, log, models, health, instruments, tuning) as doors:
+    repository = pipeline.repository
+    async with open_gateway(
+        settings, log, models, health, instruments, repository, tuning
+    ) as doors:
         pipeline.state.gateway = doors.snapshot
         pipeline.drain_first = doors.drain
         async with running(pipeline):

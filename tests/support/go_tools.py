@@ -21,7 +21,12 @@ import pytest
 
 from tests.support.tree import ROOT
 
-FIXTURES = {"jaeger_program": "tools/jaeger", "promtool": "tools/promtool"}
+FIXTURES = {
+    "ghz": "tools/ghz",
+    "grpcurl": "tools/grpcurl",
+    "jaeger_program": "tools/jaeger",
+    "promtool": "tools/promtool",
+}
 """Each fixture that is a program, and the folder of its module."""
 
 BUILD_TIMEOUT_S = 1800
@@ -107,6 +112,18 @@ def built(name: str) -> Path:
 def promtool() -> Path:
     """Prometheus' own tool for its configuration, rules and metrics."""
     return built("promtool")
+
+
+@pytest.fixture(scope="session")
+def grpcurl() -> Path:
+    """A client for any gRPC server that describes itself."""
+    return built("grpcurl")
+
+
+@pytest.fixture(scope="session")
+def ghz() -> Path:
+    """A load generator for gRPC."""
+    return built("ghz")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from headrace.gateway import open_inference_pb2 as messages
 from tests.support.gateways import Served, gateway_of
 
 SERVICE = grpc_door.SERVICE
+RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))
+"""Options of a channel that tries again soon after its server has ended."""
 
 
 class Caller:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -28,7 +28,7 @@ class Process:
     """One `headrace run STAGES` against a broker; entered when it says that it is ready.
 
     Args:
-        stages: as on the command line.
+        stages: as on the command line; none for `headrace gateway`.
         environment: settings, as `HEADRACE_…` variables.
         options: before the stages on the command line.
     """
@@ -36,8 +36,8 @@ class Process:
     def __init__(
         self, stages: str, environment: dict[str, str], options: Sequence[str] = ()
     ) -> None:
-        self._stages = stages
-        self._options = options
+        self._stages = stages or "gateway"
+        self._arguments = ["run", *options, stages] if stages else ["gateway", *options]
         self._environment = {
             **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
             **environment,
@@ -55,9 +55,7 @@ class Process:
         """Start it and wait until `/health/ready` answers 200."""
         self._process = await asyncio.create_subprocess_exec(
             HEADRACE,
-            "run",
-            *self._options,
-            self._stages,
+            *self._arguments,
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -161,6 +159,15 @@ class Process:
     async def is_ready(self) -> bool:
         """Whether `/health/ready` answers 200 now."""
         return await self._is_ready()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    def logged(self, event: str, field: str) -> list[Any]:
+        """Return the values of a field in all log lines with an event that have it."""
+        return [line[field] for line in self.events if line["event"] == event and field in line]
 
     @property
     def output(self) -> str:

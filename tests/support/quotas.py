@@ -6,7 +6,7 @@ aiokafka has no request for it. Source: `AlterClientQuotasRequest.json` and
 
 from __future__ import annotations
 
-from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import for_code
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Boolean, Float64, Int16, Int32, Schema, String
@@ -60,13 +60,13 @@ async def limit_producers(
     bootstrap_servers: str, client_id: str, bytes_per_second: float | None
 ) -> None:
     """Set the `producer_byte_rate` of a client id on every broker; None takes it away."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
-    await admin.start()
+    client = AIOKafkaClient(bootstrap_servers=bootstrap_servers)
+    await client.bootstrap()
     try:
         request = _AlterQuota(client_id, "producer_byte_rate", bytes_per_second)
-        response = await admin._client.send(admin._client.get_random_node(), request)
+        response = await client.send(client.get_random_node(), request)
         for code, message, _ in response.entries:
             if code:
                 raise for_code(code)(message)
     finally:
-        await admin.close()
+        await client.close()

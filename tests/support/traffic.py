@@ -31,7 +31,7 @@ VALUE: Final = msgpack.packb(
         ],
     }
 )
-_EVERY_S: Final = 0.01
+_EVERY_S: Final = 0.02
 _POLL_S: Final = 0.2
 
 
@@ -85,7 +85,7 @@ class Traffic:
             topic = f"{self._namespace}.requests"
             await producer.send_and_wait(topic, VALUE, partition=0, headers=[*headers])
 
-    async def flows(self, more: int = 50) -> None:
+    async def flows(self, more: int = 25) -> None:
         """Wait until so many more numbers have their answer."""
         goal = len(self.counts.keys() - {-1}) + more
         await eventually(lambda: self._got_on(goal), deadline_s=60, recheck_s=0.05)

@@ -12,27 +12,14 @@ import pytest
 from tests.support.tree import TESTS, Module, modules
 
 PRIVATE = {
-    "tests/broker/test_forbidden_topics.py": "the aiokafka sender must stay the same",
-    "tests/broker/test_kafka_adapter.py": "ends aiokafka's tasks, as a bug in it did",
-    "tests/broker/test_kafka_security.py": "every part of the log is printed, private ones as well",
-    "tests/broker/test_kafka_transactions.py": "sends of a zombie that its public face refuses",
     "tests/flow/test_demo_magika.py": "magika's package shows its features only there",
-    "tests/support/acl.py": "aiokafka's admin client cannot set access rules",
-    "tests/support/quotas.py": "aiokafka's admin client cannot set quotas",
     "tests/unit/flow/test_source.py": "whether a rebalance waits, which shows nowhere else",
     "tests/unit/services/test_ring.py": "the schedule of a ring is planted with a bug",
-    "tests/unit/services/test_transform_thread.py": "whether a thread was started",
-    "tests/unit/test_kafka_epoch.py": "the rules for errors, without a broker",
     "tests/unit/test_kafka_fetched.py": "aiokafka's fetcher, which the adapter reads",
-    "tests/unit/test_kafka_reading.py": "aiokafka's connection, which the adapter reads",
-    "tests/unit/test_kafka_reconnect.py": "aiokafka's list of brokers",
 }
 """Files that use private attributes of other objects, and the reason."""
 
 REPLACED = {
-    ("tests/broker/test_request_cost.py", "AIOKafkaConnection.send"): "requests are counted",
-    ("tests/broker/test_request_cost.py", "Frames.cut"): "reads of sockets are counted",
-    ("tests/broker/test_request_cost.py", "KafkaConsumer.poll"): "fetches are counted",
     ("tests/chaos/shifted_clock/sitecustomize.py", "time.time"): "the clock of a whole process",
     ("tests/chaos/shifted_clock/sitecustomize.py", "time.time_ns"): "the same, in nanoseconds",
     ("tests/unit/cli/test_doctor.py", "onnxruntime.get_available_providers"): "no GPU needed",

@@ -16,6 +16,7 @@ from tests.support.tree import Module, modules
 SERVING = (
     *(
         "access",
+        "claims",
         "consumer",
         "control",
         "crash_isolation",
@@ -36,6 +37,10 @@ FACTS = {
     "headrace/log/port.py": {"MAX_POLL_BYTES"},
     "headrace/models/inputs/avro.py": {"_SYNC_BYTES"},
     "headrace/models/inputs/framing.py": {"_MAGIC"},
+    "headrace/models/inputs/image_files.py": {
+        *("_ORIENTATION", "_CORE_HEADER_BYTES", "_UNCOMPRESSED"),
+    },
+    "headrace/models/inputs/images.py": {"_LEVELS"},
     # Formats: of records on Kafka, of commit metadata and crash markers, of DLPack and ONNX.
     "headrace/crash_isolation/markers.py": {"VERSION", "MOST_ATTEMPTS", "MOST_CHARACTERS"},
     "headrace/log/kafka/direct_fetch.py": {
@@ -44,7 +49,7 @@ FACTS = {
         "_EARLIEST",
         "_FORMAT_WITH_HEADERS",
     },
-    "headrace/protocol/control.py": {"FORMAT"},
+    "headrace/protocol/control.py": {"FORMAT", "FORMAT_WITHOUT_OVERRIDES"},
     "headrace/protocol/events.py": {"NOT_CONTROLLED"},
     "headrace/protocol/codec/wire.py": {"FORMAT", "_COLUMNS_FORMAT"},
     "headrace/delivery/producing.py": {"_RECORD_BYTES", "_HEADER_BYTES"},
@@ -82,6 +87,7 @@ FACTS = {
         *("MAX_PRIORITY", "MAX_HEADER_BYTES", "MAX_SHOWN_NAME", "_LOOKED_AT_BYTES"),
         *("_MAX_COUNT", "_MAX_DIGITS", "OWN_ANSWER_HEADERS"),
     },
+    "headrace/protocol/claims.py": {"MAX_CLAIM_BYTES"},
     "headrace/protocol/messages.py": {
         *("MAX_RANK", "MAX_INPUTS", "MAX_OUTPUTS", "MAX_NAME_LENGTH", "MAX_PARAMETERS"),
     },

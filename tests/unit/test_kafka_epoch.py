@@ -55,6 +55,7 @@ class Client:
         self._epoch = 3
         self.asked: list[str] = []
         self.requests: list[Any] = []
+        self.connections: set[object] = set()
         self.lookups = 0
         self.cluster = SimpleNamespace(leader_for_partition=lambda _: 1)
 
@@ -72,6 +73,7 @@ class Client:
             return SimpleNamespace(tags=self._features)
         self.asked.append(name)
         self.requests.append(request)
+        self.connections.add(group)
         waiting = self._answers.get(name)
         answer = waiting.pop(0) if waiting else 0
         if isinstance(answer, Exception):
@@ -111,8 +113,8 @@ async def transact(client: Client, *values: bytes, times: int = 1) -> None:
         await epoch.commit()
 
 
-async def test_epoch_sends_records_and_offsets_concurrently() -> None:
-    """Neither waits for the other's answer; the end waits for both."""
+async def test_epoch_sends_records_and_offsets_at_once() -> None:
+    """Neither waits here for the other's answer; the end waits for both."""
     client = Client()
     await transact(client)
     assert client.asked[:3] == ["InitProducerId", "AddPartitionsToTxn", "AddOffsetsToTxn"]
@@ -127,6 +129,13 @@ async def test_second_version_adds_neither_partitions_nor_group() -> None:
     assert client.asked[0] == "InitProducerId"
     assert set(client.asked[1:3]) == {"Produce", "TxnOffsetCommit"}
     assert client.asked[3:] == ["EndTxn"]
+
+
+async def test_requests_of_transaction_share_connection() -> None:
+    """A broker that has two of them asks the coordinator for one at a time."""
+    client = Client(SECOND_VERSION)
+    await transact(client)
+    assert client.connections == {None}
 
 
 async def test_second_version_goes_on_with_epoch_of_last_end() -> None:
@@ -240,6 +249,6 @@ async def test_transactional_offsets_with_lost_answer_are_not_sent_twice() -> No
 def test_fatal_error_outweighs_retriable_ones() -> None:
     """The other partitions were not tried because of it."""
     answer = SimpleNamespace(errors=[("a", [(0, OTHERS_FAILED)]), ("b", [(0, FORBIDDEN)])])
-    error = transactions._error_in(answer)
+    error = transactions.error_in(answer)
     assert isinstance(error, kafka_errors.TopicAuthorizationFailedError)
     assert error.args == ("b",)

@@ -81,6 +81,15 @@ class Fetcher:
                 partition, assignment=assignment, partition_records=records, backoff=0
             )
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether there are results that no poll has returned whole."""
+        return bool(self._records)
+
+    def unread(self, partition: TopicPartition) -> Any:
+        """Return the records of a result."""
+        return self._records[partition]._partition_records
+
     def _notify(self, _: object) -> None:
         self.notified += 1
 
@@ -157,7 +166,7 @@ async def test_outdated_fetch_result_is_dropped(change: str) -> None:
     setattr(fetcher.states[ONE], change, 7)
 
     assert await take(fetcher) == {}
-    assert not fetcher._records
+    assert not fetcher.has_unread
 
 
 async def test_poll_ends_with_its_timeout() -> None:
@@ -168,7 +177,7 @@ async def test_poll_ends_with_its_timeout() -> None:
 async def test_read_fetch_response_is_freed() -> None:
     """It does not wait for the garbage collector, which seldom looks where requests are served."""
     fetcher = Fetcher(one=batch(0, 2))
-    response = weakref.ref(fetcher._records[ONE]._partition_records)
+    response = weakref.ref(fetcher.unread(ONE))
     gc.disable()
     try:
         assert await take(fetcher) == {ONE: [0, 1]}
@@ -184,7 +193,7 @@ async def read_all(fetcher: Fetcher, state: ReadState) -> tuple[list[Record], li
     """Return all records and skipped ranges that polls give until nothing is left."""
     found: list[Record] = []
     gaps: list[Gap] = []
-    while fetcher._records:
+    while fetcher.has_unread:
         state.gaps = []
         for records in (
             await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, state)
@@ -227,7 +236,7 @@ async def test_non_utf8_header_name_in_rest_of_batch_repeats_no_record() -> None
     records.append(RawRecord(b"6", None, [(b"\xff", b"")]))
     fetcher, state = Fetcher(one=raw_batch(records)), ReadState()
     found: list[int] = []
-    while fetcher._records:
+    while fetcher.has_unread:
         for taken in (await take_records(buffer_of(fetcher), 0, 4, MAX_POLL_BYTES, state)).values():
             found += [each.offset for each in taken]
 
@@ -247,7 +256,7 @@ async def test_damaged_batch_is_fetched_again_before_it_is_passed_over() -> None
 
     again = Fetcher(one=batch(0, 1), two=bytes(broken) + batch(4, 1))
     again.states[TWO].position = 2
-    again._records[TWO]._partition_records.next_fetch_offset = 2
+    again.unread(TWO).next_fetch_offset = 2
     found, gaps = await read_all(again, state)
 
     assert [each.offset for each in found] == [0, 4]
@@ -374,7 +383,7 @@ async def test_poll_is_limited_by_bytes() -> None:
     content = raw_batch([RawRecord(bytes(400_000))] * 5)
     fetcher, state = Fetcher(one=content, two=content), ReadState()
     polls = []
-    while fetcher._records:
+    while fetcher.has_unread:
         polled = await take_records(buffer_of(fetcher), 0, 100, 1_000_000, state)
         polls.append({partition: len(records) for partition, records in polled.items()})
 

@@ -9,7 +9,7 @@ from headrace.log.kafka._aiokafka import PRIVATE_NAMES, WRITTEN_FOR, check_names
 
 
 def test_pinned_aiokafka_has_every_private_name() -> None:
-    """Attributes count that methods set on objects."""
+    """Names count that stand in the code of methods: attributes of objects are set there."""
     check_names(PRIVATE_NAMES, WRITTEN_FOR)
 
 

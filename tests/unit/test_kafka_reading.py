@@ -1,107 +1,96 @@
-"""Connections whose answers are handed over at once, on a transport without a network."""
+"""Responses of brokers, handed to their connection as soon as their last byte is there."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from typing import cast
 
 import pytest
 from aiokafka.conn import CloseReason
-from aiokafka.errors import KafkaConnectionError
 
-from headrace.log.kafka._aiokafka import DirectConnection
-
-
-class _Wire(asyncio.Transport):
-    """Keeps whoever listens, and brings what the test has for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listener = asyncio.Protocol()
-        self._is_closing = False
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        assert isinstance(protocol, asyncio.Protocol)
-        self.listener = protocol
-
-    def close(self) -> None:
-        self._is_closing = True
-        asyncio.get_running_loop().call_soon(self.listener.connection_lost, None)
-
-    def is_closing(self) -> bool:
-        return self._is_closing
+from headrace.log.kafka._aiokafka import DirectConnection, ResponseProtocol
 
 
-class _Line:
-    """A connection on such a wire, and why it was closed, if it was."""
+class Connection:
+    """The part of aiokafka's connection that reading uses; it keeps the responses.
 
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.wire, self.reasons = _Wire(), list[CloseReason]()
-        self.connection = DirectConnection("localhost", 9092, on_close=self._closed)
-        reader = asyncio.StreamReader()
-        self.connection._closed_fut = loop.create_future()
-        self.connection._reader = reader
-        protocol = asyncio.StreamReaderProtocol(reader)
-        self.connection._writer = asyncio.StreamWriter(self.wire, protocol, reader, loop)
-        self.connection._read_task = self.connection._create_reader_task()
-
-    def _closed(self, _: DirectConnection, reason: CloseReason) -> None:
-        self.reasons.append(reason)
-
-    def ask(self) -> asyncio.Future[bytes]:
-        """A request whose answer comes as bytes, as those of a SASL handshake do."""
-        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.connection._requests.append((None, None, asked))
-        return asked
-
-
-async def test_response_completes_request_at_its_last_byte() -> None:
-    """The request completes in the same turn of the event loop; the next response is another
-    request's.
+    Args:
+        last: the response at which it closes itself; None for none.
     """
-    line = _Line()
-    first, second = line.ask(), line.ask()
-    line.wire.listener.data_received(struct.pack(">i", 5) + b"he")
-    assert not first.done()
-    line.wire.listener.data_received(b"llo" + struct.pack(">i", 0))
-    assert first.result() == b"hello"
-    assert second.result() == b""
-    await line.connection.close()
+
+    def __init__(self, last: bytes | None = None) -> None:
+        self.last = last
+        self.responses: list[bytes] = []
+        self.ends: list[tuple[CloseReason, BaseException | None]] = []
+
+    def connected(self) -> bool:
+        return not self.ends
+
+    def close(self, reason: CloseReason, exc: BaseException | None = None) -> None:
+        self.ends.append((reason, exc))
+
+    def _handle_frame(self, response: bytes) -> None:
+        self.responses.append(response)
+        if response == self.last:
+            self.close(CloseReason.OUT_OF_SYNC)
 
 
-async def test_closed_connection_fails_open_requests() -> None:
-    """The error makes the client look for the broker again."""
-    line = _Line()
-    asked = line.ask()
-    line.wire.listener.connection_lost(None)
-    with pytest.raises(KafkaConnectionError):
-        await asked
-    assert line.reasons == [CloseReason.CONNECTION_BROKEN]
-    assert line.connection._closed_fut.done()
+def protocol_of(connection: Connection) -> tuple[ResponseProtocol, asyncio.Future[None]]:
+    """Return what reads for the connection, and the future that tells of the socket's end."""
+    closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    return ResponseProtocol(cast("DirectConnection", connection), closed), closed
+
+
+def framed(response: bytes) -> bytes:
+    """Return a response as a broker sends it: after its length."""
+    return struct.pack(">i", len(response)) + response
+
+
+async def test_response_is_handed_over_at_its_last_byte() -> None:
+    """Neither before it nor in a later turn of the event loop."""
+    connection = Connection()
+    protocol, _ = protocol_of(connection)
+    bytes_sent = framed(b"hello") + framed(b"")
+    protocol.data_received(bytes_sent[:6])
+    assert connection.responses == []
+    protocol.data_received(bytes_sent[6:])
+    assert connection.responses == [b"hello", b""]
+
+
+async def test_lost_socket_ends_connection() -> None:
+    """The reason makes the client look for the broker again."""
+    connection = Connection()
+    protocol, closed = protocol_of(connection)
+    protocol.connection_lost(None)
+    ((reason, error),) = connection.ends
+    assert reason == CloseReason.CONNECTION_BROKEN
+    assert isinstance(error, EOFError)
+    assert closed.done()
 
 
 async def test_invalid_response_length_ends_connection(caplog: pytest.LogCaptureFixture) -> None:
     """A length below zero: somebody else listens there."""
-    line = _Line()
-    asked = line.ask()
-    line.wire.listener.data_received(struct.pack(">i", -1))
-    with pytest.raises(KafkaConnectionError) as failed:
-        await asked
-    assert "length of a frame, got -1" in str(failed.value.__cause__)
+    connection = Connection()
+    protocol, _ = protocol_of(connection)
+    protocol.data_received(struct.pack(">i", -1))
+    ((reason, error),) = connection.ends
+    assert reason == CloseReason.CONNECTION_BROKEN
+    assert "length of a frame, got -1" in str(error)
     assert "length of a frame, got -1" in caplog.text
 
 
 async def test_responses_after_close_are_dropped() -> None:
-    """Answers that come with the one that closed the connection are nobody's."""
-    line = _Line()
-    seen = []
+    """Those that come with the one that closed the connection belong to no request."""
+    connection = Connection(last=b"x")
+    protocol, _ = protocol_of(connection)
+    protocol.data_received(framed(b"x") * 2)
+    assert connection.responses == [b"x"]
 
-    def close(frame: bytes) -> None:
-        seen.append(frame)
-        line.connection.close(reason=CloseReason.OUT_OF_SYNC)
 
-    line.connection._handle_frame = close
-    line.wire.listener.data_received((struct.pack(">i", 1) + b"x") * 2)
-    assert seen == [b"x"]
-    await line.connection._closed_fut
+async def test_response_for_connection_that_is_gone_is_dropped() -> None:
+    """The protocol does not keep its connection alive."""
+    connection = Connection()
+    protocol, _ = protocol_of(connection)
+    del connection
+    protocol.data_received(framed(b"late"))

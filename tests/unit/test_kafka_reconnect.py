@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection
-from aiokafka.structs import BrokerMetadata
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
@@ -141,5 +141,7 @@ async def test_silent_broker_is_given_up_after_request_timeout() -> None:
 
 def _cluster_of_one(address: tuple[str, int] = HERE) -> ClusterMetadata:
     cluster = ClusterMetadata()
-    cluster._brokers = {1: BrokerMetadata(1, *address, None)}
+    cluster.update_metadata(
+        SimpleNamespace(API_VERSION=1, brokers=[(1, *address, None)], controller_id=1, topics=[])
+    )
     return cluster

@@ -65,8 +65,8 @@ def _over(operation: str, by: str) -> str:
 
 
 def quantiles(metric: str, by: str) -> tuple[Query, ...]:
-    """The median and the 99th percentile for each value of a label."""
-    name = f"{{{{{by}}}}}"
+    """The median and the 99th percentile for each value of a label, or of `some, labels`."""
+    name = "/".join(f"{{{{{each}}}}}" for each in by.split(", "))
     return tuple(
         Query(quantile(part, metric, by), f"{name} p{part * 100:g}") for part in (0.5, 0.99)
     )

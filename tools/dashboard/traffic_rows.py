@@ -179,7 +179,7 @@ BATCHES = Row(
             "One run",
             "Points are batches of sampled requests.",
             "s",
-            quantiles("headrace_compute_duration_seconds", "model"),
+            quantiles("headrace_compute_duration_seconds", "model, version"),
             logarithmic=True,
             exemplars=True,
         ),

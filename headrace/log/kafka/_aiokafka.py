@@ -18,7 +18,6 @@ The parts, and what each is for:
 from __future__ import annotations
 
 import asyncio
-import dis
 import struct
 import time
 import weakref
@@ -128,7 +127,7 @@ def check_names(names: Mapping[type | ModuleType, Iterable[str]], release: str) 
         ImportError: one is missing.
     """
     for owner, wanted in names.items():
-        known = set(dir(owner)) | _stored_attributes(owner)
+        known = set(dir(owner)) | _names_in_methods(owner)
         for name in wanted:
             if name not in known:
                 raise ImportError(
@@ -137,21 +136,16 @@ def check_names(names: Mapping[type | ModuleType, Iterable[str]], release: str) 
                 )
 
 
-def _stored_attributes(owner: type | ModuleType) -> set[str]:
-    """Return the names of the attributes that a class's methods set on objects."""
+def _names_in_methods(owner: type | ModuleType) -> set[str]:
+    """Return the names in the code of a class's methods; attributes of objects are among them."""
     if isinstance(owner, ModuleType):
         return set()
-    codes = [
-        method.__code__
+    return {
+        name
         for base in owner.__mro__
         for method in vars(base).values()
         if hasattr(method, "__code__")
-    ]
-    return {
-        step.argval
-        for code in codes
-        for step in dis.get_instructions(code)
-        if step.opname == "STORE_ATTR"
+        for name in method.__code__.co_names
     }
 
 
@@ -217,7 +211,7 @@ class Frames:
         return found
 
 
-class _ResponseProtocol(asyncio.Protocol):
+class ResponseProtocol(asyncio.Protocol):
     """Protocol that reads responses; refers to its connection weakly, as aiokafka's own reading
     does.
 
@@ -270,7 +264,7 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
             A future that does not end by itself, instead of aiokafka's reading task.
         """
         self.transport = self._writer.transport
-        self.transport.set_protocol(_ResponseProtocol(self, self._closed_fut))
+        self.transport.set_protocol(ResponseProtocol(self, self._closed_fut))
         return asyncio.get_running_loop().create_future()
 
 
@@ -300,6 +294,7 @@ def replace_connecting(
     bootstrap: Callable[[], Awaitable[None]],
     get_connection: Callable[..., Awaitable[AIOKafkaConnection | None]],
     find_metadata: Callable[[ClusterMetadata, Collection[str]], Awaitable[bool]],
+    on_request: Callable[[str], None],
 ) -> None:
     """Replace how a client finds and connects to brokers.
 
@@ -310,20 +305,25 @@ def replace_connecting(
             the node's id and `group=`.
         find_metadata: called when no known broker answers a metadata request; returns whether
             another one did.
+        on_request: called with the name of each request to a broker.
     """
     ask_known_brokers = client._metadata_update
 
     async def update_metadata(cluster: ClusterMetadata, topics: Collection[str]) -> bool:
         return await ask_known_brokers(cluster, topics) or await find_metadata(cluster, topics)
 
-    client.send = partial(_send_or_connection_error, client.send)
+    client.send = partial(_send_or_connection_error, client.send, on_request)
     client._get_conn = get_connection
     client.bootstrap = bootstrap
     client._metadata_update = update_metadata
 
 
 async def _send_or_connection_error(
-    send: Callable[..., Awaitable[Any]], node_id: int, request: Any, **options: Any
+    send: Callable[..., Awaitable[Any]],
+    on_request: Callable[[str], None],
+    node_id: int,
+    request: Any,
+    **options: Any,
 ) -> Any:
     """Call aiokafka's `send`, and raise its own error if the transport is closed already.
 
@@ -331,6 +331,7 @@ async def _send_or_connection_error(
     connection. uvloop's raises RuntimeError, which aiokafka does not expect and which would end its
     background tasks.
     """
+    on_request(type(request).__name__.removesuffix("Request"))
     try:
         return await send(node_id, request, **options)
     except RuntimeError as error:

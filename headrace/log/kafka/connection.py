@@ -84,6 +84,8 @@ class Connection:
         settings: how to reach the brokers.
         decompressed_bytes: the limit on the decompressed records of one batch.
         tuning: times and sizes of all clients.
+        on_request: called with the name of each request to a broker, except those that bring a
+            connection about.
 
     Raises:
         ConfigurationError: a file that the settings name cannot be read or used.
@@ -94,7 +96,9 @@ class Connection:
         settings: KafkaSettings,
         decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES,
         tuning: KafkaTuning = TUNING.kafka,
+        on_request: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._on_request = on_request
         self.settings = settings
         self.decompressed_bytes = decompressed_bytes
         self.tuning = tuning
@@ -167,6 +171,7 @@ class Connection:
             bootstrap=partial(self._bootstrap, client),
             get_connection=partial(self._get_connection, client),
             find_metadata=self._find_metadata,
+            on_request=self._on_request,
         )
 
     async def _bootstrap(self, client: AIOKafkaClient) -> None:

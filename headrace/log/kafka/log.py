@@ -8,7 +8,7 @@ of 0.14.0, where its public interface cannot keep the port's promises. The inter
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
@@ -49,6 +49,7 @@ class KafkaLog:
         decompressed_bytes: the limit on the decompressed records of one batch; a larger batch is
             skipped, see `Gap`.
         tuning: times and sizes of all its clients.
+        on_request: called with the name of each request to a broker.
 
     Raises:
         ConfigurationError: (on entering, or on the first use) such a file cannot be read.
@@ -60,7 +61,9 @@ class KafkaLog:
         *,
         decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES,
         tuning: KafkaTuning = TUNING.kafka,
+        on_request: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._on_request = on_request
         self._settings = settings
         self._decompressed_bytes = decompressed_bytes
         self._tuning = tuning
@@ -80,7 +83,7 @@ class KafkaLog:
         return self._opened
 
     def _new_connection(self) -> Connection:
-        return Connection(self._settings, self._decompressed_bytes, self._tuning)
+        return Connection(self._settings, self._decompressed_bytes, self._tuning, self._on_request)
 
     def member(
         self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""

@@ -397,17 +397,21 @@ def _retrieve_error(task: asyncio.Task[Any]) -> None:
 
 
 class Acknowledgement:
-    """One caller's view of the end of a batch: cancelling it does not affect the other callers."""
+    """One caller's view of the end of a batch: cancelling it does not affect the other callers.
 
-    __slots__ = ("_ended",)
+    Args:
+        ended: the end of the batch, which all its callers share.
+    """
+
+    __slots__ = ("ended",)
 
     def __init__(self, ended: asyncio.Future[None]) -> None:
-        self._ended = ended
+        self.ended = ended
 
     def __await__(self) -> Generator[Any, None, None]:
-        if not self._ended.done():
-            yield from asyncio.shield(self._ended)
-        self._ended.result()
+        if not self.ended.done():
+            yield from asyncio.shield(self.ended)
+        self.ended.result()
 
 
 class RecordBatch:

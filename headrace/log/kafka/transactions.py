@@ -15,7 +15,7 @@ from itertools import count, zip_longest
 from typing import Any, Final, Self
 
 import aiokafka.errors as kafka_errors
-from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.protocol.transaction import (
@@ -299,7 +299,8 @@ class ProducerEpoch:
     ) -> None:
         """Write the batches of each partition in their order, and the group's offsets.
 
-        Both are sent concurrently, since neither counts before the transaction is committed.
+        Both are sent at once, since neither counts before the transaction is committed. A broker
+        that gets both answers them one after the other, see `_send`.
 
         Raises:
             RecordTooLarge, RecordRefused: a broker refuses a batch.
@@ -332,8 +333,8 @@ class ProducerEpoch:
         kind, pauses = CoordinationType.TRANSACTION, self._pauses_s()
         while True:
             node = await self._coordinator(kind, self._id)
-            answer = await self._send(node, request, ConnectionGroup.COORDINATION)
-            error = _error_in(answer)
+            answer = await self._send(node, request)
+            error = error_in(answer)
             if error is None:
                 self._ended_s = time.monotonic()
                 if self._has_second_version:
@@ -462,8 +463,8 @@ class ProducerEpoch:
             try:
                 node = await self._coordinator(kind, key)
                 is_sent = True
-                answer = await self._send(node, request, ConnectionGroup.COORDINATION)
-                error = _error_in(answer)
+                answer = await self._send(node, request)
+                error = error_in(answer)
             except KafkaError as unreached:
                 if is_sent and not if_lost:
                     raise
@@ -491,17 +492,19 @@ class ProducerEpoch:
         self._coordinators.pop(kind, None)
         await asyncio.sleep(pause_s)
 
-    async def _send(
-        self, node: int, request: Any, group: ConnectionGroup = ConnectionGroup.DEFAULT
-    ) -> Any:
+    async def _send(self, node: int, request: Any) -> Any:
+        """Send a request to a broker, over one connection for requests of all kinds.
+
+        A broker takes the requests of one connection one after the other. Over two it would ask the
+        coordinator to add the partitions of records and of offsets at the same time, and refuse one
+        of them for that.
+        """
         if self._closed:  # aiokafka's client would connect again
             raise kafka_errors.ProducerClosed
-        return await self.client.send(node, request, group=group)
+        return await self.client.send(node, request)
 
     def _pauses_s(self) -> Iterator[float]:
-        """Yield the pauses between retries. A broker that asks the coordinator for two of our
-        requests at once fails one of them, which passes at once.
-        """
+        """Yield the pauses between retries."""
         return map(self._tuning.transaction_retry.pause_s, count())
 
 
@@ -516,7 +519,7 @@ def _translate_batch_error(error: KafkaError) -> Exception:
     return RecordRefused(str(translated)) if isinstance(translated, LogRefused) else translated
 
 
-def _error_in(answer: Any) -> KafkaError | None:
+def error_in(answer: Any) -> KafkaError | None:
     """Return the error in a coordinator's response; of several, preferably one that is not
     transient.
     """

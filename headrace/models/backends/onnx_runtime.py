@@ -33,7 +33,8 @@ from headrace.models.backends.onnx_session import (
 from headrace.models.backends.port import Arrays, ReusedInputs, WarmUp, check_outputs
 from headrace.models.backends.warmup import warm_up
 from headrace.models.config import CPU, ModelConfig
-from headrace.models.processing import Processing, plan_processing
+from headrace.models.inputs.tokens import TokenDecoder
+from headrace.models.processing import Processing, name_texts, plan_processing
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ModelTuning
@@ -67,6 +68,7 @@ class OnnxBackend:
         self._bound_options: list[Any] = []
         self._bindings: OutputBindings | None = None
         self._converter: InputConverter | None = None
+        self._decoder: TokenDecoder | None = None
 
     @property
     def signature(self) -> Signature:
@@ -76,7 +78,7 @@ class OnnxBackend:
     def processing(self) -> Processing:
         if self._adaptation is None:
             config, signature = self._config, self._signature
-            if config.preprocess or config.postprocess:
+            if config.preprocess or config.postprocess or config.decoded:
                 found = read_onnx_signature(self._directory / "model.onnx")
                 self._adaptation = plan_processing(found, config, self._directory)
             else:
@@ -91,6 +93,8 @@ class OnnxBackend:
                 f"{path}: expected no BYTES beside BF16, which ONNX Runtime cannot bind; "
                 f"got {self._texts[0].name}"
             )
+        if self._config.tokens is not None and self._config.decoded:
+            self._decoder = TokenDecoder(self._config.tokens, self._directory)
         self._session = open_session(path, self._config, self.processing.appendix, self._stream)
         self._options = run_options()
 
@@ -213,6 +217,9 @@ class OnnxBackend:
         appendix = self.processing.appendix
         if appendix is not None and appendix.labels:
             outputs[appendix.labelled] = appendix.look_up_labels(outputs[appendix.indices])
+        if self._decoder is not None:
+            name = self._config.decoded
+            outputs[name_texts(name)] = self._decoder.decode(outputs[name])
         return outputs
 
     def cancel(self) -> None:

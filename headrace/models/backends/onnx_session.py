@@ -9,12 +9,13 @@ for a failed lookup when its inputs are bound.
 from __future__ import annotations
 
 import importlib.util
-import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.errors import ConfigurationError
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
+from headrace.models.cores import available_cores, part_of
 from headrace.models.processing import Appendix, append_nodes
 
 _EXTERNAL_DATA = "session.model_external_initializers_file_folder_path"
@@ -90,6 +91,8 @@ def open_session(
     options.log_severity_level = _FATAL
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    if config.extensions:
+        options.register_custom_ops_library(_find_extensions())
     try:
         session = onnxruntime.InferenceSession(
             _path_or_content(path, appendix, options),
@@ -107,6 +110,19 @@ def open_session(
         )
     session.disable_fallback()
     return session
+
+
+def _find_extensions() -> str:
+    """Return the path of the library with the operators of onnxruntime-extensions."""
+    try:
+        import onnxruntime_extensions
+    except ImportError as error:
+        raise ConfigurationError(
+            "extensions: the operators need the package onnxruntime-extensions: "
+            "pip install 'headrace[extensions]'"
+        ) from error
+    path: str = onnxruntime_extensions.get_library_path()
+    return path
 
 
 def _path_or_content(path: Path, appendix: Appendix | None, options: Any) -> Path | bytes:
@@ -148,22 +164,18 @@ def _cuda_options(config: ModelConfig, stream: SessionStream | None) -> dict[str
     return options
 
 
-def intra_op_threads(config: ModelConfig, cores: int) -> int:
-    """Return the threads of one run: as configured, or the instance's share of the cores."""
+def intra_op_threads(config: ModelConfig, cores: Collection[int]) -> int:
+    """Return the threads of one run: as configured, or the instance's share of the process' part
+    of the cores.
+    """
     if config.intra_op_threads:
         return config.intra_op_threads
     if config.execution_providers[0] != CPU:
         return 1
     # A pinned instance's thread is already restricted to its share.
-    return max(1, cores if config.pinned else cores // config.instances)
-
-
-def available_cores() -> int:
-    """Return the number of cores on which the calling thread may run."""
-    # Affinity exists on Linux only; in a container with pinned cores it is smaller than the
-    # machine.
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    if config.pinned:
+        return len(cores)
+    return max(1, len(part_of(cores, config.cores)) // config.instances)
 
 
 def run_options(graph: int = -1, *, wait: bool = True) -> Any:

@@ -27,7 +27,7 @@ from headrace.models.config import RecordColumn, RecordTransform
 from headrace.models.inputs.avro import INSTALL, AvroContainers, AvroSchema, AvroWriter, is_list
 from headrace.models.inputs.framing import FramedSchemas, Framing
 from headrace.models.inputs.protobuf import ProtobufSchema, follow
-from headrace.models.processing import read_beside
+from headrace.models.processing import read_beside, read_in_version
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.codec.faults import shown
@@ -152,6 +152,10 @@ class Records:
         form = self._config.format or _format_of(content_type)
         return self.framed is None and form == "avro_container"
 
+    def is_slow(self, payload: bytes, content_type: str, inline_bytes: int) -> bool:
+        """See `headrace.models.inputs.transforms.Transform`."""
+        return len(payload) > inline_bytes or self.expands(content_type)
+
     def merge(self, payload: bytes, content_type: str, outputs: Mapping[str, Array]) -> bytes:
         """Return the records of a payload, in its format, with the outputs as further fields.
 
@@ -243,18 +247,9 @@ def _read_descriptors(
 ) -> ProtobufSchema | None:
     if not config.protobuf_message:
         return None
-    path = directory / config.protobuf_descriptors
-    try:
-        if not path.resolve().is_relative_to(directory.resolve()):
-            raise ConfigurationError(
-                "transform.record.protobuf_descriptors: expected a file in the version's "
-                f"directory, got {path.resolve()}"
-            )
-        descriptors = path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(
-            f"transform.record.protobuf_descriptors: {path}: {error.strerror}"
-        ) from error
+    descriptors = read_in_version(
+        directory, config.protobuf_descriptors, "transform.record.protobuf_descriptors"
+    )
     return ProtobufSchema(
         descriptors, config.protobuf_message, config.protobuf_answer, signature.outputs
     )

@@ -5,21 +5,34 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
-from headrace.models.config import ModelConfig
+from headrace.models.config import ModelConfig, TransformTable
+from headrace.models.inputs.images import Images
 from headrace.models.inputs.records import Records
+from headrace.models.inputs.tokens import Tokens
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.user_code import load_attribute, run_bounded
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import from_array
 
-Transform: TypeAlias = Callable[[bytes, str], list[InputTensor]]
-"""Converts payload and content type to the inputs of a request; raises `Rejected`."""
+
+class Transform(Protocol):
+    """Conversion of payloads to the inputs of requests."""
+
+    def __call__(self, payload: bytes, content_type: str, /) -> list[InputTensor]:
+        """Return the inputs that a payload becomes. Raises `Rejected`."""
+        ...
+
+    def is_slow(self, payload: bytes, content_type: str, inline_bytes: int, /) -> bool:
+        """Return True if a payload must be converted on a thread: user code, or work that would
+        hold the event loop. `inline_bytes` is the largest payload to be parsed on the loop.
+        """
+        ...
 
 
 def make_transform(
@@ -39,22 +52,48 @@ def make_transform(
       `<model>/transform.py`.
     - a table `record`: see `headrace.models.inputs.records`; its files are in the version's
       directory or beside it.
+    - a table `image` or `tokens`: see `headrace.models.inputs.images` and `tokens`.
 
     Raises:
         ConfigurationError: the transform does not fit the signature, or the file cannot be run.
     """
     if config.transform is None:
-        return _refuse_payload
-    if config.record is not None:
-        return Records(config.record, signature, version_directory or model_directory, registry)
+        return _Function(_refuse_payload)
+    if isinstance(config.transform, TransformTable):
+        directory = version_directory or model_directory
+        return _make_table_transform(config.transform, signature, directory, registry)
     if config.transform == "python":
         return _load_python_transform(model_directory / "transform.py", config.max_load_s)
-    spec = _find_single_input(str(config.transform), signature)
+    spec = _find_single_input(config.transform, signature)
     if config.transform == "text":
-        return lambda payload, _: [_make_text_input(spec, payload)]
+        return _Function(lambda payload, _: [_make_text_input(spec, payload)])
     if spec.datatype == "BYTES":
-        return lambda payload, _: [_make_element_input(spec, payload)]
-    return lambda payload, _: [_make_octets_input(spec, payload)]
+        return _Function(lambda payload, _: [_make_element_input(spec, payload)])
+    return _Function(lambda payload, _: [_make_octets_input(spec, payload)])
+
+
+def _make_table_transform(
+    table: TransformTable, signature: Signature, directory: Path, registry: SchemaRegistry | None
+) -> Transform:
+    if table.image is not None:
+        return Images(table.image, signature)
+    if table.tokens is not None:
+        return Tokens(table.tokens, signature, directory)
+    assert table.record is not None
+    return Records(table.record, signature, directory, registry)
+
+
+class _Function(NamedTuple):
+    """A transform that is one function: quick, or a user's, which may take any time."""
+
+    convert: Callable[[bytes, str], list[InputTensor]]
+    is_users: bool = False
+
+    def __call__(self, payload: bytes, content_type: str, /) -> list[InputTensor]:
+        return self.convert(payload, content_type)
+
+    def is_slow(self, _payload: bytes, _content_type: str, _inline_bytes: int, /) -> bool:
+        return self.is_users
 
 
 def _find_single_input(transform: str, signature: Signature) -> TensorSpec:
@@ -118,7 +157,7 @@ def _load_python_transform(path: Path, max_load_s: float) -> Transform:
             )
         return [_make_input(name, value) for name, value in made.items()]
 
-    return apply
+    return _Function(apply, is_users=True)
 
 
 def _make_input(name: object, value: object) -> InputTensor:

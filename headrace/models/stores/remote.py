@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
@@ -22,13 +22,15 @@ from headrace.models.packing.signatures import Trust, check_signature, read_trus
 from headrace.models.repository import (
     FoundModel,
     FoundVersion,
-    WantedVersions,
+    WantedModels,
     find_model_fault,
+    missing_model,
     missing_version,
     select_versions,
 )
 from headrace.models.stores.cache import ModelCache
 from headrace.models.stores.store import Store, StoreUnavailable
+from headrace.protocol.control import WantedModel
 
 
 class Described(NamedTuple):
@@ -64,7 +66,7 @@ class RemoteRepository:
         self._digests: dict[str, dict[str, str]] = {}
         self.away: tuple[str, ...] = ()
 
-    def scan(self, wanted: WantedVersions | None = None) -> list[FoundModel]:
+    def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """See `headrace.models.repositories.ModelRepository`; download these versions. Blocks.
 
         While the store is away, the models are those of the last time, as far as they are cached.
@@ -101,6 +103,23 @@ class RemoteRepository:
             return self._store.list_versions()
         except (FileNotFoundError, StoreUnavailable) as error:
             raise ConfigurationError(f"models.repository: {error}") from error
+
+    def select(self, name: str, overrides: Mapping[str, Any]) -> list[int]:
+        """See `headrace.models.repositories.ModelRepository`.
+
+        Raises:
+            ConfigurationError: there is no such model, or it cannot be served with the overrides;
+                or the store is away, or refuses.
+        """
+        listed = self.list_versions()
+        if name not in listed:
+            raise missing_model(name, listed)
+        try:
+            files = self._describe(name, listed[name][-1], {}).manifest.model_files
+        except (FileNotFoundError, StoreUnavailable) as error:
+            raise ConfigurationError(f"{self.name}/{name}: {error}") from error
+        config = parse_model_config(files, name, self._settings, overrides)
+        return select_versions(listed[name], config, f"{self.name}/{name}")
 
     def shorten(self, fault: str) -> str:
         """Make the paths in a fault relative to the cache, as remote callers may see it."""
@@ -139,7 +158,7 @@ class RemoteRepository:
         listed: tuple[str, list[int]],
         known: dict[str, str],
         trust: Trust,
-        wanted: Sequence[int] | None,
+        wanted: WantedModel | None,
     ) -> FoundModel:
         name, numbers = listed
         fault = find_model_fault(name)
@@ -147,13 +166,15 @@ class RemoteRepository:
             return FoundModel(name, Path(), None, (), fault)
         try:
             # A version that is there, but not wanted, must not change the others.
-            served = [each for each in numbers if wanted is None or each in wanted]
+            served = [each for each in numbers if wanted is None or str(each) in wanted.versions]
             highest = self._describe(name, (served or numbers)[-1], known)
-            config = parse_model_config(highest.manifest.model_files, name, self._settings)
-            selected: Sequence[int] = (
+            overrides = {} if wanted is None else wanted.overrides
+            files = highest.manifest.model_files
+            config = parse_model_config(files, name, self._settings, overrides)
+            selected = (
                 select_versions(numbers, config, f"{self.name}/{name}")
                 if wanted is None
-                else wanted
+                else [*map(int, wanted.versions)]
             )
         except (ConfigurationError, StoreUnavailable, FileNotFoundError) as error:
             self._digests.setdefault(name, known)

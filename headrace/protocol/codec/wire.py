@@ -84,7 +84,7 @@ _format_decoder = msgspec.msgpack.Decoder(_Format)
 
 def refer_to_source(request: Request, from_bytes: int) -> None:
     """Release the value of a request, and the inputs in it, if it has at least so many bytes: the
-    source record holds them.
+    source record holds them, or the object of its claim.
     """
     value = request.value
     if not value or len(value) < from_bytes:
@@ -104,7 +104,7 @@ def refer_to_source(request: Request, from_bytes: int) -> None:
 
 
 def restore_value(request: Request, value: bytes) -> None:
-    """Set the value of a request that refers to its source record, and the inputs in it.
+    """Set the value of a request that refers to its source record or a claim, and the inputs in it.
 
     Raises:
         Rejected: `INVALID_TENSOR`: the value does not hold the inputs.
@@ -412,9 +412,9 @@ def encode_results(requests: Sequence[Request]) -> bytes:
             failure = request.failure
             assert failure is not None  # all requests of a chunk have failures
             failures.append(WireFailure(**failure._asdict()))
-            keeps_value = Code(failure.code).is_dead_letter
-            referenced.append(request.referenced if keeps_value else 0)
-            value = request.value if keeps_value else None
+            is_kept = wire_single.keeps_value(request)
+            referenced.append(request.referenced if is_kept else 0)
+            value = request.value if is_kept else None
             values.append(-1 if value is None else len(value))
             if value is not None:
                 payload.append(value)

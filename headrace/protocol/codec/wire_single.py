@@ -170,11 +170,18 @@ def _request_of_item(record: ItemRecord, ack_handle: AckHandle) -> Request:
 # --- results ----------------------------------------------------------------------------------
 
 
+def keeps_value(request: Request) -> bool:
+    """Return True if a dead letter is made of a request, and the record's value is in it: a claim
+    is in the headers.
+    """
+    failure, claim = request.failure, request.envelope.claim
+    return failure is not None and claim is None and Code(failure.code).is_dead_letter
+
+
 def encode_result(request: Request) -> bytes:
     """Return the value of a `results` record of a request with its outputs or its failure."""
     failure = request.failure
-    keep_value = failure is not None and Code(failure.code).is_dead_letter
-    value = request.value if keep_value else None
+    value = request.value if keeps_value(request) else None
     raw_names = _raw_names(request.headers)
     return _encode(
         ResultRecord(

@@ -241,6 +241,7 @@ def _request_headers() -> _Node:
             "The request that this record cancels, as topic/partition/offset, or empty: the one "
             "with its kafka_correlationId. The record is no request itself."
         ),
+        "x-claim": _claim("Refers to the value, which is in a store; the record has none then."),
         "x-model": _text("A model's name, or name/version, or name@label."),
         **_passed_on(),
     }
@@ -253,10 +254,13 @@ def _response_headers() -> _Node:
             "with a brace."
         ),
         "x-record-of": _text(
-            "Only if the value is the request's record with the outputs of a model in it: name and "
-            "version of the model, with a slash between. The content type is then the request's."
+            "Only if the value is no response with tensors: name and version of the model, with a "
+            "slash between. The value is the request's record with the outputs of the model in it, "
+            "in the request's content type, or what [answer] in model.toml says, in JSON."
         ),
         "content-encoding": _coding("Of the value, as the request accepts it; absent for none."),
+        "x-claim": _claim("Refers to the value, which is in a store; the record has none then."),
+        "x-claim-expires-ms": _digits("Epoch milliseconds after which that object may be gone."),
         "x-status": {"type": "string", "enum": ["ok", *map(str, Code)]},
         "x-request": _text("The request record, as topic/partition/offset."),
         **_passed_on(),
@@ -295,6 +299,14 @@ def _text(description: str) -> _Node:
 
 def _coding(description: str) -> _Node:
     return {"type": "string", "enum": [*CODINGS, "identity"], "description": description}
+
+
+def _claim(description: str) -> _Node:
+    return {
+        "type": "string",
+        "pattern": "^[!-~]+ [0-9]{1,15} [0-9a-fA-F]{64}$",
+        "description": f"{description} Its URL, size in bytes and SHA-256.",
+    }
 
 
 def _bytes(description: str) -> _Node:

@@ -329,7 +329,11 @@ def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
     ):
         yield name, sample("result-record", partial(_result_bytes, make), decode_results)
     yield "event", GoldenSample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
-    for name, record in (("control", _CHANGE), ("control-snapshot", _CHANGE_WITH_SNAPSHOT)):
+    for name, record in (
+        ("control", _CHANGE),
+        ("control-snapshot", _CHANGE_WITH_SNAPSHOT),
+        ("control-overrides", _CHANGE_OF_OVERRIDES),
+    ):
         write = partial(encode_control, record)
         yield name, GoldenSample("control-record", MSGPACK, write, decode_control)
 
@@ -381,6 +385,24 @@ _CHANGE_WITH_SNAPSHOT = ControlRecord(
     before={"alone": WantedModel(versions=["3"], default="3")},
     after={"alone": None},
     snapshot={"sample": _SAMPLE_MODEL},
+)
+_CHANGE_OF_OVERRIDES = ControlRecord(
+    format=2,
+    generation=65,
+    change_id="8293a4b5",
+    at_ms=_TIMESTAMP_MS + 2,
+    who="ada@ops-1",
+    action="load",
+    before={"sample": _SAMPLE_MODEL},
+    after={
+        "sample": WantedModel(
+            versions=["1", "2"],
+            default="1",
+            labels={"canary": "2"},
+            overrides={"max_batch_size": 8, "range": {"x": [0, 1]}},
+            reads=1,
+        )
+    },
 )
 
 

@@ -33,7 +33,7 @@ NEVER = 1 << 62
 """A time later than any other."""
 
 
-class BatchLimits(NamedTuple):
+class SimulatedLimits(NamedTuple):
     """Batch limits of a model, by the names of `model.toml`."""
 
     max_batch_size: int

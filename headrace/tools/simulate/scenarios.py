@@ -23,17 +23,17 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Batch
 from headrace.tools.simulate.events import (
     Arrivals,
-    BatchLimits,
     ExecutorPool,
     ModelKey,
     Observed,
     Policy,
+    SimulatedLimits,
     Simulation,
 )
 from headrace.tools.simulate.service_times import ServiceTime
 from headrace.tuning import TUNING
 
-PolicyFactory: TypeAlias = Callable[[Callable[[str, str], BatchLimits]], Policy]
+PolicyFactory: TypeAlias = Callable[[Callable[[str, str], SimulatedLimits]], Policy]
 """Makes the batcher's policy from the limits of each model version. It is passed in, since the
 policy belongs to a service, and modules below the services do not import them.
 """
@@ -48,7 +48,7 @@ PROBABILITIES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 class Served(NamedTuple):
     """A model version as it is served now, and the durations of its batches."""
 
-    limits: BatchLimits
+    limits: SimulatedLimits
     instances: int
     service_time: ServiceTime
 
@@ -294,7 +294,7 @@ def served_now(
     `times` are by model.
     """
     batching = settings.batching
-    defaults = BatchLimits(
+    defaults = SimulatedLimits(
         batching.max_batch_size, batching.max_batch_bytes, batching.max_queue_delay_ms
     )
     served: dict[ModelKey, Served] = {}
@@ -303,7 +303,7 @@ def served_now(
             continue
         limits, instances = defaults, settings.executor.instances
         if (found := models.get(kind.model)) is not None:
-            limits = BatchLimits(
+            limits = SimulatedLimits(
                 found.max_batch_size, found.max_batch_bytes, found.max_queue_delay_ms
             )
             instances = found.config.instances

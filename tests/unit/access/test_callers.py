@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from pathlib import Path
+
 import pytest
 
-from headrace.access.callers import ApiGroup, Callers, Credentials
+from headrace.access.callers import ApiGroup, Callers, Credentials, Denied
 from headrace.access.limits import Limits
 from headrace.config import GatewaySettings
 from headrace.tuning import TUNING
@@ -34,3 +38,63 @@ def test_caller_without_login_is_counted_by_its_network(address: str, counted_by
 def test_without_keys_and_limits_all_callers_are_alike() -> None:
     """The doors then ask nothing of a call."""
     assert Callers(GatewaySettings(), TUNING.gateway.access).are_all_alike
+
+
+# --- changes of models --------------------------------------------------------------------------
+
+LOGIN = Credentials(key="secret")
+
+
+def callers_with(directory: Path, changes: str, *, keys: bool) -> Callers:
+    """Callers for whom *repository* is public, one with a login that opens it, and one without.
+
+    Without keys there are no logins.
+    """
+    file = directory / "keys.toml"
+    ada, bob = (hashlib.sha256(key).hexdigest() for key in (b"secret", b"other"))
+    file.write_text(
+        f'public = ["repository"]\n[callers.ada]\nsha256 = "{ada}"\n'
+        f'[callers.bob]\nsha256 = "{bob}"\ngroups = ["inference"]\n'
+    )
+    settings = {"keys_file": file if keys else None, "model_changes": changes}
+    return Callers(GatewaySettings.model_validate(settings), TUNING.gateway.access)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "given", "tenant"),
+    [
+        ("login", True, LOGIN, "ada"),
+        ("anyone", True, LOGIN, "ada"),
+        ("anyone", True, Credentials(), ""),
+        ("anyone", False, Credentials(), ""),
+    ],
+)
+def test_change_is_allowed_to_logins_or_where_setting_says_so(
+    tmp_path: Path, changes: str, keys: bool, given: Credentials, tenant: str
+) -> None:
+    """With "anyone" whoever may see the index may change it."""
+    assert callers_with(tmp_path, changes, keys=keys).admit_change(given).tenant == tenant
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "given", "told"),
+    [
+        ("login", True, Credentials(), "expected an API key"),
+        ("login", True, Credentials(key="unknown"), "got one that is not known"),
+        (
+            "login",
+            True,
+            Credentials(key="other"),
+            "expected a login that opens it, got that of bob",
+        ),
+        ("login", False, Credentials(), 'gateway.jwt), or gateway.model_changes = "anyone"'),
+        ("off", True, LOGIN, "expected gateway.model_changes other than off"),
+        ("off", False, Credentials(), "expected gateway.model_changes other than off"),
+    ],
+)
+def test_change_is_refused_with_what_it_needs(
+    tmp_path: Path, changes: str, keys: bool, given: Credentials, told: str
+) -> None:
+    """A group that is public opens the index alone."""
+    with pytest.raises(Denied, match=re.escape(told)):
+        callers_with(tmp_path, changes, keys=keys).admit_change(given)

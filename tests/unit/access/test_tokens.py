@@ -19,7 +19,7 @@ from jwt.algorithms import RSAAlgorithm
 
 from headrace.access.callers import ApiGroup, Callers, Credentials, Denied
 from headrace.access.limits import Limits
-from headrace.access.tokens import Claims, Tokens
+from headrace.access.tokens import Claims, JwtVerifier
 from headrace.config import GatewaySettings, JwtSettings
 from headrace.errors import ConfigurationError, Rejected
 from headrace.tuning import TUNING
@@ -40,9 +40,11 @@ def jwks(provider: Provider, tmp_path: Path) -> Path:
     return file
 
 
-def tokens_of(file: Path, **others: Any) -> Tokens:
-    """What verifies tokens of the provider; it looks at the file each time."""
-    return Tokens("gateway", JwtSettings(**jwt_settings(file, **others)), TUNING.gateway.access)
+def tokens_of(file: Path, **others: Any) -> JwtVerifier:
+    """Return what verifies the tokens of the provider; it looks at the file each time."""
+    return JwtVerifier(
+        "gateway", JwtSettings(**jwt_settings(file, **others)), TUNING.gateway.access
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["RS256", "ES256", "EdDSA"])
@@ -185,7 +187,7 @@ def test_token_without_kid_is_for_only_key(provider: Provider, tmp_path: Path) -
 def test_verified_token_is_refused_once_it_expires(provider: Provider, jwks: Path) -> None:
     """Its signature is not verified again, its time is."""
     now_s = [time.time()]
-    tokens = Tokens(
+    tokens = JwtVerifier(
         "gateway", JwtSettings(**jwt_settings(jwks)), TUNING.gateway.access, now_s=lambda: now_s[0]
     )
     token = provider.token()

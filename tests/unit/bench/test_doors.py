@@ -173,23 +173,29 @@ def test_ratio_without_the_other_is_none() -> None:
 
 
 def test_targets_are_met_or_missed() -> None:
-    """Twice MLServer is enough, 0.9 times LitServe is not."""
+    """Twice MLServer is enough, 0.9 times LitServe is not; over gRPC it is the same."""
     found = results(
         (EMBEDDED, Way.BINARY, 32, [run(200)]),
+        (WITH_KAFKA, Way.GRPC, 32, [run(150)]),
         (MLSERVER, Way.JSON, 32, [run(100)]),
         (LITSERVE, Way.JSON, 32, [run(222)]),
         (BENTOML, Way.JSON, 32, [run(100)]),
         (WITH_KAFKA, Way.BINARY, 1, [run(p50_ms=4.5)]),
+        (APART, Way.GRPC, 1, [run(p50_ms=3.5)]),
         (WITH_KAFKA, Way.KAFKA, 1, [run(p50_ms=2.0)]),
     )
 
     met = {target.text.split(";")[0]: target.met for target in targets(found)}
 
     assert met == {
-        f"{EMBEDDED}, 32 at once: 2.00 times MLServer over HTTP": True,
-        f"{EMBEDDED}, 32 at once: 0.90 times LitServe over HTTP": False,
-        f"{EMBEDDED}, 32 at once: 2.00 times BentoML over HTTP": True,
+        f"{EMBEDDED}, HTTP, binary, 32 at once: 2.00 times MLServer over HTTP": True,
+        f"{EMBEDDED}, HTTP, binary, 32 at once: 0.90 times LitServe over HTTP": False,
+        f"{EMBEDDED}, HTTP, binary, 32 at once: 2.00 times BentoML over HTTP": True,
+        f"{WITH_KAFKA}, gRPC, 32 at once: 1.50 times MLServer over HTTP": False,
+        f"{WITH_KAFKA}, gRPC, 32 at once: 0.68 times LitServe over HTTP": False,
+        f"{WITH_KAFKA}, gRPC, 32 at once: 1.50 times BentoML over HTTP": True,
         f"{WITH_KAFKA}, unloaded: HTTP, binary +2.50 ms against the Kafka client": False,
+        f"{APART}, unloaded: gRPC +1.50 ms against the Kafka client": True,
         "0 wrong answers": True,
         "the load kept at most 0.20 cores busy": True,
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from headrace.cli.outcome import Exit
@@ -40,9 +38,18 @@ def test_label_needs_version_or_removal(call: Call, arguments: tuple[str, ...], 
     assert f"expected one, or --remove; got {got}" in result.stderr
 
 
-def test_explicit_mode_without_broker_is_refused(call: Call, tmp_path: Path) -> None:
-    """Such a process would never load a model."""
-    (tmp_path / "headrace.toml").write_text('[models]\nmode = "explicit"\n', encoding="utf-8")
-    result = call("run")
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (("--override", "max_batch_size"), "expected KEY=VALUE in TOML, such as max_batch_size=8"),
+        (("--override", "probe=false", "--no-overrides"), "expected one of them, got both"),
+    ],
+    ids=["no value", "both"],
+)
+def test_overrides_that_cannot_be_read_are_refused(
+    call: Call, options: tuple[str, ...], fault: str
+) -> None:
+    """Before anything of the broker is looked at."""
+    result = call("models", "load", "digits", "1", *options)
     assert result.exit_code == Exit.USAGE
-    assert "explicit needs a broker (kafka.bootstrap_servers)" in result.stderr
+    assert fault in result.stderr

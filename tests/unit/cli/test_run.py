@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.outcome import Exit
-from headrace.cli.run import announce_start
+from headrace.cli.run import announce_start, core_part
 from headrace.cli.settings import Invocation
 from headrace.cli.stages import parse_stages
-from headrace.config import Settings
+from headrace.config import Settings, make_settings
 from headrace.runtime.process import OpenDoors
 from headrace.telemetry.logs import LogRateLimiter
 from headrace.topics import STAGES, Stage
@@ -119,6 +119,21 @@ def test_workers_of_gateway_need_free_port(call: Call) -> None:
         result = call("gateway", "--workers", "2", *options)
     assert result.exit_code == Exit.FAILED
     assert f"gateway.http_port: cannot listen on 127.0.0.1:{port}" in result.stderr
+
+
+def test_replicas_need_broker(call: Call, started: Started) -> None:
+    """Each would have a log of its own, which nobody else could reach."""
+    result = call("run", "--replicas", "2")
+    assert result.exit_code == Exit.USAGE
+    assert "every process would have a log of its own" in " ".join(result.stderr.split())
+    assert not started
+
+
+def test_replicas_divide_cores_of_their_parent() -> None:
+    """The second half of the machine becomes its third and fourth quarter."""
+    settings = make_settings({"executor": {"cores": "2/2"}})
+    parts = [core_part(settings, 2, number)["HEADRACE_EXECUTOR__CORES"] for number in range(2)]
+    assert parts == ["3/4", "4/4"]
 
 
 def test_gateway_alone_needs_broker(call: Call, started: Started) -> None:

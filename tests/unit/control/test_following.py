@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+from structlog.testing import capture_logs
 
 from headrace.config import make_settings
 from headrace.control.following import ControlFollower
@@ -35,6 +36,7 @@ class Scan(NamedTuple):
     """What a scan of the repository says."""
 
     away: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 class NotingModels:
@@ -119,6 +121,19 @@ async def test_failed_scan_is_repeated(failure: Scan | ConfigurationError) -> No
     assert models.failed == 2
 
 
+async def test_fault_of_version_is_logged_once() -> None:
+    """Later scans find it again as long as it is wanted."""
+    fault = "a/1: no model"
+    log, models = await new_log(), NotingModels(*[Scan((), (fault,))] * 2)
+    with capture_logs() as lines:
+        async with following(log, models):
+            await write(log, "a")
+            await eventually(lambda: models.failed == 1)
+            await write(log, "b")
+            await eventually(lambda: models.failed == 2)
+    assert [line["reason"] for line in lines if line["event"] == "model.failed"] == [fault]
+
+
 async def test_record_of_later_format_ends_following_and_keeps_models(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -128,7 +143,7 @@ async def test_record_of_later_format_ends_following_and_keeps_models(
     async with following(log, models) as follower:
         later = make_record(load("b", "1"), follower.state, ADA, "id", 0, 64)
         assert later is not None
-        value = encode_control(later).replace(b"format\x01", b"format\x02")
+        value = encode_control(later).replace(b"format\x01", b"format\x03")
         await write_to(log, CONTROL, value)
         await eventually(lambda: "control.unreadable" in capsys.readouterr().out)
         assert follower.state.generation == 1
@@ -154,3 +169,43 @@ async def test_missing_topic_is_refused_with_command_that_makes_it() -> None:
     with pytest.raises(ConfigurationError, match=r"headrace\.control: expected it to exist"):
         async with following(MemoryLog(), NotingModels()):
             pass
+
+
+async def test_process_starts_from_oldest_snapshot_where_retention_removed_records() -> None:
+    """What retention took is in the snapshot; later changes follow as ever."""
+    log, models = await new_log(), NotingModels()
+    topic = ControlTopic(log, SETTINGS, replace(QUICK, control_snapshot_every=3))
+    for generation, name in enumerate("abcd"):
+        await topic.write(load(name, "1"), generation, ADA, 0)
+    log.faults.partitions.trim(CONTROL, 1)
+    async with following(log, models) as follower:
+        assert models.wanted == [list("abcd")]
+        await topic.write(load("e", "1"), 4, ADA, 0)
+        await eventually(lambda: models.scanned == [list("abcde")])
+        assert follower.state.generation == 5
+
+
+async def test_topic_made_anew_ends_following_and_keeps_models(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An empty topic unloads nothing; the log says at which generation the process stays."""
+    log, models = await new_log(), NotingModels()
+    await write(log, "a", "b")
+    async with following(log, models) as follower:
+        log.faults.topics.replace(CONTROL.topic)
+        await eventually(lambda: "control.unreadable" in capsys.readouterr().out)
+        assert follower.state.generation == 2
+    assert models.wanted == [["a", "b"]]
+
+
+async def test_deleted_topic_keeps_models_and_refuses_processes_that_start() -> None:
+    """The error of a process that starts says how the topic is made."""
+    log, models = await new_log(), NotingModels()
+    await write(log, "a")
+    async with following(log, models) as follower:
+        log.faults.topics.delete(CONTROL.topic)
+        with pytest.raises(ConfigurationError, match="headrace topics create"):
+            async with following(log, NotingModels()):
+                pass
+        assert follower.state.generation == 1
+    assert models.wanted == [["a"]]

@@ -154,9 +154,9 @@ def test_separate_ingest_bounds_unanswered_records(
 def test_partition_with_many_deferred_requests_pauses_alone() -> None:
     """It resumes when a quarter of them has gone; the other partition goes on."""
     bench = BackpressureHarness()
-    claim = BudgetShares(bench.tracker.budget, 0.5, 0.5).claim("model", "")
+    share = BudgetShares(bench.tracker.budget, 0.5, 0.5).share("model", "")
     deferred = [
-        ack_handle.defer(claim, 1, Envelope())
+        ack_handle.defer(share, 1, Envelope())
         for ack_handle in bench.read(bench.one, TUNING.consumer.max_deferred_records)
     ]
     paused = []

@@ -51,7 +51,7 @@ def at(offset: int, previous: int | None = None) -> Request:
     return request
 
 
-async def test_source_offset_is_claimed_once(log: MemoryLog) -> None:
+async def test_source_offset_is_taken_once(log: MemoryLog) -> None:
     """Of two results for one request only the first one is answered."""
     source_offsets = await assigned(log)
 
@@ -62,7 +62,7 @@ async def test_source_offset_is_claimed_once(log: MemoryLog) -> None:
     ] == [True, False, True]
 
 
-async def test_answered_offset_is_not_claimed_again(log: MemoryLog) -> None:
+async def test_answered_offset_is_not_taken_again(log: MemoryLog) -> None:
     """After the answer too, and after the base has passed it."""
     source_offsets = await assigned(log)
     for offset in (0, 2):
@@ -86,7 +86,7 @@ async def test_range_of_answers_covers_each_offset(log: MemoryLog) -> None:
     assert source_offsets.progress(0) == AckedOffsets(9)
 
 
-async def test_committed_offset_is_not_claimed(log: MemoryLog) -> None:
+async def test_committed_offset_is_not_taken(log: MemoryLog) -> None:
     """A new owner knows what its predecessor has answered, above the base as well."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
 
@@ -116,7 +116,7 @@ async def test_answer_stays_pending_until_committed(log: MemoryLog) -> None:
     assert source_offsets.committable() == {SOURCE: Committed(1)}
 
 
-async def test_offset_of_revoked_partition_is_not_claimed(log: MemoryLog) -> None:
+async def test_offset_of_revoked_partition_is_not_taken(log: MemoryLog) -> None:
     """Another process answers for it now; a straggler's answer is no news here."""
     source_offsets = await assigned(log)
     source_offsets.is_first_delivery(0, 0)

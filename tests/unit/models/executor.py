@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Rejected
-from headrace.models.registry import Change, Models
+from headrace.models.registry import Models, VersionChange
 from headrace.models.scan import VersionScanner
 from headrace.models.version import ModelVersion, State
 from tests.support.models import settings_for
@@ -18,7 +18,7 @@ class Executor:
 
     def __init__(self, repository: Path, scanner: VersionScanner | None = None) -> None:
         self.models = Models(settings_for(repository), executes=True, scanner=scanner)
-        self.changes: list[Change] = []
+        self.changes: list[VersionChange] = []
         self.models.open()
         self.models.subscribe(self.changes.append)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.models.config import make_model_config
-from headrace.models.loader import Cores
+from headrace.models.cores import Cores, part_of
 from tests.support.models import settings_for
 from tests.support.tree import ROOT
 
@@ -39,6 +40,22 @@ def test_more_instances_than_cores_are_refused_with_counts() -> None:
     cores = Cores(range(3))
     with pytest.raises(ConfigurationError, match=r"expected 2 cores .* got 1 of 3"):
         cores.reserve(2, beside=cores.reserve(2))
+
+
+@pytest.mark.parametrize(
+    ("part", "cores"),
+    [("1/1", [0, 2, 4, 6, 8]), ("1/2", [0, 2]), ("2/2", [4, 6, 8]), ("2/8", [0]), ("8/8", [8])],
+)
+def test_processes_have_different_cores(part: str, cores: list[int]) -> None:
+    """As long as there are enough; nobody is without one."""
+    assert part_of({8, 6, 4, 2, 0}, part) == cores
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "1/0", "a/b"])
+def test_part_that_does_not_exist_is_refused(part: str) -> None:
+    """Parts count from one."""
+    with pytest.raises(ConfigurationError, match="cores: "):
+        make_settings({"executor": {"cores": part}})
 
 
 def test_more_than_one_instance_on_gpu_is_refused() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.models.loader import BackendLoader, Cores
+from headrace.models.cores import Cores
+from headrace.models.loader import BackendLoader
 from headrace.models.registry import Models
 from tests.support.models import add_version, digits, settings_for
 

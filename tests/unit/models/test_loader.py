@@ -9,7 +9,8 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.models.backends.port import Arrays, WarmUp
-from headrace.models.loader import BackendLoader, Cores
+from headrace.models.cores import Cores
+from headrace.models.loader import BackendLoader
 from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
 from headrace.models.signature import Signature

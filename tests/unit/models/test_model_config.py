@@ -198,3 +198,33 @@ def test_model_config_is_frozen() -> None:
     """Nobody changes a model's configuration while it serves."""
     with pytest.raises(ValueError, match="frozen"):
         ModelConfig().instances = 3  # type: ignore[misc]  # that it cannot be set is the test
+
+
+# --- overrides ----------------------------------------------------------------------------------
+
+
+def test_overrides_go_over_file_and_count_as_declared(tmp_path: Path) -> None:
+    """Keys that they leave out are the file's."""
+    path = tmp_path / "model.toml"
+    path.write_text("max_batch_size = 4\nprobe = false\n", encoding="utf-8")
+    config = read_model_config(path, SETTINGS, {"max_batch_size": 8})
+    assert (config.max_batch_size, config.probe) == (8, False)
+    assert config.declares("max_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        ({"max_batch": 8}, "overrides: max_batch: "),
+        ({"max_batch_size": 0}, "overrides: max_batch_size: "),
+        ({"mask": "x", "sequence_buckets": [8], "pad": {"x": 1}}, "toml with overrides: pad.x: "),
+    ],
+    ids=["unknown key", "bad value", "several values"],
+)
+def test_fault_of_override_is_told_from_one_of_file(
+    tmp_path: Path, overrides: dict[str, object], fault: str
+) -> None:
+    """The file need not be looked at where the override is wrong."""
+    with pytest.raises(ConfigurationError) as refused:
+        read_model_config(tmp_path / "model.toml", SETTINGS, overrides)
+    assert fault in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
+from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.onnx_session import intra_op_threads
@@ -314,7 +316,54 @@ def test_gpu_session_gets_stream_of_ring(make: Make, told: list[Told], graphs: b
 
 def test_threads_are_shared_between_instances() -> None:
     """Two instances on eight cores take four each; a configured number holds."""
-    assert intra_op_threads(ModelConfig(instances=2), 8) == 4
-    assert intra_op_threads(ModelConfig(instances=9), 8) == 1
-    assert intra_op_threads(ModelConfig(intra_op_threads=3), 8) == 3
-    assert intra_op_threads(ModelConfig(device="cuda:0", experimental_cuda=True), 8) == 1
+    cores = range(8)
+    assert intra_op_threads(ModelConfig(instances=2), cores) == 4
+    assert intra_op_threads(ModelConfig(instances=9), cores) == 1
+    assert intra_op_threads(ModelConfig(intra_op_threads=3), cores) == 3
+    assert intra_op_threads(ModelConfig(device="cuda:0", experimental_cuda=True), cores) == 1
+
+
+def test_threads_are_shared_between_processes() -> None:
+    """A process with a quarter of eight cores has two; those of pinned threads are its own."""
+    settings = make_settings({"executor": {"cores": "3/4"}})
+    for values, threads in [({}, 2), ({"instances": 2}, 1), ({"instances": 4}, 1)]:
+        assert intra_op_threads(make_model_config(values, settings), range(8)) == threads
+    assert intra_op_threads(make_model_config({"pinned": True}, settings), {4, 5}) == 2
+
+
+def uppercasing() -> onnx.ModelProto:
+    """`x` to `y` in upper case, by an operator of onnxruntime-extensions."""
+    model = models.make_model(
+        [helper.make_node("StringUpper", ["x"], ["y"], domain="ai.onnx.contrib")],
+        [("x", DATATYPES["BYTES"].onnx, ("batch", 1))],
+        [("y", DATATYPES["BYTES"].onnx, ("batch", 1))],
+    )
+    model.opset_import.append(helper.make_opsetid("ai.onnx.contrib", 1))
+    return model
+
+
+def test_operators_of_extensions_run_where_configured(load: Make) -> None:
+    """A graph may have its pre- and postprocessing in it."""
+    outputs = load(uppercasing(), extensions=True).run({"x": np.array([[b"ab"]], object)})
+    assert outputs["y"].tolist() == [[b"AB"]]
+
+
+def test_operators_of_extensions_are_named_without_the_setting(load: Make) -> None:
+    """The model cannot be loaded."""
+    with pytest.raises(ConfigurationError, match=r"ai\.onnx\.contrib:StringUpper"):
+        load(uppercasing())
+
+
+def test_missing_extensions_are_named_with_their_extra(
+    monkeypatch: pytest.MonkeyPatch, load: Make
+) -> None:
+    """The version cannot be served, and the reason says what to install."""
+    monkeypatch.setitem(sys.modules, "onnxruntime_extensions", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'headrace\[extensions\]'"):
+        load(uppercasing(), extensions=True)
+
+
+def test_extensions_of_a_model_in_python_are_refused() -> None:
+    """It has no graph."""
+    with pytest.raises(ConfigurationError, match="extensions: expected only with backend = onnx"):
+        make_model_config({"backend": "python", "extensions": True}, make_settings({}))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
 from headrace.errors import Code, ConfigurationError
-from headrace.models.repository import Repository, WantedVersions
+from headrace.models.registry import Models
+from headrace.models.repository import Repository, WantedModels
 from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner
 from headrace.models.version import State
-from tests.support.models import add_version, digits, settings_for
+from headrace.protocol.control import WantedModel
+from tests.support.models import add_version, digits, identity, settings_for
 from tests.unit.models.executor import Executor, refusal
 
 
@@ -91,6 +95,44 @@ async def test_unreadable_new_version_leaves_old_one_serving(tmp_path: Path) -> 
     assert executor.told() == []
 
 
+async def test_version_that_breaks_callers_leaves_old_one_serving(tmp_path: Path) -> None:
+    """Its inputs are others; the reason says which, and what permits it."""
+    add_version(tmp_path, "model", 1, identity("FP32"))
+    executor = Executor(tmp_path)
+    executor.load()
+    add_version(tmp_path, "model", 2, identity("INT64"))
+    [fault] = (await executor.models.reload()).faults
+    assert fault.startswith(
+        "model/2: expected the inputs and outputs of version 1, which is in service: "
+        "input x: expected FP32"
+    )
+    assert fault.endswith("allow_breaking_versions permits it")
+    assert executor.models.catalog.lookup("model").version == "1"
+    assert executor.told() == []
+
+
+async def test_permitted_version_that_breaks_callers_replaces_old_one(tmp_path: Path) -> None:
+    """Callers have agreed to the other inputs."""
+    add_version(tmp_path, "model", 1, identity("FP32"))
+    executor = Executor(tmp_path)
+    executor.load()
+    add_version(tmp_path, "model", 2, identity("INT64"), "allow_breaking_versions = true")
+    assert (await executor.models.reload()).faults == ()
+    executor.load()
+    assert executor.models.catalog.lookup("model").version == "2"
+
+
+async def test_lower_version_that_breaks_callers_replaces_higher_one(tmp_path: Path) -> None:
+    """Going back is always possible."""
+    add_version(tmp_path, "model", 2, identity("INT64"))
+    executor = Executor(tmp_path)
+    executor.load()
+    add_version(tmp_path, "model", 1, identity("FP32"), "versions = [1]")
+    assert (await executor.models.reload()).faults == ()
+    executor.load()
+    assert executor.models.catalog.lookup("model").version == "1"
+
+
 async def test_version_broken_in_place_continues_serving(tmp_path: Path) -> None:
     """It is still wanted; what lies on the disk now cannot take its place."""
     for number in (1, 2):
@@ -112,6 +154,40 @@ async def test_reload_retries_failed_version(tmp_path: Path) -> None:
     executor.models.mark_failed(executor.loading(), "no memory")
     await executor.models.reload()
     assert executor.told() == [("load", "1")]
+
+
+async def test_failed_version_waits_for_change_without_retry(tmp_path: Path) -> None:
+    """Its predecessor serves; it is loaded again when its files have changed."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    before = executor.load()
+    replace(tmp_path / "digits" / "1", 2.0)
+    await executor.models.reload(retry=False)
+    executor.models.mark_failed(executor.loading(), "out of memory")
+    executor.told()
+
+    await executor.models.reload(retry=False)
+    assert executor.told() == []
+    assert executor.models.catalog.lookup("digits") is before
+    replace(tmp_path / "digits" / "1", 3.0)
+    await executor.models.reload(retry=False)
+    assert executor.told() == [("load", "1")]
+
+
+async def test_unreadable_version_is_not_read_again_without_retry(tmp_path: Path) -> None:
+    """The reason stays, until its files change or a retry is wanted."""
+    add_version(tmp_path, "digits", 1, digits())
+    path = tmp_path / "digits" / "1" / "model.onnx"
+    content = path.read_bytes()
+    path.write_bytes(bytes(len(content)))
+    status = path.stat()
+    executor = Executor(tmp_path)
+    reason = executor.models.catalog.faults("digits")["1"]
+
+    path.write_bytes(content)  # in a way that only reading would notice
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert await executor.models.reload(retry=False) == ((), (), (), (f"digits/1: {reason}",), ())
+    assert (await executor.models.reload()).added == ("digits/1",)
 
 
 async def test_version_changed_in_place_is_loaded_beside_old_one(tmp_path: Path) -> None:
@@ -196,13 +272,72 @@ async def test_version_retired_during_scan_is_opened_again(tmp_path: Path) -> No
     assert executor.models.catalog.lookup("digits").version == "2"
 
 
+async def test_change_of_overrides_loads_version_beside_old_one(tmp_path: Path) -> None:
+    """It is not ready before it has been read and loaded with them, and the old one serves."""
+    add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 4")
+    executor = Executor(tmp_path)
+    models = executor.models
+    models.want({"digits": WantedModel(versions=["1"], default="1")})
+    await models.reload()
+    before = executor.load()
+    executor.told()
+
+    models.want({"digits": WantedModel(versions=["1"], default="1", overrides={"probe": False})})
+    assert models.unready() == ["digits/1: not read yet"]
+    await models.reload()
+    assert models.unready() == ["digits/1: loading"]
+    assert models.catalog.lookup("digits") is before
+    executor.load()
+
+    config = models.catalog.lookup("digits").config
+    assert (config.max_batch_size, config.probe, models.unready()) == (4, False, [])
+    assert executor.told() == [("load", "1"), ("unload", "1")]
+
+
+async def test_faulty_overrides_leave_old_version_serving(tmp_path: Path) -> None:
+    """The process says what is wrong, and a correction ends that."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    models = executor.models
+    models.want({"digits": WantedModel(versions=["1"], default="1")})
+    await models.reload()
+    before = executor.load()
+    models.want({"digits": WantedModel(versions=["1"], default="1", overrides={"labels": "x"})})
+    await models.reload()
+    assert "labels, postprocess_output: expected postprocess" in models.unready()[0]
+    assert models.catalog.lookup("digits") is before
+    models.want({"digits": WantedModel(versions=["1"], default="1")})
+    await models.reload()
+    assert models.unready() == []
+    assert models.catalog.lookup("digits") is before
+
+
+async def test_wanted_reading_finds_version_changed_in_place(tmp_path: Path) -> None:
+    """It is not ready until the files have been read once more."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    models = executor.models
+    models.want({"digits": WantedModel(versions=["1"], default="1")})
+    await models.reload()
+    before = executor.load()
+    replace(tmp_path / "digits" / "1", 2.0)
+    models.want({"digits": WantedModel(versions=["1"], default="1", reads=1)})
+    assert models.unready() == ["digits/1: not read yet"]
+    await models.reload()
+    executor.load()
+    assert models.unready() == []
+    assert models.catalog.lookup("digits") is not before
+
+
 class InterruptedScanner(VersionScanner):
     """A scanner during whose next scan something happens."""
 
     after_scan: Callable[[], object] | None = None
 
-    def scan(self, known: KnownVersions, wanted: WantedVersions | None = None) -> list[OpenedModel]:
-        opened = super().scan(known, wanted)
+    def scan(
+        self, known: KnownVersions, wanted: WantedModels | None = None, *, retry: bool = True
+    ) -> list[OpenedModel]:
+        opened = super().scan(known, wanted, retry=retry)
         if self.after_scan is not None:
             happen, self.after_scan = self.after_scan, None
             happen()
@@ -238,3 +373,41 @@ while True:
     assert reloaded.added == ("digits/1",)
     assert "expected the import to end within max_load_s" in reloaded.faults[0]
     shutil.rmtree(tmp_path / "hangs")  # which ends the thread
+
+
+def other_input() -> onnx.ModelProto:
+    """A model that calls the input of `digits` by another name."""
+    model = digits()
+    model.graph.input[0].name = model.graph.node[0].input[0] = "image"
+    return model
+
+
+async def test_breaking_version_is_refused_at_each_reload(tmp_path: Path) -> None:
+    """The old one serves on, also when the repository is read again."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.load()
+    add_version(tmp_path, "digits", 2, other_input())
+    for _ in range(2):
+        [fault] = (await executor.models.reload()).faults
+        assert fault.startswith(
+            "digits/2: expected the inputs and outputs of version 1, which is in service: "
+            "input image: expected none of this name, got FP32 [-1, 64]; "
+            "input pixels: expected FP32 [-1, 64], got none of this name; "
+        )
+    assert executor.models.catalog.lookup("digits").version == "1"
+    assert executor.told() == []
+
+
+async def test_processes_decide_alike_about_breaking_version(tmp_path: Path) -> None:
+    """Each with the version that the wanted state says, whether it serves there or not."""
+    add_version(tmp_path, "digits", 1, digits())
+    add_version(tmp_path, "digits", 2, other_input())
+    for compatible, state in (({"2": "1"}, "failed"), ({}, "ready")):
+        models = Models(settings_for(tmp_path))
+        wanted = WantedModel(versions=["1", "2"], default="2", compatible=compatible)
+        models.want({"digits": wanted})
+        models.open()
+        states = [str(version.state) for version in models.catalog.versions()]
+        assert states == ["ready", state]
+        assert len(models.unready()) == states.count("failed")

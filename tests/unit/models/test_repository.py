@@ -140,3 +140,16 @@ def test_version_with_another_checksum_is_refused(tmp_path: Path) -> None:
     assert model.config is not None
     with pytest.raises(ConfigurationError, match=r"checksum: expected sha256:000.*, got sha256:"):
         read_signature(model.versions[0], model.config)
+
+
+def test_selection_is_that_of_configuration_with_overrides(tmp_path: Path) -> None:
+    """Of a model that is there; a configuration that is not valid with them is refused."""
+    for number in (1, 2, 3):
+        add_version(tmp_path, "digits", number, digits(), 'versions = "latest:2"')
+    repository = Repository(tmp_path, settings_for(tmp_path))
+    assert repository.select("digits", {}) == [2, 3]
+    assert repository.select("digits", {"versions": "all"}) == [1, 2, 3]
+    with pytest.raises(ConfigurationError, match="model: expected one of the repository, digits"):
+        repository.select("../digits", {})
+    with pytest.raises(ConfigurationError, match="overrides: max_batch: "):
+        repository.select("digits", {"max_batch": 3})

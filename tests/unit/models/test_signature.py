@@ -175,3 +175,13 @@ def test_numbered_names_of_tf2onnx_say_nothing(tmp_path: Path) -> None:
         [("y", 1, ["unk__3", 2])],
     )
     assert read(tmp_path, model).batched
+
+
+def test_graph_with_unknown_operator_is_refused(tmp_path: Path) -> None:
+    """Every process finds that, also one that has no ONNX Runtime."""
+    model = models.digits()
+    model.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(
+        ConfigurationError, match="expected a valid ONNX model: No Op registered for NoSuchOperator"
+    ):
+        read(tmp_path, model)

@@ -26,9 +26,11 @@ from headrace.models.stores.cache import ModelCache
 from headrace.models.stores.eviction import Cached, Room, make_room
 from headrace.models.stores.remote import RemoteRepository
 from headrace.models.stores.store import Store, StoreUnavailable
+from headrace.protocol.control import WantedModel
 from headrace.tuning import ModelTuning
 from tests.support.models import add_version, digits
 
+EIGHT = {"max_batch_size": 8}
 CREATED = datetime(2026, 1, 2, tzinfo=UTC)
 TUNING = ModelTuning(store_read_bytes=1000, store_attempts=2, cache_lock_timeout_s=0)
 PYTHON = """
@@ -326,6 +328,25 @@ def test_first_repository_with_a_model_wins(store: Away, tmp_path: Path) -> None
     models = Models(settings, scanner=VersionScanner(both))
     models.open()
     assert states(models) == {"digits/1": "", "other/1": ""}
+
+
+def test_overrides_of_version_in_store_go_over_packed_configuration(
+    store: Away, tmp_path: Path
+) -> None:
+    """And the configuration that was packed selects the versions of a load."""
+    upload(store, tmp_path / "made", 1, config="max_batch_size = 4\nprobe = false")
+    upload(store, tmp_path / "made", 2, config="max_batch_size = 4\nprobe = false")
+    models = open_models(store, tmp_path / "cache")
+    models.want({"digits": WantedModel(versions=["1"], default="1", overrides=EIGHT)})
+    models.open()
+    config = models.catalog.lookup("digits").config
+    assert (config.max_batch_size, config.probe) == (8, False)
+
+    remote = RemoteRepository(store, ModelCache(tmp_path / "cache", 10**9, TUNING), Settings())
+    assert remote.select("digits", EIGHT) == [2]
+    assert RepositoryList([remote]).select("digits", {"versions": "all"}) == [1, 2]
+    with pytest.raises(ConfigurationError, match="model: expected one of the repository, digits"):
+        RepositoryList([remote]).select("other", {})
 
 
 def test_index_lists_versions_where_store_has_no_listing() -> None:

@@ -154,3 +154,11 @@ def test_unusable_transform_file_is_fault(tmp_path: Path, source: str | None, me
         (tmp_path / "transform.py").write_text(source, encoding="utf-8")
     with pytest.raises(ConfigurationError, match=message):
         transform_of("python", model_of(spec("x", "FP32", [-1])), tmp_path)
+
+
+def test_user_code_is_slow_and_texts_are_not(tmp_path: Path) -> None:
+    """Only what may hold the event loop goes to a thread, however large a text is."""
+    text = transform_of("text", model_of(spec("text", "BYTES", [-1, 1])))
+    python = python_transform(tmp_path, "return {}")
+    assert not text.is_slow(b"a" * 100, "text/plain", 10)
+    assert python.is_slow(b"a", "text/plain", 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from headrace.errors import ConfigurationError
 from headrace.models import triton_config_pb2
 from headrace.models.config import ModelConfig, find_model_config, read_model_config
 from headrace.models.repository import Repository, read_signature
-from headrace.models.triton_config import parse_triton_config
+from headrace.models.triton_config import parse_overrides, parse_triton_config
 from tests.support.models import add_version, digits
 
 OURS = triton_config_pb2.DESCRIPTOR
@@ -190,3 +191,49 @@ def described(field: FieldDescriptor) -> tuple[Any, ...]:
     """What a field's text depends on."""
     kind = field.message_type or field.enum_type
     return field.name, field.type, field.is_repeated, kind.name if kind else None
+
+
+# --- the JSON of a load -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", {}),
+        ('{"name": "digits", "backend": "onnxruntime"}', {}),
+        ('{"max_batch_size": 8}', {"max_batch_size": 8}),
+        ('{"maxBatchSize": 0}', {"max_batch_size": 1}),
+        ('{"version_policy": {"specific": {"versions": [2, 1]}}}', {"versions": [2, 1]}),
+        ('{"instanceGroup": [{"count": 2, "kind": "KIND_CPU"}]}', {"instances": 2}),
+        (
+            '{"max_batch_size": 8, "input": [{"name": "x", "data_type": "TYPE_FP32", '
+            '"dims": [2]}]}',
+            {
+                "max_batch_size": 8,
+                "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}],
+            },
+        ),
+    ],
+)
+def test_json_of_load_has_only_keys_of_its_fields(text: str, expected: dict[str, Any]) -> None:
+    """The others are those of the model's own file."""
+    assert parse_overrides(text, "digits") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "Expecting value"),
+        ("[1]", "expected an object"),
+        ('{"max_batch": 8}', 'no field named "max_batch"'),
+        ('{"max_batch_size": "many"}', "max_batch_size"),
+        ('{"name": "other"}', "name: expected digits, got other"),
+        ('{"sequence_batching": {}, "runtime": "x"}', "sequence_batching: has no counterpart"),
+        ('{"runtime": "x", "backend": "python"}', "backend: expected onnxruntime, got python"),
+        ("[" * 100_000, "too many levels"),
+    ],
+)
+def test_json_of_load_is_refused_by_field(text: str, told: str) -> None:
+    """Nothing of it is taken over then."""
+    with pytest.raises(ValueError, match=re.escape(told)):
+        parse_overrides(text, "digits")

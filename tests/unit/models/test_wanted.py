@@ -12,18 +12,27 @@ from headrace.models.wanted import (
     ChangeRefused,
     Deployment,
     Wanted,
+    add_versions,
+    describe,
     fold,
+    keep_versions,
     load,
     make_record,
     remove_label,
     require_present,
+    restore,
     roll_back,
     set_default,
     set_label,
     unload,
 )
 from headrace.protocol.codec.control import UnknownFormat, decode_control, encode_control
-from headrace.protocol.control import FORMAT, ControlRecord, WantedModel
+from headrace.protocol.control import (
+    FORMAT,
+    FORMAT_WITHOUT_OVERRIDES,
+    ControlRecord,
+    WantedModel,
+)
 
 ADA = Author("ada", "ticket 1")
 TWO = {"digits": WantedModel(versions=["1", "2"], default="1", labels={"canary": "2"})}
@@ -53,7 +62,41 @@ def test_first_version_of_model_becomes_default() -> None:
 def test_later_version_does_not_become_default() -> None:
     """Loading changes nothing for requests that come already; versions are in order."""
     after = load("digits", "2").apply(load("digits", "10").apply({}))
-    assert after == {"digits": WantedModel(versions=["2", "10"], default="10")}
+    [model] = after.values()
+    assert (model.versions, model.default) == (["2", "10"], "10")
+
+
+def loaded(*changes: Change) -> WantedModel:
+    """The one model after these changes."""
+    return dict(fold(history(*changes)).models)["digits"]
+
+
+def test_later_version_must_be_compatible_with_default_of_that_time() -> None:
+    """So that a process which starts later, when the default has moved, decides alike."""
+    model = loaded(load("digits", "1"), load("digits", "2"), set_default("digits", "2"))
+    assert model.compatible == {"2": "1"}
+    assert describe("digits", model).endswith("default 2, 2 compatible with 1")
+
+
+def test_permission_to_break_is_part_of_change() -> None:
+    """Also for a version that is loaded, and was refused."""
+    once = loaded(load("digits", "1"), load("digits", "2", allow_breaking=True))
+    later = loaded(
+        load("digits", "1"), load("digits", "2"), load("digits", "2", allow_breaking=True)
+    )
+    assert once == later
+    assert later.compatible == {}
+
+
+def test_unloaded_version_is_compared_with_none() -> None:
+    """It may be gone from the repository."""
+    model = loaded(
+        load("digits", "1"),
+        load("digits", "2"),
+        set_default("digits", "2"),
+        unload("digits", "1"),
+    )
+    assert model.compatible == {}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +137,7 @@ def test_record_says_who_changed_what() -> None:
     record = record_of(set_default("digits", "2"), Deployment(4, TWO))
     after = WantedModel(versions=["1", "2"], default="2", labels={"canary": "2"})
     assert record == ControlRecord(
-        format=FORMAT,
+        format=FORMAT_WITHOUT_OVERRIDES,
         generation=5,
         change_id="id",
         at_ms=1000,
@@ -125,10 +168,25 @@ def test_rollback_of_one_model_leaves_others() -> None:
 
 
 def test_fold_begins_with_snapshot_where_older_records_are_gone() -> None:
-    """Each second record has all models."""
-    changes = (load("a", "1"), load("b", "1"), load("c", "1"))
-    records = history(*changes, snapshot_every=2)
-    assert fold(records[1:]) == fold(records)
+    """Each third record has all models; the changes in front of the first one left are unused."""
+    changes = [load(name, "1") for name in "abcdefg"]
+    records = history(*changes, snapshot_every=3)
+    for gone in range(6):
+        assert fold(records[gone:]) == fold(records)
+
+
+def test_fold_refuses_history_that_has_neither_beginning_nor_snapshot() -> None:
+    """Half of the models would otherwise be unloaded by a process that starts."""
+    records = history(load("a", "1"), load("b", "1"), load("c", "1"))
+    with pytest.raises(BrokenHistory, match="got 2; records are missing, and no snapshot is left"):
+        fold(records[1:])
+
+
+def test_generation_before_the_oldest_snapshot_is_refused() -> None:
+    """The state at that time is not known any more; the range that is known is shown."""
+    records = history(*[load(name, "1") for name in "abcd"], snapshot_every=3)
+    with pytest.raises(ChangeRefused, match="expected one from 3 to 4, got 2"):
+        fold(records[1:], until=2)
 
 
 def test_fold_refuses_missing_record() -> None:
@@ -176,8 +234,8 @@ def test_record_survives_encoding() -> None:
 
 def test_record_of_later_format_is_refused_by_name() -> None:
     """Its fields may be others; a reader that skipped it would miss a change."""
-    later = encode_control(history(load("digits", "1"))[0]).replace(b"format\x01", b"format\x02")
-    with pytest.raises(UnknownFormat, match="expected a format up to 1, got 2; upgrade"):
+    later = encode_control(history(load("digits", "1"))[0]).replace(b"format\x01", b"format\x03")
+    with pytest.raises(UnknownFormat, match="expected a format up to 2, got 3; upgrade"):
         decode_control(later)
 
 
@@ -186,3 +244,111 @@ def test_record_of_other_program_is_rejected(value: bytes) -> None:
     """The reader skips it."""
     with pytest.raises(Rejected, match="expected a control record"):
         decode_control(value)
+
+
+# --- overrides ----------------------------------------------------------------------------------
+
+EIGHT = {"max_batch_size": 8}
+
+
+def test_overrides_replace_former_ones_and_stay_when_none_are_given() -> None:
+    """They are the model's, for all of its versions."""
+    records = history(
+        load("digits", "1", {"probe": False}), load("digits", "1", EIGHT), load("digits", "2")
+    )
+    assert fold(records).models["digits"].overrides == EIGHT
+    assert fold(history(load("digits", "1", EIGHT), load("digits", "1", {}))).models == {
+        "digits": WantedModel(versions=["1"], default="1")
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        load("digits", "3"),
+        unload("digits", "2"),
+        set_label("digits", "new", "1"),
+        remove_label("digits", "new"),
+        set_default("digits", "2"),
+    ],
+    ids=lambda change: change.action,
+)
+def test_other_changes_keep_overrides(change: Change) -> None:
+    """None of them forgets a part of the model that it does not concern."""
+    known = WantedModel(
+        versions=["1", "2"], default="1", labels={"new": "1"}, overrides=EIGHT, reads=3
+    )
+    after = change.apply({"digits": known})["digits"]
+    assert (after.overrides, after.reads) == (EIGHT, 3)
+
+
+def test_rollback_restores_overrides() -> None:
+    """They are part of what was wanted."""
+    records = history(load("digits", "1", EIGHT), load("digits", "1", {}))
+    after = roll_back(fold(records, until=1).models).apply(fold(records).models)
+    assert after["digits"].overrides == EIGHT
+
+
+def test_override_of_versions_is_refused() -> None:
+    """The wanted state says which versions are loaded."""
+    with pytest.raises(ChangeRefused, match="overrides: versions: expected other keys"):
+        load("digits", "1", {"versions": "all"}).apply({})
+
+
+def test_format_rises_with_overrides_alone() -> None:
+    """Processes of the release before follow a deployment that has none."""
+    records = history(load("a", "1"), load("b", "1", EIGHT), load("a", "2"), load("b", "1", {}))
+    assert [record.format for record in records] == [1, 2, 2, 2]
+
+
+def test_record_with_overrides_is_refused_by_release_before() -> None:
+    """It names the format that it knows; see `test_record_of_later_format_is_refused_by_name`."""
+    (record,) = history(load("digits", "1", EIGHT))
+    assert record.format == FORMAT > FORMAT_WITHOUT_OVERRIDES
+    assert decode_control(encode_control(record)) == record
+
+
+def test_description_shows_overrides() -> None:
+    """Commands show what would change."""
+    after = load("digits", "1", {"probe": False, **EIGHT}).apply({})
+    assert describe("digits", after["digits"]) == (
+        "digits: versions 1, default 1, max_batch_size = 8, probe = false"
+    )
+
+
+# --- loads of Triton's kind ---------------------------------------------------------------------
+
+
+def test_versions_are_added_beside_others_and_default_stays() -> None:
+    """Until the new ones are ready everywhere, nothing else changes."""
+    after = add_versions("digits", ["3", "4"], EIGHT).apply(TWO)["digits"]
+    assert after == WantedModel(
+        versions=["1", "2", "3", "4"],
+        default="1",
+        labels={"canary": "2"},
+        overrides=EIGHT,
+        reads=1,
+        compatible={"3": "1", "4": "1"},
+    )
+
+
+def test_load_of_loaded_versions_has_their_files_read_again() -> None:
+    """So it has a record, though versions, labels and default stay."""
+    record = record_of(add_versions("digits", ["1", "2"], {}), Deployment(4, TWO))
+    changed = record.after["digits"]
+    assert changed is not None
+    assert (changed.versions, changed.default, changed.reads) == (["1", "2"], "1", 1)
+
+
+def test_kept_versions_are_selected_and_labelled_ones() -> None:
+    """The highest selected one becomes the default."""
+    added = add_versions("digits", ["3", "4"], {}).apply(TWO)
+    after = keep_versions("digits", ["3", "4"]).apply(added)["digits"]
+    assert (after.versions, after.default) == (["2", "3", "4"], "4")
+
+
+def test_restored_model_is_as_before_or_gone() -> None:
+    """A load that fails leaves no trace but in the history."""
+    after = add_versions("digits", ["9"], EIGHT).apply(TWO)
+    assert restore("digits", TWO["digits"]).apply(after) == TWO
+    assert restore("digits", None).apply(after) == {}

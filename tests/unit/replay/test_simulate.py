@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.tools.simulate.events import Arrivals, BatchLimits, Policy
+from headrace.tools.simulate.events import Arrivals, Policy, SimulatedLimits
 from headrace.tools.simulate.scenarios import Scenario, ScenarioResult, Served, simulate
 from headrace.tools.simulate.service_times import BatchTime, ServiceTime
 from tests.support.arrivals import KIND, arrivals, poisson
 
-LIMITS = BatchLimits(32, 1 << 40, 0.0)
+LIMITS = SimulatedLimits(32, 1 << 40, 0.0)
 
 
-def policy(limits: Callable[[str, str], BatchLimits]) -> Policy:
+def policy(limits: Callable[[str, str], SimulatedLimits]) -> Policy:
     """The batcher's own rules."""
     return DynamicBatcher(limits, "test")
 

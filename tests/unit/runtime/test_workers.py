@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.primitives.backoff import Backoff
 from headrace.runtime.shutdown import Stop
-from headrace.runtime.workers import Workers
+from headrace.runtime.workers import WorkerCommand, Workers
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 
@@ -28,8 +28,8 @@ DRAINING = (
 """Ends well with the last of so many signals, if that is SIGTERM."""
 
 
-def command(code: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-S", "-c", code, *map(str, arguments)]
+def command(code: str, *arguments: object, **environment: str) -> WorkerCommand:
+    return WorkerCommand([sys.executable, "-S", "-c", code, *map(str, arguments)], environment)
 
 
 def pids_in(folder: Path) -> set[int]:
@@ -38,10 +38,10 @@ def pids_in(folder: Path) -> set[int]:
 
 @asynccontextmanager
 async def running(
-    commands: Sequence[Sequence[str]],
+    commands: Sequence[WorkerCommand],
 ) -> AsyncIterator[tuple[Workers, Stop, asyncio.Task[int]]]:
     """Workers, whose end is awaited when the context is left."""
-    stop, workers = Stop(), Workers(commands, {}, UNUSABLE, QUICK)
+    stop, workers = Stop(), Workers(commands, UNUSABLE, QUICK)
     task = asyncio.create_task(workers.run(stop), name="workers")
     try:
         yield workers, stop, task

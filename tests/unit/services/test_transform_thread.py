@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import pytest
 from headrace.config import LimitSettings
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, InFlightAck, beside_bytes
 from headrace.errors import Code, Fatal
+from headrace.protocol.ack import NULL_ACK
+from headrace.protocol.headers import NO_HEADERS
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
+from headrace.services.ingest.transforms import PendingTransform, TransformThread
 from headrace.tuning import TUNING, IngestTuning
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.python_models import BEGUN, GATE, shut_gate
@@ -101,6 +105,35 @@ async def test_transform_thread_turns_payloads_into_inputs(repository: Path) -> 
     ]
 
 
+async def test_thread_returns_when_inputs_of_some_size_are_made(repository: Path) -> None:
+    """Others are made once these are charged to their models' shares."""
+    version = digits_models(repository, 'transform = "python"\n').catalog.lookup("digits", None)
+    payloads = [
+        PendingTransform(
+            Request(NULL_ACK, 0, place, place - 1, 0, None, b"a", [], NO_HEADERS),
+            version,
+            b"a",
+            "text/plain",
+        )
+        for place in range(5)
+    ]
+    thread = TransformThread(replace(TUNING.ingest, transformed_bytes=300))
+    done = [await thread.run(payloads), await thread.run(payloads[4:])]
+    thread.close()
+
+    assert done == [2, 1]
+    assert [payload.inputs is None for payload in payloads] == [False, False, True, True, False]
+
+
+async def test_every_payload_is_passed_on_if_few_fit_at_once(repository: Path) -> None:
+    """In order, with those that are refused."""
+    tuning = replace(TUNING.ingest, transformed_bytes=300)
+    able, ended = await ingest(repository, b"a", b"bb", b"wrong", b"dddd", b"eeeee", tuning=tuning)
+
+    assert [one.offset for one in able] == [0, 1, 3, 4]
+    assert [one.offset for one in ended] == [2]
+
+
 def ledgers(request: Request) -> InFlightAck:
     """The ack handle, which is charged."""
     assert isinstance(request.ack_handle, InFlightAck)
@@ -162,6 +195,7 @@ async def test_tensor_requests_use_no_transform_thread(repository: Path) -> None
     """What comes as MessagePack goes on as ever."""
     models = digits_models(repository, 'transform = "python"\n')
     items, answers = Tray(), Tray()
+    before = set(threading.enumerate())
     service = IngestService(
         RecordSource(delivery(digits_value())),  # type: ignore[arg-type]  # what is used of it
         items,
@@ -171,5 +205,5 @@ async def test_tensor_requests_use_no_transform_thread(repository: Path) -> None
     )
     await service.run()
 
-    assert not service._transforms._worker.is_started
+    assert "transforms" not in {thread.name for thread in set(threading.enumerate()) - before}
     assert len(items.requests) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -37,7 +38,7 @@ def lines(stream: io.StringIO) -> list[dict[str, object]]:
 
 
 def test_json_log_lines_are_json() -> None:
-    """Without a terminal every line is one JSON object with event, level, logger and time."""
+    """Without a terminal every line is one JSON object, with what happened, where and when."""
     stream = io.StringIO()
     configure_logging("info", stream)
     structlog.get_logger("headrace.test").info(Event.READY, http_port=8080)
@@ -48,6 +49,7 @@ def test_json_log_lines_are_json() -> None:
         "level": "info",
         "logger": "headrace.test",
         "http_port": 8080,
+        "pid": os.getpid(),
     }
 
 

@@ -1,0 +1,1 @@
+"""The claim check: fetching and putting values that records refer to."""

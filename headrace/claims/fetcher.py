@@ -1,0 +1,126 @@
+"""Fetch the values that claims refer to: from allowed stores alone, checked, within a time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from headrace.claims.stores import ClaimStores, ClaimUnavailable, check_size, retry_in_time
+from headrace.config import ClaimSettings
+from headrace.errors import Code, Rejected
+from headrace.protocol.claims import Claim, parse_claim, refuse_claim
+from headrace.tuning import TUNING, ClaimTuning
+from headrace.urls import parse_address
+
+OnFetched = Callable[[str, int, float], None]
+"""Called with the outcome of a fetch, the bytes that were read, and its time in seconds."""
+
+
+class ClaimFetcher:
+    """Fetches objects. Open while the context lasts; calls come from its event loop.
+
+    Args:
+        settings: what is allowed, and the limits.
+        on_fetched: called with each outcome: `ok`, `refused`, `unavailable` or `cancelled`.
+
+    Raises:
+        ConfigurationError: a package is missing.
+    """
+
+    def __init__(
+        self,
+        settings: ClaimSettings,
+        tuning: ClaimTuning = TUNING.claims,
+        on_fetched: OnFetched = lambda _outcome, _size_bytes, _took_s: None,
+    ) -> None:
+        self._settings = settings
+        self._tuning = tuning
+        self._on_fetched = on_fetched
+        self._allowed = tuple(map(parse_address, settings.allowed))
+        self._stores = ClaimStores(self._allowed, tuning)
+        self._slots = asyncio.Semaphore(settings.concurrency)
+
+    async def __aenter__(self) -> Self:
+        await self._stores.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stores.__aexit__(kind, error, trace)
+
+    @property
+    def max_bytes(self) -> int:
+        """Limit of one object."""
+        return self._settings.max_bytes
+
+    def read_claim(self, header: bytes) -> Claim:
+        """Return the claim in a header, if its object may be fetched.
+
+        Raises:
+            Rejected: `INVALID_REQUEST`, or `TOO_LARGE`.
+        """
+        claim = parse_claim(header)
+        if not any(map(claim.address.is_within, self._allowed)):
+            raise refuse_claim("a URL that claims.allowed allows", f"one of {claim.address.origin}")
+        if claim.size_bytes > self._settings.max_bytes:
+            expected = f"at most {self._settings.max_bytes} bytes"
+            raise refuse_claim(expected, str(claim.size_bytes), Code.TOO_LARGE)
+        return claim
+
+    async def fetch(self, claim: Claim) -> bytes:
+        """Return an object that `read_claim` allows. The caller limits the time by the deadline.
+
+        Raises:
+            ClaimUnavailable: the store was away for `claims.timeout_ms`.
+            Rejected: `INVALID_REQUEST`: the object is not there, or is another one.
+        """
+        async with self._slots:
+            began_s = time.monotonic()
+            outcome, size_bytes = "cancelled", 0
+            try:
+                content = await retry_in_time(
+                    partial(self._fetch_once, claim),
+                    self._settings.timeout_ms / 1000,
+                    self._tuning.backoff,
+                    "header x-claim",
+                )
+            except Rejected:
+                outcome = "refused"
+                raise
+            except ClaimUnavailable:
+                outcome = "unavailable"
+                raise
+            else:
+                outcome, size_bytes = "ok", len(content)
+                return content
+            finally:
+                self._on_fetched(outcome, size_bytes, time.monotonic() - began_s)
+
+    async def _fetch_once(self, claim: Claim) -> bytes:
+        # `getvalue` returns the buffer itself, and its growth moves pages instead of bytes.
+        content, digest = io.BytesIO(), hashlib.sha256()
+        left_bytes = claim.size_bytes
+        async with aclosing(self._stores.read(claim)) as parts:
+            async for part in parts:
+                left_bytes -= len(part)
+                if left_bytes < 0:
+                    raise refuse_claim(f"an object of {claim.size_bytes} bytes", "more")
+                digest.update(part)
+                content.write(part)
+        check_size(claim, claim.size_bytes - left_bytes)
+        if digest.hexdigest() != claim.sha256:
+            raise refuse_claim(
+                f"an object with the SHA-256 {claim.sha256}", f"{digest.hexdigest()}"
+            )
+        return content.getvalue()

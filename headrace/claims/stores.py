@@ -1,0 +1,359 @@
+"""Stores of claims: HTTP by aiohttp, object stores by obstore, directories by their descriptors.
+
+- obstore's store for HTTP follows redirects to other hosts and has no option against it, so aiohttp
+  does HTTP.
+- Its store for directories follows links, so a directory is walked here, one part at a time, and
+  none may be a link: nothing outside the allowed directory can be reached.
+
+Credentials come from the environment variables of each service, such as `AWS_ACCESS_KEY_ID`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import stat
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import aiohttp
+import structlog
+from yarl import URL
+
+from headrace.errors import ConfigurationError, Rejected, Retriable, describe_error
+from headrace.primitives.backoff import Backoff, Pauses
+from headrace.protocol.claims import Claim, refuse_claim
+from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, ClaimTuning
+from headrace.urls import Address
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+_OBJECT_STORES = frozenset({"s3", "gs", "az"})
+_WRITTEN = frozenset({200, 201, 204})
+_LATER = frozenset({408, 423, 425, 429})
+"""Statuses below 500 after which the same request may succeed."""
+
+
+class ClaimUnavailable(Retriable):
+    """The store could not be reached, or did not do what it was asked for."""
+
+
+class ClaimStores:
+    """Reads and writes objects. Open while the context lasts; calls come from its event loop.
+
+    Args:
+        allowed: prefixes of the addresses of all objects.
+        setting: that names them, for messages.
+
+    Raises:
+        ConfigurationError: a package is missing.
+    """
+
+    def __init__(
+        self,
+        allowed: tuple[Address, ...],
+        tuning: ClaimTuning = TUNING.claims,
+        setting: str = "claims.allowed",
+    ) -> None:
+        self._allowed = allowed
+        self._setting = setting
+        self._tuning = tuning
+        self._objects: dict[str, ObjectStore] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._stack = AsyncExitStack()
+        for address in allowed:
+            if address.scheme in _OBJECT_STORES:
+                self._objects[address.origin] = self._open_objects(address)
+
+    async def __aenter__(self) -> Self:
+        tuning = self._tuning
+        session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=tuning.connect_timeout_s, sock_read=tuning.read_timeout_s
+            ),
+            auto_decompress=False,  # size and digest are those of the object as it is stored
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        self._session = await self._stack.enter_async_context(session)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._session = None
+        await self._stack.aclose()
+
+    def read(self, claim: Claim) -> AsyncGenerator[bytes, None]:
+        """Return the parts of an object. The address must be an allowed one.
+
+        Raises:
+            ClaimUnavailable: it may succeed later.
+            Rejected: `INVALID_REQUEST`: there is no such object, or not of this size.
+        """
+        scheme = claim.address.scheme
+        if scheme == "file":
+            return self._read_file(claim)
+        return self._read_object(claim) if scheme in _OBJECT_STORES else self._read_http(claim)
+
+    async def write(self, claim: Claim, content: bytes, attributes: dict[str, str]) -> None:
+        """Write an object; one that is there already is replaced. The address must be allowed.
+
+        Args:
+            claim: describes the content.
+            content: all of it.
+            attributes: `Content-Type`, and names and values that the store keeps beside the object;
+                directories keep none.
+
+        Raises:
+            ClaimUnavailable: it may succeed later.
+        """
+        scheme = claim.address.scheme
+        if scheme == "file":
+            await self._write_file(claim.address, content)
+        elif scheme in _OBJECT_STORES:
+            await self._write_object(claim.address, content, attributes)
+        else:
+            await self._write_http(claim.address, content, attributes)
+
+    # --- HTTP -------------------------------------------------------------------------------------
+
+    async def _read_http(self, claim: Claim) -> AsyncGenerator[bytes, None]:
+        if self._session is None:
+            raise ClaimUnavailable("claims: expected open stores")
+        try:
+            async with self._session.get(
+                URL(claim.address.url, encoded=True),
+                headers={"Accept-Encoding": "identity"},
+                allow_redirects=False,  # to a host that is not allowed
+            ) as response:
+                _check_status(claim.address, response.status)
+                if response.content_length is not None:
+                    check_size(claim, response.content_length)
+                async for part in response.content.iter_any():
+                    yield part
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _unavailable(claim.address, error) from error
+
+    async def _write_http(
+        self, address: Address, content: bytes, attributes: dict[str, str]
+    ) -> None:
+        if self._session is None:
+            raise ClaimUnavailable("claims: expected open stores")
+        try:
+            async with self._session.put(
+                URL(address.url, encoded=True),
+                data=content,
+                headers=attributes,
+                allow_redirects=False,
+            ) as response:
+                if response.status not in _WRITTEN:
+                    raise ClaimUnavailable(f"{address.origin}: got status {response.status}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _unavailable(address, error) from error
+
+    # --- object stores ----------------------------------------------------------------------------
+
+    def _open_objects(self, address: Address) -> ObjectStore:
+        try:
+            import obstore.exceptions
+            import obstore.store
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{self._setting}: {address.origin} needs the package obstore: "
+                "pip install 'headrace[claims]'"
+            ) from error
+        try:
+            return obstore.store.from_url(address.origin, retry_config={"max_retries": 0})
+        except (obstore.exceptions.BaseError, ValueError) as error:
+            raise ConfigurationError(
+                f"{self._setting}: {address.origin}: {describe_error(error)}"
+            ) from error
+
+    async def _read_object(self, claim: Claim) -> AsyncGenerator[bytes, None]:
+        import obstore
+        from obstore import exceptions
+
+        address = claim.address
+        refusals = (
+            exceptions.PermissionDeniedError,
+            exceptions.UnauthenticatedError,
+            exceptions.InvalidPathError,
+            exceptions.NotSupportedError,
+        )
+        try:
+            found = await obstore.get_async(self._objects[address.origin], address.key)
+            check_size(claim, found.meta["size"])
+            async for part in found.stream(min_chunk_size=self._tuning.chunk_bytes):
+                yield bytes(part)
+        except (exceptions.NotFoundError, FileNotFoundError) as error:
+            raise _missing(address) from error
+        except refusals as error:
+            raise refuse_claim(
+                f"an object that may be read in {address.origin}", type(error).__name__
+            ) from error
+        except (exceptions.BaseError, OSError) as error:
+            raise _unavailable(address, error) from error
+
+    async def _write_object(
+        self, address: Address, content: bytes, attributes: dict[str, str]
+    ) -> None:
+        import obstore
+        from obstore import exceptions
+
+        try:
+            await obstore.put_async(
+                self._objects[address.origin], address.key, content, attributes=attributes
+            )
+        except (exceptions.BaseError, OSError) as error:
+            raise _unavailable(address, error) from error
+
+    # --- directories ------------------------------------------------------------------------------
+
+    async def _read_file(self, claim: Claim) -> AsyncGenerator[bytes, None]:
+        # On a thread: reads of a directory in a network may take long.
+        address, length = claim.address, self._tuning.chunk_bytes
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open_file, address))
+        reading: asyncio.Future[Any] = opening
+        try:
+            file = await asyncio.shield(opening)
+            check_size(claim, os.fstat(file).st_size)
+            while True:
+                reading = asyncio.ensure_future(asyncio.to_thread(os.read, file, length))
+                part = await asyncio.shield(reading)
+                if not part:
+                    return
+                yield part
+        except OSError as error:
+            raise _unavailable(address, error) from error
+        finally:
+            # A descriptor that is closed while the thread still reads it may be another file's.
+            if reading.done():
+                _close(opening)
+            else:
+                reading.add_done_callback(lambda _: _close(opening))
+
+    async def _write_file(self, address: Address, content: bytes) -> None:
+        path = Path("/", *address.parts)
+        try:
+            await asyncio.to_thread(_replace_file, path, content)
+        except OSError as error:
+            raise _unavailable(address, error) from error
+
+    def _open_file(self, address: Address) -> int:
+        """Return the descriptor of a file below an allowed directory; no part is a link."""
+        root = next(each for each in self._allowed if address.is_within(each))
+        *directories, name = address.parts[len(root.parts) :] or ("",)
+        try:
+            at = os.open("/" + root.key, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                for part in directories:
+                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                    within = os.open(part, flags, dir_fd=at)
+                    os.close(at)
+                    at = within
+                # A FIFO would block the open.
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                file = os.open(name, flags, dir_fd=at)
+            finally:
+                os.close(at)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+                raise _missing(address) from error
+            if error.errno in (errno.ELOOP, errno.EMLINK, errno.EACCES, errno.EPERM):
+                expected = "a file that may be read, without links in its path"
+                raise refuse_claim(expected, errno.errorcode[error.errno]) from error
+            raise _unavailable(address, error) from error
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise refuse_claim("a file", "a directory or a device")
+        return file
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No reader sees a part of it, and writers of the same object do not disturb each other.
+    other = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        other.write_bytes(content)
+        other.replace(path)
+    finally:
+        other.unlink(missing_ok=True)
+
+
+def _close(opening: asyncio.Future[int]) -> None:
+    if opening.done() and not opening.cancelled() and opening.exception() is None:
+        os.close(opening.result())
+
+
+async def retry_in_time(
+    attempt: Callable[[], Awaitable[T]], timeout_s: float, backoff: Backoff, where: str
+) -> T:
+    """Return the result of an attempt that succeeds; repeat it with pauses while the store is away.
+
+    Args:
+        attempt: raises `ClaimUnavailable` while the store is away.
+        timeout_s: time for all attempts.
+        backoff: pauses between them.
+        where: what is transferred, for the error.
+
+    Raises:
+        ClaimUnavailable: no attempt has succeeded in time.
+    """
+    pauses = Pauses(backoff)
+    reason = "no answer"
+    try:
+        async with asyncio.timeout(timeout_s) as within:
+            while True:
+                try:
+                    return await attempt()
+                except ClaimUnavailable as error:
+                    reason = str(error)
+                    log.warning(Event.CLAIM_DELAYED, reason=reason)
+                await pauses.sleep()
+    except TimeoutError:
+        if not within.expired():
+            raise
+        raise ClaimUnavailable(
+            f"{where}: expected the object within {timeout_s:g} s (claims.timeout_ms), got {reason}"
+        ) from None
+
+
+def check_size(claim: Claim, size_bytes: int) -> None:
+    """Refuse an object of another size than its claim says. Raises `Rejected`."""
+    if size_bytes != claim.size_bytes:
+        raise refuse_claim(f"an object of {claim.size_bytes} bytes", str(size_bytes))
+
+
+def _check_status(address: Address, status: int) -> None:
+    if status == 200:
+        return
+    if 300 <= status < 400:
+        raise refuse_claim(f"an object at {address.origin}", f"a redirect ({status})")
+    if status in (404, 410):
+        raise _missing(address)
+    if status < 500 and status not in _LATER:
+        raise refuse_claim(f"an object that may be read at {address.origin}", f"status {status}")
+    raise ClaimUnavailable(f"{address.origin}: got status {status}")
+
+
+def _missing(address: Address) -> Rejected:
+    return refuse_claim(f"an object at {address.origin}", "none")
+
+
+def _unavailable(address: Address, error: BaseException) -> ClaimUnavailable:
+    """Return the error for a store that is away, without the path and the query of its URL."""
+    return ClaimUnavailable(f"{address.origin}: {type(error).__name__}")

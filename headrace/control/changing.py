@@ -1,0 +1,367 @@
+"""Change the wanted models, and wait until the processes have followed: for commands and servers.
+
+`ModelChanges.make` is one change, as a command makes it. `ModelChanges.load_selected` is what
+Triton's repository API calls a load: the versions that the model's configuration selects come
+beside the others, and only when they are ready everywhere does the default move, and do the others
+go. If one cannot be loaded somewhere, the model is wanted again as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+from headrace.config import Settings
+from headrace.control.processes import Processes, ProcessReport, open_processes
+from headrace.control.topic import ChangeOvertaken, ControlTopic
+from headrace.errors import Code, ConfigurationError, Rejected, Retriable
+from headrace.log.port import Log
+from headrace.models.registry import UNDER_WAY
+from headrace.models.repositories import open_repository
+from headrace.models.user_code import run_on_daemon_thread
+from headrace.models.wanted import (
+    Author,
+    Change,
+    ChangeRefused,
+    Wanted,
+    add_versions,
+    fold,
+    keep_versions,
+    make_record,
+    require_present,
+    restore,
+    unload,
+)
+from headrace.protocol.control import ControlRecord, WantedModel
+from headrace.tuning import TUNING, ModelTuning
+
+Choose: TypeAlias = Callable[[Sequence[ControlRecord]], Change]
+"""Returns the change, given all records so far."""
+
+
+class LoadFailed(Rejected):
+    """A version cannot be loaded; the model is wanted again as it was."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.MODEL_FAILED, message)
+
+
+class NoProcess(Retriable):
+    """No process was heard that follows the control topic."""
+
+
+class Followed(NamedTuple):
+    """How far a process has followed the control topic.
+
+    Attributes:
+        generation: the last change that it has read.
+        unready: wanted versions that are not ready, each with the reason.
+    """
+
+    generation: int
+    unready: Sequence[str]
+
+
+class ChangeOutcome(NamedTuple):
+    """A change, made or not.
+
+    Attributes:
+        record: None if there was nothing to change.
+        generation: of the wanted models now.
+        processes: those that were heard, if it was waited for them.
+        followed: whether they have all wanted versions ready.
+    """
+
+    record: ControlRecord | None
+    generation: int
+    processes: dict[str, ProcessReport]
+    followed: bool
+
+
+class ModelChanges:
+    """Changes of the wanted models of a deployment.
+
+    Args:
+        log_: the log.
+        settings: the namespace, and the repository.
+        tuning: deadlines.
+        followed: returns how far this process itself has followed; None if it has not begun.
+            Without it, there is only what the processes announce.
+    """
+
+    def __init__(
+        self,
+        log_: Log,
+        settings: Settings,
+        tuning: ModelTuning = TUNING.models,
+        followed: Callable[[], Followed | None] | None = None,
+    ) -> None:
+        self._log = log_
+        self._settings = settings
+        self._tuning = tuning
+        self._topic = ControlTopic(log_, settings, tuning)
+        self._followed = followed
+        self._writing = asyncio.Lock()  # changes of one process must not overtake each other
+
+    async def make(
+        self,
+        choose: Choose,
+        author: Author,
+        *,
+        wait_s: float | None = None,
+        dry_run: bool = False,
+    ) -> ChangeOutcome:
+        """Make one change.
+
+        Args:
+            choose: returns the change.
+            author: who makes it, and why.
+            wait_s: wait for so long at most until all processes have followed; None for not at all.
+            dry_run: return the record, and do not write it.
+
+        Raises:
+            ChangeOvertaken: another change was made first.
+            ChangeRefused: the change makes no sense.
+            ConfigurationError: a topic is missing, or the repository cannot be read.
+            LogUnavailable: the outcome is unknown; the topic shows it.
+        """
+        await self._topic.require()
+        if dry_run:
+            state = fold(records := await self._topic.read())
+            change = choose(records)
+            await self._check(state.models, change.apply(state.models))
+            snapshots = self._tuning.control_snapshot_every
+            record = make_record(change, state, author, "", _now_ms(), snapshots)
+            return ChangeOutcome(record, state.generation, {}, False)
+        if wait_s is None:
+            record, generation = await self._write(choose, author)
+            return ChangeOutcome(record, generation, {}, False)
+        # Listen before the change is written, so that no announcement is missed.
+        async with open_processes(self._log, self._settings, self._tuning) as processes:
+            record, generation = await self._write(choose, author)
+            reports = processes.reports
+            followed = await processes.listen(
+                lambda: all(each.has_followed(generation) for each in reports.values()), wait_s
+            )
+        return ChangeOutcome(record, generation, reports, followed and bool(reports))
+
+    async def load_selected(
+        self,
+        model: str,
+        overrides: Mapping[str, Any],
+        author: Author,
+        timeout_s: float,
+    ) -> None:
+        """Load the versions that a model's configuration selects, and no others but labelled ones.
+
+        A model that is loaded has its files read again.
+
+        Args:
+            model: its name.
+            overrides: values for keys of `model.toml`; they replace former ones.
+            author: who loads it, and why.
+            timeout_s: longest wait for the processes.
+
+        Raises:
+            ChangeOvertaken: another change was made first.
+            ChangeRefused: there is no such model, or its configuration selects nothing that can be
+                served.
+            LoadFailed: a process cannot load a version.
+            NoProcess: no process was heard.
+            Rejected: `DEADLINE_EXCEEDED`: not all processes have followed in time.
+            LogUnavailable: the outcome is unknown; the topic shows it.
+        """
+        await self._topic.require()
+        selected = await run_on_daemon_thread(partial(self._select, model, overrides))
+        kept = {key: value for key, value in overrides.items() if key != "versions"}
+        before: list[WantedModel | None] = []
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+
+        def add(records: Sequence[ControlRecord]) -> Change:
+            before[:] = [fold(records).models.get(model)]
+            return add_versions(model, selected, kept)
+
+        async with open_processes(self._log, self._settings, self._tuning) as processes:
+            record, generation = await self._write(add, author)
+            added = None if record is None else record.after[model]
+            needed = {*selected, *(() if added is None else added.labels.values())}
+            lines = tuple(f"{model}/{version}: " for version in needed)
+            try:
+                await self._wait(processes, lines, generation, deadline_s)
+            except LoadFailed as error:
+                why = Author(author.who, f"load failed: {error.message}")
+                undo = _unless_changed(model, added, restore(model, before[0]))
+                try:
+                    await self._write(undo, why)
+                except (ConfigurationError, Retriable) as left:
+                    raise LoadFailed(f"{error.message}; it is still wanted: {left}") from error
+                raise
+            then = _unless_changed(model, added, keep_versions(model, selected))
+            _, generation = await self._write(then, author)
+            await self._wait(processes, lines, generation, deadline_s)
+
+    async def unload_all(
+        self, model: str, author: Author, timeout_s: float, is_gone: Callable[[], bool]
+    ) -> None:
+        """Unload a model with all versions and labels.
+
+        Args:
+            model: its name.
+            author: who unloads it, and why.
+            timeout_s: longest wait for the processes.
+            is_gone: whether this process itself does not serve it any more.
+
+        Raises:
+            ChangeOvertaken: another change was made first.
+            ChangeRefused: the model is not loaded.
+            NoProcess: no process was heard.
+            Rejected: `DEADLINE_EXCEEDED`: not all processes have followed in time.
+            LogUnavailable: the outcome is unknown; the topic shows it.
+        """
+        await self._topic.require()
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        async with open_processes(self._log, self._settings, self._tuning) as processes:
+            _, generation = await self._write(lambda _: unload(model), author)
+            await self._wait(processes, (), generation, deadline_s, is_gone)
+
+    async def list_versions(self) -> dict[str, list[int]]:
+        """Return the versions in the repository, by model.
+
+        Raises:
+            ConfigurationError: it cannot be read.
+        """
+        repository = open_repository(self._settings, self._tuning)
+        return await run_on_daemon_thread(repository.list_versions)
+
+    async def _write(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
+        """Make a change of what the topic says now; return its record and the generation."""
+        async with self._writing:
+            state = fold(records := await self._topic.read())
+            change = choose(records)
+            await self._check(state.models, change.apply(state.models))
+            record = await self._topic.write(change, state.generation, author, _now_ms())
+        return record, state.generation if record is None else record.generation
+
+    async def _check(self, before: Wanted, after: Wanted) -> None:
+        """Check that the repository has what a change loads, and can be read with its overrides.
+
+        Raises:
+            ChangeRefused: it has not, or cannot.
+            ConfigurationError: the repository cannot be read.
+        """
+        none = WantedModel(versions=[], default="")
+        loaded = {name: (each, before.get(name, none)) for name, each in after.items()}
+        is_new = any(set(each.versions) - set(old.versions) for each, old in loaded.values())
+        overridden = {
+            name: each.overrides
+            for name, (each, old) in loaded.items()
+            if each.overrides and each.overrides != old.overrides
+        }
+        if is_new:
+            require_present(before, after, await self.list_versions())
+        for name, overrides in overridden.items():
+            await run_on_daemon_thread(partial(self._select, name, overrides))
+
+    def _select(self, model: str, overrides: Mapping[str, Any]) -> list[str]:
+        """Return the versions that a model's configuration selects. Blocks.
+
+        Raises:
+            ChangeRefused: there is no such model, or its configuration cannot be used.
+        """
+        repository = open_repository(self._settings, self._tuning)
+        try:
+            return [*map(str, repository.select(model, overrides))]
+        except ConfigurationError as error:
+            raise ChangeRefused(repository.shorten(str(error))) from error
+
+    async def _wait(
+        self,
+        processes: Processes,
+        lines: tuple[str, ...],
+        generation: int,
+        deadline_s: float,
+        has_ended: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Wait until all processes, and this one, have followed a change.
+
+        Args:
+            processes: those that are heard.
+            lines: beginnings of the lines of versions that have to be ready, in what a process
+                waits for.
+            generation: of the change.
+            deadline_s: of the event loop's clock.
+            has_ended: what must be true besides.
+
+        Raises:
+            LoadFailed, NoProcess: see `load_selected`.
+            Rejected: `DEADLINE_EXCEEDED`: not all have followed in time.
+        """
+        reports = processes.reports
+
+        def heard() -> dict[str, Followed]:
+            """Return how far each process has followed, this one included."""
+            found = {
+                name: Followed(each.generation, each.unready) for name, each in reports.items()
+            }
+            if self._followed is not None:
+                found["this process"] = self._followed() or Followed(-1, ())
+            return found
+
+        def unready() -> dict[str, list[str]]:
+            """Return what each process waits for."""
+            return {
+                name: [each for each in process.unready if each.startswith(lines)]
+                if process.generation >= generation
+                else [f"generation {generation}"]
+                for name, process in heard().items()
+            }
+
+        def failures() -> list[str]:
+            """Return what processes cannot load."""
+            return [
+                each
+                for process in heard().values()
+                if process.generation >= generation
+                for each in process.unready
+                if each.startswith(lines) and not each.endswith(UNDER_WAY)
+            ]
+
+        followed = await processes.listen(
+            lambda: bool(failures()) or (not any(unready().values()) and has_ended()),
+            max(0.0, deadline_s - asyncio.get_running_loop().time()),
+        )
+        if failures():
+            raise LoadFailed("; ".join(dict.fromkeys(failures())))
+        if not reports:
+            raise NoProcess(
+                f"generation {generation}: no process was heard that runs with "
+                'models.mode = "explicit"'
+            )
+        if not followed:
+            left = [
+                f"{name} waits for {', '.join(each)}" for name, each in unready().items() if each
+            ]
+            raise Rejected(
+                Code.DEADLINE_EXCEEDED,
+                f"generation {generation}: not all processes have followed in time: "
+                + ("; ".join(left) or "the model is still served here"),
+            )
+
+
+def _unless_changed(model: str, expected: WantedModel | None, change: Change) -> Choose:
+    """Return the change, unless the model is not wanted as expected any more."""
+
+    def choose(records: Sequence[ControlRecord]) -> Change:
+        if fold(records).models.get(model) != expected:
+            generations = [each.generation for each in records if each.after.get(model) == expected]
+            raise ChangeOvertaken(generations[-1], records[-1])
+        return change
+
+    return choose
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,170 @@
+"""Triton's model repository API of a process that follows the control topic.
+
+A load and an unload are changes on the topic, like those of `headrace models`, and are answered
+when all processes have followed. Source:
+https://github.com/triton-inference-server/server/tree/main/docs/protocol, "Model Repository
+Extension".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from headrace.config import Settings
+from headrace.control.changing import Followed, ModelChanges
+from headrace.control.topic import ChangeOvertaken
+from headrace.errors import Code, ConfigurationError, Rejected, Retriable
+from headrace.log.port import Log
+from headrace.models.index import (
+    IndexEntry,
+    Overtaken,
+    RepositoryIndex,
+    ShownModels,
+    describe_index,
+)
+from headrace.models.triton_config import parse_overrides
+from headrace.models.wanted import Author, ChangeRefused
+from headrace.tuning import TUNING, ModelTuning
+
+_CONFIG, _FILE, _DEPENDENTS = "config", "file:", "unload_dependents"
+
+
+class RepositoryUnavailable(Retriable):
+    """The repository of models cannot be read now."""
+
+
+class ControlledRepository(RepositoryIndex):
+    """The models of a process, which calls change by the control topic.
+
+    Args:
+        log_: the log.
+        settings: the namespace, and the repository.
+        models: of this process.
+        followed: returns how far this process has followed the topic; None before it has begun.
+        tuning: deadlines.
+    """
+
+    can_change = True
+
+    def __init__(
+        self,
+        log_: Log,
+        settings: Settings,
+        models: ShownModels,
+        followed: Callable[[], Followed | None],
+        tuning: ModelTuning = TUNING.models,
+    ) -> None:
+        super().__init__(models, settings.models.mode)
+        self._changes = ModelChanges(log_, settings, tuning, followed)
+        self._timeout_s = tuning.control_change_timeout_s
+
+    async def index(self, *, ready_only: bool) -> list[IndexEntry]:
+        """Return the versions of the repository; without those that are not loaded if it is away.
+
+        Versions that are not loaded are `UNAVAILABLE`, with the reason `unloaded`.
+        """
+        unloaded: dict[str, list[int]] = {}
+        if not ready_only:
+            try:
+                unloaded = await self._changes.list_versions()
+            except ConfigurationError:
+                unloaded = {}
+        status = self._models.status()
+        shown = {(each["name"], each["version"]) for each in status}
+        return describe_index(
+            status,
+            {
+                name: [number for number in numbers if (name, str(number)) not in shown]
+                for name, numbers in unloaded.items()
+            },
+            ready_only=ready_only,
+        )
+
+    async def load(
+        self, model: str, parameters: Mapping[str, object], who: str, timeout_s: float | None = None
+    ) -> None:
+        """Load a model, as the repository and the parameters configure it, and wait for it.
+
+        Args:
+            model: its name.
+            parameters: `config`, the JSON of a `config.pbtxt`, whose values go over the model's.
+            who: recorded in the history.
+            timeout_s: longest wait; there is a limit beside it.
+
+        Raises:
+            Overtaken: another change was made first.
+            Rejected: `INVALID_REQUEST`: a parameter has no counterpart, or the model is not there;
+                `MODEL_FAILED`: it cannot be loaded, and everything is as before;
+                `DEADLINE_EXCEEDED`: not all processes have loaded it in time.
+            Retriable: the log or the repository is away.
+        """
+        text = ""
+        for name, value in parameters.items():
+            if name.startswith(_FILE):
+                expected = "the files of models in models.repository alone"
+                raise _wrong_parameter(name, expected, "a file")
+            if name != _CONFIG:
+                raise _wrong_parameter(name, f"{_CONFIG} alone", "another one")
+            if not isinstance(value, str):
+                raise _wrong_parameter(name, "JSON in a string", type(value).__name__)
+            text = value
+        try:
+            overrides = parse_overrides(text, model) if text else {}
+        except ValueError as error:
+            lines = "; ".join(str(error).splitlines())
+            raise Rejected(Code.INVALID_REQUEST, f"parameters.{_CONFIG}: {lines}") from error
+        with _errors_of_calls():
+            await self._changes.load_selected(
+                model, overrides, Author(who, "repository API"), self._limit_s(timeout_s)
+            )
+
+    async def unload(
+        self, model: str, parameters: Mapping[str, object], who: str, timeout_s: float | None = None
+    ) -> None:
+        """Unload a model with all versions and labels, and wait for it; see `load`.
+
+        No model depends on another one, so `unload_dependents` has no effect.
+
+        Raises:
+            Overtaken: another change was made first.
+            Rejected: `INVALID_REQUEST`: a parameter has no counterpart, or the model is not loaded;
+                `DEADLINE_EXCEEDED`: not all processes have followed in time.
+            Retriable: the log or the repository is away.
+        """
+        for name, value in parameters.items():
+            if name != _DEPENDENTS:
+                raise _wrong_parameter(name, f"{_DEPENDENTS} alone", "another one")
+            if not isinstance(value, bool):
+                raise _wrong_parameter(name, "true or false", type(value).__name__)
+        with _errors_of_calls():
+            await self._changes.unload_all(
+                model,
+                Author(who, "repository API"),
+                self._limit_s(timeout_s),
+                lambda: not any(each["name"] == model for each in self._serving()),
+            )
+
+    def _serving(self) -> list[IndexEntry]:
+        return describe_index(self._models.status(), ready_only=True)
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
+
+
+@contextmanager
+def _errors_of_calls() -> Iterator[None]:
+    """Turn errors that end a command into those that answer a call."""
+    try:
+        yield
+    except ChangeOvertaken as error:
+        raise Overtaken(str(error)) from error
+    except ChangeRefused as error:
+        raise Rejected(Code.INVALID_REQUEST, str(error)) from error
+    except ConfigurationError as error:
+        raise RepositoryUnavailable(str(error)) from error
+
+
+def _wrong_parameter(name: str, expected: str, got: str) -> Rejected:
+    where = f"parameters.{name[:80]}"
+    return Rejected.mismatch(Code.INVALID_REQUEST, where, expected=expected, got=got)

@@ -1,0 +1,355 @@
+"""Conversion of texts to token ids: by `tokenizer.json` of tokenizers, or by SentencePiece.
+
+A payload is one text, or texts and pairs of texts in JSON, which become rows. Rows of one request
+are padded to the longest of them, as the mask says; padding to the lengths of other requests is
+left to `sequence_buckets`. What a text may cost is bounded before it is split into tokens. Ids in
+an output of the model become texts by the same tokenizer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import Code, ConfigurationError, Rejected, describe_error
+from headrace.models.inputs.records import JSON_LINES
+from headrace.models.media_config import TokensTransform
+from headrace.models.processing import read_in_version
+from headrace.models.signature import Signature, TensorSpec
+from headrace.protocol.codec.faults import shown
+from headrace.protocol.compression import too_large
+from headrace.protocol.headers import JSON
+from headrace.protocol.messages import InputTensor
+from headrace.protocol.tensors import DATATYPES, from_array
+
+TEXT = "text/plain"
+INSTALL = "pip install 'headrace[text]'"
+_DATATYPES = ("INT64", "INT32")
+
+
+class _Row(NamedTuple):
+    """A text, or a pair of them."""
+
+    text: str
+    pair: str | None = None
+
+
+class _Encoded(NamedTuple):
+    """Tokens of a row. Offsets are characters of the text, or of its pair."""
+
+    ids: Sequence[int]
+    type_ids: Sequence[int] = ()
+    offsets: Sequence[tuple[int, int]] = ()
+
+
+class _Library(Protocol):
+    """A tokenizer.
+
+    Attributes:
+        pad_id: id that fills rows; 0 if the tokenizer has none.
+        size: number of ids.
+    """
+
+    pad_id: int
+    size: int
+
+    def encode(self, row: _Row) -> _Encoded:
+        """Return the tokens of a row, truncated if the settings say so."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids below `size`, without special tokens."""
+        ...
+
+
+class Tokens:
+    """Converts payloads to the inputs of one version.
+
+    Args:
+        directory: of the version, which has the tokenizer's file.
+
+    Raises:
+        ConfigurationError: the settings do not fit the inputs, or a file or package is missing.
+    """
+
+    def __init__(self, config: TokensTransform, signature: Signature, directory: Path) -> None:
+        self._config = config
+        self._specs = signature.inputs
+        _check_inputs(config, signature)
+        self._encoder = _open(config, directory)
+        spec = next(spec for spec in signature.inputs if spec.name == config.ids)
+        self._width = spec.shape[1]
+        self._pad_id = int(spec.pad) if signature.buckets else self._encoder.pad_id
+        self._max_bytes = config.max_bytes or 16 * config.max_tokens
+        self._has_mask = any(spec.name == config.mask for spec in signature.inputs)
+
+    def __call__(self, payload: bytes, content_type: str) -> list[InputTensor]:
+        """Return the inputs of a payload.
+
+        Raises:
+            Rejected: `TOO_LARGE` over a limit, `INVALID_REQUEST` if it cannot be read.
+        """
+        found = self._read(payload, content_type)
+        for row, where in found:
+            self._check_bytes(row, where)
+        rows = [self._encode(row, where) for row, where in found]
+        width = self._width if self._width >= 0 else max(len(row.ids) for row in rows)
+        if any(len(row.ids) != width for row in rows):
+            self._check_padded(rows, width)
+        return [self._make_input(spec, rows, width) for spec in self._specs]
+
+    def is_slow(self, payload: bytes, _content_type: str, inline_bytes: int) -> bool:
+        """See `headrace.models.inputs.transforms.Transform`."""
+        return len(payload) > inline_bytes // 8  # about what parsing JSON costs more bytes
+
+    def _check_bytes(self, row: _Row, where: str) -> None:
+        size = len(row.text.encode("utf-8", "replace"))
+        size += len((row.pair or "").encode("utf-8", "replace"))
+        if size > self._max_bytes:
+            raise too_large(where, self._max_bytes, str(size))
+
+    def _encode(self, row: _Row, where: str) -> _Encoded:
+        try:
+            encoded = self._encoder.encode(row)
+        except Exception as error:  # whatever a text may make the library raise is the caller's
+            raise _unreadable(where, "a text for the tokenizer", describe_error(error)) from error
+        if len(encoded.ids) > self._config.max_tokens:
+            raise Rejected.mismatch(
+                Code.TOO_LARGE,
+                where,
+                expected=f"at most max_tokens = {self._config.max_tokens}",
+                got=str(len(encoded.ids)),
+            )
+        return encoded
+
+    def _check_padded(self, rows: Sequence[_Encoded], width: int) -> None:
+        longest = max(len(row.ids) for row in rows)
+        if longest > width:
+            raise Rejected.mismatch(
+                Code.TOO_LARGE,
+                "payload",
+                expected=f"at most {width} tokens, as the input has",
+                got=str(longest),
+            )
+        if not self._has_mask:
+            raise Rejected.mismatch(
+                Code.INVALID_TENSOR,
+                "payload",
+                expected=f"{width} tokens in each text, as no input masks padding",
+                got=", ".join(str(len(row.ids)) for row in rows[:8]),
+            )
+
+    def _make_input(self, spec: TensorSpec, rows: Sequence[_Encoded], width: int) -> InputTensor:
+        config = self._config
+        shape = (len(rows), width, 2) if spec.name == config.offsets else (len(rows), width)
+        fill = self._pad_id if spec.name == config.ids else 0
+        array = np.full(shape, fill, DATATYPES[spec.datatype].dtype)
+        for place, row in enumerate(rows):
+            length = len(row.ids)
+            if spec.name == config.ids:
+                array[place, :length] = row.ids
+            elif spec.name == config.mask:
+                array[place, :length] = 1
+            elif spec.name == config.type_ids:
+                array[place, :length] = row.type_ids or 0
+            elif length:
+                array[place, :length] = row.offsets
+        tensor = from_array(spec.name, array)
+        return InputTensor(
+            name=spec.name,
+            datatype=tensor.datatype,
+            shape=list(tensor.shape),
+            data=memoryview(tensor.data),
+        )
+
+    # --- payloads --------------------------------------------------------------------------------
+
+    def _read(self, payload: bytes, content_type: str) -> list[tuple[_Row, str]]:
+        """Return the rows of a payload, and what each is called in messages."""
+        if content_type == TEXT:
+            return [(_Row(_decode(payload)), "payload")]
+        if content_type in JSON_LINES:
+            lines = [line for line in payload.split(b"\n") if line.strip()]
+            found = [_parse(line, f"line {number}") for number, line in enumerate(lines)]
+        elif content_type == JSON or content_type.endswith("+json"):
+            parsed = _parse(payload, "payload")
+            found = parsed if isinstance(parsed, list) else [parsed]
+        else:
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                "header content-type",
+                expected=f"one of {TEXT}, {JSON}, {', '.join(sorted(JSON_LINES))}",
+                got=content_type or "none",
+            )
+        if not 1 <= len(found) <= self._config.max_rows:
+            code = Code.TOO_LARGE if found else Code.INVALID_REQUEST
+            expected = f"1 to max_rows = {self._config.max_rows} texts"
+            raise Rejected.mismatch(code, "payload", expected=expected, got=str(len(found)))
+        return [
+            (self._make_row(value, f"rows[{number}]"), f"rows[{number}]")
+            for number, value in enumerate(found)
+        ]
+
+    def _make_row(self, value: Any, where: str) -> _Row:
+        """Return the row in a string, or in an object with the named fields."""
+        config = self._config
+        if isinstance(value, str) and not config.pair:
+            return _Row(value)
+        if not isinstance(value, dict):
+            kind = "an object" if config.pair else "a string or an object"
+            raise _unreadable(where, kind, shown(value))
+        text = _find_text(value, config.text, where)
+        return _Row(text, _find_text(value, config.pair, where) if config.pair else None)
+
+
+def _find_text(value: dict[str, Any], field: str, where: str) -> str:
+    text = value.get(field)
+    if not isinstance(text, str):
+        got = shown(text) if field in value else "none"
+        raise _unreadable(f"{where}.{field}", "a string", got)
+    return text
+
+
+def _decode(payload: bytes) -> str:
+    try:
+        return payload.decode()
+    except UnicodeDecodeError as error:
+        got = f"byte {payload[error.start]:#04x} at {error.start}"
+        raise _unreadable("payload", "UTF-8", got) from error
+
+
+def _parse(content: bytes, where: str) -> Any:
+    try:
+        return msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unreadable(where, "JSON", str(error)) from error
+
+
+def _unreadable(where: str, expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INVALID_REQUEST, where, expected=expected, got=got)
+
+
+class TokenDecoder:
+    """Makes texts of ids, for the outputs of one version.
+
+    Raises:
+        ConfigurationError: the tokenizer's file or its package is missing.
+    """
+
+    def __init__(self, config: TokensTransform, directory: Path) -> None:
+        self._library = _open(config, directory)
+
+    def decode(self, ids: NDArray[Any]) -> NDArray[Any]:
+        """Return the texts of rows of ids, as bytes; ids that the tokenizer does not have are
+        passed over, such as -100, which stands for none.
+        """
+        texts: NDArray[Any] = np.empty(len(ids), object)
+        for place, row in enumerate(ids):
+            known = row[(row >= 0) & (row < self._library.size)]
+            texts[place] = self._library.decode(known.tolist()).encode("utf-8", "replace")
+        return texts
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def _check_inputs(config: TokensTransform, signature: Signature) -> None:
+    """Check that each input of the model is one that tokens make."""
+    names = [spec.name for spec in signature.inputs]
+    made = {config.ids, config.mask, config.type_ids, config.offsets}
+    asked = {name for name in config.asked if name not in names}
+    if set(names) - made or config.ids not in names or asked:
+        expected = f"{config.ids}, {config.mask}, {config.type_ids} and what the keys name"
+        raise _unfit(f"inputs among {expected}", ", ".join(names))
+    for spec in signature.inputs:
+        rank = 3 if spec.name == config.offsets else 2
+        if len(spec.shape) != rank or spec.datatype not in _DATATYPES:
+            raise _unfit(
+                f"{spec.name} of {rank} dimensions in {' or '.join(_DATATYPES)}",
+                f"{spec.datatype} {list(spec.shape)}",
+            )
+
+
+def _unfit(expected: str, got: str) -> ConfigurationError:
+    return ConfigurationError(f"transform.tokens: expected {expected}, got {got}")
+
+
+# --- tokenizers ---------------------------------------------------------------------------------
+
+
+def _open(config: TokensTransform, directory: Path) -> _Library:
+    content = read_in_version(directory, config.tokenizer, "transform.tokens.tokenizer")
+    is_json = config.tokenizer.endswith(".json")
+    package = "tokenizers" if is_json else "sentencepiece"
+    try:
+        library = importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"transform.tokens: {config.tokenizer} needs the package {package}: {INSTALL}"
+        ) from error
+    try:
+        return (_Tokenizer if is_json else _SentencePiece)(library, content, config)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # both raise anything for a file that is none
+        raise ConfigurationError(
+            f"transform.tokens.tokenizer: {config.tokenizer}: {describe_error(error)}"
+        ) from error
+
+
+class _Tokenizer:
+    """A `tokenizer.json`; its own padding and truncation are replaced by the settings."""
+
+    def __init__(self, library: Any, content: bytes, config: TokensTransform) -> None:
+        self._tokenizer = library.Tokenizer.from_buffer(content)
+        self.pad_id = int((self._tokenizer.padding or {}).get("pad_id", 0))
+        self.size = int(self._tokenizer.get_vocab_size())
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        if config.truncate:
+            self._tokenizer.enable_truncation(config.max_tokens)
+        self._special_tokens = config.special_tokens
+        if config.bos or config.eos:
+            raise _unfit("bos and eos only for SentencePiece", config.tokenizer)
+
+    def encode(self, row: _Row) -> _Encoded:
+        found = self._tokenizer.encode(row.text, row.pair, add_special_tokens=self._special_tokens)
+        return _Encoded(found.ids, found.type_ids, found.offsets)
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+
+class _SentencePiece:
+    """A model of SentencePiece."""
+
+    def __init__(self, library: Any, content: bytes, config: TokensTransform) -> None:
+        self._processor = library.SentencePieceProcessor(model_proto=content)
+        self.pad_id = max(0, int(self._processor.pad_id()))
+        self.size = int(self._processor.get_piece_size())
+        self._head = [int(self._processor.bos_id())] if config.bos else []
+        self._tail = [int(self._processor.eos_id())] if config.eos else []
+        if min([*self._head, *self._tail], default=0) < 0:
+            raise _unfit("a model with tokens for bos and eos", config.tokenizer)
+        self._room = None
+        if config.truncate:
+            self._room = max(0, config.max_tokens - len(self._head) - len(self._tail))
+        if config.pair or config.offsets or not config.special_tokens:
+            raise _unfit(
+                "pair, offsets and special_tokens only with a tokenizer.json", config.tokenizer
+            )
+
+    def encode(self, row: _Row) -> _Encoded:
+        found = self._processor.encode(row.text, out_type=int)
+        return _Encoded([*self._head, *found[: self._room], *self._tail])
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._processor.decode(ids)
+        return text

@@ -1,0 +1,109 @@
+"""Settings of the conversion of media to inputs: tables of `transform` in `model.toml`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from headrace.config import NOT_BOOL, Real
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _as_tuple(value: object) -> object:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+_Pixels = Annotated[int, Field(ge=1, le=65_535), NOT_BOOL]
+_Finite = Annotated[Real, Field(ge=-1e30, le=1e30), NOT_BOOL]
+_Positive = Annotated[Real, Field(gt=0, le=1e30), NOT_BOOL]
+
+
+class ImageTransform(_Group):
+    """Conversion of images to an input of 4 dimensions, one row for each image."""
+
+    color: Literal["RGB", "BGR", "gray"] = "RGB"
+    layout: Literal["NCHW", "NHWC"] | None = None
+    """Layout of the input; by default the place of its channels says it."""
+    size: tuple[_Pixels, _Pixels] | None = None
+    """Height and width; by default those of the input. Without either, images keep their own."""
+    fit: Literal["stretch", "crop", "letterbox"] = "stretch"
+    """Stretch the image; or cover the size and crop the middle; or fit into it with borders."""
+    shortest_side: _Pixels | None = None
+    """With crop: length of the shorter side before the middle is taken."""
+    resize: Literal["nearest", "bilinear", "bicubic", "area"] = "bilinear"
+    fill: Annotated[int, Field(ge=0, le=255), NOT_BOOL] = 0
+    """Value of the borders of a letterbox."""
+    scale: _Finite | None = None
+    """Factor of the values 0 to 255, for inputs of floats; by default 1/255."""
+    mean: Annotated[tuple[_Finite, ...], Field(min_length=1), BeforeValidator(_as_tuple)] = (0.0,)
+    """Subtracted from the scaled values: one number, or one for each channel."""
+    deviation: Annotated[tuple[_Positive, ...], Field(min_length=1), BeforeValidator(_as_tuple)] = (
+        1.0,
+    )
+    """Divides the result: one number, or one for each channel."""
+    draft: bool = False
+    """Decode JPEGs at a half, a quarter or an eighth of their size if that still covers the size to
+    resize to: much faster, with slightly other values."""
+    frames: Literal["refuse", "first"] = "refuse"
+    """What to do with files of several frames or pages."""
+    max_pixels: Annotated[int, Field(ge=1, le=89_478_485), NOT_BOOL] = 16_777_216
+    """Most pixels of an image; checked before they are decoded."""
+    max_images: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 32
+    """Most images of a payload in parts."""
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        if self.shortest_side is not None and self.fit != "crop":
+            raise ValueError('shortest_side: expected fit = "crop" beside it')
+        channels = 1 if self.color == "gray" else 3
+        for name, values in (("mean", self.mean), ("deviation", self.deviation)):
+            if len(values) not in (1, channels):
+                raise ValueError(
+                    f"{name}: expected one number or {channels}, one for each channel of "
+                    f"{self.color}, got {len(values)}"
+                )
+        return self
+
+
+class TokensTransform(_Group):
+    """Conversion of texts to token ids, one row for each text or pair."""
+
+    tokenizer: Annotated[str, Field(min_length=1)] = "tokenizer.json"
+    """File in the version's directory: JSON of tokenizers, or a model of SentencePiece."""
+    ids: str = "input_ids"
+    """Input with the ids."""
+    mask: str = "attention_mask"
+    """Input with 1 for tokens and 0 for padding, if the model has it."""
+    type_ids: str = "token_type_ids"
+    """Input with the number of the text in its pair, if the model has it."""
+    offsets: str = ""
+    """Input with first and last character of each token."""
+    text: str = "text"
+    """Field of JSON objects with the text."""
+    pair: str = ""
+    """Field of JSON objects with the second text of a pair."""
+    special_tokens: bool = True
+    """Add the tokens that a `tokenizer.json` puts around texts."""
+    bos: bool = False
+    """With SentencePiece: add the token for the begin of a text."""
+    eos: bool = False
+    """With SentencePiece: add the token for the end of a text."""
+    decode: str = ""
+    """Output with ids, whose texts are a further output."""
+    truncate: bool = False
+    """Shorten texts to `max_tokens`; otherwise longer ones are refused."""
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 512
+    max_bytes: Annotated[int, Field(ge=1, le=2**31 - 1), NOT_BOOL] | None = None
+    """Most bytes of a text, which are checked before it is split; by default 16 for each token."""
+    max_rows: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 64
+    """Most texts of a payload."""
+
+    @property
+    def asked(self) -> list[str]:
+        """The inputs that the file names."""
+        keys = self.model_fields_set & {"ids", "mask", "type_ids", "offsets"}
+        return [name for key in sorted(keys) if (name := str(getattr(self, key)))]

@@ -1,0 +1,225 @@
+"""Requests whose values are in stores, and the tasks that fetch these.
+
+The size that a claim names is charged before its object is fetched: to the share of its model where
+the batcher is in this process, otherwise to the budget alone, in the order of the claims. So the
+objects that are here fit the budget, whatever the number of claims. Each claim has a task of its
+own: a slow store delays no other request, and a request whose deadline passes, or that its caller
+cancels, is answered then. Objects are decoded on a thread, one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from headrace.claims.fetcher import ClaimFetcher
+from headrace.claims.stores import ClaimUnavailable
+from headrace.clock import Clock
+from headrace.delivery.budget import Budget
+from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
+from headrace.delivery.inflight import InFlightAck
+from headrace.errors import Code, Rejected
+from headrace.primitives.auto_reset_event import AutoResetEvent
+from headrace.primitives.stage_tasks import StageTasks
+from headrace.primitives.worker_thread import WorkerThread
+from headrace.protocol.headers import BY_CORRELATION
+from headrace.protocol.messages import Failure, Request
+from headrace.services.ingest.decode import IngestRules, PendingClaim, decode_claimed
+from headrace.services.ingest.schemas import leave_in_log
+from headrace.services.ingest.transforms import PendingTransform
+from headrace.topics import Stage
+from headrace.tuning import TUNING, IngestTuning
+
+_CANCELLED = Failure(Code.CANCELLED, "the caller cancelled it", Stage.INGEST)
+
+
+class Claimed(NamedTuple):
+    """A request whose object was fetched, or that has ended.
+
+    Attributes:
+        unlearnt: its payload, if its schema must be fetched.
+        pending: its payload, if its transform is for a thread.
+    """
+
+    request: Request
+    unlearnt: Sequence[PendingTransform] = ()
+    pending: Sequence[PendingTransform] = ()
+
+
+class ClaimWaits:
+    """Requests whose objects are fetched.
+
+    Args:
+        fetcher: an open one.
+        rules: those of ingest.
+        finish: passes on a request whose object is here, or that has ended.
+        budget: the byte budget of the source.
+        freed: set after each acknowledgement, which may have made room.
+        clock: wall clock, in which deadlines are given.
+    """
+
+    def __init__(
+        self,
+        fetcher: ClaimFetcher,
+        rules: IngestRules,
+        finish: Callable[[Claimed], Awaitable[None]],
+        budget: Budget,
+        freed: AutoResetEvent,
+        clock: Clock,
+        tuning: IngestTuning = TUNING.ingest,
+    ) -> None:
+        self._fetcher = fetcher
+        limits = rules.limits.model_copy(update={"max_request_bytes": fetcher.max_bytes})
+        self._rules = replace(rules, limits=limits, decompressor=None)
+        self._finish = finish
+        self._budget = budget
+        self._freed = freed
+        self._clock = clock
+        self._tuning = tuning
+        self._worker = WorkerThread("claims")
+        self._tasks = StageTasks()
+        self._running: set[asyncio.Task[None]] = set()
+        self._waiting: dict[Request, asyncio.Timeout | None] = {}
+        self._turn = asyncio.Lock()
+        self._reserved: list[InFlightAck] = []
+        self._closing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Fetch until `close`."""
+        async with self._tasks:
+            await self._closing.wait()
+
+    def add(self, pending: PendingClaim, *, is_charged: bool) -> None:
+        """Let a request wait for its object.
+
+        Args:
+            pending: an allowed claim.
+            is_charged: its size is charged, together with its record, to the share of its model.
+        """
+        self._waiting[pending.request] = None
+        work = self._complete(pending, is_charged=is_charged)
+        task = self._tasks.start(work, f"claim-{pending.request.partition}")
+        if task is not None:
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    def cancel(self, cancelling: Request) -> int:
+        """End the waiting requests that a record cancels; return their number."""
+        cancels, correlation_id = cancelling.envelope.cancels, cancelling.envelope.correlation_id
+        found = [
+            request
+            for request in self._waiting
+            if request.partition == cancelling.partition
+            and (
+                request.envelope.correlation_id == correlation_id
+                if cancels == BY_CORRELATION
+                else cancels is not None and request.offset == cancels[2]
+            )
+        ]
+        for request in found:
+            request.fail(_CANCELLED)
+            self._wake(request)
+        return len(found)
+
+    async def close(self) -> None:
+        """Leave the requests whose objects are not here in the log, for the next owners of their
+        partitions; return when the others have been passed on.
+        """
+        self._closing.set()
+        for request in list(self._waiting):
+            self._wake(request)
+        while self._running:
+            await asyncio.wait(self._running)
+        self._worker.close()
+
+    async def fetch_alone(self, pending: PendingClaim) -> Claimed:
+        """Return a request that runs alone, with its object, or ended."""
+        charge(pending, 1)
+        await self._fetch(pending, is_charged=True)
+        return await self._decode(pending)
+
+    async def _complete(self, pending: PendingClaim, *, is_charged: bool) -> None:
+        request = pending.request
+        if request.failure is None and not self._closing.is_set():
+            await self._fetch(pending, is_charged=is_charged)
+        del self._waiting[request]
+        if request.value is None and request.failure is None:
+            leave_in_log(request)
+        else:
+            await self._finish(await self._decode(pending))
+
+    def _wake(self, request: Request) -> None:
+        """End the fetch of a request early."""
+        within = self._waiting[request]
+        if within is not None:
+            within.reschedule(asyncio.get_running_loop().time())
+
+    async def _fetch(self, pending: PendingClaim, *, is_charged: bool) -> None:
+        """Set the value of a request to its object, or fail the request; neither if `close` ended
+        it.
+        """
+        request = pending.request
+        deadline_ms = request.envelope.deadline_ms
+        left_s = deadline_ms / 1000 - self._clock() / 1e6 if deadline_ms else None
+        try:
+            async with asyncio.timeout(left_s) as within:
+                if request in self._waiting:
+                    self._waiting[request] = within
+                if not is_charged:
+                    await self._reserve(pending)
+                request.value = await self._fetcher.fetch(pending.claim)
+        except TimeoutError:
+            if request.failure is None and not self._closing.is_set():
+                late_ms = max(0.0, self._clock() / 1000 - deadline_ms)
+                request.fail(deadline_exceeded(deadline_ms, late_ms, Stage.INGEST))
+        except ClaimUnavailable as error:
+            request.fail(Failure(Code.INTERNAL, str(error), Stage.INGEST))
+        except Rejected as error:
+            request.fail(rejection(error, Stage.INGEST))
+        if request.ack_handle.revoked and request.failure is None:
+            request.fail(REVOKED)
+
+    async def _reserve(self, pending: PendingClaim) -> None:
+        """Wait for room in the budget, in the order of the claims, and take it."""
+        budget, size_bytes = self._budget, pending.claim.size_bytes
+        async with self._turn:
+            while budget.used_bytes + size_bytes > budget.limit_bytes:
+                # Answers that are held in order may fill the budget until this one is answered.
+                self._reserved = [each for each in self._reserved if each.parts]
+                if not self._reserved:
+                    break
+                await self._freed.wait(self._tuning.room_interval_s)
+            charge(pending, 1)
+            self._reserved.append(_ack_of(pending.request))
+
+    async def _decode(self, pending: PendingClaim) -> Claimed:
+        """Decode a request's object on the thread, unless the request has ended."""
+        request = pending.request
+        unlearnt: list[PendingTransform] = []
+        transforms: list[PendingTransform] = []
+        if request.failure is None:
+            if not self._worker.is_started:
+                self._worker.start()
+            ack_handle = _ack_of(request)
+            work = self._worker.call(
+                lambda: decode_claimed(request, self._rules, unlearnt, transforms)
+            )
+            beside_bytes = await work.done
+            ack_handle.resize(ack_handle.size_bytes + beside_bytes)
+        if request.failure is not None:
+            request.value = None
+        return Claimed(request, unlearnt, transforms)
+
+
+def charge(pending: PendingClaim, times: int) -> None:
+    """Charge the size of an object to its request; -1 releases it."""
+    ack_handle = _ack_of(pending.request)
+    ack_handle.resize(ack_handle.size_bytes + times * pending.claim.size_bytes)
+
+
+def _ack_of(request: Request) -> InFlightAck:
+    ack_handle = request.ack_handle
+    assert isinstance(ack_handle, InFlightAck)
+    return ack_handle

@@ -1,0 +1,132 @@
+"""A store of claims over HTTP, and in S3's protocol, that fails as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from headrace.protocol.claims import describe_claim, write_claim
+
+CHUNK = 64 * 1024
+
+
+class StandInStore:
+    """Objects by the paths of their URLs.
+
+    Attributes:
+        requests: methods and paths, in order.
+        failures_left: this many requests get status 503.
+        away_after: likewise those for an object, after this many.
+        pause_s: pause after each part of an object.
+        forgets: beginning of the paths whose objects are not kept when they are put.
+        held: set to let reads go on that `holds` stops before their last bytes.
+        sent_bytes: bytes of objects that were sent.
+        most_reads: most reads that were in progress together.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.attributes: dict[str, dict[str, str]] = {}
+        self.requests: list[str] = []
+        self.failures_left = 0
+        self.pause_s = 0.0
+        self.holds = False
+        self.forgets = ""
+        self.held = asyncio.Event()
+        self.away_after: dict[str, int] = {}
+        self.sent_bytes = 0
+        self.reads = self.most_reads = 0
+        self.redirects: dict[str, str] = {}
+        self.lengths: dict[str, int | None] = {}
+        self.cut: set[str] = set()
+        self._transports: set[asyncio.Transport] = set()
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_route("GET", "/{path:.*}", self._get)
+        application.router.add_route("PUT", "/{path:.*}", self._put)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # One that still has bytes to send would be left open by the end of the test.
+        for transport in self._transports:
+            transport.abort()
+        await self._runner.cleanup()
+
+    def put(self, path: str, content: bytes) -> bytes:
+        """Put an object; return the header of its claim."""
+        self.objects[path] = content
+        return write_claim(describe_claim(self.url + path, content))
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        if request.transport is not None:
+            self._transports.add(request.transport)
+        self.requests.append(f"GET {path}")
+        is_beyond = self.requests.count(f"GET {path}") > self.away_after.get(path, 1 << 30)
+        if self.failures_left or is_beyond:
+            self.failures_left = max(0, self.failures_left - 1)
+            return web.Response(status=503)
+        if path in self.redirects:
+            return web.Response(status=307, headers={"Location": self.redirects[path]})
+        content = self.objects.get(path)
+        if content is None:
+            return web.Response(status=404)
+        response = web.StreamResponse(
+            headers={
+                "ETag": f'"{hashlib.md5(content).hexdigest()}"',
+                "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+            }
+        )
+        response.content_length = self.lengths.get(path, len(content))
+        self.reads += 1
+        self.most_reads = max(self.most_reads, self.reads)
+        try:
+            await self._send(request, response, content, is_cut=path in self.cut)
+        finally:
+            self.reads -= 1
+        return response
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, content: bytes, *, is_cut: bool
+    ) -> None:
+        await response.prepare(request)
+        for start in range(0, len(content), CHUNK):
+            part = content[start : start + CHUNK]
+            if self.holds and start + CHUNK >= len(content):
+                await self.held.wait()
+            if is_cut and start:
+                assert request.transport is not None
+                request.transport.abort()
+                return
+            await response.write(part)
+            self.sent_bytes += len(part)
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s)
+
+    async def _put(self, request: web.Request) -> web.Response:
+        self.requests.append(f"PUT {request.path}")
+        content = await request.read()
+        if self.failures_left:
+            self.failures_left -= 1
+            return web.Response(status=503)
+        if not (self.forgets and request.path.startswith(self.forgets)):
+            self.objects[request.path] = content
+        self.attributes[request.path] = dict(request.headers)
+        digest = hashlib.md5(content).hexdigest()
+        return web.Response(headers={"ETag": f'"{digest}"'})

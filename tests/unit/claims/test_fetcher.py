@@ -1,0 +1,257 @@
+"""Fetching objects from stores over HTTP, from S3 and from directories."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from headrace.claims.fetcher import ClaimFetcher
+from headrace.claims.putter import ClaimPutter
+from headrace.claims.stores import ClaimUnavailable
+from headrace.config import ClaimSettings
+from headrace.errors import ConfigurationError, Rejected
+from headrace.primitives.backoff import Backoff
+from headrace.protocol.claims import describe_claim, write_claim
+from headrace.tuning import ClaimTuning
+from tests.support.claim_store import StandInStore
+from tests.support.conditions import eventually
+
+QUICK = ClaimTuning(backoff=Backoff(0.001, 0.01), chunk_bytes=4096)
+CONTENT = os.urandom(100_000)
+
+
+async def fetched(header: bytes, allowed: str, **settings: int) -> bytes:
+    """The object of a claim."""
+    given = ClaimSettings.model_validate({"allowed": [allowed], **settings})
+    async with ClaimFetcher(given, QUICK) as fetcher:
+        return await fetcher.fetch(fetcher.read_claim(header))
+
+
+def use_s3(monkeypatch: pytest.MonkeyPatch, store: StandInStore) -> None:
+    """Let the store be S3, by the variables that the library reads."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+
+def files_in(directory: Path) -> list[str]:
+    """The names of all files, however deep."""
+    return [each.name for each in directory.rglob("*") if each.is_file()]
+
+
+async def test_object_is_fetched_over_http() -> None:
+    """Its bytes are those that were put there, and they are counted."""
+    counts = Counter[str]()
+
+    def count(outcome: str, size_bytes: int, _: float) -> None:
+        counts[outcome] += size_bytes
+
+    async with StandInStore() as store:
+        header = store.put("/in/a", CONTENT)
+        async with ClaimFetcher(ClaimSettings(allowed=(store.url,)), QUICK, count) as fetcher:
+            assert await fetcher.fetch(fetcher.read_claim(header)) == CONTENT
+
+    assert counts == {"ok": len(CONTENT)}
+
+
+async def test_object_is_fetched_from_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the library, with the address and the login of the environment."""
+    async with StandInStore() as store:
+        use_s3(monkeypatch, store)
+        store.objects["/bucket/in/a b"] = CONTENT
+        header = write_claim(describe_claim("s3://bucket/in/a%20b", CONTENT))
+        assert await fetched(header, "s3://bucket/in") == CONTENT
+
+        missing = write_claim(describe_claim("s3://bucket/in/other", CONTENT))
+        with pytest.raises(Rejected, match="expected an object at s3://bucket, got none"):
+            await fetched(missing, "s3://bucket/in")
+        store.failures_left = 2
+        assert await fetched(header, "s3://bucket/in") == CONTENT
+
+
+def test_missing_package_is_refused_with_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only object stores need it."""
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+
+    ClaimFetcher(ClaimSettings(allowed=("https://files.example/in", "file:///in")))
+    expected = r"claims.allowed: s3://bucket needs the package obstore: .*'headrace\[claims\]'"
+    with pytest.raises(ConfigurationError, match=expected):
+        ClaimFetcher(ClaimSettings(allowed=("s3://bucket/in",)))
+
+
+async def test_object_is_fetched_from_directory(tmp_path: Path) -> None:
+    """Below the allowed one, however deep."""
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a").write_bytes(CONTENT)
+    header = write_claim(describe_claim(f"file://{tmp_path}/in/deep/a", CONTENT))
+
+    assert await fetched(header, f"file://{tmp_path}/in") == CONTENT
+
+
+@pytest.mark.parametrize("kind", ["link", "link in path", "fifo", "directory", "missing"])
+async def test_directory_gives_nothing_but_its_files(tmp_path: Path, kind: str) -> None:
+    """A link may lead anywhere, so none is followed."""
+    root, outside = tmp_path / "in", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (outside / "a").write_bytes(CONTENT)
+    name = "sub/a" if kind == "link in path" else "a"
+    if kind == "link":
+        (root / "a").symlink_to(outside / "a")
+    elif kind == "link in path":
+        (root / "sub").symlink_to(outside)
+    elif kind == "fifo":
+        os.mkfifo(root / "a")
+    elif kind == "directory":
+        (root / "a").mkdir()
+    header = write_claim(describe_claim(f"file://{root}/{name}", CONTENT))
+
+    with pytest.raises(Rejected, match="header x-claim: expected") as raised:
+        await fetched(header, f"file://{root}")
+    assert raised.value.code == "INVALID_REQUEST"
+
+
+@pytest.mark.parametrize(
+    "url", ["{evil}/in/a", "{store}/other/a", "{store}/in/../other/a", "file:///etc/passwd"]
+)
+async def test_object_that_is_not_allowed_is_never_fetched(url: str) -> None:
+    """The error names the host, and nothing of the path."""
+    async with StandInStore() as store, StandInStore() as evil:
+        evil.put("/in/a", CONTENT)
+        store.put("/other/a", CONTENT)
+        digest = describe_claim("s3://any", CONTENT).sha256
+        header = f"{url.format(store=store.url, evil=evil.url)} {len(CONTENT)} {digest}".encode()
+        with pytest.raises(Rejected, match="header x-claim: expected") as raised:
+            await fetched(header, f"{store.url}/in")
+
+    assert raised.value.code == "INVALID_REQUEST"
+    assert "other/a" not in raised.value.message
+    assert "passwd" not in raised.value.message
+    if "{evil}" in url:
+        assert evil.url in raised.value.message
+    assert not store.requests + evil.requests
+
+
+async def test_redirect_is_not_followed() -> None:
+    """Its target may be a host that is not allowed."""
+    async with StandInStore() as store, StandInStore() as evil:
+        evil.put("/a", CONTENT)
+        header = store.put("/a", CONTENT)
+        store.redirects["/a"] = f"{evil.url}/a"
+        with pytest.raises(Rejected, match=r"got a redirect \(307\)"):
+            await fetched(header, store.url)
+
+    assert not evil.requests
+
+
+@pytest.mark.parametrize("stored", [CONTENT[:-1], CONTENT + b"x", CONTENT[:-1] + b"x"])
+@pytest.mark.parametrize("length", ["told", "untold"])
+async def test_another_object_is_refused(stored: bytes, length: str) -> None:
+    """Of another size, or with another digest; what exceeds the size is not read."""
+    async with StandInStore() as store:
+        header = store.put("/a", CONTENT)
+        store.objects["/a"] = stored
+        if length == "untold":
+            store.lengths["/a"] = None
+        with pytest.raises(Rejected, match=r"header x-claim: expected an object .*, got") as raised:
+            await fetched(header, store.url)
+
+    assert raised.value.code == "INVALID_REQUEST"
+    if len(stored) == len(CONTENT):
+        assert "SHA-256" in raised.value.message
+
+
+async def test_endless_object_is_read_up_to_its_size() -> None:
+    """A store that sends more is cut off: memory is that of the claim."""
+    async with StandInStore() as store:
+        header = store.put("/a", CONTENT[:1000])
+        store.objects["/a"] = bytes(50_000_000)
+        store.lengths["/a"] = None
+        with pytest.raises(Rejected, match="expected an object of 1000 bytes, got more"):
+            await fetched(header, store.url)
+
+    assert store.sent_bytes < 25_000_000
+
+
+async def test_claim_of_large_object_is_refused_unfetched() -> None:
+    """By the size that it names."""
+    async with StandInStore() as store:
+        header = store.put("/a", CONTENT)
+        with pytest.raises(Rejected, match="expected at most 50000 bytes, got 100000") as raised:
+            await fetched(header, store.url, max_bytes=50_000)
+
+    assert raised.value.code == "TOO_LARGE"
+    assert not store.requests
+
+
+async def test_failing_store_is_asked_again() -> None:
+    """So is one that breaks off."""
+    async with StandInStore() as store, asyncio.TaskGroup() as tasks:
+        header = store.put("/a", CONTENT)
+        store.failures_left = 3
+        store.cut.add("/a")
+        fetching = tasks.create_task(fetched(header, store.url))
+        await eventually(lambda: len(store.requests) > 6, what="it is asked after it broke off")
+        store.cut.clear()
+        assert await fetching == CONTENT
+
+
+async def test_store_that_is_away_is_given_up_after_timeout() -> None:
+    """Whether it refuses connections or sends nothing; the error is retriable."""
+    async with StandInStore() as store:
+        header = store.put("/a", CONTENT)
+        store.holds = True
+        with pytest.raises(ClaimUnavailable, match=r"within 0.05 s \(claims.timeout_ms\)"):
+            await fetched(header, store.url, timeout_ms=50)
+    with pytest.raises(ClaimUnavailable, match=f"got {store.url}: ClientConnectorError"):
+        await fetched(header, store.url, timeout_ms=500)
+
+
+@pytest.mark.parametrize("place", ["http", "s3", "file"])
+async def test_object_that_was_put_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Its place follows from its content, so a repeated put changes nothing."""
+    async with StandInStore() as store:
+        use_s3(monkeypatch, store)
+        prefix = {"http": f"{store.url}/out", "s3": "s3://bucket", "file": f"file://{tmp_path}/out"}
+        settings = ClaimSettings(allowed=(prefix[place],))
+        async with ClaimPutter(prefix[place], settings, "here", QUICK) as putter:
+            claim = putter.describe("topic/0/1", CONTENT)
+            store.failures_left = 2
+            await putter.put(claim, CONTENT, "image/png", 123)
+            await putter.put(claim, CONTENT, "image/png", 123)
+        assert await fetched(write_claim(claim), prefix[place]) == CONTENT
+
+    assert claim.address.url == f"{prefix[place]}/topic/0/1/{claim.sha256}"
+    if place == "file":
+        assert files_in(tmp_path) == [claim.sha256]
+    else:
+        (headers,) = store.attributes.values()
+        assert headers["Content-Type"] == "image/png"
+        prefixed = "x-amz-meta-" if place == "s3" else ""
+        assert headers[f"{prefixed}headrace-expires-ms"] == "123"
+
+
+async def test_objects_are_fetched_concurrently_up_to_limit() -> None:
+    """The others wait for a slot."""
+    async with StandInStore() as store:
+        headers = [store.put(f"/{number}", CONTENT) for number in range(10)]
+        store.holds = True
+        settings = ClaimSettings(allowed=(store.url,), concurrency=4)
+        async with ClaimFetcher(settings, QUICK) as fetcher, asyncio.TaskGroup() as tasks:
+            fetches = [
+                tasks.create_task(fetcher.fetch(fetcher.read_claim(header))) for header in headers
+            ]
+            await eventually(lambda: store.reads == 4, what="four are read")
+            store.held.set()
+        assert [each.result() for each in fetches] == [CONTENT] * 10
+
+    assert store.most_reads == 4

@@ -1,0 +1,90 @@
+"""Polling of the repository: what is logged, and what a store that is away does."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.models.registry import Models, Reloaded
+from headrace.runtime.polling import RepositoryPoller
+from headrace.telemetry.logs import Event
+from tests.support.conditions import eventually
+from tests.support.models import add_version, digits, settings_for
+
+NOTHING = Reloaded((), (), (), ())
+NEW = NOTHING._replace(added=("digits/2",))
+FAULTY = NOTHING._replace(faults=("digits/2: no model",))
+AWAY = NOTHING._replace(away=("s3://models: nobody answers",))
+GONE = ConfigurationError("models.repository: models: No such file or directory")
+
+
+class ScriptedModels:
+    """Models whose readings end as a list says; the last outcome repeats."""
+
+    def __init__(self, *outcomes: Reloaded | ConfigurationError) -> None:
+        self._outcomes = list(outcomes)
+        self.reads = 0
+
+    async def reload(self, *, retry: bool = True) -> Reloaded:
+        assert not retry
+        self.reads += 1
+        outcome = self._outcomes.pop(0) if len(self._outcomes) > 1 else self._outcomes[0]
+        if isinstance(outcome, ConfigurationError):
+            raise outcome
+        return outcome
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "events"),
+    [
+        ((NOTHING, NOTHING), []),
+        ((NEW, NOTHING), [Event.MODELS_RELOADED]),
+        ((FAULTY, FAULTY, NOTHING), [Event.MODELS_RELOADED, Event.MODELS_RELOADED]),
+        ((AWAY, AWAY, NOTHING, AWAY), [Event.STORE_UNAVAILABLE, Event.STORE_UNAVAILABLE]),
+        ((GONE, GONE, NOTHING, GONE), [Event.MODELS_RELOAD_FAILED, Event.MODELS_RELOAD_FAILED]),
+    ],
+    ids=["nothing", "version", "fault", "store away", "repository gone"],
+)
+async def test_news_is_logged_once(
+    outcomes: tuple[Reloaded | ConfigurationError, ...], events: list[Event]
+) -> None:
+    """What stays as it was is no news, and what comes back is."""
+    poller = RepositoryPoller(ScriptedModels(*outcomes), 1.0)
+    with capture_logs() as logged:
+        for _ in outcomes:
+            await poller.poll()
+
+    assert [each["event"] for each in logged] == events
+
+
+async def test_repository_that_was_gone_is_followed_when_it_is_back(tmp_path: Path) -> None:
+    """Meanwhile everything serves on."""
+    repository = tmp_path / "models"
+    add_version(repository, "digits", 1, digits())
+    settings: Settings = settings_for(repository)
+    models = Models(settings)
+    models.open()
+    poller = RepositoryPoller(models, 1.0)
+    shutil.move(repository, tmp_path / "elsewhere")
+    await poller.poll()
+    assert models.catalog.lookup("digits").version == "1"
+
+    shutil.move(tmp_path / "elsewhere", repository)
+    add_version(repository, "digits", 2, digits())
+    await poller.poll()
+    assert models.catalog.lookup("digits").version == "2"
+
+
+async def test_repository_is_read_again_and_again() -> None:
+    """Until the process ends."""
+    models = ScriptedModels(NOTHING)
+    async with asyncio.TaskGroup() as tasks:
+        polling = tasks.create_task(RepositoryPoller(models, 0.001).run())
+        await eventually(lambda: models.reads > 2)
+        polling.cancel()
