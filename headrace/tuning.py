@@ -414,6 +414,8 @@ class ModelTuning:
 
     image_parts: int = 16_384
     """Most chunks, segments, fields or strips of an image file: each of them costs a look."""
+    image_resized_pixels: int = 16_777_216
+    """Pixels to which any image may be resized, 4 bytes each; beyond it, `max_pixels` counts."""
     image_scans: int = 64
     """Most scans of a JPEG, each of which is a pass over all pixels; tools write about ten."""
 

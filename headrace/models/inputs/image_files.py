@@ -36,6 +36,8 @@ _COMPRESSED_CHUNKS = (b"zTXt", b"iTXt", b"iCCP")
 _FORMATS = "JPEG, PNG, WebP, BMP or TIFF"
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """Next marker of a JPEG behind entropy-coded data, but for those that restart the coder."""
+_CODE = re.compile(rb"\xff+[^\xff]")
+"""Next marker between segments."""
 _EXIF = b"Exif\0\0"
 _ORIENTATION = 274
 
@@ -212,7 +214,8 @@ _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
 
 
 def _read_jpeg(file: _File) -> ImageHeader:
-    content, place, scans, orientation, components = file.content, 2, 0, 1, 0
+    content, place, scans, components = file.content, 2, 0, 0
+    orientation: int | None = None
     size: tuple[int, int] | None = None
     while True:
         marker, place = _next_marker(file, place)
@@ -229,7 +232,8 @@ def _read_jpeg(file: _File) -> ImageHeader:
             height, width, components = file.unpack(">HHB", place + 3, "frame header")
             file.check_pixels(width, height)
             size = width, height
-        elif marker == _APP1 and content.startswith(_EXIF, place + 2):
+        elif orientation is None and marker == _APP1 and content.startswith(_EXIF, place + 2):
+            # Further blocks continue the first one, or are nothing to readers; each costs a look.
             orientation = read_orientation(content[place + 2 + len(_EXIF) : stop])
         elif marker == _SOS:
             scans += 1
@@ -237,7 +241,7 @@ def _read_jpeg(file: _File) -> ImageHeader:
         place = stop
     if size is None or not scans:
         raise file.damaged("a frame header and a scan", f"none before byte {place}")
-    return file.checked(*size, orientation=orientation)._replace(components=components)
+    return file.checked(*size, orientation=orientation or 1)._replace(components=components)
 
 
 def _skip_scan(file: _File, place: int, scans: int) -> int:
@@ -254,12 +258,11 @@ def _next_marker(file: _File, place: int) -> tuple[int, int]:
     """Return the marker at a place, and the place behind it."""
     file.count("segments")
     content = file.content
-    place = content.find(b"\xff", place)  # other bytes between segments are passed over
-    while 0 <= place < file.size and content[place] == 0xFF:  # any number of them may fill
-        place += 1
-    if not 0 <= place < file.size:
+    # Other bytes between segments are passed over, and any number of 0xff may fill.
+    found = _CODE.search(content, place)
+    if found is None:
         raise _without_end(file)
-    return content[place], place + 1
+    return content[found.end() - 1], found.end()
 
 
 def _without_end(file: _File) -> Rejected:
@@ -352,6 +355,8 @@ _PARTS = ((273, 279, "strip"), (324, 325, "tile"))  # offsets, sizes
 _INTEGERS = {1: "B", 3: "H", 4: "I", 13: "I", 16: "Q"}
 _OTHER_TYPES = {2: 1, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 17: 8, 18: 8}
 """Bytes of a value of the types that are no integers of use here."""
+_BYTES = frozenset({1, 2, 6, 7})
+"""Types whose values are single bytes: texts, profiles, and whatever a program keeps there."""
 
 
 class _Directory(NamedTuple):
@@ -403,7 +408,7 @@ def _read_directory(file: _File) -> _Directory:
     stop = place + count * entry_bytes
     file.need(f"the first directory, of {count} fields,", place, stop)
     fields: dict[int, tuple[str, int, int]] = {}
-    value_bytes = 8 if is_big else 4
+    value_bytes, total = 8 if is_big else 4, 0
     for entry in range(place, stop, entry_bytes):
         file.count("fields")
         tag, kind, number = struct.unpack_from(entry_layout, file.content, entry)
@@ -413,6 +418,16 @@ def _read_directory(file: _File) -> _Directory:
         if size > value_bytes:
             (at,) = struct.unpack_from(order + place_layout, file.content, at)
             file.need(f"field {tag}", at, at + size)
+            # Pillow reads the values of all fields, and makes objects of some numbers.
+            total += size
+            if total > file.size:
+                raise file.damaged(
+                    f"fields of at most {file.size} bytes, as the file has", "fields that overlap"
+                )
+            if kind not in _BYTES and number > file.tuning.image_parts:
+                raise file.too_large(
+                    f"at most {file.tuning.image_parts} values in a field", str(number)
+                )
         if layout:
             fields[tag] = layout, number, at
     (following,) = file.unpack(order + place_layout, stop, "the place of the next directory")
@@ -424,7 +439,7 @@ def _values(file: _File, directory: _Directory, tag: int) -> tuple[int, ...]:
     if tag not in directory.fields:
         return ()
     layout, number, at = directory.fields[tag]
-    if number > file.tuning.image_parts:
+    if number > file.tuning.image_parts:  # bytes, since others are refused with their directory
         raise file.too_large(f"at most {file.tuning.image_parts} values in a field", str(number))
     return file.unpack(f"{directory.order}{number}{layout}", at, f"field {tag}")
 

@@ -88,6 +88,8 @@ class Images:
         for row, (content, where, header) in enumerate(headers):
             try:
                 pixels = self._decode(content, header)
+            except Rejected:
+                raise
             except Exception as error:  # whatever bytes may make the library raise is the caller's
                 raise Rejected.mismatch(
                     Code.INVALID_REQUEST,
@@ -179,9 +181,23 @@ class Images:
         if header.orientation >= 5:
             width, height = height, width
         placement = self.place(width, height)
+        self._check_resized(width, height, placement)
         image = self._decoder.decode(content, header, (placement.width, placement.height))
         size = self._input.height or height, self._input.width or width
         return self._decoder.fit(image, placement, size)
+
+    def _check_resized(self, width: int, height: int, placement: Placement) -> None:
+        """Refuse an image so narrow that resizing would make millions of pixels of few."""
+        limit = max(self._config.max_pixels, self._tuning.image_resized_pixels)
+        # Pillow changes the width of all rows first, then the height.
+        pixels = placement.width * max(height, placement.height)
+        if (width, height) != placement[:2] and pixels > limit:
+            raise Rejected.mismatch(
+                Code.TOO_LARGE,
+                "payload",
+                expected=f"at most {limit} pixels while an image is resized",
+                got=f"{pixels}, of an image of {width} x {height}",
+            )
 
     def place(self, width: int, height: int) -> Placement:
         """Return where an upright image of this size is in the input."""

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import TransformTable, make_model_config
+from headrace.models.inputs.image_files import ImageLimits, read_image_header
 from headrace.models.inputs.images import Images
 from headrace.models.signature import make_signature
 from headrace.protocol.messages import Tensor
@@ -387,6 +388,26 @@ def jpeg_of_scans(scans: int) -> bytes:
     return payload[:last] + payload[last:-2] * scans + payload[-2:]
 
 
+def jpeg_with(*between: bytes) -> bytes:
+    """A JPEG with bytes between its first two markers."""
+    payload = written(Image.new("RGB", (8, 8)), "JPEG")
+    return payload[:2] + b"".join(between) + payload[2:]
+
+
+def tiff_with(*fields: tuple[int, int, int, int], more: bytes = b"") -> bytes:
+    """A TIFF of 8 x 8 with further fields: tag, type, number of values and their place."""
+    own = [(256, 8), (257, 8), (258, 8), (259, 1), (262, 1), (273, 8), (279, 64)]
+    entries = sorted([*((tag, 4, 1, value) for tag, value in own), *fields])
+    return b"".join(
+        [
+            struct.pack("<2sHI64xH", b"II", 42, 72, len(entries)),
+            *(struct.pack("<HHII", *entry) for entry in entries),
+            bytes(4),
+            more,
+        ]
+    )
+
+
 def bombs() -> Iterator[tuple[str, bytes, str]]:
     """Small files of large images, and what is said of them."""
     jpeg = bytearray(written(Image.new("RGB", (8, 8)), "JPEG"))
@@ -406,6 +427,8 @@ def bombs() -> Iterator[tuple[str, bytes, str]]:
     yield "scans", jpeg_of_scans(100), "expected at most 64 scans, got more"
     chunk = png_chunk(b"tEXt", b"")
     yield "chunks", png_of(8, 8, *[chunk] * 20_000), "expected at most 16384 chunks, got more"
+    rationals = tiff_with((282, 5, 20_000, 200), more=bytes(160_100))
+    yield "numbers", rationals, "expected at most 16384 values in a field, got 20000"
 
 
 @pytest.mark.parametrize(("payload", "message"), [(each[1], each[2]) for each in bombs()])
@@ -422,6 +445,55 @@ def test_bomb_is_too_large_and_takes_no_memory(payload: bytes, message: str) -> 
     assert caught.value.code == Code.TOO_LARGE
     assert message in caught.value.message
     assert peak_bytes < 100_000
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 65_000), (65_000, 1)])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "BMP"])
+def test_narrow_image_that_crop_would_enlarge_is_too_large(
+    kind: str, width: int, height: int
+) -> None:
+    """A few hundred bytes would become 12 GB: 224 x 14,560,000 pixels."""
+    payload = written(Image.new("L", (width, height)), kind)
+    images = images_of([-1, 224, 224, 3], fit="crop")
+    with pytest.raises(Rejected) as caught:
+        images(payload, "")
+    assert caught.value.code == Code.TOO_LARGE
+    assert f"got 3261440000, of an image of {width} x {height}" in caught.value.message
+
+
+def test_narrow_image_whose_rows_would_be_widened_is_too_large() -> None:
+    """All rows of 1 pixel become rows of 224 before their number changes."""
+    payload = written(Image.new("1", (1, 1_000_000)), "PNG")
+    images = images_of([-1, 224, 224, 3])
+    with pytest.raises(Rejected, match=r"at most 16777216 pixels .* got 224000000") as caught:
+        images(payload, "")
+    assert caught.value.code == Code.TOO_LARGE
+    assert convert(images, written(Image.new("1", (1, 60_000)), "PNG")).shape == (1, 224, 224, 3)
+
+
+def test_fields_of_a_tiff_that_overlap_are_refused() -> None:
+    """Pillow would read the same bytes for each of them, and warn of each."""
+    error = refusal(tiff_with(*[(30_000 + i, 2, 600, 8) for i in range(100)], more=bytes(600)))
+    assert error.code == Code.INVALID_REQUEST
+    assert error.message.endswith("got fields that overlap")
+
+
+def test_first_exif_block_of_a_jpeg_counts() -> None:
+    """Others are not read: hundreds of them would take a second."""
+    blocks = [
+        b"Exif\0\0" + tiff_with((ORIENTATION, 3, 1, orientation)) for orientation in (6, 3, 8)
+    ]
+    segments = [b"\xff\xe1" + struct.pack(">H", len(block) + 2) + block for block in blocks]
+    header = read_image_header(jpeg_with(*segments), "payload", ImageLimits(64))
+    assert header.orientation == 6
+
+
+@pytest.mark.parametrize("filler", [b"", b"\xff", b"\xff" * 1000])
+def test_fill_bytes_between_segments_of_a_jpeg_are_passed_over(filler: bytes) -> None:
+    """Any number of 0xff may stand before a marker."""
+    comment = b"\xff\xfe\0\x04hi"
+    payload = jpeg_with(comment, filler, comment)
+    assert convert(images_of([-1, 8, 8, 3]), payload).shape == (1, 8, 8, 3)
 
 
 def test_compressed_texts_of_a_png_are_not_read() -> None:
