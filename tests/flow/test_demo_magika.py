@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,41 +68,57 @@ def _row(transform: Transform, content: bytes) -> npt.NDArray[np.int32]:
     return np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
 
 
-def _features(reference: Any, content: bytes) -> list[int]:
-    """Return the input that the package itself gives its model."""
-    result, features = reference._get_result_or_features_from_seekable(
-        magika.types.Seekable(io.BytesIO(content))
-    )
-    assert result is None
-    return [*features.beg, *features.end]
+@pytest.fixture(scope="module")
+def session(entry: FoundModel) -> Any:
+    return onnxruntime.InferenceSession(entry.versions[0].directory / "model.onnx")
+
+
+Predict = Callable[[bytes], tuple[str, float]]
+
+
+@pytest.fixture(scope="module")
+def predict(session: Any, model: MagikaModel, transform: Transform) -> Predict:
+    """Predict with our transform's input: the best label and its score."""
+
+    def predict_one(content: bytes) -> tuple[str, float]:
+        (scores,) = session.run([OUTPUT], {"bytes": _row(transform, content)})[0]
+        best = int(scores.argmax())
+        return model.labels[best], float(scores[best])
+
+    return predict_one
+
+
+def _package_predicts(reference: Any, content: bytes) -> tuple[str, Any]:
+    """Return what the package itself predicts, before its thresholds.
+
+    The tolerance of the score is far below what one other byte of input changes.
+    """
+    prediction = reference.identify_bytes(content).prediction
+    return prediction.dl.label, pytest.approx(prediction.score, abs=1e-6)
 
 
 @pytest.mark.parametrize("content", EDGES, ids=range(len(EDGES)))
-def test_magika_features_of_edge_cases_equal_package(
-    content: bytes, transform: Transform, reference: Any
+def test_magika_scores_of_edge_cases_equal_package(
+    content: bytes, predict: Predict, reference: Any
 ) -> None:
-    """Stripping, cutting and padding are the package's, byte by byte."""
-    assert _row(transform, content)[0].tolist() == _features(reference, content)
+    """Stripping, cutting and padding are the package's."""
+    assert predict(content) == _package_predicts(reference, content)
 
 
-def test_magika_features_of_sample_files_equal_package(
-    transform: Transform, reference: Any
-) -> None:
-    """Files of every kind come out as the package has them."""
+@pytest.mark.parametrize("place", [0, 1023, 1024, 2047])
+def test_magika_score_of_other_byte_differs(place: int, session: Any, transform: Transform) -> None:
+    """One other byte of input, of the beginning or the end, shows in the best score."""
+    row = _row(transform, EDGES[6]).copy()
+    expected = session.run([OUTPUT], {"bytes": row})[0].max()
+    row[0, place] ^= 1
+
+    assert session.run([OUTPUT], {"bytes": row})[0].max() != pytest.approx(expected, abs=1e-6)
+
+
+def test_magika_predictions_of_sample_files_equal_package(predict: Predict, reference: Any) -> None:
+    """Files of every kind are given to the model as the package gives them."""
     for sample in load_samples():
-        row = _row(transform, sample.content)[0].tolist()
-        assert row == _features(reference, sample.content), sample.label
-
-
-def test_magika_labels_of_sample_files_equal_package(
-    entry: FoundModel, model: MagikaModel, transform: Transform, reference: Any
-) -> None:
-    """The best score's label is the package's own prediction, before its thresholds."""
-    session = onnxruntime.InferenceSession(entry.versions[0].directory / "model.onnx")
-    for sample in load_samples():
-        scores = session.run([OUTPUT], {"bytes": _row(transform, sample.content)})[0]
-        expected = reference.identify_bytes(sample.content).prediction.dl.label
-        assert model.labels[int(scores.argmax())] == expected, sample.label
+        assert predict(sample.content) == _package_predicts(reference, sample.content), sample.label
 
 
 @pytest.mark.parametrize("content", [b"", b"seven b", b"   \n  short  ", b" " * 5000 + b"x" * 90])

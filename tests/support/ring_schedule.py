@@ -39,6 +39,7 @@ class Schedule:
         edit: plants a bug, see `CheckedDevice`.
         early: a slot is released as soon as it has been submitted.
         make_ring: another ring than ours.
+        make_device: another device; plants a bug that takes several operations.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Schedule:
         *,
         early: bool = False,
         make_ring: Callable[[Device, RingPlan], Ring] = Ring,
+        make_device: type[CheckedDevice] = CheckedDevice,
     ) -> None:
         self._random = Random(seed)
         self._early = early
-        self.device = device = CheckedDevice(self._random, edit)
+        self.device = device = make_device(self._random, edit)
         widened = TensorPlan("x", ROW_BYTES, 2 * ROW_BYTES, WIDENING, (ROW_BYTES,))
         plain = TensorPlan("z", 2 * ROW_BYTES, 2 * ROW_BYTES)
         self.ring = make_ring(device, RingPlan((widened,), (plain,), MAX_ROWS))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Self
 
 import pytest
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
-from aiokafka.conn import AIOKafkaConnection
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
@@ -22,6 +23,8 @@ from tests.support.conditions import DEADLINE_S
 HERE = ("127.0.0.1", 9092)
 THERE = ("127.0.0.1", 9093)
 BACKOFF = TUNING.kafka.reconnect
+PATIENT = replace(TUNING.kafka, reconnect=Backoff(60.0, 60.0))
+"""Pauses that outlast a test, however slow the machine is."""
 
 
 def tries(backoff: ReconnectTimes, seconds: float) -> list[float]:
@@ -74,47 +77,61 @@ def test_pause_of_one_broker_does_not_apply_to_another() -> None:
     assert backoff.remaining_s(THERE, 1.0) == 0
 
 
-class Away:
-    """A server that refuses every connection, and counts them."""
+class HangsUp:
+    """A server that closes every connection at once, and counts them."""
 
     def __init__(self) -> None:
         self.tries = 0
+        self._servers = AsyncExitStack()
 
-    async def connect(self, *_: object, **__: object) -> AIOKafkaConnection:
+    async def __aenter__(self) -> Self:
+        server = await asyncio.start_server(self._hang_up, "127.0.0.1", 0)
+        await self._servers.enter_async_context(server)
+        self.address: tuple[str, int] = server.sockets[0].getsockname()
+        self.settings = KafkaSettings(bootstrap_servers=f"127.0.0.1:{self.address[1]}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._servers.aclose()
+
+    async def _hang_up(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.tries += 1
-        raise ConnectionRefusedError(111, "refused")
+        writer.close()
 
 
-async def test_clients_pause_between_connections_to_absent_broker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_clients_pause_between_connections_to_absent_broker() -> None:
     """Twenty requests of two clients, sent at once, lead to one attempt."""
-    away = Away()
-    patient = replace(TUNING.kafka, reconnect=Backoff(60.0, 60.0))  # whatever this machine does
-    monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
-    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"), tuning=patient)
-    clients = [AIOKafkaClient(**connection.client_options()) for _ in range(2)]
-    for client in clients:
-        connection.take_over_connecting(client)
-        client.cluster = _cluster_of_one()
-    for _ in range(10):
+    async with HangsUp() as server:
+        connection = Connection(server.settings, tuning=PATIENT)
+        clients = [AIOKafkaClient(**connection.client_options()) for _ in range(2)]
         for client in clients:
-            assert not await client.ready(1)
-    assert away.tries == 1
+            connection.take_over_connecting(client)
+            client.cluster = _cluster_of_one(server.address)
+        for _ in range(10):
+            for client in clients:
+                assert not await client.ready(1)
+        assert server.tries == 1
 
 
-async def test_opening_log_waits_for_end_of_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening a log with a single broker waits, and in the end reports the failure."""
-    away = Away()
-    monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
-    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
-    with pytest.raises(LogUnavailable):
-        await connection.open_client()
-    opening = asyncio.create_task(connection.open_client())
-    await asyncio.sleep(0)
-    assert away.tries == 1
-    with pytest.raises(LogUnavailable, match="9092: refused"):
-        await opening
+async def test_opening_log_reports_failure_of_next_attempt() -> None:
+    """Opening a log with a single broker waits for the end of the pause, and tries again."""
+    async with HangsUp() as server:
+        connection = Connection(server.settings)
+        for tries in (1, 2):
+            with pytest.raises(LogUnavailable, match=str(server.address[1])):
+                await connection.open_client()
+            assert server.tries == tries
+
+
+async def test_opening_log_makes_no_attempt_within_pause() -> None:
+    """If the pause is longer than a request may take, opening the log fails without an attempt."""
+    async with HangsUp() as server:
+        settings = server.settings.model_copy(update={"request_timeout_ms": 1000})
+        connection = Connection(settings, tuning=PATIENT)
+        for _ in range(2):
+            with pytest.raises(LogUnavailable):
+                await connection.open_client()
+        assert server.tries == 1
 
 
 async def test_silent_broker_is_given_up_after_request_timeout() -> None:

@@ -315,6 +315,10 @@ class GroupFaults:
         """Make every member give up its partitions and join again."""
         self._groups[group].rebalance(asyncio.get_running_loop().time())
 
+    def is_rebalancing(self, group: str) -> bool:
+        """Return whether the group waits for a member to give up its partitions and rejoin."""
+        return group in self._groups and self._groups[group].deadline is not None
+
     def hold_commits(self) -> None:
         """Answer no commit until `release_commits`; commits are checked only then."""
         self._commits_flow.clear()

@@ -184,7 +184,7 @@ async def test_revoked_partition_drains_and_is_committed(log: MemoryLog) -> None
         other = RecordingListener()
         joining = asyncio.create_task(stack.enter_async_context(log.member(GROUP, [TOPIC], other)))
         await joining
-        await eventually(lambda: stage.source._reader.leaving)
+        await eventually(lambda: log.faults.groups.is_rebalancing(GROUP))
         await fill(log, 4)
         stage.ack_all()
         await eventually(lambda: other.assignments)

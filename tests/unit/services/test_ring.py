@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from headrace.device.cpu import CpuDevice
-from headrace.services.executor.device.ring import Ring, RingPlan, Slot, TensorPlan
+from headrace.device.port import Block, Stream, StreamEvent
+from headrace.services.executor.device.ring import Ring, RingPlan, TensorPlan
 from headrace.tuning import TUNING
-from tests.support.happens_before import Operation, RaceError
+from tests.support.happens_before import CheckedDevice, Operation, RaceError
 from tests.support.ring_schedule import Schedule
 
 Edit = Callable[[Operation], Operation | None]
@@ -38,15 +39,23 @@ def moving(kind: str, event: str, stream: str) -> Edit:
     return edit
 
 
-class PutsAsideTooLate(Ring):
-    """Says *computed* before the results are put aside."""
+class SavesTooLate(CheckedDevice):
+    """Saves the results only after *computed* is recorded."""
 
-    def _save_results(self, slot: Slot) -> None:
-        pass
+    saves: tuple[tuple[Block, Block, int, Stream], ...] = ()  # waiting for *computed*
 
-    def _enqueue_outputs(self, slot: Slot) -> None:
-        super()._enqueue_outputs(slot)
-        super()._save_results(slot)
+    def copy(self, source: Block, target: Block, size_bytes: int, stream: Stream) -> None:
+        if " results " in target.name:
+            self.saves = ((source, target, size_bytes, stream),)
+        else:
+            super().copy(source, target, size_bytes, stream)
+
+    def record(self, event: StreamEvent, stream: Stream) -> None:
+        super().record(event, stream)
+        if event.name.endswith("computed"):
+            for save in self.saves:
+                super().copy(*save)
+            self.saves = ()
 
 
 class SharesResults(Ring):
@@ -54,8 +63,12 @@ class SharesResults(Ring):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        for slot in self._free:
-            slot.results = self._free[0].results
+        slots = []
+        while (slot := self.take()) is not None:
+            slots.append(slot)
+        for slot in slots:
+            slot.results = slots[0].results
+            self.release(slot)
 
 
 PLANTED: dict[str, dict[str, Any]] = {
@@ -72,10 +85,10 @@ PLANTED: dict[str, dict[str, Any]] = {
     "copy-in waits in place of compute": {"edit": moving("wait", "landed", "copy-in")},
     "model runs on copy-in": {"edit": moving("launch", "output z", "copy-in")},
     "conversion runs on copy-in": {"edit": moving("launch", "input x", "copy-in")},
-    "results put aside on copy-out": {"edit": moving("copy", "results z", "copy-out")},
+    "results saved on copy-out": {"edit": moving("copy", "results z", "copy-out")},
     "rows copied in on copy-out": {"edit": moving("copy", "staged x", "copy-out")},
     "answers copied on compute": {"edit": moving("copy", "answers z", "compute")},
-    "computed recorded before the results are put aside": {"make_ring": PutsAsideTooLate},
+    "computed recorded before the results are saved": {"make_device": SavesTooLate},
     "one result block for all slots": {"make_ring": SharesResults},
 }
 
