@@ -281,6 +281,17 @@ class ModelSettings(_Section):
         return self
 
 
+class IngestSettings(_Section):
+    """Workers that make inputs of payloads (docs/payloads.md)."""
+
+    transform_workers: Annotated[int, Field(ge=1, le=256), NOT_BOOL] = 1
+    """Payloads of a process that are transformed at a time."""
+    transform_isolation: Literal["thread", "process"] = "thread"
+    """Workers are threads, or child processes: a transform that crashes or hangs in native code
+    then ends its child alone. Linux only.
+    """
+
+
 class BatchingSettings(_Section):
     """Batching defaults for all models; a model's `model.toml` overrides them."""
 
@@ -536,6 +547,7 @@ class Settings(BaseSettings):
     delivery: DeliverySettings = DeliverySettings()
     limits: LimitSettings = LimitSettings()
     models: ModelSettings = ModelSettings()
+    ingest: IngestSettings = IngestSettings()
     batching: BatchingSettings = BatchingSettings()
     executor: ExecutorSettings = ExecutorSettings()
     schema_registry: SchemaRegistrySettings | None = None

@@ -580,6 +580,14 @@ class IngestTuning:
     transformed_bytes: int = 8 * 1024 * 1024
     """Inputs of this size, made by transforms on the thread, are passed on before others are made:
     an image has many times the bytes of its file."""
+    transform_start_s: float = 120.0
+    """Time for a child process of transforms to import what it needs, before it is killed."""
+    transform_restart: Backoff = Backoff(0.05, 5.0)
+    """Pauses before a child process of transforms is replaced; back to the first after a payload
+    that it transformed."""
+    shared_input_bytes: int = 64 * 1024
+    """Inputs of at least this size come from child processes in shared memory, smaller ones through
+    their sockets: a mapping takes whole pages, and a process may have 65,530 of them."""
     transform_check_s: float = 0.05
     """Interval at which the thread is looked at while it is between two payloads."""
     interrupt_arrival_s: float = 0.001

@@ -14,7 +14,7 @@ from headrace.models.inputs.binding import Binder
 from headrace.models.inputs.images import Images
 from headrace.models.inputs.padding import add_padding
 from headrace.models.inputs.records import Records
-from headrace.models.inputs.transforms import make_transform
+from headrace.models.inputs.transforms import TransformSource, make_transform
 from headrace.models.processing import read_output_labels
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.latency import Latency
@@ -51,6 +51,7 @@ class ModelVersion:
         stamp: changes when a file of the version changes.
         bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
         transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.
+        transform_source: what another process makes the same transform of.
         records: the transform, if it is one of records.
         answers: writes the answers to payloads; None if they have tensors.
         max_batch_size: in rows; 1 if batching is off, for the reason `batching_off`.
@@ -83,6 +84,9 @@ class ModelVersion:
         self.bind = self._binder().bind
         self.transform = make_transform(
             model.directory, model.config, self.signature, self.directory, registry
+        )
+        self.transform_source = TransformSource(
+            model.directory, model.config, self.signature, self.directory
         )
         self.answers: ClassAnswers | BoxAnswers | None = None
         table = model.config.answer

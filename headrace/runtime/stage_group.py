@@ -44,6 +44,8 @@ from headrace.services.executor.service import ExecutorService
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.decode_cache import DecodeCache
 from headrace.services.ingest.service import IngestService
+from headrace.services.ingest.transform_process import TransformProcess
+from headrace.services.ingest.transforms import TransformPool, TransformThread
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.telemetry.instruments import Instruments
@@ -377,13 +379,37 @@ class _Composition:
             copied_tensor_bytes=tuning.copied_tensor_bytes,
         )
         ingest = IngestService(
-            self._source, items, answers.writer(), rules, self._instruments, tuning, self._fetcher
+            self._source,
+            items,
+            answers.writer(),
+            rules,
+            self._instruments,
+            tuning,
+            self._fetcher,
+            self._make_transform_pool(),
         )
         if self._fetcher is not None:
             stages.functions["fetch-claims"] = ingest.fetch_claims
         stages.functions["ingest"] = ingest.run
         if self._settings.schema_registry is not None:
             stages.functions["learn-schemas"] = ingest.learn_schemas
+
+    def _make_transform_pool(self) -> TransformPool:
+        """Return the workers of transforms. Raises `ConfigurationError`."""
+        settings, tuning = self._settings, self._tuning.ingest
+        workers = range(settings.ingest.transform_workers)
+        if settings.ingest.transform_isolation == "thread":
+            return TransformPool([TransformThread(tuning) for _ in workers], tuning)
+        children = [
+            TransformProcess(
+                settings.delivery.max_attempts,
+                settings.limits.max_in_flight_bytes,
+                self._metrics,
+                tuning,
+            )
+            for _ in workers
+        ]
+        return TransformPool(children, tuning)
 
     async def _add_executor(
         self, stages: _Stages, producer: Producer, answers: _HasWriters

@@ -75,6 +75,7 @@ class Event(StrEnum):
     STORE_UNAVAILABLE = "models.store_unavailable"
     SCHEMAS_DELAYED = "schemas.delayed"
     CLAIM_DELAYED = "claim.delayed"
+    TRANSFORM_WORKER_ENDED = "transform.worker_ended"
     MODELS_RELOADED = "models.reloaded"
     MODELS_RELOAD_SLOW = "models.reload_slow"
     MODELS_RELOAD_FAILED = "models.reload_failed"

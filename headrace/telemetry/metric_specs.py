@@ -229,6 +229,30 @@ ENDS = (
         "Requests to the schema registry: ok, refused (by it), unavailable.",
     ),
     MetricSpec(
+        "headrace_transforms_waiting",
+        "gauge",
+        (),
+        "Payloads that wait for a transform worker, or are with one.",
+    ),
+    MetricSpec(
+        "headrace_transform_duration_seconds",
+        "histogram",
+        _MODEL,
+        "Time of a transform worker for one payload, with all attempts.",
+    ),
+    MetricSpec(
+        "headrace_transform_bytes",
+        "counter",
+        _MODEL,
+        "Bytes of inputs that transform workers made.",
+    ),
+    MetricSpec(
+        "headrace_transform_restarts",
+        "counter",
+        ("reason",),
+        "Child processes of transforms that were replaced: crash (it ended), hang (it was killed).",
+    ),
+    MetricSpec(
         "headrace_claims",
         "counter",
         ("operation", "outcome"),

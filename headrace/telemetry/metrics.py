@@ -80,6 +80,8 @@ class Metrics:
         self._batch_rows = self._bulk("batch_rows", ROWS)
         self._commit = self._bulk("commit_duration_seconds", SECONDS)
         self.loop_lag = self._bulk("event_loop_lag_seconds", SECONDS)
+        self._transform_duration = self._bulk("transform_duration_seconds", SECONDS)
+        self._transform_bytes = self._bulk_counter("transform_bytes")
         self._gateway_requests = self._bulk_counter("gateway_requests")
         self._gateway_duration = self._bulk("gateway_duration_seconds", SECONDS)
         self._broker_requests = self._bulk_counter("broker_requests")
@@ -87,6 +89,8 @@ class Metrics:
 
     def _register_rare(self) -> None:
         self._schema_requests = self._counter("schema_requests")
+        self.transforms_waiting = self._gauge("transforms_waiting")
+        self._transform_restarts = self._counter("transform_restarts")
         self._claims = self._counter("claims")
         self._claim_bytes = self._counter("claim_bytes")
         self._claim_seconds = self._counter("claim_seconds")
@@ -257,6 +261,17 @@ class Metrics:
     def schema_requested(self, outcome: str) -> None:
         """Count a request to the schema registry: `ok`, `refused` or `unavailable`."""
         self._schema_requests.labels(outcome).inc()
+
+    def transformed(self, model: str, took_s: float, size_bytes: int) -> None:
+        """Count a payload that a transform worker has ended, and the inputs that it made."""
+        self._transform_duration.observe((model,), took_s)
+        self._transform_bytes.add((model,), size_bytes)
+
+    def transform_restarted(self, reason: str) -> None:
+        """Count a child process of transforms that is replaced: `crash` or `hang`. Any thread may
+        do this.
+        """
+        self._transform_restarts.labels(reason).inc()
 
     def claimed(self, operation: str, outcome: str, size_bytes: int, took_s: float) -> None:
         """Count an object that a claim refers to, see `headrace.claims`."""

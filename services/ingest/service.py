@@ -1,8 +1,8 @@
 """The ingest stage: records of a partition → checked requests → the batcher, or an answer.
 
 The path of a record: `run` receives the polled records of a partition; `_read` decodes and checks
-them; `_decompress` and `_transform` make large values and run Python transforms on their threads;
-`_pass_on` sends the requests on.
+them; `_decompress` makes large values and `_transform` inputs, on their workers; `_pass_on` sends
+the requests on.
 Requests are *runnable*, or they have *ended*: with a failure, which the responder answers.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
@@ -39,7 +40,7 @@ from headrace.services.ingest.decode import (
 )
 from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.schemas import SchemaWaits
-from headrace.services.ingest.transforms import PendingTransform, TransformThread
+from headrace.services.ingest.transforms import PendingTransform, TransformPool, TransformThread
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
 from headrace.tuning import TUNING, IngestTuning
@@ -52,6 +53,7 @@ class IngestService:
         items: receives the requests that can run.
         answers: receives the requests that cannot, with their failures.
         fetcher: fetches the values that are in stores; None where no claims are allowed.
+        transforms: workers that make inputs of payloads; by default one thread.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class IngestService:
         instruments: Instruments,
         tuning: IngestTuning = TUNING.ingest,
         fetcher: ClaimFetcher | None = None,
+        transforms: TransformPool | None = None,
     ) -> None:
         self._tuning = tuning
         self._source = source
@@ -92,7 +95,7 @@ class IngestService:
             read_claim=None if fetcher is None else fetcher.read_claim,
             fetch_later=self._unfetched.append,
         )
-        self._transforms = TransformThread(tuning)
+        self._transforms = transforms or TransformPool([TransformThread(tuning)], tuning)
         self._transforming = asyncio.Lock()
         self._tracing = instruments.tracing
         self._clock = instruments.clock
@@ -100,28 +103,28 @@ class IngestService:
 
     async def run(self) -> None:
         """Run until the source stops reading."""
-        while (polled := await self._source.receive()) is not None:
-            assignment, records = polled.assignment, iter(polled.records)
-            if polled.skipped is not None:
-                await self._answers.send([skipped_range(assignment, polled.skipped)])
-            while not assignment.revoked:
-                read = self._read(polled, records)
-                if not read:
-                    break
-                await self._finish(polled, read)
-                while self._decompressor.waiting:
-                    await self._finish(polled, [await self._decompress()])
-                # Yield even without a pause: the other stages work in between.
-                is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
-                pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
-                await asyncio.sleep(len(read) * pause_s)
-        if self._claims is not None:
-            await self._claims.close()
-        await self._schemas.close()
-        self._decompressor.close()
-        self._transforms.close()
-        self._items.close()
-        self._answers.close()
+        with closing(self._transforms):
+            while (polled := await self._source.receive()) is not None:
+                assignment, records = polled.assignment, iter(polled.records)
+                if polled.skipped is not None:
+                    await self._answers.send([skipped_range(assignment, polled.skipped)])
+                while not assignment.revoked:
+                    read = self._read(polled, records)
+                    if not read:
+                        break
+                    await self._finish(polled, read)
+                    while self._decompressor.waiting:
+                        await self._finish(polled, [await self._decompress()])
+                    # Yield even without a pause: the other stages work in between.
+                    is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
+                    pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
+                    await asyncio.sleep(len(read) * pause_s)
+            if self._claims is not None:
+                await self._claims.close()
+            await self._schemas.close()
+            self._decompressor.close()
+            self._items.close()
+            self._answers.close()
 
     async def learn_schemas(self) -> None:
         """Fetch the schemas that payloads wait for, until `run` has ended."""
@@ -317,8 +320,16 @@ class IngestService:
         The inputs that were made are charged to the budget here, and to their models' shares when
         the requests are passed on; the others' are not made before that.
         """
-        async with self._transforming:
-            done = await self._transforms.run(payloads)
+        waiting = self._metrics.transforms_waiting
+        waiting.inc(len(payloads))
+        try:
+            async with self._transforming:
+                done = await self._transforms.run(payloads)
+        finally:
+            waiting.dec(len(payloads))
+        for payload in payloads[:done]:
+            if payload.took_s:
+                self._metrics.transformed(payload.version.name, payload.took_s, payload.made_bytes)
         requests = [bind_transformed(payload) for payload in payloads[:done]]
         self._trace(requests)
         return requests

@@ -100,6 +100,8 @@ FACTS = {
     "headrace/device/port.py": {"_MIB"},
     "headrace/gateway/statistics.py": {"_US_NS"},
     "headrace/primitives/backoff.py": {"_MOST_DOUBLINGS"},
+    # Of prctl(2).
+    "services/ingest/transform_child.py": {"_PR_SET_PDEATHSIG"},
 }
 """Numbers that are not chosen, by module."""
 

@@ -35,6 +35,19 @@ class Transform(Protocol):
         ...
 
 
+class TransformSource(NamedTuple):
+    """All that a transform without a schema registry is made of; it can be pickled.
+
+    Attributes:
+        model_directory, config, signature, version_directory: see `make_transform`.
+    """
+
+    model_directory: Path
+    config: ModelConfig
+    signature: Signature
+    version_directory: Path
+
+
 def make_transform(
     model_directory: Path,
     config: ModelConfig,

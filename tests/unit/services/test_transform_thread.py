@@ -17,7 +17,7 @@ from headrace.protocol.headers import NO_HEADERS
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
-from headrace.services.ingest.transforms import PendingTransform, TransformThread
+from headrace.services.ingest.transforms import PendingTransform, TransformPool, TransformThread
 from headrace.tuning import TUNING, IngestTuning
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.python_models import BEGUN, GATE, shut_gate
@@ -117,7 +117,8 @@ async def test_thread_returns_when_inputs_of_some_size_are_made(repository: Path
         )
         for place in range(5)
     ]
-    thread = TransformThread(replace(TUNING.ingest, transformed_bytes=300))
+    tuning = replace(TUNING.ingest, transformed_bytes=300)
+    thread = TransformPool([TransformThread(tuning)], tuning)
     done = [await thread.run(payloads), await thread.run(payloads[4:])]
     thread.close()
 

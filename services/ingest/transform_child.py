@@ -1,0 +1,176 @@
+"""Child process that transforms payloads, and what it exchanges with its parent.
+
+    python -m headrace.services.ingest.transform_child SOCKET PARENT_PID
+
+The parent writes one call at a time: to make a transform, or to transform a payload. Calls are
+pickled, since they hold the model's configuration; replies are MessagePack, followed by the bytes
+of the inputs, or sent with the descriptor of a memory file (memfd_create(2)) that has them.
+
+The child is killed when its parent dies (`PR_SET_PDEATHSIG` in prctl(2)), and ends when its socket
+is closed. It ignores SIGINT and SIGTERM, which reach a whole process group or control group: a stop
+is its parent's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.errors import Code, HeadraceError, Rejected, describe_error
+from headrace.models.inputs.transforms import Transform, TransformSource, make_transform
+from headrace.protocol.messages import InputTensor
+
+_PR_SET_PDEATHSIG = 1
+CALL_HEAD = struct.Struct("<QQ")
+"""Sizes of a pickled call and of the payload behind it."""
+REPLY_HEAD = struct.Struct("<QQ?")
+"""Sizes of a reply and of its inputs; True if these are in a memory file."""
+
+
+class Call(NamedTuple):
+    """A call of the child.
+
+    Attributes:
+        key: the parent's number of a version.
+        source: the transform to make, before payloads of the version are transformed.
+        content_type: of the payload.
+        max_bytes: most bytes that its inputs may have.
+        shared_bytes: inputs of at least this size are sent in a memory file.
+        forgotten: versions that are not needed any more.
+    """
+
+    key: int
+    source: TransformSource | None = None
+    content_type: str = ""
+    max_bytes: int = 0
+    shared_bytes: int = 0
+    forgotten: tuple[int, ...] = ()
+
+
+class Reply(msgspec.Struct):
+    """Inputs, by name, datatype, shape and size in bytes; or the error of a request."""
+
+    inputs: list[tuple[str, str, list[int], int]] = []
+    code: str = ""
+    message: str = ""
+
+
+def receive_exactly(connection: socket.socket, size: int) -> bytearray:
+    """Return the next bytes. Raises `EOFError` if the other end was closed."""
+    received = bytearray(size)
+    view = memoryview(received)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return received
+
+
+class _Server:
+    """Answers the calls of the parent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._transforms: dict[int, Transform] = {}
+
+    def serve(self) -> None:
+        """Answer calls until the parent closes its end."""
+        self._send(Reply())  # all that is needed has been imported
+        while True:
+            try:
+                head = receive_exactly(self._connection, CALL_HEAD.size)
+            except EOFError:
+                return
+            call_bytes, payload_bytes = CALL_HEAD.unpack(head)
+            # From the parent alone, over a socket that nothing else can open.
+            call: Call = pickle.loads(receive_exactly(self._connection, call_bytes))  # noqa: S301
+            payload = bytes(receive_exactly(self._connection, payload_bytes))
+            self._answer(call, payload)
+
+    def _answer(self, call: Call, payload: bytes) -> None:
+        for key in call.forgotten:
+            self._transforms.pop(key, None)
+        inputs: list[InputTensor] = []
+        try:
+            if call.source is not None:
+                self._transforms[call.key] = make_transform(*call.source)
+            else:
+                inputs = self._transforms[call.key](payload, call.content_type)
+                made_bytes = sum(len(each.data) for each in inputs)
+                if made_bytes > call.max_bytes:
+                    raise Rejected.mismatch(
+                        Code.TOO_LARGE,
+                        "transform",
+                        expected=f"inputs of at most {call.max_bytes} bytes",
+                        got=str(made_bytes),
+                    )
+        except Rejected as error:
+            self._send(Reply(code=error.code, message=error.message))
+            return
+        except HeadraceError as error:
+            self._send(Reply(code=Code.MODEL_FAILED, message=f"transform: {error}"))
+            return
+        except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
+            message = f"transform: {describe_error(error)}"
+            self._send(Reply(code=Code.INVALID_REQUEST, message=message))
+            return
+        described = [
+            (each.name, each.datatype, list(each.shape), len(each.data)) for each in inputs
+        ]
+        self._send(Reply(described), inputs, call.shared_bytes)
+
+    def _send(
+        self, reply: Reply, inputs: list[InputTensor] | None = None, shared_bytes: int = 0
+    ) -> None:
+        written = msgspec.msgpack.encode(reply)
+        parts = [each.data for each in inputs or ()]
+        size_bytes = sum(map(len, parts))
+        if not size_bytes or size_bytes < shared_bytes:
+            head = REPLY_HEAD.pack(len(written), size_bytes, False)
+            self._connection.sendall(b"".join([head, written, *parts]))
+            return
+        memory = os.memfd_create("headrace-inputs", os.MFD_CLOEXEC)
+        try:
+            for part in parts:
+                _write_all(memory, part)
+            head = REPLY_HEAD.pack(len(written), size_bytes, True)
+            socket.send_fds(self._connection, [head], [memory])
+            self._connection.sendall(written)
+        finally:
+            os.close(memory)
+
+
+def _write_all(file: int, part: bytes | memoryview) -> None:
+    left = memoryview(part).cast("B") if len(part) else memoryview(b"")
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the socket with this number until the parent has closed it, or has died."""
+    descriptor, parent = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        return  # it died before the signal was requested
+    # The parent may end in the middle of a call.
+    ended = suppress(EOFError, BrokenPipeError, ConnectionResetError)
+    with socket.socket(fileno=descriptor) as connection, ended:
+        _Server(connection).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,280 @@
+"""Transform worker that is a child process: what crashes or hangs there ends the child alone.
+
+A thread for each child writes payloads to it and waits for the inputs. The thread also starts the
+child, because the child is killed when the thread that started it ends, and not only when the
+process does. A child is a fresh interpreter: it inherits no socket, no lock and no thread.
+
+A child that ends is replaced, after a pause that grows. It has one payload at a time, so it can
+only be that payload or something outside, such as the kernel's OOM killer: the payload is
+transformed again, and refused when its child has ended `max_attempts` times. A child that takes
+longer than `max_execution_s` is killed, and its payload refused at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from itertools import count
+
+import msgspec
+import structlog
+
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.version import ModelVersion
+from headrace.primitives.backoff import Pauses
+from headrace.primitives.worker_thread import WorkerThread
+from headrace.protocol.messages import InputTensor
+from headrace.services.ingest.transform_child import (
+    CALL_HEAD,
+    REPLY_HEAD,
+    Call,
+    Reply,
+    receive_exactly,
+)
+from headrace.services.ingest.transforms import (
+    PayloadRound,
+    PendingTransform,
+    apply_transform,
+    endless_transform,
+)
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, IngestTuning
+
+log = structlog.get_logger(__name__)
+
+_MODULE = "headrace.services.ingest.transform_child"
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+class TransformProcess:
+    """A worker that is a child process, started with its first payload.
+
+    Args:
+        max_attempts: number of children that may end with a payload before it is refused.
+        max_bytes: most bytes that the inputs of a payload may have.
+
+    Raises:
+        ConfigurationError: the system is not Linux.
+    """
+
+    def __init__(
+        self,
+        max_attempts: int,
+        max_bytes: int,
+        metrics: Metrics,
+        tuning: IngestTuning = TUNING.ingest,
+    ) -> None:
+        if sys.platform != "linux":
+            raise ConfigurationError(
+                f"ingest.transform_isolation: expected Linux for process, got {sys.platform}"
+            )
+        self._max_attempts = max_attempts
+        self._max_bytes = max_bytes
+        self._metrics = metrics
+        self._tuning = tuning
+        self._worker = WorkerThread("transforms")
+        self._pauses = Pauses(tuning.transform_restart)
+        self._child: _Child | None = None
+        self._closing = threading.Event()
+
+    async def run(self, payloads: PayloadRound) -> None:
+        """See `headrace.services.ingest.transforms.TransformWorker`."""
+        if not self._worker.is_started:
+            self._worker.start()
+        await self._worker.call(lambda: self._transform_all(payloads)).done
+
+    def close(self) -> None:
+        """End the thread and its child after the payload that they have."""
+        self._closing.set()
+        if self._worker.is_started:
+            self._worker.call(self._end_child)
+        self._worker.close()
+
+    # --- on the thread ---------------------------------------------------------------------------
+
+    def _transform_all(self, payloads: PayloadRound) -> None:
+        while not self._closing.is_set() and (payload := payloads.take()) is not None:
+            began_s = time.monotonic()
+            if _needs_registry(payload.version):
+                apply_transform(payload)
+            else:
+                self._transform(payload)
+            payload.took_s = time.monotonic() - began_s
+            payloads.note_made(payload)
+
+    def _transform(self, payload: PendingTransform) -> None:
+        for attempt in range(1, self._max_attempts + 1):
+            try:
+                payload.inputs = self._start_child().transform(payload)
+            except Rejected as error:
+                payload.error = error
+            except TimeoutError:
+                self._replace("hang", payload.version, attempt)
+                payload.error = endless_transform(payload.version)
+            except (EOFError, OSError):
+                # It has ended, whichever end of the socket showed it.
+                how = self._replace("crash", payload.version, attempt)
+                payload.error = Rejected(
+                    Code.MODEL_FAILED,
+                    f"transform: each time that this payload was transformed, with nothing else in "
+                    f"its process, the process ended ({how}); it is not transformed again",
+                )
+                if not self._closing.is_set():
+                    continue
+            else:
+                payload.error = None
+                self._pauses.reset()
+            return
+
+    def _start_child(self) -> _Child:
+        if self._child is None:
+            self._child = _Child(self._max_bytes, self._tuning)
+        self._child.wait_until_ready()
+        return self._child
+
+    def _replace(self, reason: str, version: ModelVersion, attempt: int) -> str:
+        """End a child that crashed or hangs, pause, and return how it ended."""
+        child = self._child
+        how = "" if child is None else child.end()
+        self._child = None
+        self._metrics.transform_restarted(reason)
+        log.warning(
+            Event.TRANSFORM_WORKER_ENDED,
+            model=version.name,
+            version=version.version,
+            reason=reason,
+            how=how,
+            attempt=attempt,
+        )
+        self._closing.wait(self._pauses.next_s())
+        return how
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+
+class _Child:
+    """A child process, for the thread that has started it."""
+
+    def __init__(self, max_bytes: int, tuning: IngestTuning) -> None:
+        self._max_bytes = max_bytes
+        self._tuning = tuning
+        self._keys: weakref.WeakKeyDictionary[ModelVersion, int] = weakref.WeakKeyDictionary()
+        self._next_key = count()
+        self._forgotten: list[int] = []
+        self._is_ready = False
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            # With the modules that this process finds, and without the working directory.
+            path = os.pathsep.join(each for each in sys.path if each)
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until it has imported what it needs. Raises as `transform` does."""
+        if not self._is_ready:
+            self._receive(time.monotonic() + self._tuning.transform_start_s)
+            self._is_ready = True
+
+    def transform(self, payload: PendingTransform) -> list[InputTensor]:
+        """Return the inputs that a payload becomes.
+
+        Raises:
+            Rejected: see `headrace.models.inputs.transforms.Transform`.
+            TimeoutError: it took too long.
+            EOFError, OSError: the child has ended.
+        """
+        version = payload.version
+        if version not in self._keys:
+            key = next(self._next_key)
+            until_s = time.monotonic() + version.config.max_load_s
+            self._call(Call(key, version.transform_source), b"", until_s)
+            self._keys[version] = key
+            weakref.finalize(version, self._forgotten.append, key)
+        forgotten = tuple(self._forgotten)
+        del self._forgotten[: len(forgotten)]
+        call = Call(
+            self._keys[version],
+            content_type=payload.content_type,
+            max_bytes=self._max_bytes,
+            shared_bytes=self._tuning.shared_input_bytes,
+            forgotten=forgotten,
+        )
+        until_s = time.monotonic() + version.config.max_execution_s
+        return self._call(call, payload.value, until_s)
+
+    def end(self) -> str:
+        """Kill it, and return how it ended: by which signal, or with which exit code."""
+        self._connection.close()
+        self._process.kill()  # without effect if it has ended already
+        code = self._process.wait()
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+
+    def _call(self, call: Call, payload: bytes, until_s: float) -> list[InputTensor]:
+        pickled = pickle.dumps(call)
+        self._wait(until_s)
+        self._connection.sendall(CALL_HEAD.pack(len(pickled), len(payload)) + pickled)
+        self._wait(until_s)
+        self._connection.sendall(payload)
+        return self._receive(until_s)
+
+    def _receive(self, until_s: float) -> list[InputTensor]:
+        self._wait(until_s)
+        # The memory file comes with the first bytes of a head.
+        head, files, _, _ = socket.recv_fds(self._connection, REPLY_HEAD.size, 1)
+        try:
+            if not head:
+                raise EOFError
+            head += receive_exactly(self._connection, REPLY_HEAD.size - len(head))
+            reply_bytes, size_bytes, is_shared = REPLY_HEAD.unpack(head)
+            self._wait(until_s)
+            reply = _decode_reply(receive_exactly(self._connection, reply_bytes))
+            if reply.code:
+                raise Rejected(Code(reply.code), reply.message)
+            if is_shared:
+                content = memoryview(mmap.mmap(files[0], size_bytes, access=mmap.ACCESS_READ))
+            else:
+                content = memoryview(receive_exactly(self._connection, size_bytes)).toreadonly()
+        finally:
+            for file in files:
+                os.close(file)
+        inputs = []
+        start = 0
+        for name, datatype, shape, size in reply.inputs:
+            data = content[start : start + size]
+            inputs.append(InputTensor(name=name, datatype=datatype, shape=shape, data=data))
+            start += size
+        return inputs
+
+    def _wait(self, until_s: float) -> None:
+        """Bound the next operations on the socket. Raises `TimeoutError` if the time is over."""
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+
+
+def _needs_registry(version: ModelVersion) -> bool:
+    """Return True if payloads need schemas of a registry, which are fetched in this process."""
+    return version.records is not None and version.records.framed is not None

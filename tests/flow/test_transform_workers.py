@@ -1,0 +1,114 @@
+"""Transforms in child processes of a whole pipeline: requests, answers and the embedded log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.client import Client, InferenceError
+from headrace.config import Settings, make_settings
+from headrace.topics import STAGES
+from tests.support.conditions import DEADLINE_S
+from tests.support.models import add_version, identity
+from tests.support.pipelines import log_for, serving
+
+TRANSFORM = """
+import os
+import time
+
+import numpy as np
+
+def transform(payload, content_type):
+    if payload == b"crash":
+        os._exit(1)
+    if payload == b"hang":
+        time.sleep(3600)
+    time.sleep(0.002)
+    return {"x": np.full((1, 4), int(payload), np.int64)}
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Of two children, and a model that answers with the number in its payload."""
+    config = 'transform = "python"\nmax_execution_s = 2.0\n'
+    directory = add_version(
+        tmp_path / "models", "numbers", 1, identity("INT64", ("batch", 4)), config
+    )
+    (directory.parent / "transform.py").write_text(TRANSFORM)
+    return make_settings(
+        {
+            "models": {"repository": str(tmp_path / "models")},
+            "ingest": {"transform_workers": 2, "transform_isolation": "process"},
+        }
+    )
+
+
+async def test_payloads_that_crash_or_hang_in_children_fail_alone(settings: Settings) -> None:
+    """All others are answered, by the same process."""
+    log = await log_for(settings)
+    payloads = [b"1", b"crash", b"2", b"hang", b"3"]
+    async with serving(settings, log, [STAGES]), Client(log=log, settings=settings) as client:
+        async with asyncio.timeout(DEADLINE_S):
+            answers = await asyncio.gather(
+                *[client.infer_raw("numbers", each, "text/plain") for each in payloads],
+                return_exceptions=True,
+            )
+
+    failed = [str(each) for each in answers if isinstance(each, InferenceError)]
+    assert len(failed) == 2
+    assert "the process ended (exit code 1)" in failed[0]
+    assert "max_execution_s = 2 s" in failed[1]
+    answered = [each for each in answers if not isinstance(each, BaseException)]
+    assert [each.outputs["y"].ravel().tolist() for each in answered] == [[1] * 4, [2] * 4, [3] * 4]
+
+
+async def test_no_request_is_lost_or_crossed_while_children_are_killed(settings: Settings) -> None:
+    """Each answer has the number of its own request."""
+    log = await log_for(settings)
+    rng = np.random.default_rng(7)
+    killed = 0
+
+    async def kill_children(is_over: Callable[[], bool]) -> None:
+        nonlocal killed
+        while not is_over():
+            children = transform_children()
+            if children:
+                os.kill(int(rng.choice(children)), signal.SIGKILL)
+                killed += 1
+            # Longer than a child takes to start, or none would ever transform anything.
+            await asyncio.sleep(2.5)
+
+    async with serving(settings, log, [STAGES]), Client(log=log, settings=settings) as client:
+        async with asyncio.timeout(3 * DEADLINE_S):
+            calls = [
+                client.infer_raw("numbers", b"%d" % each, "text/plain") for each in range(3000)
+            ]
+            asking = asyncio.gather(*calls)
+            await asyncio.gather(kill_children(asking.done), asking)
+            answers = asking.result()
+
+    assert killed
+    assert [each.outputs["y"].ravel().tolist() for each in answers] == [
+        [number] * 4 for number in range(3000)
+    ]
+
+
+def transform_children() -> list[int]:
+    """The children of this process that transform payloads."""
+    found = []
+    for each in Path("/proc/self/task").glob("*/children"):
+        for child in each.read_text().split():
+            try:
+                line = Path(f"/proc/{child}/cmdline").read_bytes()
+            except FileNotFoundError:
+                continue
+            if b"transform_child" in line:
+                found.append(int(child))
+    return found
