@@ -483,6 +483,8 @@ class ModelTuning:
     """Most records of one poll of the control topic."""
     control_outcome_reads: int = 5
     """How often a writer reads the control topic to learn whether its change was made."""
+    control_finish_attempts: int = 10
+    """How often the second change of a load is tried while changes of other models come first."""
     control_listen_s: float = 2.5
     """Time in which each process is heard that follows the control topic."""
     control_change_timeout_s: float = 600.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import socket
 import tomllib
 from datetime import UTC, datetime
@@ -215,7 +216,7 @@ def status_command(settings: Settings, as_json: bool) -> None:
     else:
         click.echo(f"generation {status['generation']}")
         for line in status["wanted"]:
-            click.echo(f"  {line}")
+            click.echo(printable(f"  {line}"))
         for name, report in status["processes"].items():
             for line in _process_lines(name, report, status["generation"]):
                 click.echo(printable(line))
@@ -276,7 +277,7 @@ def _change(settings: Settings, given: Manner, choose: Choose) -> None:
 
 
 async def _make_change(settings: Settings, given: Manner, choose: Choose) -> ChangeOutcome:
-    author = Author(given.who or f"{getpass.getuser()}@{socket.gethostname()}", given.reason)
+    author = Author(given.who or f"{user_name()}@{socket.gethostname()}", given.reason)
     async with open_log(settings) as log:
         return await ModelChanges(log, settings).make(
             choose,
@@ -284,6 +285,14 @@ async def _make_change(settings: Settings, given: Manner, choose: Choose) -> Cha
             wait_s=given.timeout_s if given.wait else None,
             dry_run=given.dry_run,
         )
+
+
+def user_name() -> str:
+    """Return the name of the user, or `uid-N` in a container that has no name for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # Python 3.13 raises `OSError`, those before `KeyError`
+        return f"uid-{os.getuid()}"
 
 
 def _require_broker(settings: Settings) -> None:

@@ -35,6 +35,7 @@ from headrace.models.wanted import (
     restore,
     unload,
 )
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.control import ControlRecord, WantedModel
 from headrace.tuning import TUNING, ModelTuning
 
@@ -51,6 +52,10 @@ class LoadFailed(Rejected):
 
 class NoProcess(Retriable):
     """No process was heard that follows the control topic."""
+
+
+class ModelChanged(ChangeOvertaken):
+    """The model was changed by somebody else between the two changes of a call."""
 
 
 class Followed(NamedTuple):
@@ -195,12 +200,12 @@ class ModelChanges:
                 why = Author(author.who, f"load failed: {error.message}")
                 undo = _unless_changed(model, added, restore(model, before[0]))
                 try:
-                    await self._write(undo, why)
+                    await self._finish(undo, why)
                 except (ConfigurationError, Retriable) as left:
                     raise LoadFailed(f"{error.message}; it is still wanted: {left}") from error
                 raise
             then = _unless_changed(model, added, keep_versions(model, selected))
-            _, generation = await self._write(then, author)
+            _, generation = await self._finish(then, author)
             await self._wait(processes, lines, generation, deadline_s)
 
     async def unload_all(
@@ -244,6 +249,26 @@ class ModelChanges:
             await self._check(state.models, change.apply(state.models))
             record = await self._topic.write(change, state.generation, author, _now_ms())
         return record, state.generation if record is None else record.generation
+
+    async def _finish(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
+        """Make the second change of a call, although changes of other models come first.
+
+        The first change is made already, so to give up would leave the model half-way. The change
+        must be one of `_unless_changed`, whose error ends the attempts.
+
+        Raises:
+            ChangeOvertaken: the model itself was changed, or too many attempts were overtaken.
+        """
+        tuning = self._tuning
+        pauses = Pauses(Backoff(tuning.control_retry_first_s, tuning.control_retry_max_s))
+        for _ in range(tuning.control_finish_attempts - 1):
+            try:
+                return await self._write(choose, author)
+            except ModelChanged:
+                raise
+            except ChangeOvertaken:
+                await pauses.sleep()
+        return await self._write(choose, author)
 
     async def _check(self, before: Wanted, after: Wanted) -> None:
         """Check that the repository has what a change loads, and can be read with its overrides.
@@ -356,8 +381,9 @@ def _unless_changed(model: str, expected: WantedModel | None, change: Change) ->
 
     def choose(records: Sequence[ControlRecord]) -> Change:
         if fold(records).models.get(model) != expected:
-            generations = [each.generation for each in records if each.after.get(model) == expected]
-            raise ChangeOvertaken(generations[-1], records[-1])
+            changes = [each for each in records if model in each.after]
+            seen = [each.generation for each in changes if each.after[model] == expected]
+            raise ModelChanged(seen[-1], changes[-1])
         return change
 
     return choose

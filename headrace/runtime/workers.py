@@ -20,7 +20,6 @@ from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
 
-
 class WorkerCommand(NamedTuple):
     """How a worker is started.
 
@@ -105,12 +104,18 @@ class Workers:
         return 0
 
     async def _run_once(self, number: int, command: WorkerCommand, stop: Stop) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *command.line,
-            env={**os.environ, **command.environment},
-            stdin=DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command.line,
+                env={**os.environ, **command.environment},
+                stdin=DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            # The system has no memory or process left. The other workers have sessions of their
+            # own, so they would run on without a parent if this one ended.
+            log.warning(Event.WORKER_ENDED, worker=number, reason=f"not started: {error}")
+            return 1
         self._running[number] = process
         log.info(Event.WORKER_STARTED, worker=number, pid=process.pid)
         if stop.requested.is_set():  # since the loop's condition: `send` did not reach this one

@@ -76,6 +76,11 @@ async def wanted_of(served: Served) -> Mapping[str, WantedModel]:
     return fold(await topic_of(served).read()).models
 
 
+async def has_generation(served: Served, generation: int) -> bool:
+    """Whether so many changes have been made."""
+    return len(await topic_of(served).read()) >= generation
+
+
 async def post(
     http: ClientSession, action: str, parameters: Mapping[str, object], **options: Any
 ) -> tuple[int, dict[str, Any]]:
@@ -252,6 +257,62 @@ async def test_load_that_is_overtaken_is_told_generation_it_lost_to(repository: 
     assert (status, body["error_details"]["code"]) == (409, "CONFLICT")
     assert body["error_details"]["retriable"] is False
     assert "expected generation 0, got generation 1, load by bob" in body["error"]
+
+
+async def test_load_survives_change_of_another_model_between_its_two_changes(
+    repository: Path,
+) -> None:
+    """A load that has begun is finished: one that stops half-way leaves the default behind."""
+    add_version(repository, "letters", 1, digits())
+    async with gateway_of(repository, mode="explicit", **ANYONE) as served:
+        assert isinstance(served.log, MemoryLog)
+        transactions = served.log.faults.transactions
+        name = f"{served.settings.namespace}.control"
+        await topic_of(served).write(load("digits", "1"), 0, Author("ada"), 0)
+        async with asyncio.TaskGroup() as tasks:
+            loading = tasks.create_task(post(served.http, "load", {}))
+            await eventually(lambda: has_generation(served, 2), what="its first change")
+            transactions.hold()
+            await eventually(transactions.open)  # its second change
+            other = tasks.create_task(
+                topic_of(served).write(load("letters", "1"), 2, Author("bob"), 0)
+            )
+            await eventually(lambda: transactions.entered_producers(name) == 4)
+            transactions.release()
+        wanted = await wanted_of(served)
+
+    assert other.result() is not None
+    assert loading.result() == (200, {})
+    assert (wanted["digits"].versions, wanted["digits"].default) == (["2", "3"], "3")
+    assert wanted["letters"].versions == ["1"]
+
+
+async def test_failed_load_is_undone_although_another_model_changes_meanwhile(
+    repository: Path,
+) -> None:
+    """The caller gets the reason, and the model is wanted as before."""
+    add_version(repository, "letters", 1, digits())
+    (repository / "digits" / "4").mkdir()
+    (repository / "digits" / "4" / "model.onnx").write_bytes(b"garbage")
+    async with gateway_of(repository, mode="explicit", **ANYONE) as served:
+        assert isinstance(served.log, MemoryLog)
+        transactions = served.log.faults.transactions
+        name = f"{served.settings.namespace}.control"
+        await topic_of(served).write(load("digits", "1"), 0, Author("ada"), 0)
+        async with asyncio.TaskGroup() as tasks:
+            loading = tasks.create_task(post(served.http, "load", {}))
+            await eventually(lambda: has_generation(served, 2), what="its first change")
+            transactions.hold()
+            await eventually(transactions.open)  # the change that undoes it
+            tasks.create_task(topic_of(served).write(load("letters", "1"), 2, Author("bob"), 0))
+            await eventually(lambda: transactions.entered_producers(name) == 4)
+            transactions.release()
+        wanted = await wanted_of(served)
+
+    status, body = loading.result()
+    assert (status, body["error_details"]["code"]) == (500, "MODEL_FAILED")
+    assert "still wanted" not in body["error"]
+    assert (wanted["digits"].versions, wanted["digits"].default) == (["1"], "1")
 
 
 async def test_call_over_grpc_that_is_overtaken_is_aborted(repository: Path) -> None:

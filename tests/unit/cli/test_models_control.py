@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pwd
+
 import pytest
 
+from headrace.cli.models_control import user_name
 from headrace.cli.outcome import Exit
 from tests.support.command_line import Call
 
@@ -53,3 +57,15 @@ def test_overrides_that_cannot_be_read_are_refused(
     result = call("models", "load", "digits", "1", *options)
     assert result.exit_code == Exit.USAGE
     assert fault in result.stderr
+
+
+def test_user_without_name_is_recorded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number which its `/etc/passwd` does not have."""
+
+    def has_no_entry(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", has_no_entry)
+    assert user_name() == f"uid-{os.getuid()}"

@@ -130,3 +130,21 @@ async def test_unusable_settings_at_later_start_leave_others(tmp_path: Path) -> 
     async with running([command(code, counted)]) as (_, _, task):
         await eventually(lambda: len(pids_in(counted)) > 2)
         assert not task.done()
+
+
+async def test_worker_that_cannot_be_started_leaves_others_and_is_tried_again(
+    tmp_path: Path,
+) -> None:
+    """As when the machine has no process left: the others must not be left without a parent."""
+    pids, late = tmp_path / "pids", tmp_path / "late"
+    pids.mkdir()
+    commands = [command(DRAINING, pids, 1), WorkerCommand([str(late)], {})]
+    async with running(commands) as (_, stop, task):
+        await eventually(lambda: len(pids_in(pids)) == 1)
+        script = tmp_path / "script"
+        script.write_text(f"#!/bin/sh\ntouch {pids}/$$\nexec sleep 600\n")
+        script.chmod(0o755)
+        script.rename(late)
+        await eventually(lambda: len(pids_in(pids)) == 2)
+        stop.request()
+        assert await task == 0
