@@ -277,7 +277,10 @@ class Pipeline:
 
 
 async def _wait_until_done(task: asyncio.Task[None]) -> None:
-    """Wait until a task has ended. If the caller is cancelled meanwhile, cancel the task again."""
+    """Wait until a task has ended. If the caller is cancelled meanwhile, cancel the task again.
+
+    The cancellation is raised in the end, and an error of the task is then only logged.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -286,6 +289,10 @@ async def _wait_until_done(task: asyncio.Task[None]) -> None:
             cancelled = error
             task.cancel()
     if cancelled is not None:
+        # Retrieved here: otherwise asyncio reports the error whenever the task is collected.
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            log.error(Event.FAILED, reason=_describe_error(failure))
         raise cancelled
 
 
