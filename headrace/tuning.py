@@ -804,6 +804,13 @@ class RuntimeTuning:
 
     unload_check_interval_s: float = 1.0
     """Interval between two searches for replaced model versions that are no longer used."""
+    series_kept_s: float = 600.0
+    """Interval between two searches for metrics of versions that are no longer loaded. Series that
+    have not changed since the last one are removed, long after the last scrape has seen them.
+    """
+    series_kept_without_models_s: float = 86_400.0
+    """The same in a process that loads no models, and so does not know which versions are loaded.
+    """
     reload_notice_after_s: float = 5.0
     """A reload of the models that takes longer is logged while it runs: it may be waiting for an
     import.

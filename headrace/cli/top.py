@@ -90,7 +90,7 @@ def tables(changes: Mapping[str, StatusInterval]) -> Iterator[str]:
     models = [
         _model(url, each, model) for url, each in answered.items() for model in each.after["models"]
     ]
-    yield from _lines(["process", "model", "state", "answers/s", "remarks"], models)
+    yield from _lines(["process", "model", "names", "state", "answers/s", "remarks"], models)
     errors = [(url, error) for url, each in answered.items() for error in each.after["last_errors"]]
     newest = sorted(errors, key=lambda entry: str(entry[1]["time"]), reverse=True)[:SHOWN_ERRORS]
     rows = [_error(url, error) for url, error in newest]
@@ -142,6 +142,7 @@ def _model(url: str, change: StatusInterval, model: Status) -> list[str]:
     return [
         url,
         f"{name}/{version}",
+        ", ".join([*(["default"] if model.get("is_default") else []), *model.get("labels", [])]),
         model["state"],
         _number(change.per_s("requests", model=name, version=version)),
         "; ".join(filter(None, remarks)),

@@ -246,6 +246,8 @@ class ModelCatalog:
             {
                 "name": version.name,
                 "version": version.version,
+                "is_default": self._has_name(version, ""),
+                "labels": self._labels_of(version),
                 "state": str(version.state),
                 "reason": version.reason,
                 "max_batch_size": version.max_batch_size,
@@ -263,6 +265,20 @@ class ModelCatalog:
             for number, fault in self.faults(name).items()
         ]
         return sorted(entries, key=lambda entry: (entry["name"], int(entry["version"] or 0)))
+
+    def _has_name(self, version: ModelVersion, name: str) -> bool:
+        """Return whether a label of the model, or under "" its default, means this version now."""
+        model = self.models.get(version.name)
+        return (
+            model is not None
+            and model.names.get(name) == version.version
+            and model.serving.get(version.version) is version
+        )
+
+    def _labels_of(self, version: ModelVersion) -> list[str]:
+        model = self.models.get(version.name)
+        names = sorted(model.names) if model is not None else []
+        return [name for name in names if name and self._has_name(version, name)]
 
     def _refuse(self, name: str, number: str) -> NoReturn:
         if not name:

@@ -222,7 +222,7 @@ class Pipeline:
         self, follower: ControlFollower | None
     ) -> dict[str, Coroutine[object, object, None]]:
         """Return what runs beside the stages until they have ended, by the names of the tasks."""
-        work = {"unload-unused": self._unload_unused()}
+        work = {"unload-unused": self._unload_unused(), "forget-series": self._forget_series()}
         if follower is not None:
             work["follow-control"] = follower.run()
         if follower is not None and self._stages:  # a gateway alone serves no model
@@ -252,6 +252,17 @@ class Pipeline:
         while True:
             await asyncio.sleep(self.tuning.runtime.unload_check_interval_s)
             self.models.unload_unused()
+
+    async def _forget_series(self) -> None:
+        """Remove the metrics of versions that are no longer loaded; never returns."""
+        tuning = self.tuning.runtime
+        knows_models = self._stages != (Stage.RESPONDER,)
+        while True:
+            await asyncio.sleep(
+                tuning.series_kept_s if knows_models else tuning.series_kept_without_models_s
+            )
+            loaded = {(each.name, each.version) for each in self.models.catalog.versions()}
+            self.metrics.forget_versions(loaded.__contains__)
 
     async def _drain(self, running: Sequence[asyncio.Task[None]]) -> None:
         """Let the stage groups end; cancel those that take too long: others repeat their work."""

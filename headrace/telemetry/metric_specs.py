@@ -4,7 +4,8 @@ Names follow Prometheus (https://prometheus.io/docs/practices/naming/): base uni
 end of the name, `_total` for counters. `docs/metrics.md` shows the same table to users.
 
 Labels are bounded: topics are Headrace's own, partitions are limited in number, models and versions
-are the repository's (empty if a request named an unknown one), and all others are fixed sets.
+are the repository's (empty if a request named an unknown one), and all others are fixed sets. The
+series of a version that is no longer loaded are removed some time after its last request.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class MetricSpec(NamedTuple):
         return f"{self.name}_total" if self.type == "counter" else self.name
 
 
-_MODEL = ("model",)
+_MODEL = ("model", "version")
 _TOPIC = ("topic",)
 _PARTITION = ("topic", "partition")
 
@@ -99,12 +100,12 @@ RUNS = (
     MetricSpec(
         "headrace_batches",
         "counter",
-        ("model", "reason"),
+        ("model", "version", "reason"),
         "Batches formed, by the reason for closing.",
     ),
     MetricSpec("headrace_batch_rows", "histogram", _MODEL, "Rows in a batch when it closed."),
-    MetricSpec("headrace_runs", "counter", ("model", "version"), "Runs of a model that succeeded."),
-    MetricSpec("headrace_rows", "counter", ("model", "version"), "Rows in these runs."),
+    MetricSpec("headrace_runs", "counter", _MODEL, "Runs of a model that succeeded."),
+    MetricSpec("headrace_rows", "counter", _MODEL, "Rows in these runs."),
     MetricSpec(
         "headrace_batch_wait_seconds",
         "histogram",
@@ -120,7 +121,7 @@ RUNS = (
     MetricSpec(
         "headrace_compute_duration_seconds",
         "histogram",
-        ("model", "version"),
+        _MODEL,
         "Duration of one run of a model.",
     ),
     MetricSpec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
@@ -134,7 +135,7 @@ RUNS = (
     MetricSpec(
         "headrace_batch_comparisons",
         "counter",
-        ("model", "outcome"),
+        ("model", "version", "outcome"),
         "Comparisons of requests run alone and together, while the verdict on batching is "
         "undecided: agreed, differed or inconclusive.",
     ),

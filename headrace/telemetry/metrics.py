@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from headrace.log.port import Gap
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metric_specs import METRIC_SPECS, ROWS, SECONDS, MetricSpec
 from headrace.tuning import TUNING, RuntimeTuning
+
+VersionKey: TypeAlias = tuple[str, str]
+"""A model's name and version: the first two labels of all metrics that are counted by version."""
 
 _FAILED = frozenset({Code.MODEL_FAILED, Code.INTERNAL})
 
@@ -69,12 +72,15 @@ class Metrics:
         self._batches = self._bulk_counter("batches")
         self._runs = self._bulk_counter("runs")
         self._rows = self._bulk_counter("rows")
+        self._comparisons = self._bulk_counter("batch_comparisons")
         self._durations = {name: self._bulk(f"{name}_seconds", SECONDS) for name in _TIMES}
+        self._slack = self._bulk("answer_slack_seconds", SECONDS)
+        self._counted: dict[VersionKey, int] = {}
         self._times = RequestTimes(
             self._durations["request_duration"],
             self._durations["log_wait"],
             self._durations["queue_wait"],
-            self._bulk("answer_slack_seconds", SECONDS),
+            self._slack,
             tuning.request_times_buffered,
         )
         self._batch_rows = self._bulk("batch_rows", ROWS)
@@ -99,7 +105,6 @@ class Metrics:
         self._dead_letters = self._counter("dead_letters")
         self._retries = self._counter("retries")
         self._cancellations = self._counter("cancellations")
-        self._comparisons = self._counter("batch_comparisons")
         self._commit_failures = self._counter("commit_failures")
         self._rebalances = self._counter("rebalances")
         self.duplicates = self._counter("duplicate_results")
@@ -173,9 +178,9 @@ class Metrics:
         if len(fine) != len(requests):
             self._failed([each for each in requests if each.failure is not None])
         answer_s = max(0, now_us - began_us) / 1e6
-        for model, of_model in _by_model(requests, counts).items():
-            self._times.record(model, of_model, now_us)
-            self._durations["answer_duration"].observe((model,), answer_s, len(of_model))
+        for key, of_version in _by_version(requests, counts).items():
+            self._times.record(key, of_version, now_us)
+            self._durations["answer_duration"].observe(key, answer_s, len(of_version))
         for request in [each for each in requests if each.trace is not None]:
             self._set_exemplars(request, now_us)
 
@@ -183,8 +188,8 @@ class Metrics:
         for request in requests:
             failure = request.failure
             assert failure is not None
-            model, outcome = _known_model(request), outcome_of(failure.code)
-            self._requests.add((model, request.version, outcome, failure.code))
+            outcome = outcome_of(failure.code)
+            self._requests.add((*_known_version(request), outcome, failure.code))
             if outcome == "expired":
                 self._expired.labels(failure.stage).inc()
             elif outcome == "refused":
@@ -193,7 +198,7 @@ class Metrics:
     def _set_exemplars(self, request: Request, now_us: int) -> None:
         """Make a sampled request the exemplar of its buckets."""
         assert request.trace is not None
-        labels, trace_id = (_known_model(request),), f"{request.trace.trace_id:032x}"
+        labels, trace_id = _known_version(request), f"{request.trace.trace_id:032x}"
         at_s, written_us = now_us / 1e6, request.timestamp_ms * 1000
         self._durations["request_duration"].set_exemplar(
             labels, max(0, now_us - written_us) / 1e6, trace_id, at_s
@@ -202,16 +207,16 @@ class Metrics:
             queued_s = max(0, request.batch.formed_us - request.ingested_us) / 1e6
             self._durations["queue_wait"].set_exemplar(labels, queued_s, trace_id, at_s)
             self._durations["compute_duration"].set_exemplar(
-                (request.model, request.version), request.batch.compute_us / 1e6, trace_id, at_s
+                labels, request.batch.compute_us / 1e6, trace_id, at_s
             )
 
     def formed(self, batch: Batch) -> None:
         """Count a closed batch."""
-        self._batches.add((batch.model, batch.reason))
-        self._batch_rows.observe((batch.model,), batch.rows)
+        self._batches.add((batch.model, batch.version, batch.reason))
+        self._batch_rows.observe((batch.model, batch.version), batch.rows)
 
     def ran(
-        self, model: tuple[str, str], rows: int, *, wait_us: int, copy_us: int, compute_us: int
+        self, model: VersionKey, rows: int, *, wait_us: int, copy_us: int, compute_us: int
     ) -> None:
         """Count a model run.
 
@@ -224,9 +229,8 @@ class Metrics:
         """
         self._runs.add(model)
         self._rows.add(model, rows)
-        labels = model[:1]
-        self._durations["batch_wait"].observe(labels, max(0, wait_us) / 1e6)
-        self._durations["copy_duration"].observe(labels, max(0, copy_us) / 1e6)
+        self._durations["batch_wait"].observe(model, max(0, wait_us) / 1e6)
+        self._durations["copy_duration"].observe(model, max(0, copy_us) / 1e6)
         self._durations["compute_duration"].observe(model, compute_us / 1e6)
 
     def totals(self) -> dict[str, Any]:
@@ -239,15 +243,39 @@ class Metrics:
             "times": {name: each.totals() for name, each in self._durations.items()},
         }
 
+    def forget_versions(self, keep: Callable[[VersionKey], bool]) -> None:
+        """Remove the series of versions that have not been counted between two calls of this.
+
+        Args:
+            keep: returns whether a version stays in any case, because it is loaded.
+        """
+        self._times.count()
+        by_version: tuple[BatchedCounter | BatchedHistogram, ...] = (
+            *(self._requests, self._batches, self._runs, self._rows, self._comparisons),
+            *(self._durations.values()),
+            *(self._slack, self._batch_rows),
+        )
+        totals: dict[VersionKey, int] = {}
+        for each in by_version:
+            for key, count in each.counted():
+                totals[key] = totals.get(key, 0) + count
+        for key, total in totals.items():
+            if key[1] and not keep(key) and self._counted.get(key) == total:
+                for each in by_version:
+                    each.forget(key)
+                del self._counted[key]
+            else:
+                self._counted[key] = total
+
     # --- rare events ----------------------------------------------------------------------------
 
     def dead_letter(self, code: str) -> None:
         """Count a dead letter."""
         self._dead_letters.labels(code).inc()
 
-    def tried_together(self, model: str, outcome: str) -> None:
-        """Count a batch-safety comparison of a model: agreed, differed or inconclusive."""
-        self._comparisons.labels(model, outcome).inc()
+    def tried_together(self, model: str, version: str, outcome: str) -> None:
+        """Count a batch-safety comparison of a version: agreed, differed or inconclusive."""
+        self._comparisons.add((model, version, outcome))
 
     def cancelled(self, records: int, ended: int) -> None:
         """Count cancelling records, and the waiting requests that they ended."""
@@ -298,14 +326,16 @@ class Metrics:
             self._commit.observe((), time.monotonic() - began_s)
 
 
-def _known_model(request: Request) -> str:
-    """Return the model; empty while the request has no version, and so may name an unknown one."""
-    return request.model if request.version else ""
+def _known_version(request: Request) -> VersionKey:
+    """Return model and version; both empty while there is no version, so that the model may not
+    exist.
+    """
+    return (request.model, request.version) if request.version else ("", "")
 
 
-def _tally(requests: Sequence[Request]) -> dict[tuple[str, str], int]:
+def _tally(requests: Sequence[Request]) -> dict[VersionKey, int]:
     """Count the requests of each model and version; neighbours mostly have the same."""
-    counts: dict[tuple[str, str], int] = {}
+    counts: dict[VersionKey, int] = {}
     key = ("", "")
     began = 0
     for place, request in enumerate(requests):
@@ -318,22 +348,22 @@ def _tally(requests: Sequence[Request]) -> dict[tuple[str, str], int]:
     return counts
 
 
-def _by_model(
-    requests: Sequence[Request], counts: Mapping[tuple[str, str], int]
-) -> dict[str, Sequence[Request]]:
-    """Group requests by the model that they are counted under; most chunks have only one.
+def _by_version(
+    requests: Sequence[Request], counts: Mapping[VersionKey, int]
+) -> dict[VersionKey, Sequence[Request]]:
+    """Group requests by the version that they are counted under; most chunks have only one.
 
     Args:
         requests: a chunk.
         counts: the number of requests that have not failed, by model and version.
     """
     if len(counts) == 1:
-        (((model, _), count),) = counts.items()
+        ((key, count),) = counts.items()
         if count == len(requests):
-            return {model: requests}
-    found: dict[str, list[Request]] = {}
+            return {key: requests}
+    found: dict[VersionKey, list[Request]] = {}
     for request in requests:
-        found.setdefault(_known_model(request), []).append(request)
+        found.setdefault(_known_version(request), []).append(request)
     return dict(found)
 
 
@@ -361,6 +391,16 @@ class BatchedCounter(Collector):
     def add(self, labels: tuple[str, ...], times: int = 1) -> None:
         """Increment by `times`."""
         self.counts[labels] = self.counts.get(labels, 0) + times
+
+    def counted(self) -> Iterator[tuple[VersionKey, int]]:
+        """Return the events of each series, whose first two labels are model and version."""
+        for labels, count in self.counts.items():
+            yield (labels[0], labels[1]), count
+
+    def forget(self, key: VersionKey) -> None:
+        """Remove the series of a version."""
+        for labels in [labels for labels in self.counts if labels[:2] == key]:
+            del self.counts[labels]
 
     def totals(self) -> list[dict[str, Any]]:
         """Return one entry for each series, for `/status`."""
@@ -418,6 +458,15 @@ class BatchedHistogram(Collector):
         series = self._series.get(labels) or self._add(labels)
         series.counts[bisect_left(self._bounds, value)] += times
         series.total += value * times
+
+    def counted(self) -> Iterator[tuple[VersionKey, int]]:
+        """Return the values of each series, whose labels are model and version."""
+        for labels, series in self._series.items():
+            yield (labels[0], labels[1]), sum(series.counts)
+
+    def forget(self, key: VersionKey) -> None:
+        """Remove the series of a version."""
+        self._series.pop(key, None)
 
     def observe_all(self, labels: tuple[str, ...], values: NDArray[np.float64]) -> None:
         """Count each of many values once."""
@@ -508,7 +557,7 @@ class _TimeColumns(NamedTuple):
 
 
 class RequestTimes:
-    """Fills four histograms, each with the label `model`, with the times of answered requests.
+    """Fills four histograms, each by model and version, with the times of answered requests.
 
     Recording a request stores three integers. NumPy sorts them into buckets once there are a few
     thousand, or when the histograms are read.
@@ -518,7 +567,7 @@ class RequestTimes:
         in_log: from the record's timestamp until ingest.
         queued: from ingest until the batch closed, for requests that joined one.
         slack: from the answer until the deadline, for requests that have one.
-        max_buffered: after this many requests of a model, their times are counted.
+        max_buffered: after this many requests of a version, their times are counted.
     """
 
     def __init__(
@@ -534,15 +583,15 @@ class RequestTimes:
         self._queued = queued
         self._slack = slack
         self._max_buffered = max_buffered
-        self._buffered: dict[str, _TimeColumns] = {}
+        self._buffered: dict[VersionKey, _TimeColumns] = {}
         for histogram in (total, in_log, queued, slack):
             histogram.before_reading(self.count)
 
-    def record(self, model: str, requests: Sequence[Request], now_us: int) -> None:
+    def record(self, key: VersionKey, requests: Sequence[Request], now_us: int) -> None:
         """Record requests that were answered now."""
-        columns = self._buffered.get(model)
+        columns = self._buffered.get(key)
         if columns is None:
-            columns = self._buffered[model] = _TimeColumns([], [], [], [], [])
+            columns = self._buffered[key] = _TimeColumns([], [], [], [], [])
         timestamps_ms, ingested_us, formed_us, answered_us, slack_us = columns
         timestamps_ms += [request.timestamp_ms for request in requests]
         ingested_us += [request.ingested_us for request in requests]
@@ -559,8 +608,7 @@ class RequestTimes:
     def count(self) -> None:
         """Move the recorded times into the histograms."""
         pending, self._buffered = self._buffered, {}
-        for model, columns in pending.items():
-            labels = (model,)
+        for labels, columns in pending.items():
             written_us = _column(columns.timestamp_ms) * 1000
             ingested_us, formed_us = _column(columns.ingested_us), _column(columns.formed_us)
             moments_us, counts = np.array(columns.answered_us, np.int64).T

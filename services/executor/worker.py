@@ -475,7 +475,7 @@ class Worker:
             lambda some: self._instance.gather(some, fresh=False),
             self._run_watched,
         )
-        self._metrics.tried_together(version.name, outcome)
+        self._metrics.tried_together(version.name, version.version, outcome)
         if comparison.verdict is not None and version.is_undecided:
             version.apply_verdict(comparison.verdict)
             log.info(

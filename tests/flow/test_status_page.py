@@ -180,7 +180,7 @@ async def test_browser_shows_rates_waits_and_errors(settings: Settings, tmp_path
         models = await page.evaluate("document.getElementById('models').innerText")
         errors = await page.evaluate("document.getElementById('errors').innerText")
 
-    assert re.search(r"digits\s+1\s+ready", models)
+    assert re.search(r"digits\s+1\s+default\s+ready", models)
     assert MESSAGE in errors
     assert TRACE_ID in errors
     assert page.complaints == []
@@ -234,4 +234,4 @@ async def test_top_shows_rates_of_processes(settings: Settings, call: Call) -> N
     assert process.split()[:3] == [url, "ready", ",".join(STAGES)]
     assert float(process.split()[3].replace(",", "")) > 0
     assert re.match(rf"http://{HOST}:1 +no answer: ", gone)
-    assert re.search(r"digits/1 +ready +[\d,]+", ended.stdout)
+    assert re.search(r"digits/1 +default +ready +[\d,]+", ended.stdout)

@@ -39,7 +39,9 @@ def two_seconds_later(answer: Answer) -> None:
     totals["runs"][0]["count"] += 2
     totals["times"]["request_duration"][0]["count"] += 64
     totals["times"]["request_duration"][0]["seconds"] += 0.32
-    totals["times"]["compute_duration"] = [{"model": "digits", "count": 2, "seconds": 0.002}]
+    totals["times"]["compute_duration"] = [
+        {"model": "digits", "version": "1", "count": 2, "seconds": 0.002}
+    ]
 
 
 def change(edit: Edit = two_seconds_later) -> StatusInterval:
@@ -104,6 +106,7 @@ def test_top_shows_answers_by_version() -> None:
     first, second = cells(change(add_version), "model")
 
     assert (first["answers/s"], second["answers/s"]) == ("32", "0")
+    assert (first["names"], second["names"]) == ("default, canary", "")
     assert second["remarks"] == "no such file"
 
 

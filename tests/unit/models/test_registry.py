@@ -174,6 +174,8 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
     assert good == {
         "name": "digits",
         "version": "1",
+        "is_default": True,
+        "labels": [],
         "state": "ready",
         "reason": "",
         "max_batch_size": 32,

@@ -39,7 +39,11 @@ def outcomes(bench: ExecutorHarness) -> dict[str, float]:
     """How many batches have shown what."""
     return {
         outcome: counted(
-            bench.instruments, "batch_comparisons_total", model="model", outcome=outcome
+            bench.instruments,
+            "batch_comparisons_total",
+            model="model",
+            version="1",
+            outcome=outcome,
         )
         for outcome in ("agreed", "differed", "inconclusive")
     }

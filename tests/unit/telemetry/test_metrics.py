@@ -83,7 +83,7 @@ def test_request_metrics_have_time_of_each_stage(
 ) -> None:
     """Every request counts, those of one chunk together."""
     answer(metrics, request(), request(), request())
-    labels = {"model": "digits"}
+    labels = {"model": "digits", "version": "1"}
     assert registry.get_sample_value(f"headrace_{name}_seconds_count", labels) == 3
     total = registry.get_sample_value(f"headrace_{name}_seconds_sum", labels)
     assert total == pytest.approx(3 * seconds)
@@ -106,6 +106,52 @@ def test_unknown_model_name_is_no_label(metrics: Metrics, registry: CollectorReg
     assert names == {""}
 
 
+def versions_in(registry: CollectorRegistry) -> set[tuple[str, str]]:
+    """Models and versions that any series names."""
+    return {
+        (sample.labels["model"], sample.labels["version"])
+        for family in registry.collect()
+        for sample in family.samples
+        if "version" in sample.labels
+    }
+
+
+def test_series_of_unloaded_version_are_removed_once_they_rest(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    """A version that is loaded keeps its series, however long no request comes for it."""
+    answer(metrics, request(version="1"), request(version="2", code=Code.TOO_LARGE))
+    for version in ("1", "2"):
+        metrics.ran(("digits", version), 1, wait_us=1, copy_us=1, compute_us=1)
+        metrics.tried_together("digits", version, "agreed")
+    for _ in range(2):
+        metrics.forget_versions(lambda key: key == ("digits", "2"))
+    assert versions_in(registry) == {("digits", "2")}
+
+
+def test_series_of_unloaded_version_stay_while_requests_are_answered(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    """Requests that were read before it was unloaded end later."""
+    for _ in range(3):
+        answer(metrics, request())
+        metrics.forget_versions(lambda _: False)
+    labels = {"model": "digits", "version": "1", "outcome": "ok", "code": "ok"}
+    assert registry.get_sample_value("headrace_requests_total", labels) == 3
+    metrics.forget_versions(lambda _: False)
+    assert versions_in(registry) == set()
+
+
+def test_series_of_unknown_models_are_not_removed(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    """Their labels are empty, so there is only one of each code."""
+    answer(metrics, request("made-up", "", code=Code.UNKNOWN_MODEL))
+    for _ in range(2):
+        metrics.forget_versions(lambda _: False)
+    assert versions_in(registry) == {("", "")}
+
+
 def test_expiry_and_refusal_metrics_name_stage(
     metrics: Metrics, registry: CollectorRegistry
 ) -> None:
@@ -123,7 +169,7 @@ def test_slack_metric_is_time_left_to_deadline(
     """Only requests with a deadline have some; a late one has none."""
     late, early = ANSWERED_US // 1000 - 50, ANSWERED_US // 1000 + 250
     answer(metrics, request(), request(deadline_ms=late), request(deadline_ms=early))
-    labels = {"model": "digits"}
+    labels = {"model": "digits", "version": "1"}
     assert registry.get_sample_value("headrace_answer_slack_seconds_count", labels) == 2
     total = registry.get_sample_value("headrace_answer_slack_seconds_sum", labels)
     assert total == pytest.approx(0.25)
