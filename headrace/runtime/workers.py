@@ -20,6 +20,7 @@ from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
 
+
 class WorkerCommand(NamedTuple):
     """How a worker is started.
 
