@@ -400,7 +400,7 @@ class ClaimSettings(_Section):
     timeout_ms: Annotated[int, Field(ge=1, le=_HOUR_MS), NOT_BOOL] = 30_000
     """Time for one object, with all attempts."""
     concurrency: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 16
-    """Objects of a process that are fetched at a time, and likewise put."""
+    """Objects of one store that a process fetches at a time, and likewise puts."""
     store: Prefix | None = None
     """URL below which clients and gateways put large requests; without it they put none."""
     above_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 1024 * 1024

@@ -733,6 +733,8 @@ class ResponderTuning:
     """Chunks of answers that wait for acknowledgements, at least once and in no order."""
     max_unacknowledged_bytes: int = 64 * 1024 * 1024
     """Outputs of these chunks, together."""
+    max_stored_answer_bytes: int = 256 * 1024 * 1024
+    """Outputs of the answers that are being put into a store, together; with more, others wait."""
     target_stalled_after_s: float = 1.0
     """A target that has not acknowledged for this long no longer delays other targets."""
 

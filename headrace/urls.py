@@ -74,10 +74,14 @@ def parse_address(url: str) -> Address:
         )
     if query and scheme not in _DEFAULT_PORTS:
         raise ValueError(f"expected no query in a URL of {scheme}")
-    parts = tuple(path.rstrip("/").split("/")[1:])
+    parts = tuple(path.removesuffix("/").split("/")[1:])
     if any(part.partition(";")[0] in ("", ".", "..") for part in parts):
         raise ValueError("expected a path without empty parts, `.` and `..`")
-    return Address(scheme, _read_authority(scheme, authority), tuple(map(unquote, parts)), url)
+    try:
+        decoded = tuple(unquote(part, errors="strict") for part in parts)
+    except UnicodeDecodeError as error:  # some servers read overlong forms as dots and slashes
+        raise ValueError("expected a path whose encoded bytes are UTF-8") from error
+    return Address(scheme, _read_authority(scheme, authority), decoded, url)
 
 
 def _read_authority(scheme: str, authority: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
@@ -45,7 +46,10 @@ class ClaimFetcher:
         self._on_fetched = on_fetched
         self._allowed = tuple(map(parse_address, settings.allowed))
         self._stores = ClaimStores(self._allowed, tuning)
-        self._slots = asyncio.Semaphore(settings.concurrency)
+        # By store: one that hangs must not take the slots of the others.
+        self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            partial(asyncio.Semaphore, settings.concurrency)
+        )
 
     async def __aenter__(self) -> Self:
         await self._stores.__aenter__()
@@ -85,7 +89,7 @@ class ClaimFetcher:
             ClaimUnavailable: the store was away for `claims.timeout_ms`.
             Rejected: `INVALID_REQUEST`: the object is not there, or is another one.
         """
-        async with self._slots:
+        async with self._slots[claim.address.origin]:
             began_s = time.monotonic()
             outcome, size_bytes = "cancelled", 0
             try:

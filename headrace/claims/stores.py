@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import aiohttp
 import structlog
@@ -33,13 +33,19 @@ from headrace.tuning import TUNING, ClaimTuning
 from headrace.urls import Address
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from obstore.store import ClientConfig, ObjectStore
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
 _OBJECT_STORES = frozenset({"s3", "gs", "az"})
+_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+"""Of the environment variables of each service."""
+_CLIENT_OPTIONS = (
+    *("allow_http", "allow_invalid_certificates", "connect_timeout", "read_timeout", "timeout"),
+    *("proxy_url", "proxy_ca_certificate", "proxy_excludes", "user_agent"),
+)
 _WRITTEN = frozenset({200, 201, 204})
 _LATER = frozenset({408, 423, 425, 429})
 """Statuses below 500 after which the same request may succeed."""
@@ -156,8 +162,9 @@ class ClaimStores:
         try:
             async with self._session.put(
                 URL(address.url, encoded=True),
-                data=content,
-                headers=attributes,
+                # In parts: all at once would be copied, and hold the loop.
+                data=_divide(content, self._tuning.chunk_bytes),
+                headers={**attributes, "Content-Length": str(len(content))},
                 allow_redirects=False,
             ) as response:
                 if response.status not in _WRITTEN:
@@ -177,11 +184,30 @@ class ClaimStores:
                 "pip install 'headrace[claims]'"
             ) from error
         try:
-            return obstore.store.from_url(address.origin, retry_config={"max_retries": 0})
+            return obstore.store.from_url(
+                address.origin,
+                retry_config={"max_retries": 0},
+                client_options=self._client_options(address.scheme),
+            )
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigurationError(
                 f"{self._setting}: {address.origin}: {describe_error(error)}"
             ) from error
+
+    def _client_options(self, scheme: str) -> ClientConfig:
+        """Return the options of a store's HTTP client; variables such as `AWS_TIMEOUT` go first."""
+        options: dict[str, Any] = {
+            "connect_timeout": f"{self._tuning.connect_timeout_s:g} s",
+            "read_timeout": f"{self._tuning.read_timeout_s:g} s",
+            # Its own 30 s would end each read of a large object; ours is that of the claim.
+            "timeout": "1 hour",
+        }
+        # The library ignores these variables as soon as it is given an option.
+        for name in _CLIENT_OPTIONS:
+            value = os.environ.get(f"{_PREFIXES[scheme]}_{name.upper()}")
+            if value is not None:
+                options[name] = value
+        return cast("ClientConfig", options)
 
     async def _read_object(self, claim: Claim) -> AsyncGenerator[bytes, None]:
         import obstore
@@ -281,6 +307,11 @@ class ClaimStores:
             os.close(file)
             raise refuse_claim("a file", "a directory or a device")
         return file
+
+
+async def _divide(content: bytes, length: int) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(content), length):
+        yield content[start : start + length]
 
 
 def _replace_file(path: Path, content: bytes) -> None:

@@ -1,9 +1,10 @@
 """Answers that are put into a store, because they are too large for a record.
 
 Each is encoded on a thread and put in a task of its own, before it goes to the answers that are
-written: a slow store delays no other answer. The answer has the reference, and the object is in the
-store before the answer is written. A repeated put changes nothing; an answer that is made again
-after a crash has other timings in it, and so another place.
+written: a slow store delays no other answer, until the outputs that wait for it have
+`max_stored_answer_bytes`; then all wait, for `claims.timeout_ms` at most. The answer has the
+reference, and the object is in the store before the answer is written. A repeated put changes
+nothing; an answer that is made again after a crash has other timings in it, and so another place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from headrace.config import AnswerSettings
 from headrace.delivery.failures import deadline_exceeded
 from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Code
+from headrace.primitives.byte_semaphore import ByteSemaphore
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.claims import Claim, write_claim
@@ -26,6 +28,7 @@ from headrace.protocol.compression import compress
 from headrace.protocol.messages import Failure, Request, StoredAnswer
 from headrace.services.responder.encoder import output_bytes
 from headrace.topics import Stage
+from headrace.tuning import TUNING, ResponderTuning
 
 
 class AnswerClaims:
@@ -47,6 +50,7 @@ class AnswerClaims:
         finish: Callable[[Request], Awaitable[None]],
         tasks: StageTasks,
         clock: Clock,
+        tuning: ResponderTuning = TUNING.responder,
     ) -> None:
         self._putter = putter
         self._settings = settings
@@ -55,14 +59,27 @@ class AnswerClaims:
         self._tasks = tasks
         self._clock = clock
         self._worker = WorkerThread("answer claims")
+        self._max_bytes = tuning.max_stored_answer_bytes
+        self._outputs = ByteSemaphore(self._max_bytes)
+
+    def has_room(self) -> bool:
+        """Return False while the outputs that are put exceed their limit."""
+        return self._outputs.used_bytes <= self._max_bytes
+
+    async def wait_for_room(self) -> None:
+        """Wait until `has_room`."""
+        await self._outputs.wait_within_limit()
 
     def take(self, requests: Sequence[Request]) -> list[Request]:
         """Start to put the answers that are too large; return the other requests."""
         above_bytes = self._settings.claim_above_bytes
         left: list[Request] = []
         for request in requests:
-            if request.failure is None and output_bytes([request]) > above_bytes:
-                self._tasks.start(self._put(request), f"put-answer-{request.partition}")
+            size_bytes = output_bytes([request]) if request.failure is None else 0
+            if size_bytes > above_bytes:
+                self._outputs.acquire_now(size_bytes)
+                work = self._put(request, size_bytes)
+                self._tasks.start(work, f"put-answer-{request.partition}")
             else:
                 left.append(request)
         return left
@@ -71,7 +88,7 @@ class AnswerClaims:
         """End the thread."""
         self._worker.close()
 
-    async def _put(self, request: Request) -> None:
+    async def _put(self, request: Request, size_bytes: int) -> None:
         if not self._worker.is_started:
             self._worker.start()
         deadline_ms = request.envelope.deadline_ms
@@ -84,6 +101,8 @@ class AnswerClaims:
             request.fail(deadline_exceeded(deadline_ms, late_ms, Stage.RESPONDER))
         except ClaimUnavailable as error:
             request.fail(Failure(Code.INTERNAL, str(error), Stage.RESPONDER))
+        finally:
+            self._outputs.release(size_bytes)
         if request.failure is not None:
             request.outputs = None
         await self._finish(request)

@@ -93,6 +93,7 @@ class ResponderService:
                 self._answer_stored,
                 self._tasks,
                 instruments.clock,
+                tuning,
             )
 
     def _make_answers(
@@ -139,8 +140,9 @@ class ResponderService:
         return self._writers.writer()
 
     def is_full(self) -> bool:
-        """Return True while too many answers are not acknowledged."""
-        return not self._answers.has_room()
+        """Return True while too many answers are not acknowledged, or not in their store."""
+        claims = self._claims
+        return not self._answers.has_room() or (claims is not None and not claims.has_room())
 
     def send_nowait(self, chunk: list[Request]) -> None:
         """See `headrace.transport.channels.Outlet`."""
@@ -148,8 +150,10 @@ class ResponderService:
 
     async def send(self, chunk: list[Request]) -> None:
         """See `headrace.transport.channels.Outlet`."""
-        if self.is_full():
+        while self.is_full():
             await self._answers.wait_for_room()
+            if self._claims is not None:
+                await self._claims.wait_for_room()
         unanswered, repeated = self._select(chunk)
         if (
             repeated

@@ -381,6 +381,32 @@ async def test_large_answers_are_put_into_store(
     assert read(small, 1) == "ok"
 
 
+async def test_answers_that_wait_for_a_slow_store_are_bounded_in_bytes(tmp_path: Path) -> None:
+    """Small requests may have large answers; those over the bound are not made yet."""
+    count = 24
+    async with StandInStore() as store:
+        settings = claiming(
+            tmp_path,
+            store,
+            claims={"concurrency": 100},
+            answers={"claim_store": f"{store.url}/out", "claim_above_bytes": 1000},
+        )
+        tuning = replace(QUICK, responder=replace(QUICK.responder, max_stored_answer_bytes=5000))
+        log = await log_for(settings)
+        store.pause_s = 0.02
+        value = encode_request(MSGPACK, "digits", {"pixels": np.ones((100, 64), np.float32)})
+        async with (
+            serving(settings, log, TOGETHER, tuning),
+            RpcClient(log, settings) as client,
+        ):
+            calls = [client.call(NewRecord(None, value)) for _ in range(count)]
+            answers = await asyncio.gather(*calls)
+
+    assert all("x-claim" in dict(answer.headers) for answer in answers)
+    assert len(store.requests) == count
+    assert store.most_writes < count / 2
+
+
 async def test_answer_that_cannot_be_put_is_an_error(tmp_path: Path) -> None:
     """Retriable after the time for one object; other answers do not wait for it."""
     async with StandInStore() as store:

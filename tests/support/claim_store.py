@@ -25,7 +25,7 @@ class StandInStore:
         forgets: beginning of the paths whose objects are not kept when they are put.
         held: set to let reads go on that `holds` stops before their last bytes.
         sent_bytes: bytes of objects that were sent.
-        most_reads: most reads that were in progress together.
+        most_reads, most_writes: most that were in progress together.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,7 @@ class StandInStore:
         self.away_after: dict[str, int] = {}
         self.sent_bytes = 0
         self.reads = self.most_reads = 0
+        self.writes = self.most_writes = 0
         self.redirects: dict[str, str] = {}
         self.lengths: dict[str, int | None] = {}
         self.cut: set[str] = set()
@@ -122,6 +123,10 @@ class StandInStore:
     async def _put(self, request: web.Request) -> web.Response:
         self.requests.append(f"PUT {request.path}")
         content = await request.read()
+        self.writes += 1
+        self.most_writes = max(self.most_writes, self.writes)
+        await asyncio.sleep(self.pause_s)
+        self.writes -= 1
         if self.failures_left:
             self.failures_left -= 1
             return web.Response(status=503)

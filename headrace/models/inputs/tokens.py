@@ -53,7 +53,7 @@ class _Library(Protocol):
 
     Attributes:
         pad_id: id that fills rows; 0 if the tokenizer has none.
-        size: number of ids.
+        size: one more than the largest id.
     """
 
     pad_id: int
@@ -176,6 +176,7 @@ class Tokens:
             return [(_Row(_decode(payload)), "payload")]
         if content_type in JSON_LINES:
             lines = [line for line in payload.split(b"\n") if line.strip()]
+            self._check_count(len(lines))  # before each costs more than its bytes
             found = [_parse(line, f"line {number}") for number, line in enumerate(lines)]
         elif content_type == JSON or content_type.endswith("+json"):
             parsed = _parse(payload, "payload")
@@ -187,14 +188,17 @@ class Tokens:
                 expected=f"one of {TEXT}, {JSON}, {', '.join(sorted(JSON_LINES))}",
                 got=content_type or "none",
             )
-        if not 1 <= len(found) <= self._config.max_rows:
-            code = Code.TOO_LARGE if found else Code.INVALID_REQUEST
-            expected = f"1 to max_rows = {self._config.max_rows} texts"
-            raise Rejected.mismatch(code, "payload", expected=expected, got=str(len(found)))
+        self._check_count(len(found))
         return [
             (self._make_row(value, f"rows[{number}]"), f"rows[{number}]")
             for number, value in enumerate(found)
         ]
+
+    def _check_count(self, count: int) -> None:
+        if not 1 <= count <= self._config.max_rows:
+            code = Code.TOO_LARGE if count else Code.INVALID_REQUEST
+            expected = f"1 to max_rows = {self._config.max_rows} texts"
+            raise Rejected.mismatch(code, "payload", expected=expected, got=str(count))
 
     def _make_row(self, value: Any, where: str) -> _Row:
         """Return the row in a string, or in an object with the named fields."""
@@ -309,7 +313,8 @@ class _Tokenizer:
     def __init__(self, library: Any, content: bytes, config: TokensTransform) -> None:
         self._tokenizer = library.Tokenizer.from_buffer(content)
         self.pad_id = int((self._tokenizer.padding or {}).get("pad_id", 0))
-        self.size = int(self._tokenizer.get_vocab_size())
+        # Not the number of ids: there may be unused ones between them.
+        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         if config.truncate:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,41 @@ async def test_objects_are_fetched_concurrently_up_to_limit() -> None:
         assert [each.result() for each in fetches] == [CONTENT] * 10
 
     assert store.most_reads == 4
+
+
+async def test_store_that_hangs_takes_no_slot_of_another() -> None:
+    """Each store has its own."""
+    async with StandInStore() as slow, StandInStore() as store:
+        settings = ClaimSettings(allowed=(slow.url, store.url), concurrency=1)
+        stuck, header = slow.put("/a", CONTENT), store.put("/a", CONTENT)
+        slow.holds = True
+        async with ClaimFetcher(settings, QUICK) as fetcher, asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(fetcher.fetch(fetcher.read_claim(stuck)))
+            await eventually(lambda: slow.reads == 1, what="the slow store sends")
+            assert await fetcher.fetch(fetcher.read_claim(header)) == CONTENT
+            assert not waiting.done()
+            slow.held.set()
+
+
+async def test_object_store_that_falls_silent_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the time for silence, and not after the time that the library has for all bytes."""
+    async with StandInStore() as store:
+        use_s3(monkeypatch, store)
+        store.objects["/bucket/a"] = CONTENT
+        header = write_claim(describe_claim("s3://bucket/a", CONTENT))
+        store.holds = True
+        settings = ClaimSettings(allowed=("s3://bucket",))
+        impatient = replace(QUICK, read_timeout_s=0.1)
+        async with ClaimFetcher(settings, impatient) as fetcher, asyncio.TaskGroup() as tasks:
+            fetching = tasks.create_task(fetcher.fetch(fetcher.read_claim(header)))
+            await eventually(lambda: len(store.requests) > 1, what="it is asked again")
+            store.held.set()
+            assert await fetching == CONTENT
+
+
+async def test_empty_object_is_fetched() -> None:
+    """Its claim says 0 bytes."""
+    async with StandInStore() as store:
+        assert await fetched(store.put("/a", b""), store.url) == b""

@@ -269,6 +269,19 @@ def test_too_many_rows_are_too_large(directory: Path) -> None:
     """Before any of them is split."""
     error = refusal(tokens_of(directory), json.dumps(["a"] * 65).encode(), "application/json")
     assert (error.code, error.message.endswith("got 65")) == (Code.TOO_LARGE, True)
+    lines = refusal(tokens_of(directory), b"{no JSON\n" * 100_000, "application/x-ndjson")
+    assert (lines.code, lines.message.endswith("got 100000")) == (Code.TOO_LARGE, True)
+
+
+def test_ids_behind_unused_ones_are_decoded(directory: Path, tmp_path: Path) -> None:
+    """The largest id may be larger than the number of ids."""
+    content = json.loads((directory / "tokenizer.json").read_text())
+    far = {"id": 5000, "content": "far", "single_word": False, "lstrip": False, "rstrip": False}
+    content["added_tokens"].append({**far, "normalized": False, "special": False})
+    content["model"]["vocab"]["far"] = 5000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    decoder = TokenDecoder(TokensTransform(), tmp_path)
+    assert decoder.decode(np.array([[5000, 4999, 5001]])).tolist() == [b"far"]
 
 
 def test_rows_of_two_lengths_without_a_mask_are_refused(directory: Path) -> None:
