@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import tomllib
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -287,10 +288,10 @@ async def _make_change(settings: Settings, given: Manner, choose: Choose) -> Cha
         )
 
 
-def user_name() -> str:
+def user_name(look_up: Callable[[], str] = getpass.getuser) -> str:
     """Return the name of the user, or `uid-N` in a container that has no name for it."""
     try:
-        return getpass.getuser()
+        return look_up()
     except (KeyError, OSError):  # Python 3.13 raises `OSError`, those before `KeyError`
         return f"uid-{os.getuid()}"
 

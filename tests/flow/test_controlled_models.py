@@ -52,6 +52,7 @@ from tests.support.conditions import eventually
 from tests.support.gateways import pipeline_with_doors
 from tests.support.models import add_version, digits
 from tests.support.pipelines import log_for, serving
+from tests.support.python_models import GATE
 
 VERSIONS = ("1", "2", "3", "4")
 NAMES = ("digits", "digits@stable", "digits@canary")
@@ -98,6 +99,11 @@ class Operator:
     def shown(self, metric: str, labels: dict[str, str] | None = None) -> float | None:
         """A metric of the first process."""
         return self._pipelines[0].metrics.registry.get_sample_value(metric, labels)
+
+    def models_of(self, name: str) -> list[dict[str, Any]]:
+        """What the status of the first process says about the versions of a model."""
+        entries = self._pipelines[0].state.status()["models"]
+        return [each for each in entries if each["name"] == name]
 
     def model_entry(self, version: str) -> dict[str, Any]:
         """What the status of the first process says about a version."""
@@ -510,6 +516,24 @@ def use_unknown_operator(directory: Path, keys: Keys) -> None:
     rewrite(directory, model, keys.trusted)
 
 
+def need_too_much_memory(directory: Path, keys: Keys) -> None:
+    """Each run makes a tensor of 4 PB, which its golden sample shows before it serves."""
+    model = digits(2)
+    output = model.graph.output[0].name
+    for node in model.graph.node:
+        node.output[:] = ["computed" if each == output else each for each in node.output]
+    model.graph.initializer.append(helper.make_tensor("size", onnx.TensorProto.INT64, [1], [2**50]))
+    model.graph.node.extend(
+        [
+            helper.make_node("ConstantOfShape", ["size"], ["large"]),
+            helper.make_node("ReduceSum", ["large"], ["sum"], keepdims=0),
+            helper.make_node("Add", ["computed", "sum"], [output]),
+        ]
+    )
+    onnx.save(model, directory / "model.onnx")
+    expect_other_outputs(directory, keys)
+
+
 BAD = {
     "garbage": (make_garbage, "expected an ONNX model"),
     "signed-by-other": (
@@ -522,6 +546,7 @@ BAD = {
     "other-inputs": (rename_input, "input image: expected none of this name"),
     "other-outputs": (expect_other_outputs, "one.npz: scores: expected a difference of at most"),
     "fails-to-load": (use_unknown_operator, "is not a registered function/op"),
+    "too-large": (need_too_much_memory, "Failed to allocate memory"),
 }
 
 
@@ -560,3 +585,48 @@ async def test_bad_version_never_serves_and_its_reason_is_shown(
     assert (shown["state"], reason in shown["reason"]) == ("failed", True)
     assert (failed, counted) == (1, 1)
     assert any(reason in str(line) for line in lines if line["event"] == "model.failed")
+
+
+HANGING = """
+import numpy as np
+from tests.support.python_models import GATE
+
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+
+    def load(self):
+        %s
+
+    def run(self, inputs):
+        return {"y": inputs["x"] * %d}
+"""
+
+
+async def test_version_that_hangs_at_load_never_serves_and_delays_nobody(tmp_path: Path) -> None:
+    """It fails at `max_load_s`; meanwhile and afterwards the old one answers."""
+    for number, code in ((1, "pass"), (2, "GATE.wait()")):
+        (tmp_path / "slow" / str(number)).mkdir(parents=True)
+        (tmp_path / "slow" / str(number) / "model.py").write_text(HANGING % (code, number))
+    config = 'backend = "python"\nprobe = false\nmax_load_s = 0.5\n'
+    (tmp_path / "slow" / "model.toml").write_text(config)
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    GATE.clear()
+    try:
+        async with deployment(settings, log, 1) as (operator, client):
+            await operator.change(load("slow", "1"))
+            await operator.change(load("slow", "2"), wait=False)
+            await operator.change(set_default("slow", "2"), wait=False)
+            ones = {"x": np.ones((1, 1), np.float32)}
+            before = await client.infer("slow", ones)
+            await eventually(
+                lambda: "max_load_s" in "".join(operator.unready()), what="the time limit"
+            )
+            after = await client.infer("slow", ones)
+            state = [each["state"] for each in operator.models_of("slow") if each["version"] == "2"]
+    finally:
+        GATE.set()
+    assert [each.model_version for each in (before, after)] == ["1", "1"]
+    assert state == ["failed"]
