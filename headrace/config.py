@@ -419,7 +419,7 @@ class AnswerSettings(_Section):
 
 
 class AccessSettings(_Section):
-    """Who may connect to a server of this process, and who may call what (docs/http.md)."""
+    """Access to the servers of this process: TLS, logins and their rights (docs/http.md)."""
 
     section: ClassVar[str]
     """Name of the settings' section, for errors."""

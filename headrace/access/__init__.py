@@ -1,1 +1,1 @@
-"""Who may connect and call: TLS, logins, what they open, and the limits of each caller."""
+"""Access of callers: TLS, logins, what each login opens, and the limits of each caller."""

@@ -1,4 +1,4 @@
-"""Who may call what, and how much: logins by keys, tokens or certificates, the groups of methods
+"""Rights and limits of callers: logins by keys, tokens or certificates, the groups of methods
 that each login opens, and limits.
 
 A key is a random text that its caller sends with each call; the server's file holds only its
@@ -54,7 +54,7 @@ class Denied(Rejected):
 
 
 class Credentials(NamedTuple):
-    """What a call shows of its caller; each is empty if absent.
+    """Credentials that came with a call; each is empty if absent.
 
     Attributes:
         authorization: value of the header `Authorization`.

@@ -47,7 +47,7 @@ NO_LIMITS = Limits()
 
 
 class CallerUsage:
-    """What one caller has under way, and the tokens that it has left.
+    """Requests of one caller in progress, and the tokens that it has left.
 
     Attributes:
         requests: under way.

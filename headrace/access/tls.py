@@ -18,7 +18,7 @@ from headrace.errors import ConfigurationError
 
 
 class Identity(NamedTuple):
-    """What a server shows of itself, and whom it believes.
+    """Certificate and key of a server, and the authorities that it trusts.
 
     Attributes:
         certificate: the chain, in PEM.

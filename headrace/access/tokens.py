@@ -51,7 +51,7 @@ _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionEr
 
 
 class Claims(NamedTuple):
-    """What a token says of its caller.
+    """Claims of a token about its caller.
 
     Attributes:
         tenant: of its requests.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Replicas(NamedTuple):
-    """What runs several times.
+    """A command that runs in several processes.
 
     Attributes:
         option: of the command line that asked for several, for errors.

@@ -236,7 +236,7 @@ def command(
 
 
 class _Login(NamedTuple):
-    """What the processes are shown, and which of their certificates are believed."""
+    """Login for the processes, and the authorities trusted to sign their certificates."""
 
     headers: dict[str, str]
     context: ssl.SSLContext

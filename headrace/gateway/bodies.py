@@ -81,7 +81,7 @@ class Done(TypedDict):
 
 
 class IndexOptions(msgspec.Struct):
-    """What the index is to list; Triton gives meaning to nothing else in this body."""
+    """Options of a request for the index; Triton gives no meaning to other fields of this body."""
 
     ready: bool = False
 

@@ -1,4 +1,4 @@
-"""What the doors of a gateway share: the client of the log, limits, errors, and the drain."""
+"""Parts that the doors of a gateway share: the client of the log, limits, errors, and the drain."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ _TAGS = ("inference", "models", "health", "repository", "v1", "shared memory")
 
 
 class Operation(NamedTuple):
-    """What one method and path do.
+    """Description of one method and path.
 
     Attributes:
         tag: one of `_TAGS`.

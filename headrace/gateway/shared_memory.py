@@ -43,7 +43,7 @@ class RegionStatus(TypedDict):
 
 
 class Place(NamedTuple):
-    """Where a tensor is: bytes of a region, from an offset."""
+    """Place of a tensor: bytes of a region, from an offset."""
 
     region: str
     offset: int

@@ -75,7 +75,7 @@ class _Runs:
 
 @dataclass(slots=True)
 class _Version:
-    """What was counted of one version of a model."""
+    """Counts of one version of a model."""
 
     last_inference_ms: int = 0
     inferences: int = 0

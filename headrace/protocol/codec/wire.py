@@ -717,7 +717,7 @@ def _set_summaries(requests: Sequence[Request], record: WireChunk) -> None:
 
 
 class _Layout(NamedTuple):
-    """Where the part of each request in a chunk's payload begins, its size, and its value's."""
+    """Offset and size of each request's part in a chunk's payload, and the size of its value."""
 
     payload: memoryview
     bases: Sequence[int]

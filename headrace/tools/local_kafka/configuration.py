@@ -225,7 +225,7 @@ class ClusterDirectory:
 
     @property
     def written_class_archive(self) -> Path:
-        """Where node 1 writes its class archive when it ends, if there was none."""
+        """Path to which node 1 writes its class archive when it ends, if it was started without."""
         return self.node_path(1) / "classes.jsa"
 
     def _cluster_id(self) -> str:
