@@ -407,6 +407,33 @@ async def test_answers_that_wait_for_a_slow_store_are_bounded_in_bytes(tmp_path:
     assert store.most_writes < count / 2
 
 
+async def test_small_answer_does_not_overtake_large_one_of_its_key(tmp_path: Path) -> None:
+    """It waits for the store too, where answers are in order."""
+    async with StandInStore() as store:
+        settings = claiming(
+            tmp_path,
+            store,
+            delivery={"order": "key"},
+            answers={"claim_store": f"{store.url}/out", "claim_above_bytes": 1000},
+        )
+        log = await log_for(settings)
+        store.pause_s = 0.05
+        caller = Caller(settings, log)
+        values = [
+            encode_request(MSGPACK, "digits", {"pixels": np.ones((rows, 64), np.float32)})
+            for rows in (100, 1, 100, 1)
+        ]
+        async with serving(settings, log, TOGETHER, QUICK), RpcClient(log, settings) as client:
+            await asyncio.gather(*[client.call(NewRecord(b"key", each)) for each in values])
+        answers = await caller.answers()
+
+    offsets = [
+        int((dict(each.headers)["x-request"] or b"").rpartition(b"/")[2]) for each in answers
+    ]
+    assert offsets == [0, 1, 2, 3]
+    assert ["x-claim" in dict(each.headers) for each in answers] == [True, False, True, False]
+
+
 async def test_answer_that_cannot_be_put_is_an_error(tmp_path: Path) -> None:
     """Retriable after the time for one object; other answers do not wait for it."""
     async with StandInStore() as store:
