@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from pydantic import (
     AfterValidator,
@@ -445,6 +445,10 @@ class AccessSettings(_Section):
     """
 
 
+ForwardedHeader: TypeAlias = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,99}$")]
+"""The name of a header, in lower case."""
+
+
 class GatewaySettings(AccessSettings):
     """Inference for clients that do not speak Kafka (docs/http.md, docs/grpc.md)."""
 
@@ -491,6 +495,10 @@ class GatewaySettings(AccessSettings):
     """Time from the head of an HTTP request to the end of its body."""
     idle_timeout_s: Timeout = 75.0
     """Time for which a connection is kept open without a request."""
+    forward_headers: Annotated[tuple[ForwardedHeader, ...], Field(max_length=32)] = ()
+    """Headers of callers, or metadata over gRPC, that the records of their requests get as well,
+    such as `x-request-id`; none of Headrace's own and no credentials.
+    """
     shared_memory: Annotated[str, Field(pattern=r"^(off|/[A-Za-z0-9._-]{1,100})$")] = "off"
     """Prefix of the shared memory objects that callers may have tensors in, such as `/headrace_`;
     only objects of this process' user; `off` for none.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -18,16 +18,16 @@ from headrace.access.tls import open_certificates
 from headrace.access.watched import Watched
 from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout, Response
 from headrace.config import GatewaySettings, Settings
-from headrace.errors import Code, Rejected, Retriable
+from headrace.errors import Code, ConfigurationError, Rejected, Retriable
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
 from headrace.gateway.conversions import Conversions
 from headrace.gateway.shared_memory import RegionAccess, Regions
-from headrace.gateway.spans import ServerSpans
+from headrace.gateway.spans import ServerSpan, ServerSpans
 from headrace.gateway.statistics import Statistics
 from headrace.log.port import Log
 from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
-from headrace.protocol.headers import MAX_PRIORITY
+from headrace.protocol.headers import MAX_HEADER_BYTES, MAX_PRIORITY, OWN_HEADERS, HeaderName
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
 from headrace.telemetry.http_listener import Connections
@@ -164,6 +164,19 @@ class UnderWay:
             await asyncio.sleep(silence_s)
 
 
+_CREDENTIALS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
+_NOT_FORWARDED = OWN_HEADERS | _CREDENTIALS
+_NOT_FORWARDED_PREFIXES = ("content-", "grpc-", "x-replay-")
+
+
+def _check_forwarded(names: Iterable[str]) -> None:
+    """Raise `ConfigurationError` for headers that callers must not give a record."""
+    for name in names:
+        if name in _NOT_FORWARDED or name.startswith(_NOT_FORWARDED_PREFIXES):
+            expected = "neither headers of Headrace and of bodies nor credentials"
+            raise ConfigurationError(f"gateway.forward_headers: expected {expected}, got {name!r}")
+
+
 class Gateway:
     """The client of the log that all doors of a process share; entering opens it.
 
@@ -200,6 +213,7 @@ class Gateway:
         tuning: GatewayTuning = TUNING.gateway,
     ) -> None:
         self.settings: GatewaySettings = settings.gateway
+        _check_forwarded(self.settings.forward_headers)
         self.models = models
         self.repository = repository or RepositoryIndex(models, settings.models.mode)
         self.health = health
@@ -289,6 +303,39 @@ class Gateway:
         """
         timeout_s = min(given_s, default=self.settings.timeout_ms / 1e3)
         return Urgency(min(timeout_s, MAX_TIMEOUT_MS / 1e3), priority or 0)
+
+    def record_headers(
+        self,
+        span: ServerSpan,
+        caller: Caller | None,
+        given: Callable[[str], str | bytes | None],
+    ) -> list[tuple[str, bytes]]:
+        """Return the headers of a request's record: the trace, the caller as its tenant, and those
+        of the caller that `gateway.forward_headers` names.
+
+        Args:
+            span: of the request.
+            caller: who sends it; None if all callers are alike.
+            given: returns a header of the caller by its name in lower case; None if it has none.
+
+        Raises:
+            Rejected: a forwarded header is too long.
+        """
+        headers = span.headers
+        if caller is not None and caller.tenant:
+            headers = [*headers, (HeaderName.TENANT, caller.tenant.encode())]
+        for name in self.settings.forward_headers:
+            value = given(name)
+            if value is None:
+                continue
+            content = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+            if len(content) > MAX_HEADER_BYTES:
+                expected, got = f"at most {MAX_HEADER_BYTES} bytes", str(len(content))
+                raise Rejected.mismatch(
+                    Code.INVALID_REQUEST, f"header {name}", expected=expected, got=got
+                )
+            headers = [*headers, (name, content)]
+        return headers
 
     async def infer(
         self,

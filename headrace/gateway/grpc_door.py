@@ -332,9 +332,7 @@ class GrpcDoor:
                 priority = _text(found.get(HeaderName.PRIORITY))
                 urgency = gateway.urgency(given_s, read_priority(HeaderName.PRIORITY, priority))
                 model, version = request.model_name, request.model_version or None
-                headers = span.headers
-                if caller is not None and caller.tenant:
-                    headers = [*headers, (HeaderName.TENANT, caller.tenant.encode())]
+                headers = gateway.record_headers(span, caller, found.get)
                 answer = await gateway.infer(model, version, call, urgency, headers)
                 span.answered(answer)
                 encoded = await conversions.run(

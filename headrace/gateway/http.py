@@ -331,7 +331,7 @@ class HttpDoor:
                     body,
                     content_type,
                     self._urgency(request),
-                    _headers(request, span),
+                    self._record_headers(request, span),
                 )
             else:
                 if json_bytes == 0:
@@ -342,7 +342,9 @@ class HttpDoor:
                         takes_long=conversions.decoding_takes_long(body, json_bytes),
                     )
                 urgency = self._urgency(request, call.timeout_us)
-                answer = await gateway.infer(model, version, call, urgency, _headers(request, span))
+                answer = await gateway.infer(
+                    model, version, call, urgency, self._record_headers(request, span)
+                )
             span.answered(answer)
             body, json_bytes = await conversions.run(
                 partial(encode_answer, answer, call, regions),
@@ -365,7 +367,7 @@ class HttpDoor:
             )
             urgency = self._urgency(request)
             answer = await gateway.infer(
-                model, version, predict.call, urgency, _headers(request, span)
+                model, version, predict.call, urgency, self._record_headers(request, span)
             )
             span.answered(answer)
             answered = await conversions.run(
@@ -536,6 +538,12 @@ class HttpDoor:
         error = f"{request.path} is not supported: {reason}"
         return _json_response(ErrorBody(error=error), 501)
 
+    def _record_headers(self, request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
+        def given(name: str) -> str | None:
+            return ", ".join(request.headers.getall(name, ())) if name in request.headers else None
+
+        return self._gateway.record_headers(span, request.get(_CALLER), given)
+
     def _find_version(self, request: web.Request) -> ModelVersion:
         path = request.match_info
         return self._gateway.models.lookup(path["model"], path.get("version"))
@@ -563,14 +571,6 @@ def _changes_models(request: web.Request) -> bool:
     resource = request.match_info.route.resource
     path = "" if resource is None else resource.canonical
     return "/repository/models/" in path
-
-
-def _headers(request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
-    """Return the headers of the request's record: its trace, and its caller as the tenant."""
-    caller = request.get(_CALLER)
-    if caller is None or not caller.tenant:
-        return span.headers
-    return [*span.headers, (HeaderName.TENANT, caller.tenant.encode())]
 
 
 # --- headers and codings ------------------------------------------------------------------------

@@ -72,6 +72,11 @@ class HeaderName:
     """Identity of the dead letter that was copied."""
 
 
+OWN_HEADERS = frozenset(
+    value.lower() for name, value in vars(HeaderName).items() if not name.startswith("_")
+)
+"""All of `HeaderName`, in lower case."""
+
 MSGPACK: Final = "application/msgpack"
 JSON: Final = "application/json"
 MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/x-msgpack"})

@@ -267,6 +267,13 @@ class Metrics:
             else:
                 self._counted[key] = total
 
+    def gateway_totals(self) -> dict[str, Any]:
+        """Return the totals of a gateway since the start, for `/status`."""
+        return {
+            "ended": self._gateway_requests.totals(),
+            "durations": self._gateway_duration.totals(),
+        }
+
     # --- rare events ----------------------------------------------------------------------------
 
     def dead_letter(self, code: str) -> None:

@@ -157,7 +157,7 @@ class ProcessState:
     def status(self) -> dict[str, Any]:
         """Return the body of `/status`; `docs/health.md` describes its content."""
         health = self.health
-        queue, wanted = self.queue(), self.wanted()
+        queue, wanted, gateway = self.queue(), self.wanted(), self.gateway()
         return {
             "version": __version__,
             **self.identity._asdict(),
@@ -182,6 +182,9 @@ class ProcessState:
             "waiting": None if queue is None else queue._asdict(),
             "models": self.models(),
             "control": None if wanted is None else wanted._asdict(),
+            "gateway": None
+            if gateway is None
+            else {**gateway._asdict(), **self.metrics.gateway_totals()},
             "totals": self.metrics.totals(),
             "last_errors": self.recent_errors.entries(),
         }
@@ -267,8 +270,6 @@ class StateGauges(Collector):
         yield self._suppressed_counter()
         gateway = self._state.gateway()
         if gateway is not None:
-            yield _gauge("gateway_in_flight_requests", [((), gateway.requests)])
-            yield _gauge("gateway_in_flight_bytes", [((), gateway.size_bytes)])
             yield from _gateway_metrics(gateway)
 
     def _process_gauges(self) -> Iterator[GaugeMetricFamily]:

@@ -499,6 +499,36 @@ async def test_trace_context_of_http_caller_reaches_request(repository: Path) ->
     assert ("traceparent", parent.encode()) in record.headers
 
 
+async def test_only_named_headers_of_http_caller_reach_request(repository: Path) -> None:
+    """The record has those of `gateway.forward_headers`, joined if a name comes twice, alone."""
+    given = [("X-Request-Id", "seven"), ("Baggage", "a=1"), ("Baggage", "b=2"), ("X-Other", "0")]
+    names = ["x-request-id", "baggage", "x-missing"]
+    async with gateway_of(repository, forward_headers=names) as served:
+        reader = served.log.reader([TopicPartition("headrace.requests", n) for n in range(4)])
+        async with reader:
+            await served.infer("digits", {"inputs": [PIXELS]}, headers=given)
+            (record,) = await read(reader, 1)
+        long = await served.infer("digits", {"inputs": [PIXELS]}, headers={"Baggage": "x" * 513})
+
+    assert ("x-request-id", b"seven") in record.headers
+    assert ("baggage", b"a=1, b=2") in record.headers
+    assert not {"x-other", "x-missing"} & {name for name, _ in record.headers}
+    assert long.status == 400
+    assert long.json["error"].endswith("header baggage: expected at most 512 bytes, got 513")
+
+
+@pytest.mark.parametrize(
+    "name", ["authorization", "x-tenant", "x-claim", "content-type", "X-Upper", "kafka_replyTopic"]
+)
+async def test_header_that_is_not_callers_to_forward_is_refused(
+    repository: Path, name: str
+) -> None:
+    """Neither credentials nor Headrace's own headers; names are in lower case."""
+    with pytest.raises(ConfigurationError, match=r"gateway\.forward_headers"):
+        async with gateway_of(repository, forward_headers=[name]):
+            pass
+
+
 async def test_every_datatype_survives_http_round_trip(tmp_path: Path) -> None:
     """Binary rows of zeros and ones, or of texts, pass models that change nothing."""
     for datatype in DATATYPES:

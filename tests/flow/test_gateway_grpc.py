@@ -295,6 +295,21 @@ async def test_trace_context_and_priority_of_caller_are_requests(repository: Pat
     assert "x-tenant" not in [name for name, _ in record.headers]
 
 
+async def test_only_named_metadata_of_caller_reach_request(repository: Path) -> None:
+    """The record has the entries of `gateway.forward_headers`, binary ones as their bytes."""
+    given = (("x-request-id", "seven"), ("trail-bin", b"\x00\xff"), ("x-other", "0"))
+    names = ["x-request-id", "trail-bin"]
+    async with caller_of(repository, forward_headers=names) as (served, caller):
+        reader = served.log.reader([TopicPartition("headrace.requests", n) for n in range(4)])
+        async with reader:
+            await caller.infer(pixels(), metadata=given)
+            (record,) = await read(reader, 1)
+
+    assert ("x-request-id", b"seven") in record.headers
+    assert ("trail-bin", b"\x00\xff") in record.headers
+    assert "x-other" not in [name for name, _ in record.headers]
+
+
 async def test_stream_answers_each_request_in_their_order(repository: Path) -> None:
     """An error is the answer to its request alone: the stream stays open."""
     async with caller_of(repository) as (_, caller):

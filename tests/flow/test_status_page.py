@@ -6,7 +6,8 @@ import asyncio
 import io
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES, Stage
 from tests.support.browser import browsing
 from tests.support.command_line import Call
+from tests.support.conditions import eventually
+from tests.support.gateways import Served, gateway_of
+from tests.support.models import add_version, digits
 from tests.support.pipelines import Caller, log_for, settings_of
 from tests.support.python_models import add_python_model
 from tests.support.spans import tracing_spans
@@ -54,7 +58,12 @@ NAMES = {
     "activity": ("activities", 0),
     "model": ("models", 0),
     "error": ("last_errors", 0),
+    "gateway": ("gateway",),
+    "end": ("gateway", "ended", 0),
+    "door": ("gateway", "durations", 0),
 }
+GATEWAY = {"gateway", "end", "door"}
+"""Those that only a process with a gateway has."""
 OF_JAVASCRIPT = {"filter", "find", "flatMap", "includes", "map", "replace", "toReversed"}
 
 
@@ -91,16 +100,22 @@ async def shown(
 @asynccontextmanager
 async def served(pipeline: Pipeline) -> AsyncIterator[str]:
     """The address of a pipeline's HTTP server, once it is ready."""
-    async with running(pipeline):
-        server = HttpServer(
-            (HOST, 0),
-            pipeline.health,
-            pipeline.models.catalog,
-            pipeline.metrics.registry,
-            pipeline.state.status,
-        )
-        async with server:
-            yield f"http://{HOST}:{server.port}"
+    async with running(pipeline), page_of(pipeline) as url:
+        yield url
+
+
+@asynccontextmanager
+async def page_of(pipeline: Pipeline) -> AsyncIterator[str]:
+    """The address of the HTTP server of a pipeline that runs."""
+    server = HttpServer(
+        (HOST, 0),
+        pipeline.health,
+        pipeline.models.catalog,
+        pipeline.metrics.registry,
+        pipeline.state.status,
+    )
+    async with server:
+        yield f"http://{HOST}:{server.port}"
 
 
 @asynccontextmanager
@@ -143,11 +158,68 @@ async def test_status_page_reads_only_fields_of_status(settings: Settings) -> No
     log = await log_for(settings)
     async with shown(settings, log) as url, load(settings, log):
         status = await status_of(url)
-    (script,) = re.findall(r"<script>(.*)</script>", load_page().body.decode(), flags=re.DOTALL)
-    read = set(re.findall(rf"(?<![\w.])({'|'.join(NAMES)})((?:\??\.\w+)+)", script))
+    read = fields_read(NAMES.keys() - GATEWAY)
 
     assert len(read) > 60
-    assert [name + path for name, path in sorted(read) if not is_in(status, name, path)] == []
+    assert [name + path for name, path in read if not is_in(status, name, path)] == []
+
+
+async def test_status_page_reads_only_fields_of_gateway(tmp_path: Path) -> None:
+    """The same for the part that a process with a gateway shows."""
+    async with gateway_with_calls(tmp_path) as served, page_of(served.pipeline) as url:
+        status = await status_of(url)
+    read = fields_read(GATEWAY)
+
+    assert len(read) > 8
+    assert [name + path for name, path in read if not is_in(status, name, path)] == []
+    assert {
+        (each["door"], each["status"], each["count"]) for each in status["gateway"]["ended"]
+    } == {
+        ("http", "200", 1),
+        ("http", "404", 1),
+    }
+
+
+async def test_each_series_of_gateway_is_exposed_once(tmp_path: Path) -> None:
+    """A scrape of a process with a gateway names no sample twice."""
+    async with (
+        gateway_with_calls(tmp_path) as served,
+        page_of(served.pipeline) as url,
+        ClientSession(url) as session,
+        session.get("/metrics") as answer,
+    ):
+        text = await answer.text()
+    series = Counter(line.rpartition(" ")[0] for line in text.splitlines() if line[0] != "#")
+
+    assert "headrace_gateway_in_flight_requests" in series
+    assert [name for name, times in series.items() if times > 1] == []
+
+
+@asynccontextmanager
+async def gateway_with_calls(repository: Path) -> AsyncIterator[Served]:
+    """A gateway that has answered a request, and refused one for a model that it does not know."""
+    add_version(repository, "digits", 1, digits())
+    body = {"inputs": [tensor_entry(np.ones((1, 64), np.float32))]}
+    async with gateway_of(repository) as served:
+        statuses = [(await served.infer(model, body)).status for model in ("digits", "none")]
+        assert statuses == [200, 404]
+        yield served
+
+
+def tensor_entry(pixels: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {
+        "name": "pixels",
+        "datatype": "FP32",
+        "shape": list(pixels.shape),
+        "data": pixels.ravel().tolist(),
+    }
+
+
+def fields_read(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return each name of the page's script with the properties that the script takes of it."""
+    (script,) = re.findall(r"<script>(.*)</script>", load_page().body.decode(), flags=re.DOTALL)
+    found = re.findall(rf"(?<![\w.])({'|'.join(names)})((?:\??\.\w+)+)", script)
+    return sorted(set(found))
 
 
 def is_in(status: dict[str, Any], name: str, path: str) -> bool:
@@ -183,6 +255,30 @@ async def test_browser_shows_rates_waits_and_errors(settings: Settings, tmp_path
     assert re.search(r"digits\s+1\s+default\s+ready", models)
     assert MESSAGE in errors
     assert TRACE_ID in errors
+    assert page.complaints == []
+
+
+@pytest.mark.slow
+async def test_browser_shows_rates_of_doors(tmp_path: Path) -> None:
+    """A process with a gateway shows for each door its answers, and those that are not ok."""
+    body = {"inputs": [tensor_entry(np.ones((1, 64), np.float32))]}
+    add_version(tmp_path / "models", "digits", 1, digits())
+    async with (
+        browsing(tmp_path / "profile") as page,
+        gateway_of(tmp_path / "models") as served,
+        page_of(served.pipeline) as url,
+    ):
+        await page.open(f"{url}/")
+        await page.wait_for("!document.getElementById('gateway').hidden")
+
+        async def shows_rates() -> bool:
+            for model in ("digits", "none"):
+                await served.infer(model, body)
+            shown = await page.evaluate("document.getElementById('doors').innerText")
+            return bool(re.search(r"http\s+[\d.]+/s\s+404 [\d.]+/s\s+[\d.]+ (ms|µs)", shown))
+
+        await eventually(shows_rates)
+
     assert page.complaints == []
 
 
