@@ -254,6 +254,7 @@ class ModelCatalog:
                 "batching_off": version.batching_off,
                 "contradiction": version.contradiction,
                 "warm_up_omitted": version.warm_up_omitted,
+                "load_s": version.load_s,
                 "batching": version.verdict and version.verdict.to_dict(),
                 "latency": version.latency.table(),
             }

@@ -59,6 +59,8 @@ class ModelVersion:
         contradiction: between `model.toml` and the verdict; empty otherwise.
         latency: how long its runs take, as observed by this process.
         reason: why it failed; empty otherwise.
+        load_s: how long loading took, from its start until the version was ready; None before that,
+            and in a process without an executor.
         warm_up_omitted: why it was not warmed up, and how to fix that; empty otherwise.
 
     Raises:
@@ -105,6 +107,7 @@ class ModelVersion:
         self.verdict: Verdict | None = None
         self.state = State.LOADING
         self.reason = ""
+        self.load_s: float | None = None
         self.warm_up_omitted = ""
         if self.max_batch_size == 1:
             self.batching_off = "max_batch_size is 1"

@@ -166,6 +166,12 @@ RUNS = (
         "1 for the state that a model version is in, 0 for the others.",
     ),
     MetricSpec(
+        "headrace_model_load_seconds",
+        "gauge",
+        _MODEL,
+        "Time to load a version that is loaded: all instances, the probe and the warm-up.",
+    ),
+    MetricSpec(
         "headrace_control_generation",
         "gauge",
         (),
@@ -238,13 +244,13 @@ ENDS = (
     MetricSpec(
         "headrace_transform_duration_seconds",
         "histogram",
-        _MODEL,
+        ("model",),
         "Time of a transform worker for one payload, with all attempts.",
     ),
     MetricSpec(
         "headrace_transform_bytes",
         "counter",
-        _MODEL,
+        ("model",),
         "Bytes of inputs that transform workers made.",
     ),
     MetricSpec(

@@ -267,6 +267,13 @@ class StateGauges(Collector):
         yield from self._process_gauges()
         yield self._device_gauge()
         yield self._model_gauge()
+        yield _gauge(
+            "model_load_seconds",
+            [
+                ((entry["name"], entry["version"]), entry.get("load_s"))
+                for entry in self._state.models()
+            ],
+        )
         yield self._suppressed_counter()
         gateway = self._state.gateway()
         if gateway is not None:

@@ -8,6 +8,7 @@ in `worker`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import cache, partial
@@ -116,6 +117,7 @@ class ExecutorService:
     ) -> None:
         """Load a version, run its instances, and unload it."""
         name = f"{version.name}-{version.version}"
+        began_s = time.monotonic()
         try:
             async with AsyncExitStack() as stack:
                 loader = BackendLoader(version, self._models.cores)
@@ -126,6 +128,7 @@ class ExecutorService:
                     )
                     for number in range(len(consumers))
                 ]
+                version.load_s = time.monotonic() - began_s
                 self._models.mark_ready(version, loader.verdict)
                 log_ready(version)
                 self._note_loaded(version)

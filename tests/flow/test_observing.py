@@ -154,6 +154,7 @@ async def test_each_request_is_counted_once_in_every_metric(settings: Settings) 
         await eventually(lambda: value("headrace_requests_total", refused) == 1)
         assert value("headrace_requests_total", ok) == 50
         assert value("headrace_rows_total", {"model": "digits", "version": "1"}) == 50
+        assert (value("headrace_model_load_seconds", digits_1) or 0) > 0
         for name in ("request_duration", "log_wait", "queue_wait", "answer_duration"):
             assert value(f"headrace_{name}_seconds_count", digits_1) == 50, name
 

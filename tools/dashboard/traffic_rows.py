@@ -214,6 +214,17 @@ BATCHES = Row(
             width=16,
         ),
         Panel(
+            "Time to load",
+            "Of each loaded version, in the process where it took longest.",
+            "s",
+            (
+                Query(
+                    worst("headrace_model_load_seconds", "model, version"),
+                    "{{model}}/{{version}}",
+                ),
+            ),
+        ),
+        Panel(
             "Last change of models that was read",
             "Where models.mode is explicit. All processes should show the same.",
             "none",

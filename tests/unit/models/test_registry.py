@@ -182,6 +182,7 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
         "batching_off": "",
         "contradiction": "",
         "warm_up_omitted": "",
+        "load_s": None,
         "batching": None,
     }
 

@@ -206,3 +206,13 @@ def test_failed_commit_is_timed_and_counted(
     assert value("headrace_commit_duration_seconds_count") == 1
     assert value("headrace_commit_failures_total", {"reason": reason}) == 1
     assert value("headrace_retries_total", {"operation": "commit"}) == 1
+
+
+def test_transform_metrics_are_counted_by_model_alone(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    """A scrape fails where a series has other labels than its family."""
+    metrics.transformed("digits", 0.5, 7)
+    value = registry.get_sample_value
+    assert value("headrace_transform_bytes_total", {"model": "digits"}) == 7
+    assert value("headrace_transform_duration_seconds_count", {"model": "digits"}) == 1
