@@ -54,7 +54,7 @@ $(STAMP): pyproject.toml $(LOCK)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK) --upgrade pip
 	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check \
 	  --constraint $(LOCK) --build-constraint $(LOCK) \
-	  --editable '.[avro,claims,cpu,demo,extensions,image,jwt,local-kafka,report,store,text]' --group test --group lint
+	  --editable '.[audio,avro,claims,cpu,demo,extensions,image,jwt,local-kafka,report,store,text]' --group test --group lint
 	@touch $@
 	@echo "setup: done"
 

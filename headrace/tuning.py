@@ -416,6 +416,12 @@ class ModelTuning:
     """Most chunks, segments, fields or strips of an image file: each of them costs a look."""
     image_resized_pixels: int = 16_777_216
     """Pixels to which any image may be resized, 4 bytes each; beyond it, `max_pixels` counts."""
+    sound_parts: int = 65_536
+    """Most chunks, blocks or pages of a sound file: each of them costs a look."""
+    sound_block_samples: int = 65_536
+    """Samples that are decoded at once, over all channels."""
+    mel_columns: int = 256
+    """Columns of a spectrum that are made at once, which bounds the memory beside the result."""
     image_scans: int = 64
     """Most scans of a JPEG, each of which is a pass over all pixels; tools write about ten."""
 

@@ -19,7 +19,7 @@ trap 'rm -rf "$scratch"' EXIT
 "$python" -m venv "$scratch/venv"
 pip() { "$scratch/venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 pip install --quiet --upgrade pip
-pip install --quiet --editable '.[avro,claims,cpu,demo,extensions,image,jwt,local-kafka,report,store,text]' --group test --group lint --group train
+pip install --quiet --editable '.[audio,avro,claims,cpu,demo,extensions,image,jwt,local-kafka,report,store,text]' --group test --group lint --group train
 {
   echo "# Constraints: the versions that setup and CI install. Written by 'make lock'."
   pip freeze --all --exclude-editable | grep -v -i -E '^(setuptools|wheel)=='

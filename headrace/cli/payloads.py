@@ -17,8 +17,12 @@ SAMPLES = "samples"
 _CONTENT_TYPES = {
     ".avro": "avro/binary",
     ".binpb": "application/x-protobuf",
+    ".flac": "audio/flac",
     ".jsonl": "application/x-ndjson",
     ".ndjson": "application/x-ndjson",
+    ".oga": "audio/ogg",
+    ".ogg": "audio/ogg",
+    ".opus": "audio/ogg",
     ".pb": "application/x-protobuf",
 }
 """Content types by suffix that Python does not know."""

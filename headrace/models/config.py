@@ -38,7 +38,7 @@ from headrace.config import (
 )
 from headrace.errors import ConfigurationError
 from headrace.models import triton_config
-from headrace.models.media_config import ImageTransform, TokensTransform
+from headrace.models.media_config import ImageTransform, SoundTransform, TokensTransform
 from headrace.models.signature import TensorSpec
 from headrace.protocol.messages import MAX_RANK
 from headrace.protocol.tensors import DATATYPES
@@ -221,6 +221,7 @@ class TransformTable(_Group):
     record: RecordTransform | None = None
     image: ImageTransform | None = None
     tokens: TokensTransform | None = None
+    sound: SoundTransform | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

@@ -69,6 +69,113 @@ class ImageTransform(_Group):
         return self
 
 
+_Count = Annotated[int, Field(ge=1, le=2**24), NOT_BOOL]
+
+
+class LogMel(_Group):
+    """Spectrum in mel bands, see `headrace.models.inputs.mel`."""
+
+    n_fft: Annotated[int, Field(ge=2, le=65_536), NOT_BOOL] = 400
+    window: Annotated[int, Field(ge=2, le=65_536), NOT_BOOL] | None = None
+    """Samples of the Hann window; by default `n_fft`."""
+    hop: Annotated[int, Field(ge=1, le=65_536), NOT_BOOL] = 160
+    """Samples from one column to the next."""
+    n_mels: Annotated[int, Field(ge=1, le=1024), NOT_BOOL] = 80
+    fmin: Annotated[Real, Field(ge=0, le=1e6), NOT_BOOL] = 0.0
+    fmax: Annotated[Real, Field(gt=0, le=1e6), NOT_BOOL] | None = None
+    """Highest frequency in Hz; by default half of the sample rate."""
+    mel_scale: Literal["htk", "slaney"] = "slaney"
+    mel_norm: Literal["slaney", "none"] = "slaney"
+    """Divide each band by its width in Hz, or leave its peak at 1."""
+    triangles: Literal["hz", "mel"] = "hz"
+    """Scale on which the sides of a band are straight."""
+    power: Annotated[int, Field(ge=1, le=2), NOT_BOOL] = 2
+    """Exponent of the magnitudes."""
+    log: Literal["ln", "log10", "db"] = "log10"
+    offset: Annotated[Real, Field(ge=0, le=1e6), NOT_BOOL] = 0.0
+    """Added before the logarithm."""
+    floor: Annotated[Real, Field(gt=0, le=1e6), NOT_BOOL] = 1e-10
+    """Smallest argument of the logarithm."""
+    dynamic_range: Annotated[Real, Field(gt=0, le=1e6), NOT_BOOL] | None = None
+    """Values further below the sound's largest are raised to that."""
+    padding: Literal["reflect", "zeros", "none"] = "reflect"
+    """What lies half a window before and behind the sound; none: columns begin at whole windows."""
+    drop_last: bool = False
+    """Leave out the last column."""
+
+    @property
+    def window_size(self) -> int:
+        """Samples of a window."""
+        return self.window or self.n_fft
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        if self.window_size > self.n_fft:
+            raise ValueError(f"window: expected at most n_fft = {self.n_fft}, got {self.window}")
+        if self.fmax is not None and self.fmin >= self.fmax:
+            raise ValueError(f"fmin: expected less than fmax = {self.fmax}, got {self.fmin}")
+        return self
+
+
+class SoundFrames(_Group):
+    """Frames that a sound is cut into, which become rows. A step is a sample, or a column of
+    `log_mel`.
+    """
+
+    length: _Count
+    """Steps of a frame."""
+    hop: _Count
+    """Steps from the begin of one frame to that of the next."""
+    tail: Literal["pad", "drop"] = "pad"
+    """Follow the last frame by silence, or leave out what fills none."""
+
+
+class SoundTransform(_Group):
+    """Conversion of a sound to the input of a model."""
+
+    sample_rate: Annotated[int, Field(ge=1000, le=384_000), NOT_BOOL] = 16_000
+    """Samples a second of the input; sounds of another rate are resampled."""
+    quality: Literal["QQ", "LQ", "MQ", "HQ", "VHQ"] = "HQ"
+    """Quality of resampling, in the words of soxr."""
+    seconds: Annotated[Real, Field(gt=0, le=86_400), NOT_BOOL] | None = None
+    """Length of every sound, shorter ones followed by silence; by default that of the input."""
+    max_seconds: Annotated[Real, Field(gt=0, le=86_400), NOT_BOOL] = 60.0
+    """Longest sound if the length is open; checked before it is decoded."""
+    truncate: bool = False
+    """Take the begin of longer sounds, instead of refusing them."""
+    normalize: bool = False
+    """Give the samples of each sound a mean of 0 and a deviation of 1."""
+    mean: _Finite = 0.0
+    """Subtracted from the result."""
+    deviation: _Positive = 1.0
+    """Divides the result."""
+    log_mel: LogMel | None = None
+    """Make a spectrum; by default the input has the samples."""
+    layout: Literal["mel_time", "time_mel"] | None = None
+    """Order of the axes of a spectrum, where the input's dimensions do not say it."""
+    frames: SoundFrames | None = None
+    max_rows: Annotated[int, Field(ge=1, le=100_000), NOT_BOOL] = 4096
+    """Most frames of a sound."""
+    max_samples: Annotated[int, Field(ge=1, le=2**28), NOT_BOOL] = 16_777_216
+    """Most samples of a file, over all its channels; checked before they are decoded."""
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        if self.log_mel is None and self.layout is not None:
+            raise ValueError("layout: expected log_mel beside it")
+        if self.log_mel is not None and (self.log_mel.fmax or 0) > self.sample_rate / 2:
+            raise ValueError(
+                f"log_mel.fmax: expected at most {self.sample_rate / 2:g}, half of sample_rate, "
+                f"got {self.log_mel.fmax}"
+            )
+        if self.log_mel is not None and self.log_mel.fmin >= self.sample_rate / 2:
+            raise ValueError(
+                f"log_mel.fmin: expected less than {self.sample_rate / 2:g}, half of sample_rate, "
+                f"got {self.log_mel.fmin}"
+            )
+        return self
+
+
 class TokensTransform(_Group):
     """Conversion of texts to token ids, one row for each text or pair."""
 

@@ -41,6 +41,11 @@ FACTS = {
         *("_ORIENTATION", "_CORE_HEADER_BYTES", "_UNCOMPRESSED"),
     },
     "headrace/models/inputs/images.py": {"_LEVELS"},
+    "headrace/models/inputs/mel.py": {"_SLANEY_HZ_PER_MEL"},
+    "headrace/models/inputs/sound_files.py": {
+        *("MAX_CHANNELS", "_EXTENSIBLE", "_OPEN_END", "_OPUS_RATE"),
+    },
+    "headrace/models/inputs/sounds.py": {"_VARIANCE_FLOOR"},
     # Formats: of records on Kafka, of commit metadata and crash markers, of DLPack and ONNX.
     "headrace/crash_isolation/markers.py": {"VERSION", "MOST_ATTEMPTS", "MOST_CHARACTERS"},
     "headrace/log/kafka/direct_fetch.py": {

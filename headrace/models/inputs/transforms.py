@@ -13,6 +13,7 @@ from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.config import ModelConfig, TransformTable
 from headrace.models.inputs.images import Images
 from headrace.models.inputs.records import Records
+from headrace.models.inputs.sounds import Sounds
 from headrace.models.inputs.tokens import Tokens
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
@@ -65,7 +66,8 @@ def make_transform(
       `<model>/transform.py`.
     - a table `record`: see `headrace.models.inputs.records`; its files are in the version's
       directory or beside it.
-    - a table `image` or `tokens`: see `headrace.models.inputs.images` and `tokens`.
+    - a table `image`, `tokens` or `sound`: see `headrace.models.inputs.images`, `tokens` and
+      `sounds`.
 
     Raises:
         ConfigurationError: the transform does not fit the signature, or the file cannot be run.
@@ -92,6 +94,8 @@ def _make_table_transform(
         return Images(table.image, signature)
     if table.tokens is not None:
         return Tokens(table.tokens, signature, directory)
+    if table.sound is not None:
+        return Sounds(table.sound, signature)
     assert table.record is not None
     return Records(table.record, signature, directory, registry)
 

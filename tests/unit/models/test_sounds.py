@@ -1,0 +1,336 @@
+"""Sounds on their way to a model's input, against the same done by soundfile, soxr and NumPy."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+import sys
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import soxr
+from numpy.typing import NDArray
+
+from headrace.config import make_settings
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.config import TransformTable, make_model_config
+from headrace.models.inputs.sounds import Sounds
+from headrace.models.signature import make_signature
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import to_array
+from tests.unit.models.requests import spec
+
+KINDS = [
+    ("WAV", "PCM_U8"),
+    ("WAV", "PCM_16"),
+    ("WAV", "PCM_24"),
+    ("WAV", "FLOAT"),
+    ("WAV", "ULAW"),
+    ("FLAC", "PCM_16"),
+    ("FLAC", "PCM_24"),
+    ("OGG", "VORBIS"),
+    ("OGG", "OPUS"),
+    ("MP3", "MPEG_LAYER_III"),
+]
+RATES = (8000, 16_000, 24_000, 48_000)
+WHISPER = {"drop_last": True, "dynamic_range": 8}
+YAMNET = {
+    "n_fft": 512,
+    "window": 400,
+    "n_mels": 64,
+    "fmin": 125,
+    "fmax": 7500,
+    "mel_scale": "htk",
+    "mel_norm": "none",
+    "triangles": "mel",
+    "power": 1,
+    "log": "ln",
+    "offset": 0.001,
+    "padding": "none",
+}
+
+
+def sounds_of(shape: list[int], datatype: str = "FP32", **settings: Any) -> Sounds:
+    """The transform of a model with an input of this shape."""
+    config = make_model_config({"transform": {"sound": settings}}, make_settings({}))
+    assert isinstance(config.transform, TransformTable)
+    assert config.transform.sound is not None
+    signature = make_signature([spec("x", datatype, shape)], [spec("y", "FP32", [-1])])
+    return Sounds(config.transform.sound, signature)
+
+
+def convert(sounds: Sounds, payload: bytes, content_type: str = "") -> NDArray[Any]:
+    """The input that a payload becomes."""
+    [given] = sounds(payload, content_type)
+    return to_array(Tensor(given.name, given.datatype, tuple(given.shape), given.data))
+
+
+def refusal(payload: bytes, content_type: str = "", **settings: Any) -> Rejected:
+    """The error with which a payload is refused."""
+    sounds = sounds_of([-1, -1], **settings)
+    with pytest.raises(Rejected) as caught:
+        sounds(payload, content_type)
+    return caught.value
+
+
+def noise(samples: int, channels: int = 1, seed: int = 19) -> NDArray[np.float32]:
+    """A tone with noise."""
+    rng = np.random.default_rng(seed)
+    tone = 0.4 * np.sin(np.arange(samples) * 0.05)[:, np.newaxis]
+    return (tone + rng.uniform(-0.3, 0.3, (samples, channels))).astype(np.float32)
+
+
+def written(
+    samples: NDArray[np.float32], rate: int = 16_000, kind: str = "WAV", subtype: str = "PCM_16"
+) -> bytes:
+    """A file of a sound."""
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+def directly(payload: bytes, rate: int, quality: str = "HQ") -> NDArray[np.float32]:
+    """The sound by soundfile and soxr alone."""
+    with soundfile.SoundFile(io.BytesIO(payload)) as file:
+        own, samples = file.samplerate, file.read(dtype="float32", always_2d=True)
+    mono: NDArray[np.float32] = samples.mean(axis=1)
+    if own != rate:
+        mono = soxr.resample(mono, own, rate, quality)
+    return mono
+
+
+def test_thousand_sounds_are_those_that_the_libraries_give() -> None:
+    """In all formats, with one or two channels, of several rates and lengths."""
+    made = {rate: sounds_of([-1, -1], sample_rate=rate) for rate in (16_000, 22_050)}
+    rng = np.random.default_rng(5)
+    cases = itertools.cycle(itertools.product(KINDS, RATES, (1, 2)))
+    for number, ((kind, subtype), rate, channels) in enumerate(itertools.islice(cases, 1000)):
+        sound = noise(int(rng.integers(1500, 4000)), channels, number)
+        payload = written(sound, rate, kind, subtype)
+        target = 16_000 if number % 3 else 22_050
+
+        given = convert(made[target], payload)
+
+        np.testing.assert_array_equal(given, directly(payload, target)[np.newaxis])
+
+
+def test_frames_are_rows() -> None:
+    """Silence follows the last one, or what fills none is left out."""
+    payload = written(noise(2500))
+    whole = directly(payload, 16_000)
+
+    padded = convert(sounds_of([-1, 1000], frames={"length": 1000, "hop": 500}), payload)
+    cut = sounds_of([-1, 1, 1000], frames={"length": 1000, "hop": 600, "tail": "drop"})
+
+    expected = np.stack([whole[start : start + 1000] for start in (0, 500, 1000, 1500)])
+    np.testing.assert_array_equal(padded, expected)
+    expected = np.stack([whole[start : start + 1000] for start in (0, 600, 1200)])
+    np.testing.assert_array_equal(convert(cut, payload), expected[:, np.newaxis])
+
+
+def test_length_of_the_input_is_kept() -> None:
+    """Silence follows shorter sounds; longer ones are refused, or shortened."""
+    short, long = written(noise(600)), written(noise(1200))
+    sounds, truncating = sounds_of([-1, 1000]), sounds_of([-1, 1000], truncate=True)
+
+    expected = np.concatenate([directly(short, 16_000), np.zeros(400, np.float32)])
+    np.testing.assert_array_equal(convert(sounds, short)[0], expected)
+    np.testing.assert_array_equal(convert(truncating, long)[0], directly(long, 16_000)[:1000])
+    with pytest.raises(Rejected, match=r"at most seconds of the input = 0\.0625") as caught:
+        convert(sounds, long)
+    assert caught.value.code == Code.TOO_LARGE
+
+
+def test_samples_are_normalized() -> None:
+    """Each sound for itself."""
+    payload = written(noise(4000))
+
+    given = convert(sounds_of([-1, -1], normalize=True), payload)
+
+    assert abs(float(given.mean())) < 1e-5
+    assert abs(float(given.std()) - 1) < 1e-4
+
+
+# --- log-mel ------------------------------------------------------------------------------------
+
+
+def hz_of_slaney(mel: float) -> float:
+    """By the formula of Slaney's Auditory Toolbox."""
+    return float(mel * 200 / 3 if mel < 15 else 1000 * 6.4 ** ((mel - 15) / 27))
+
+
+def whisper_by_hand(samples: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Whisper's spectrum, column by column and band by band: [bands, columns]."""
+    sound = samples.astype(np.float64)
+    sound = np.concatenate([sound[200:0:-1], sound, sound[-2:-202:-1]])
+    turns = np.outer(np.arange(201), np.arange(400)) / 400
+    fourier = np.exp(-2j * np.pi * turns)
+    window = np.sin(np.pi * np.arange(400) / 400) ** 2
+    top = 15 + 27 * np.log(8) / np.log(6.4)
+    points = [hz_of_slaney(top * k / 81) for k in range(82)]
+    columns = []
+    for start in range(0, len(sound) - 400 + 1, 160):
+        power = np.abs(fourier @ (window * sound[start : start + 400])) ** 2
+        column = []
+        for low, middle, high in zip(points, points[1:], points[2:], strict=False):
+            total = 0.0
+            for k in range(201):
+                f = k * 40.0
+                side = (f - low) / (middle - low) if f < middle else (high - f) / (high - middle)
+                total += max(0.0, side) * power[k] * 2 / (high - low)
+            column.append(np.log10(max(total, 1e-10)))
+        columns.append(column)
+    made: NDArray[np.float64] = np.array(columns[:-1], np.float64).T
+    return np.asarray((np.maximum(made, made.max() - 8) + 4) / 4)
+
+
+def yamnet_by_hand(samples: NDArray[np.float32]) -> NDArray[np.float64]:
+    """YAMNet's spectrum: [columns, bands]."""
+
+    def mel(hz: float) -> float:
+        return float(1127 * np.log(1 + hz / 700))
+
+    edges = np.linspace(mel(125), mel(7500), 66)
+    window = np.sin(np.pi * np.arange(400) / 400) ** 2
+    columns = []
+    for start in range(0, len(samples) - 400 + 1, 160):
+        padded = np.zeros(512)
+        padded[:400] = window * samples[start : start + 400]
+        sizes = np.abs(np.fft.fft(padded))[:257]
+        column = []
+        for low, middle, high in zip(edges, edges[1:], edges[2:], strict=False):
+            total = 0.0
+            for k in range(257):
+                m = mel(k * 16_000 / 512)
+                total += (
+                    max(0.0, min((m - low) / (middle - low), (high - m) / (high - middle)))
+                    * (sizes[k])
+                )
+            column.append(np.log(total + 0.001))
+        columns.append(column)
+    return np.array(columns)
+
+
+def test_whisper_spectrum_is_that_of_the_formula() -> None:
+    """That of the documentation, one number after the other."""
+    payload = written(noise(16_000))
+    sounds = sounds_of([-1, 80, -1], log_mel=WHISPER, mean=-4, deviation=4)
+
+    given = convert(sounds, payload)
+
+    assert given.shape == (1, 80, 100)
+    np.testing.assert_allclose(given[0], whisper_by_hand(directly(payload, 16_000)), atol=2e-6)
+
+
+def test_fixed_columns_are_those_of_thirty_seconds() -> None:
+    """Whisper's input of 3000 columns."""
+    sounds = sounds_of([-1, 80, 3000], log_mel=WHISPER, mean=-4, deviation=4)
+
+    assert convert(sounds, written(noise(16_000))).shape == (1, 80, 3000)
+
+
+def test_yamnet_patches_are_those_of_the_formula() -> None:
+    """Silence follows the sound up to the end of the last patch."""
+    payload = written(noise(20_000))
+    sounds = sounds_of([-1, 96, 64], log_mel=YAMNET, frames={"length": 96, "hop": 48})
+
+    given = convert(sounds, payload)
+
+    silence = np.zeros(400 + (96 + 48 - 1) * 160 - 20_000, np.float32)
+    columns = yamnet_by_hand(np.concatenate([directly(payload, 16_000), silence]))
+    expected = np.stack([columns[0:96], columns[48:144]])
+    np.testing.assert_allclose(given, expected, atol=2e-5)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "subtype"), KINDS)
+def test_truncated_sound_is_refused_with_its_end(kind: str, subtype: str) -> None:
+    """Wherever it ends; MP3 by the number of frames in its header."""
+    payload = written(noise(9000, 2), 16_000, kind, subtype)
+    for end in {len(payload) * k // 7 for k in range(1, 7)} | {len(payload) - 1}:
+        error = refusal(payload[:end])
+
+        assert error.code == Code.INVALID_REQUEST
+        assert f"byte {end}" in error.message, (end, error.message)
+
+
+def bombs() -> dict[str, bytes]:
+    """Files that say, or have, far more samples than a limit allows."""
+    flac = bytearray(written(noise(4000), kind="FLAC"))
+    flac[18:26] = struct.pack(">Q", struct.unpack(">Q", flac[18:26])[0] >> 36 << 36 | 10**10)
+    ogg = bytearray(written(noise(4000), kind="OGG", subtype="VORBIS"))
+    last = ogg.rindex(b"OggS")
+    ogg[last + 6 : last + 14] = struct.pack("<q", 10**10)
+    frame = bytes.fromhex("ffe318c4") + bytes(68)  # MPEG 2.5, 8 kbit/s, 8000 Hz: 72 ms
+    wav = b"RIFF\xff\xff\xff\xffWAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 1000, 1000, 1, 8)
+    return {
+        "FLAC": bytes(flac),
+        "OGG": bytes(ogg),
+        "MP3": frame * 20_000,
+        "WAV": wav + b"data\xff\xff\xff\xff" + bytes(1_000_000),
+    }
+
+
+@pytest.mark.parametrize("kind", ["FLAC", "OGG", "MP3", "WAV"])
+def test_bomb_is_refused_before_a_sample_is_made(kind: str) -> None:
+    """Memory stays flat."""
+    bomb = bombs()[kind]
+    sounds = sounds_of([-1, -1])
+    tracemalloc.start()
+    try:
+        with pytest.raises(Rejected, match="at most max_seconds = 60") as caught:
+            sounds(bomb, "")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert caught.value.code == Code.TOO_LARGE
+    assert peak < 1_000_000
+
+
+def test_flac_without_a_length_is_refused() -> None:
+    """As encoders write it to a pipe: nothing says how much decoding would make."""
+    flac = bytearray(written(noise(4000), kind="FLAC"))
+    flac[18:26] = struct.pack(">Q", struct.unpack(">Q", flac[18:26])[0] >> 36 << 36)
+
+    assert "the number of samples in block STREAMINFO" in refusal(bytes(flac)).message
+
+
+def test_other_payloads_are_refused() -> None:
+    """Of another content type, format, or without a sample."""
+    assert "expected one of audio/wav" in refusal(b"", "text/plain").message
+    assert "expected a sound in WAV, FLAC, OGG or MP3" in refusal(b"hello").message
+    assert "got WAV" in refusal(written(noise(99)), "audio/flac").message
+    assert "expected at least one sample" in refusal(written(noise(0))).message
+
+
+@pytest.mark.parametrize("package", ["soundfile", "soxr"])
+def test_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the line that installs it."""
+    monkeypatch.setitem(sys.modules, package, None)
+
+    with pytest.raises(ConfigurationError, match=rf"{package}: pip install 'headrace\[audio\]'"):
+        sounds_of([-1, -1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ([-1, 2, 100], {}),
+        ([-1, 100], {"frames": {"length": 50, "hop": 50}}),
+        ([-1, 40, 100], {"log_mel": {}}),
+        ([-1, -1, -1], {"log_mel": {}}),
+    ],
+)
+def test_settings_that_do_not_fit_the_input_are_refused(
+    shape: list[int], settings: dict[str, Any]
+) -> None:
+    """Channels, other lengths, other bands, or bands on an axis that nothing says."""
+    with pytest.raises(ConfigurationError, match=r"transform\.sound: expected"):
+        sounds_of(shape, **settings)
