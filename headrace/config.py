@@ -252,6 +252,10 @@ class ModelSettings(_Section):
     """Time for which a batcher or executor in a separate process keeps a replaced version after its
     last batch.
     """
+    min_ready: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 1
+    """With `mode = "explicit"` and executors in processes of their own: how many of them must have
+    a version ready before requests are sent to it.
+    """
     require_signature: bool = False
     """Serve only versions whose manifest one of `trusted_keys` has signed."""
     trusted_keys: tuple[Path, ...] = ()

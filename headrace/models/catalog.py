@@ -150,6 +150,7 @@ class ModelCatalog:
     Args:
         replaced: versions that are no longer selected, but kept for requests bound to them.
         binds: this process binds requests to versions.
+        passes_on: this process sends requests to executors in other processes.
         tuning: texts and retry times of refusals.
 
     Attributes:
@@ -161,8 +162,10 @@ class ModelCatalog:
         replaced: ReplacedVersions,
         *,
         binds: bool = False,
+        passes_on: bool = False,
         tuning: ModelTuning = TUNING.models,
     ) -> None:
+        self._passes_on = passes_on
         self._replaced = replaced
         self._binds = binds
         self._tuning = tuning
@@ -224,8 +227,16 @@ class ModelCatalog:
         return dict(model.faults) if model else {}
 
     def find(self, name: str, number: str) -> ModelVersion | None:
-        """Return the ready or replaced version with this number; None if there is none."""
-        return self._ready.get((name, number)) or self._replaced.find(name, number)
+        """Return the ready or replaced version with this number; None if there is none.
+
+        Without an executor it may also be one that is opened, and waits for executors: requests
+        that another process bound to it are passed on.
+        """
+        found = self._ready.get((name, number)) or self._replaced.find(name, number)
+        if found is None and self._passes_on and name in self.models:
+            version = self.models[name].selected.get(number)
+            found = version if version is not None and version.state is State.LOADING else None
+        return found
 
     def publish(self, name: str) -> None:
         """Update the table of `lookup` from the model."""

@@ -71,6 +71,8 @@ class Models:
         keeps_replaced: requests that were bound to a version may come after it was replaced, so it
             is kept for `models.keep_replaced_s` after its last use.
         binds: this process binds requests to versions; it binds none to a replaced one.
+        awaited: returns what has to happen in other processes before requests may be sent to a
+            version; empty if nothing has. None where nothing is awaited.
         clock_s: monotonic.
         scanner: reads the repository; by default that of the settings.
         registry: has the schemas of framed records; open while they are served.
@@ -88,6 +90,7 @@ class Models:
         executes: bool = False,
         keeps_replaced: bool = False,
         binds: bool = False,
+        awaited: Callable[[str, str], str] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         scanner: VersionScanner | None = None,
         registry: SchemaRegistry | None = None,
@@ -101,7 +104,10 @@ class Models:
         self._scanner = scanner or VersionScanner(
             open_repository(settings, tuning), tuning, registry
         )
-        self.catalog = ModelCatalog(self._replaced, binds=binds, tuning=tuning)
+        self._awaited = awaited
+        self.catalog = ModelCatalog(
+            self._replaced, binds=binds, passes_on=awaited is not None, tuning=tuning
+        )
         self.cores = Cores.of_process(settings.executor.cores)
         self._models = self.catalog.models
         self._subscribers: list[Subscriber] = []
@@ -224,7 +230,7 @@ class Models:
             elif self._executes:
                 self._notify(VersionChange("load", version))
             else:
-                self.mark_ready(version)
+                self._mark_ready_or_wait(version)
         self._publish_and_retire(opened.name)
 
     def _find_served(self, model: ModelEntry, version: ModelVersion) -> ModelVersion | None:
@@ -294,13 +300,38 @@ class Models:
 
     # --- executors of other processes -------------------------------------------------------------
 
+    @property
+    def is_controlled(self) -> bool:
+        """True if a wanted state says which versions are loaded."""
+        return self._wanted is not None
+
+    def look_at_announcements(self) -> None:
+        """Let opened versions take requests for which nothing is awaited any more."""
+        waiting = [
+            version
+            for model in self._models.values()
+            for version in model.selected.values()
+            if version.state is State.LOADING
+        ]
+        for version in waiting:
+            self._mark_ready_or_wait(version)
+
+    def _mark_ready_or_wait(self, version: ModelVersion) -> None:
+        awaited = "" if self._awaited is None else self._awaited(version.name, version.version)
+        if awaited:
+            version.reason = awaited
+        else:
+            self.mark_ready(version)
+
     def apply_executor_event(self, event: ExecutorEvent) -> None:
         """Apply an executor event: batch limits of its models, and durations of its runs.
 
         A version that was replaced here is kept as long as an executor announces it.
         """
         for hosted in event.models:
-            self._replaced.note_use(hosted.name, hosted.version)
+            # With the control topic it is the stages before that say how long a version is needed.
+            if not self.is_controlled:
+                self._replaced.note_use(hosted.name, hosted.version)
             version = self.catalog.find(hosted.name, hosted.version)
             if version is not None:
                 version.max_batch_size = hosted.max_batch_size

@@ -52,7 +52,8 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
 
     `partitions` are those of `batches` that it reads. An executor without an event for
     `silent_after_ms` may be considered dead. A process that follows the control topic says up to
-    which `generation`, and which wanted versions are not ready, as `name/version: reason`.
+    which `generation`, which wanted versions are not ready, as `name/version: reason`, and which
+    `stages` it has.
     """
 
     executor: Name
@@ -63,3 +64,4 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     leaving: bool = False
     generation: int = NOT_CONTROLLED
     unready: list[str] = []
+    stages: list[str] = []

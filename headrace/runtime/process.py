@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings
+from headrace.control.announced import AnnouncedVersions
 from headrace.control.changing import Followed
 from headrace.control.following import ControlFollower
 from headrace.control.repository_api import ControlledRepository
@@ -24,10 +26,11 @@ from headrace.errors import ConfigurationError
 from headrace.log.port import Log, TopicPartition
 from headrace.models.catalog import ModelCatalog
 from headrace.models.index import RepositoryIndex
-from headrace.models.registry import Models, Reloaded
+from headrace.models.registry import UNDER_WAY, Models, Reloaded
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import State
+from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.polling import RepositoryPoller
@@ -49,7 +52,7 @@ from headrace.telemetry.status import (
 )
 from headrace.telemetry.watchdog import FaulthandlerWatchdog
 from headrace.topics import STAGES, Stage, Topic
-from headrace.transport.heartbeat import ControlHeartbeat
+from headrace.transport.heartbeat import ControlHeartbeat, ExecutorEventReader
 from headrace.tuning import TUNING, Tuning
 
 log = structlog.get_logger(__name__)
@@ -87,6 +90,13 @@ class Pipeline:
                 settings.schema_registry, tuning.schemas, self.metrics.schema_requested
             )
         )
+        self._announced = AnnouncedVersions(
+            stages, settings.models.min_ready, tuning.models.control_silent_s
+        )
+        self._generation: Callable[[], int] = lambda: 0
+        self._is_apart = is_controlled(settings) and bool(stages) and self._stages != STAGES
+        sends = Stage.INGEST in stages or Stage.BATCHER in stages
+        awaits = self._is_apart and sends and Stage.EXECUTOR not in stages
         self.models = Models(
             settings,
             registry=self._schema_registry,
@@ -94,6 +104,7 @@ class Pipeline:
             # With the control topic, a label may move while a request that was bound by it waits.
             keeps_replaced=Stage.INGEST not in stages or is_controlled(settings),
             binds=Stage.INGEST in stages,
+            awaited=self._awaited if awaits else None,
             tuning=tuning.models,
         )
         catalog = self.models.catalog
@@ -106,7 +117,15 @@ class Pipeline:
         self.ready = asyncio.Event()
         self.drain_first: Callable[[], Awaitable[None]] | None = None
         self._groups = [
-            StageGroup(settings, log_, part, self.models, instruments, tuning)
+            StageGroup(
+                settings,
+                log_,
+                part,
+                self.models,
+                instruments,
+                tuning,
+                self._has_what_is_wanted if awaits and Stage.INGEST in stages else None,
+            )
             for part in group_stages(stages)
             if part
         ]
@@ -126,6 +145,16 @@ class Pipeline:
     def _followed(self) -> Followed | None:
         wanted = self.state.wanted()
         return None if wanted is None else Followed(wanted.generation, wanted.unready)
+
+    async def _has_what_is_wanted(self) -> None:
+        """Wait until no wanted version is on its way to the stages behind.
+
+        Requests wait in the log meanwhile, rather than be refused because this process has not
+        heard yet what the others have.
+        """
+        while any(each.endswith(UNDER_WAY) for each in self._unready()):
+            self.health.explain(f"waiting for {', '.join(self._unready())}")
+            await asyncio.sleep(self.tuning.transport.assignment_check_s)
 
     def _queue(self) -> QueueSnapshot | None:
         return next(filter(None, (group.waiting() for group in self._groups)), None)
@@ -161,18 +190,19 @@ class Pipeline:
         if not is_controlled(self._settings):
             await self._serve_stages(stop, None)
             return
-        if self._stages and self._stages != STAGES:
-            raise ConfigurationError(
-                "models.mode: explicit needs all four services in one process, "
-                f"got {', '.join(self._stages)}"
-            )
         self.health.explain("reading the control topic")
         topic = ControlTopic(self._log, self._settings, self.tuning.models)
         async with ControlFollower(topic, self.models, self.tuning.models) as follower:
-            self.state.wanted = lambda: WantedSnapshot(
-                follower.state.generation, self.models.unready()
-            )
+            self._generation = lambda: follower.state.generation
+            self.state.wanted = lambda: WantedSnapshot(follower.state.generation, self._unready())
             await self._serve_stages(stop, follower)
+
+    def _unready(self) -> list[str]:
+        """Return the wanted versions that are not ready; a responder alone needs none."""
+        return [] if self._stages == (Stage.RESPONDER,) else self.models.unready()
+
+    def _awaited(self, model: str, version: str) -> str:
+        return self._announced.awaited(model, version, self._generation())
 
     async def _serve_stages(self, stop: Stop, follower: ControlFollower | None) -> None:
         async with self._schema_registry or nullcontext():
@@ -225,6 +255,8 @@ class Pipeline:
         work = {"unload-unused": self._unload_unused(), "forget-series": self._forget_series()}
         if follower is not None:
             work["follow-control"] = follower.run()
+        if self._is_apart:
+            work["read-announcements"] = self._read_announcements()
         if follower is not None and self._stages:  # a gateway alone serves no model
             work["announce-control"] = self._announce(follower)
         models = self._settings.models
@@ -243,9 +275,24 @@ class Pipeline:
                 TopicPartition(name, partitions),
                 f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
                 lambda: self.models.catalog.versions(State.READY),
-                lambda: (follower.state.generation, self.models.unready()),
+                lambda: (follower.state.generation, self._unready()),
                 self.tuning.transport,
+                self._stages,
             ).run()
+
+    async def _read_announcements(self) -> None:
+        """Learn from `events` what other processes have ready, and still need; never returns."""
+        name = self._settings.topic(Topic.EVENTS)
+        info = (await self._log.describe_topics([name]))[name]
+        topic = TopicPartition(name, 1 if info is None else info.partitions)
+
+        def apply(events: list[ExecutorEvent]) -> None:
+            self._announced.apply(events, time.monotonic())
+            for model, version in self._announced.needed():
+                self.models.catalog.note_use(model, version)
+            self.models.look_at_announcements()
+
+        await ExecutorEventReader(self._log, topic, self.tuning.transport).run(apply)
 
     async def _unload_unused(self) -> None:
         """Unload replaced versions once they have been unused for a while; never returns."""

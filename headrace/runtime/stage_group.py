@@ -151,6 +151,9 @@ class StageGroup:
     """Group of adjacent stages of a process.
 
     It ends when its source has stopped reading and everything that was read is answered.
+
+    Args:
+        ready_to_read: awaited before it reads; None if it can read once its executor has loaded.
     """
 
     def __init__(
@@ -161,9 +164,11 @@ class StageGroup:
         models: Models,
         instruments: Instruments,
         tuning: Tuning = TUNING,
+        ready_to_read: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._settings = settings
         self._log = log
+        self._ready_to_read = ready_to_read
         self._stages = _Stages()
         source_offsets = (
             SourceOffsets(log, settings.topic(Topic.REQUESTS), tuning.delivery)
@@ -207,6 +212,8 @@ class StageGroup:
                 ]
                 if stages.executor is not None:
                     await stages.executor.loaded.wait()
+                if self._ready_to_read is not None:
+                    await self._ready_to_read()
                 async with self.source:
                     reading = tasks.create_task(self.source.run(), name="source")
                     await self.source.assigned.wait()

@@ -201,6 +201,9 @@ class BatchDispatcher:
             (version.name, version.version)
             for version in self._models.catalog.versions(State.READY)
         } - hosted
+        if self._models.is_controlled:
+            # An executor that had the version is gone, and others still load it: its requests wait.
+            return slots
         return slots | {ExecutorSlot(ANY_EXECUTOR, key): 1 for key in unhosted}
 
     async def _write_to_slot(self, target: _SlotConsumer) -> None:

@@ -178,6 +178,7 @@ class ControlHeartbeat:
         process: a name that no other process has or had.
         models: returns the versions that are ready now.
         followed: returns the generation, and the wanted versions that are not ready.
+        stages: of the process.
     """
 
     def __init__(
@@ -188,7 +189,9 @@ class ControlHeartbeat:
         models: Callable[[], Sequence[ModelVersion]],
         followed: Callable[[], tuple[int, list[str]]],
         tuning: TransportTuning = TUNING.transport,
+        stages: Sequence[str] = (),
     ) -> None:
+        self._stages = [*map(str, stages)]
         self._producer = producer
         self._process = process
         self._key = process.encode()
@@ -220,6 +223,7 @@ class ControlHeartbeat:
             models=[_hosted(version) for version in self._models()],
             generation=generation,
             unready=unready,
+            stages=self._stages,
         )
 
 

@@ -9,8 +9,8 @@ import re
 import shlex
 import shutil
 import tomllib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -49,29 +49,35 @@ def settings_of_page(kafka: LocalKafka, namespace: str, directory: Path) -> dict
     return {"HEADRACE_CONFIG": os.fspath(path)}
 
 
+EVERY = "ingest,batcher,executor,responder"
+FORMS = {"fused": [EVERY, EVERY], "apart": EVERY.split(",")}
+
+
 @asynccontextmanager
-async def two_processes(settings: dict[str, str]) -> AsyncIterator[None]:
-    """Two fused processes that share the work."""
-    every = "ingest,batcher,executor,responder"
-    async with Process(every, settings), Process(every, settings):
+async def processes_of(form: Sequence[str], settings: dict[str, str]) -> AsyncIterator[None]:
+    """A process for each group of stages."""
+    async with AsyncExitStack() as stack:
+        processes = [Process(stages, settings) for stages in form]
+        await asyncio.gather(*[stack.enter_async_context(each) for each in processes])
         yield
 
 
 @pytest.mark.timeout(180)
-async def test_commands_of_page_change_two_processes(
-    kafka: LocalKafka, unique_name: str, tmp_path: Path
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+async def test_commands_of_page_change_all_processes(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path, form: Sequence[str]
 ) -> None:
     """All succeed in the page's order; at the end version 1 is the default again."""
     settings = settings_of_page(kafka, unique_name, tmp_path)
     create, run, *changes = commands()
     assert (create, run) == (["topics", "create"], ["run"])
     await headrace(create, settings)
-    async with two_processes(settings):
+    async with processes_of(form, settings):
         printed = [await headrace(each, settings) for each in changes]
         status = json.loads(await headrace(["models", "status", "--json"], settings))
     assert status["models"] == {"digits": {"versions": ["1"], "default": "1"}}
     assert status["followed"]
-    assert [report["generation"] for report in status["processes"].values()] == [8, 8]
+    assert [report["generation"] for report in status["processes"].values()] == [8] * len(form)
     history = json.loads(printed[-1])
     assert [(each["action"], each["why"]) for each in history] == [
         ("load", "first release"),

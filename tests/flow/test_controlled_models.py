@@ -25,7 +25,7 @@ from structlog.testing import capture_logs
 from headrace.client import Client, InferenceError
 from headrace.config import GatewaySettings, Settings, make_settings
 from headrace.control.topic import ControlTopic
-from headrace.errors import Code, ConfigurationError
+from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.models.config import make_model_config
 from headrace.models.packing.files import make_manifest, read_manifest, write_manifest
@@ -45,8 +45,7 @@ from headrace.models.wanted import (
 from headrace.protocol.control import WantedModel
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
-from headrace.runtime.topic_plan import is_controlled
-from headrace.topics import STAGES, Stage
+from headrace.topics import STAGES
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.gateways import pipeline_with_doors
@@ -385,17 +384,6 @@ async def test_unknown_label_is_refused_with_those_there_are(tmp_path: Path) -> 
         code, message = await refusal_of(client, "digits@canary")
     assert code == Code.UNKNOWN_MODEL
     assert 'expected one of stable as a label of digits, got "canary"' in message
-
-
-async def test_stages_apart_are_refused_in_explicit_mode(tmp_path: Path) -> None:
-    """The error says what is needed."""
-    settings = controlled(tmp_path)
-    assert is_controlled(settings)
-    log = await log_for(settings)
-    with pytest.raises(ExceptionGroup) as refused:
-        async with serving(settings, log, [(Stage.INGEST,)]):
-            pass
-    assert refused.group_contains(ConfigurationError, match="needs all four services in one proc")
 
 
 async def test_label_stands_in_paths_of_gateway(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""Models change on the control topic under load while each stage is a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.client import Client
+from headrace.config import Settings
+from headrace.control.topic import ControlTopic
+from headrace.log.memory import MemoryLog
+from headrace.models.wanted import (
+    Author,
+    fold,
+    load,
+    remove_label,
+    roll_back,
+    set_default,
+    set_label,
+    unload,
+)
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
+from headrace.topics import Stage
+from tests.flow.test_controlled_models import Operator, controlled, version_of_answer
+from tests.support.conditions import eventually
+from tests.support.pipelines import Grouping, log_for, serving
+
+APART: Grouping = [(Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
+ROUNDS = 3
+
+
+@asynccontextmanager
+async def deployment(
+    settings: Settings, log: MemoryLog
+) -> AsyncIterator[tuple[Operator, Client, list[Pipeline]]]:
+    """Four processes, an operator and a client of them."""
+    async with (
+        serving(settings, log, APART) as pipelines,
+        Client(log=log, settings=settings) as client,
+    ):
+        yield Operator(settings, log, pipelines), client, pipelines
+
+
+@pytest.mark.timeout(120)
+async def test_no_request_for_a_name_fails_during_changes(tmp_path: Path) -> None:
+    """Load, label, default, rollback and unload, several times, under continuous load."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    stopping = asyncio.Event()
+    allowed = {"1"}
+    answered = 0
+
+    async def call(client: Client) -> None:
+        nonlocal answered
+        while not stopping.is_set():
+            before = set(allowed)
+            assert await version_of_answer(client, "digits") in before | allowed
+            answered += 1
+
+    async with deployment(settings, log) as (operator, client, _):
+        await operator.change(load("digits", "1"))
+        earlier = fold(await operator.topic.read()).models
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(4):
+                tasks.create_task(call(client))
+            for _ in range(ROUNDS):
+                await operator.change(load("digits", "2"))
+                await operator.change(set_label("digits", "canary", "2"))
+                assert await version_of_answer(client, "digits@canary") == "2"
+                allowed.add("2")
+                await operator.change(set_default("digits", "2"))
+                allowed.discard("1")
+                assert await version_of_answer(client, "digits") == "2"
+                await operator.change(remove_label("digits", "canary"))
+                await operator.change(unload("digits", "1"))
+                allowed.add("1")
+                await operator.change(roll_back(earlier))
+                allowed.discard("2")
+                assert await version_of_answer(client, "digits") == "1"
+            stopping.set()
+    assert answered > ROUNDS
+
+
+async def test_name_does_not_move_before_executor_has_version(tmp_path: Path) -> None:
+    """A version that the executor cannot load is refused everywhere, with the reason."""
+    settings = controlled(tmp_path)
+    (tmp_path / "digits" / "9").mkdir()
+    (tmp_path / "digits" / "9" / "model.onnx").write_bytes(b"garbage")
+    log = await log_for(settings)
+    async with deployment(settings, log) as (operator, client, _):
+        await operator.change(load("digits", "1"))
+        await operator.change(load("digits", "9"), wait=False)
+        await operator.change(set_default("digits", "9"), wait=False)
+        await eventually(operator.unready, what="what ingest waits for")
+        assert await version_of_answer(client, "digits") == "1"
+
+
+async def test_ingest_that_starts_before_executors_reads_when_they_are_ready(
+    tmp_path: Path,
+) -> None:
+    """Requests wait in the log, and none is refused."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    topic = ControlTopic(log, settings)
+    await topic.write(load("digits", "1"), 0, Author("test"), 0)
+    stop = Stop()
+    async with Client(log=log, settings=settings) as client, asyncio.TaskGroup() as tasks:
+        front = Pipeline(settings, log, (Stage.INGEST,))
+        running = tasks.create_task(front.run(stop))
+        asking = tasks.create_task(version_of_answer(client, "digits"))
+        await eventually(
+            lambda: "announced by 0 of 1 executors" in front.health.reason,
+            what="ingest says what it waits for",
+        )
+        async with serving(settings, log, APART[1:]):
+            assert await asking == "1"
+            stop.request()
+            await running
+
+
+async def test_requests_wait_for_executor_that_is_started_again(tmp_path: Path) -> None:
+    """It ends without a drain while the default moves, and the next one serves what is wanted."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    async with (
+        serving(settings, log, [(Stage.INGEST,), (Stage.BATCHER,), (Stage.RESPONDER,)]) as others,
+        Client(log=log, settings=settings) as client,
+    ):
+        doomed = asyncio.create_task(Pipeline(settings, log, (Stage.EXECUTOR,)).run(Stop()))
+        operator = Operator(settings, log, others)
+        await operator.change(load("digits", "1"))
+        await operator.change(load("digits", "2"), wait=False)
+        await operator.change(set_default("digits", "2"), wait=False)
+        doomed.cancel()
+        await asyncio.wait([doomed])
+        asking = [asyncio.create_task(version_of_answer(client, "digits")) for _ in range(20)]
+        async with serving(settings, log, [(Stage.EXECUTOR,)]):
+            assert set(await asyncio.gather(*asking)) <= {"1", "2"}
+            await eventually(operator.followed, what="all have followed")
+            assert await version_of_answer(client, "digits") == "2"

@@ -1,0 +1,95 @@
+"""When requests may be sent to a version, by what the processes of a deployment announce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.control.announced import AnnouncedVersions
+from headrace.protocol.events import ExecutorEvent, HostedModel
+from headrace.topics import Stage
+
+INGEST, BATCHER, EXECUTOR = (Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,)
+
+
+def event(
+    name: str,
+    stages: Sequence[Stage],
+    *versions: str,
+    generation: int = 1,
+    unready: Sequence[str] = (),
+) -> ExecutorEvent:
+    """An announcement of a process with these versions of `digits` ready."""
+    return ExecutorEvent(
+        executor=name,
+        silent_after_ms=1000,
+        models=[
+            HostedModel(name="digits", version=each, instances=1, max_batch_size=8)
+            for each in versions
+        ],
+        generation=generation,
+        unready=[*unready],
+        stages=[*stages],
+    )
+
+
+def test_batcher_waits_for_enough_executors() -> None:
+    """One of two is too few."""
+    announced = AnnouncedVersions(BATCHER, 2, 10.0)
+    announced.apply([event("a", EXECUTOR, "1")], 0.0)
+    assert announced.awaited("digits", "1", 1) == "announced by 1 of 2 executors: loading"
+    announced.apply([event("b", EXECUTOR, "1")], 0.0)
+    assert announced.awaited("digits", "1", 1) == ""
+
+
+def test_ingest_waits_for_every_batcher() -> None:
+    """A batcher of any of them may read the item."""
+    announced = AnnouncedVersions(INGEST, 1, 10.0)
+    announced.apply([event("e", EXECUTOR, "1"), event("a", BATCHER, "1")], 0.0)
+    assert announced.awaited("digits", "1", 1) == ""
+    announced.apply([event("b", BATCHER)], 0.0)
+    assert announced.awaited("digits", "1", 1) == "announced by 1 of 2 batchers: loading"
+
+
+def test_ingest_without_batcher_heard_waits() -> None:
+    """Nobody has said yet that it could pass the request on."""
+    announced = AnnouncedVersions(INGEST, 1, 10.0)
+    announced.apply([event("e", EXECUTOR, "1")], 0.0)
+    assert announced.awaited("digits", "1", 1) == "announced by 0 of 1 batchers: loading"
+
+
+def test_announcement_of_earlier_generation_does_not_count() -> None:
+    """It may be about the files before they changed; nor does a version that is loaded again."""
+    announced = AnnouncedVersions(BATCHER, 1, 10.0)
+    announced.apply([event("e", EXECUTOR, "1")], 0.0)
+    assert announced.awaited("digits", "1", 2)
+    loading = event("e", EXECUTOR, "1", generation=2, unready=["digits/1: loading"])
+    announced.apply([loading], 0.0)
+    assert announced.awaited("digits", "1", 2)
+    announced.apply([event("e", EXECUTOR, "1", generation=2)], 0.0)
+    assert announced.awaited("digits", "1", 2) == ""
+
+
+def test_failure_of_executor_is_the_reason() -> None:
+    """Each process shows why a version is not served."""
+    announced = AnnouncedVersions(INGEST, 1, 10.0)
+    announced.apply([event("e", EXECUTOR, unready=["digits/1: no such file"])], 0.0)
+    assert announced.awaited("digits", "1", 1) == "executor e: no such file"
+
+
+def test_silent_process_is_forgotten() -> None:
+    """A batcher that has ended keeps no version from being used."""
+    announced = AnnouncedVersions(INGEST, 1, 10.0)
+    announced.apply([event("gone", BATCHER)], 0.0)
+    announced.apply([event("e", EXECUTOR, "1"), event("b", BATCHER, "1")], 11.0)
+    assert announced.awaited("digits", "1", 1) == ""
+
+
+def test_version_is_needed_while_an_earlier_stage_announces_it() -> None:
+    """What a later stage, or one beside, announces keeps nothing: they wait for this one."""
+    announced = AnnouncedVersions(BATCHER, 1, 10.0)
+    announced.apply(
+        [event("i", INGEST, "1"), event("b", BATCHER, "2"), event("e", EXECUTOR, "3")], 0.0
+    )
+    assert announced.needed() == {("digits", "1")}
+    announced.apply([event("i", INGEST)], 0.0)
+    assert announced.needed() == set()
