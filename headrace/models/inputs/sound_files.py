@@ -306,12 +306,14 @@ def _read_mp3(file: SoundFile) -> SoundHeader:
     frames, wanted = 0, _read_xing(file, place, first)
     if wanted:
         file.check_samples(first.rate, first.channels, wanted * first.samples)
+    frame, head = first, b""
     enough = (file.limits.seconds * first.rate + 2 * 1152) if file.limits.truncate else None
     while place < file.size:
         if frames and _TAGS_AT_END.match(file.content, place):
             break
         file.count("frames")
-        frame = _read_mp3_frame(file, place)
+        if file.content[place : place + 4] != head:  # most frames have that of the one before
+            frame, head = _read_mp3_frame(file, place), file.content[place : place + 4]
         if (frame.rate, frame.channels) != (first.rate, first.channels):
             raise file.damaged(
                 f"{first.channels} channels of {first.rate} Hz",

@@ -81,7 +81,7 @@ def noise(samples: int, channels: int = 1, seed: int = 19) -> NDArray[np.float32
     """A tone with noise."""
     rng = np.random.default_rng(seed)
     tone = 0.4 * np.sin(np.arange(samples) * 0.05)[:, np.newaxis]
-    return (tone + rng.uniform(-0.3, 0.3, (samples, channels))).astype(np.float32)
+    return np.asarray(tone + rng.uniform(-0.3, 0.3, (samples, channels)), np.float32)
 
 
 def written(
