@@ -47,7 +47,7 @@ class Assignments:
         tracker: in-flight tracker of the source.
         source_offsets: set if `results` is read instead of the source topic.
         transactions: set for exactly-once delivery, if this process answers.
-        on_revoked: called whenever ack handles were revoked.
+        on_revoked: called whenever ack handles were revoked, and when assignments are leaving.
 
     Attributes:
         consumer: the consumer of the group; set before the first assignment.
@@ -125,7 +125,7 @@ class Assignments:
         self._reader.leaving = frozenset(partitions)
         self._ready.drop(self._reader.leaving)
         deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
-        await self.drain(partitions, self._revocation_drain_s)
+        await self._drain_leaving(partitions)
         if self._settings.commits:
             async with self.last_commit(deadline):
                 await self._committer.commit(self.consumer, self._reader.leaving)
@@ -146,6 +146,20 @@ class Assignments:
         if self._source_offsets is not None:
             self._source_offsets.revoked([p.partition for p in partitions])
         self._on_revoked()
+
+    def leave(self, partitions: Sequence[TopicPartition] | None) -> None:
+        """Mark the assignments of `partitions`, or all, as leaving."""
+        for assignment in self._tracker.assignments:
+            if partitions is None or assignment.partition in partitions:
+                assignment.leaving = True
+        self._on_revoked()
+
+    async def _drain_leaving(self, partitions: Sequence[TopicPartition]) -> None:
+        # With an order, answers are held until those before them are written: if these were left
+        # in the log, the drain would wait for the held ones until its deadline.
+        if not self._settings.shares:
+            self.leave(partitions)
+        await self.drain(partitions, self._revocation_drain_s)
 
     async def drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:
         """Wait until no record of `partitions`, or of all, is in flight, up to a deadline."""
@@ -202,7 +216,7 @@ class Assignments:
         former = {each: self._tracker.get(each) for each in partitions}
         deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
         self._ready.drop(frozenset(partitions))
-        await self.drain(partitions, self._revocation_drain_s)
+        await self._drain_leaving(partitions)
         if self._settings.commits:
             async with self.last_commit(deadline):
                 await self._committer.commit(self.consumer, frozenset(partitions))

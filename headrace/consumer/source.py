@@ -51,7 +51,7 @@ class Source:
         settings: settings of the source.
         source_offsets: set if `results` is read instead of the source topic.
         refusal: returns the failure of a deferred request that would be late.
-        on_revoked: called whenever ack handles were revoked.
+        on_revoked: called whenever ack handles were revoked, and when assignments are leaving.
 
     Attributes:
         tracker: in-flight tracker of the records read.

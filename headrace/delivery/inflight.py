@@ -160,6 +160,8 @@ class AssignedPartition:
         ages: ages of the chunks read.
         chains: predecessor of each record, where answers are ordered by key.
         deferred: records left in the log, by offset.
+        leaving: True once it is about to be revoked, or the process stops: what waits long is left
+            in the log.
         revoked: True once the partition was revoked.
     """
 
@@ -173,6 +175,7 @@ class AssignedPartition:
         "in_flight",
         "last_delivered",
         "last_read",
+        "leaving",
         "notify",
         "partition",
         "progress",
@@ -200,6 +203,7 @@ class AssignedPartition:
         self.committed = NEVER_COMMITTED
         self.chains: KeyChains | None = None
         self.deferred: dict[int, Deferred] = {}
+        self.leaving = False
         self.revoked = False
 
     def admit(self, offset: int, size_bytes: int) -> InFlightAck:

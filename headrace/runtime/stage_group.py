@@ -127,11 +127,12 @@ class _Stages:
 
     Attributes:
         functions: by the names of their tasks.
-        batcher, executor, responder: None without that stage.
+        ingest, batcher, executor, responder: None without that stage.
     """
 
     def __init__(self) -> None:
         self.functions: dict[str, TaskFunction] = {}
+        self.ingest: IngestService | None = None
         self.batcher: BatcherService | None = None
         self.executor: ExecutorService | None = None
         self.responder: ResponderService | None = None
@@ -142,7 +143,9 @@ class _Stages:
         return self.batcher.refusal(envelope, rows)
 
     def revoked(self) -> None:
-        """Notify the responder that partitions were revoked."""
+        """Notify the stages that partitions were revoked, or are leaving."""
+        if self.ingest is not None:
+            self.ingest.revoked()
         if self.responder is not None:
             self.responder.revoked()
 
@@ -397,6 +400,7 @@ class _Composition:
         )
         if self._fetcher is not None:
             stages.functions["fetch-claims"] = ingest.fetch_claims
+        stages.ingest = ingest
         stages.functions["ingest"] = ingest.run
         if self._settings.schema_registry is not None:
             stages.functions["learn-schemas"] = ingest.learn_schemas

@@ -123,6 +123,12 @@ class ClaimWaits:
             self._wake(request)
         return len(found)
 
+    def revoked(self) -> None:
+        """End the fetches whose partitions were revoked, or are leaving."""
+        for request in list(self._waiting):
+            if self._is_left(request):
+                self._wake(request)
+
     async def close(self) -> None:
         """Leave the requests whose objects are not here in the log, for the next owners of their
         partitions; return when the others have been passed on.
@@ -142,13 +148,18 @@ class ClaimWaits:
 
     async def _complete(self, pending: PendingClaim, *, is_charged: bool) -> None:
         request = pending.request
-        if request.failure is None and not self._closing.is_set():
+        if request.failure is None and not self._is_left(request):
             await self._fetch(pending, is_charged=is_charged)
         del self._waiting[request]
         if request.value is None and request.failure is None:
             leave_in_log(request)
         else:
             await self._finish(await self._decode(pending))
+
+    def _is_left(self, request: Request) -> bool:
+        """Return True if a request whose object is not here is left in the log."""
+        assignment = _ack_of(request).assignment
+        return self._closing.is_set() or assignment.leaving or assignment.revoked
 
     def _wake(self, request: Request) -> None:
         """End the fetch of a request early."""
@@ -157,8 +168,8 @@ class ClaimWaits:
             within.reschedule(asyncio.get_running_loop().time())
 
     async def _fetch(self, pending: PendingClaim, *, is_charged: bool) -> None:
-        """Set the value of a request to its object, or fail the request; neither if `close` ended
-        it.
+        """Set the value of a request to its object, or fail the request; neither if it is left in
+        the log.
         """
         request = pending.request
         deadline_ms = request.envelope.deadline_ms
@@ -171,7 +182,7 @@ class ClaimWaits:
                     await self._reserve(pending)
                 request.value = await self._fetcher.fetch(pending.claim)
         except TimeoutError:
-            if request.failure is None and not self._closing.is_set():
+            if request.failure is None and not self._is_left(request):
                 late_ms = max(0.0, self._clock() / 1000 - deadline_ms)
                 request.fail(deadline_exceeded(deadline_ms, late_ms, Stage.INGEST))
         except ClaimUnavailable as error:

@@ -126,6 +126,11 @@ class IngestService:
             self._items.close()
             self._answers.close()
 
+    def revoked(self) -> None:
+        """End the fetches of claims whose partitions were revoked, or are leaving."""
+        if self._claims is not None:
+            self._claims.revoked()
+
     async def learn_schemas(self) -> None:
         """Fetch the schemas that payloads wait for, until `run` has ended."""
         await self._schemas.run()

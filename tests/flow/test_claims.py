@@ -34,7 +34,7 @@ from headrace.tools.replay.recording import Selection
 from headrace.tools.replay.replay import Unpaced
 from headrace.tools.replay.sinks import Marking
 from headrace.topics import STAGES, Topic
-from headrace.tuning import TUNING, ClaimTuning
+from headrace.tuning import TUNING, ClaimTuning, Tuning
 from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
 from tests.support.gateways import gateway_of
@@ -46,6 +46,7 @@ from tests.support.tree import ROOT
 EXAMPLE = ROOT / "examples" / "orders"
 TOGETHER, APART = [STAGES], [[stage] for stage in STAGES]
 QUICK = replace(TUNING, claims=ClaimTuning(backoff=Backoff(0.01, 0.05)))
+PATIENT = replace(QUICK, consumer=replace(QUICK.consumer, revocation_timeout_s=3600))
 MIB = 1024 * 1024
 
 
@@ -599,3 +600,61 @@ async def test_claims_that_wait_at_stop_are_answered_by_next_process(
 
     assert [read(each.result(), 1) for each in waiting] == ["ok"] * 5
     assert answered == 5 or guarantee == "exactly_once"  # transactions have markers
+
+
+@pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
+async def test_claims_that_wait_at_rebalance_do_not_hold_it(tmp_path: Path, guarantee: str) -> None:
+    """They are left in the log, and fetched by who owns their partitions then."""
+    async with StandInStore() as store:
+        settings = claiming(
+            tmp_path,
+            store,
+            limits={"drain_timeout_s": 3600},
+            delivery={"guarantee": guarantee},
+        )
+        statuses, ended = await rebalanced(settings, store, PATIENT)
+
+    assert statuses == ["ok"] * 5
+    assert ended == 5
+
+
+async def test_claims_in_order_are_fetched_until_their_partitions_are_revoked(
+    tmp_path: Path,
+) -> None:
+    """Answers held behind them would keep a drain waiting, so they have its time."""
+    async with StandInStore() as store:
+        settings = claiming(
+            tmp_path,
+            store,
+            limits={"drain_timeout_s": 0.1},
+            delivery={"order": "key"},
+        )
+        statuses, ended = await rebalanced(settings, store, QUICK)
+
+    assert statuses == ["ok"] * 5
+    assert ended == 5
+
+
+async def rebalanced(
+    settings: Settings, store: StandInStore, tuning: Tuning
+) -> tuple[list[str], float | None]:
+    """Statuses of five claims that wait for their store at a rebalance, and how many of their
+    fetches ended at it.
+    """
+    log = await log_for(settings)
+    claims = [put(store, str(number), 1) for number in range(5)]
+    store.holds = True
+    async with (
+        serving(settings, log, TOGETHER, tuning) as (pipeline,),
+        RpcClient(log, settings) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = [tasks.create_task(client.call(record_of(claim))) for claim in claims]
+        await eventually(lambda: store.reads == 5, what="objects are fetched")
+        log.faults.groups.force_rebalance(settings.namespace)
+        await eventually(lambda: len(store.requests) == 10, what="objects are fetched again")
+        ended = pipeline.metrics.registry.get_sample_value(
+            "headrace_claims_total", {"operation": "fetch", "outcome": "cancelled"}
+        )
+        store.held.set()
+    return [read(each.result(), 1) for each in waiting], ended
