@@ -588,8 +588,19 @@ class IngestTuning:
     transformed_bytes: int = 8 * 1024 * 1024
     """Inputs of this size, made by transforms on the thread, are passed on before others are made:
     an image has many times the bytes of its file."""
+    inline_json_bytes: int = 64 * 1024
+    """Requests in JSON up to this size are decoded on the event loop, larger ones on a worker: a
+    byte of UINT8 in JSON takes 25 ns."""
+    inline_texts_bytes: int = 256 * 1024
+    """Inputs of BYTES in MessagePack up to this size are checked on the event loop, larger ones on
+    a worker: they take 5 ns for each byte."""
+    decode_limit_s: float = 60.0
+    """Time to decode a large request in a child process, before the child is killed."""
     transform_start_s: float = 120.0
     """Time for a child process of transforms to import what it needs, before it is killed."""
+    transform_starts: int = 20
+    """So many children in a row may end before they are ready, until the payload for which they
+    were started is refused: somebody kills them, or nothing can be imported any more."""
     transform_restart: Backoff = Backoff(0.05, 5.0)
     """Pauses before a child process of transforms is replaced; back to the first after a payload
     that it transformed."""

@@ -387,6 +387,9 @@ class _Composition:
             stages.refusal if stages.batcher is not None else None,
             cache=DecodeCache(tuning),
             copied_tensor_bytes=tuning.copied_tensor_bytes,
+            inline_record_bytes=tuning.inline_record_bytes,
+            inline_json_bytes=tuning.inline_json_bytes,
+            inline_texts_bytes=tuning.inline_texts_bytes,
         )
         ingest = IngestService(
             self._source,

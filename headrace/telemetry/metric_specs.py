@@ -257,7 +257,8 @@ ENDS = (
         "headrace_transform_restarts",
         "counter",
         ("reason",),
-        "Child processes of transforms that were replaced: crash (it ended), hang (it was killed).",
+        "Child processes of transforms that were replaced: crash (it ended), hang (it was killed), "
+        "start (it ended before it was ready).",
     ),
     MetricSpec(
         "headrace_claims",

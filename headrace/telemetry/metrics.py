@@ -303,8 +303,9 @@ class Metrics:
         self._transform_bytes.add((model,), size_bytes)
 
     def transform_restarted(self, reason: str) -> None:
-        """Count a child process of transforms that is replaced: `crash` or `hang`. Any thread may
-        do this.
+        """Count a child process of transforms that is replaced: `crash`, `hang` or `start`.
+
+        Any thread may do this.
         """
         self._transform_restarts.labels(reason).inc()
 

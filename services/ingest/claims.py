@@ -28,7 +28,7 @@ from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Failure, Request
 from headrace.services.ingest.decode import IngestRules, PendingClaim, decode_claimed
 from headrace.services.ingest.schemas import leave_in_log
-from headrace.services.ingest.transforms import PendingTransform
+from headrace.services.ingest.transforms import PendingTransform, PendingValue
 from headrace.topics import Stage
 from headrace.tuning import TUNING, IngestTuning
 
@@ -40,12 +40,12 @@ class Claimed(NamedTuple):
 
     Attributes:
         unlearnt: its payload, if its schema must be fetched.
-        pending: its payload, if its transform is for a thread.
+        pending: its value, if that is for a worker.
     """
 
     request: Request
     unlearnt: Sequence[PendingTransform] = ()
-    pending: Sequence[PendingTransform] = ()
+    pending: Sequence[PendingValue] = ()
 
 
 class ClaimWaits:
@@ -209,7 +209,7 @@ class ClaimWaits:
         """Decode a request's object on the thread, unless the request has ended."""
         request = pending.request
         unlearnt: list[PendingTransform] = []
-        transforms: list[PendingTransform] = []
+        transforms: list[PendingValue] = []
         if request.failure is None:
             if not self._worker.is_started:
                 self._worker.start()

@@ -20,7 +20,7 @@ from headrace.log.port import Record
 from headrace.models.version import ModelVersion
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.claims import Claim, refuse_claim
-from headrace.protocol.codec import callers_id, check_value, decode_request, plain_value
+from headrace.protocol.codec import callers_id, check_value, decode_request, plain_value, takes_long
 from headrace.protocol.headers import (
     BY_CORRELATION,
     JSON,
@@ -39,7 +39,7 @@ from headrace.protocol.messages import (
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
 from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.schemas import find_unknown
-from headrace.services.ingest.transforms import PendingTransform
+from headrace.services.ingest.transforms import PendingRequest, PendingTransform, PendingValue
 from headrace.topics import Stage
 from headrace.tuning import TUNING
 
@@ -79,27 +79,30 @@ class IngestRules:
     Attributes:
         admission: None if the batcher is in another process.
         decompressor: decompresses values; without it they are decompressed immediately.
-        transform_later: receives payloads whose transform is user code or may take long, to be run
-            on a thread; without it they are transformed immediately.
+        transform_later: receives payloads whose transform is user code or may take long, and
+            requests that take long to decode, for a worker; without it none waits.
         learn_later: receives payloads whose schemas must be fetched first.
         read_claim: returns the claim in a header, or raises `Rejected`; see
             `headrace.claims.fetcher.ClaimFetcher`. None where no claims are allowed.
         fetch_later: receives claims.
         cache: layouts of the values that were decoded.
-        copied_tensor_bytes, inline_record_bytes: see `headrace.tuning.IngestTuning`.
+        copied_tensor_bytes, inline_record_bytes, inline_json_bytes, inline_texts_bytes: see
+            `headrace.tuning.IngestTuning`.
     """
 
     models: ModelLookup
     limits: LimitSettings
     admission: Admission | None = None
     decompressor: ValueDecompressor | None = None
-    transform_later: Callable[[PendingTransform], None] | None = None
+    transform_later: Callable[[PendingValue], None] | None = None
     learn_later: Callable[[PendingTransform], None] | None = None
     read_claim: Callable[[bytes], Claim] | None = None
     fetch_later: Callable[[PendingClaim], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
     copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
     inline_record_bytes: int = TUNING.ingest.inline_record_bytes
+    inline_json_bytes: int = TUNING.ingest.inline_json_bytes
+    inline_texts_bytes: int = TUNING.ingest.inline_texts_bytes
 
 
 def decode_records(
@@ -321,7 +324,7 @@ def decode_claimed(
     request: Request,
     rules: IngestRules,
     unlearnt: list[PendingTransform],
-    pending: list[PendingTransform],
+    pending: list[PendingValue],
 ) -> int:
     """Decode the object of a claim, which is the value of its request. Any thread may do this.
 
@@ -329,7 +332,7 @@ def decode_claimed(
         request: with the object as its value.
         rules: `limits.max_request_bytes` is the limit of claims.
         unlearnt: receives payloads whose schemas must be fetched first.
-        pending: receives payloads whose transforms are for a thread of their own.
+        pending: receives payloads and requests that are for a worker.
 
     Returns:
         The bytes that the request holds besides the object.
@@ -460,7 +463,7 @@ def _takes_json(envelope: Envelope, rules: IngestRules) -> bool:
 
 
 def _bind(
-    request: IngestedRequest,
+    request: Request,
     value: bytes | memoryview | None,
     envelope: Envelope,
     rules: IngestRules,
@@ -470,6 +473,8 @@ def _bind(
     if type(value) is bytes and not envelope.model and envelope.content_type in MSGPACK_TYPES:
         cacheable = value
     layout = None if cacheable is None else rules.cache.find(cacheable)
+    if layout is None and _leave_to_worker(request, value, envelope, rules):
+        return
     if cacheable is None or layout is None or len(cacheable) > rules.limits.max_request_bytes:
         message = decode_request(value, envelope, rules.limits)
         request.id = message.id
@@ -483,6 +488,23 @@ def _bind(
         bound = layout.bind(cacheable, version)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
+
+
+def _leave_to_worker(
+    request: Request,
+    value: bytes | memoryview | None,
+    envelope: Envelope,
+    rules: IngestRules,
+) -> bool:
+    """Leave a request that takes long to decode to a worker; return whether it was."""
+    later = rules.transform_later
+    if later is None or value is None or len(value) > rules.limits.max_request_bytes:
+        return False
+    inline = rules.inline_json_bytes, rules.inline_texts_bytes
+    if not takes_long(value, envelope.content_type, *inline):
+        return False
+    later(PendingRequest(request, value, envelope, rules.limits, rules.models.lookup))
+    return True
 
 
 def _bind_payload(
@@ -511,19 +533,34 @@ def _set_inputs(request: IngestedRequest, version: ModelVersion, inputs: list[In
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 
 
-def bind_transformed(payload: PendingTransform) -> Request:
-    """Return the request of a pending transform that has ended."""
+def bind_transformed(payload: PendingValue) -> Request:
+    """Return the request of a pending value that has ended."""
     request = payload.request
     if request.failure is not None:  # it ended while it waited
         return request
     try:
         if payload.error is not None:
             raise payload.error
-        _set_inputs(request, payload.version, payload.inputs or [])
+        _take_bound(request, payload)
     except Rejected as error:
+        if isinstance(payload, PendingRequest):
+            _refuse(request, error, payload.value)
+            return request
         request.fail(rejection(error, Stage.INGEST))
         request.id = callers_id(request.value, request.envelope)
+    if payload.content_type in MSGPACK_TYPES:
+        return request  # its inputs are views of the value
     ack_handle = request.ack_handle
     assert isinstance(ack_handle, InFlightAck)
     ack_handle.resize(ack_handle.size_bytes + request.size_bytes)
     return request
+
+
+def _take_bound(request: IngestedRequest, payload: PendingValue) -> None:
+    version, bound = payload.version, payload.bound
+    assert version is not None
+    assert bound is not None
+    if isinstance(payload, PendingRequest) and payload.message is not None:
+        request.id = payload.message.id
+    request.model, request.version = version.name, version.version
+    request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound

@@ -40,7 +40,12 @@ from headrace.services.ingest.decode import (
 )
 from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.schemas import SchemaWaits
-from headrace.services.ingest.transforms import PendingTransform, TransformPool, TransformThread
+from headrace.services.ingest.transforms import (
+    PendingTransform,
+    PendingValue,
+    TransformPool,
+    TransformThread,
+)
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
 from headrace.tuning import TUNING, IngestTuning
@@ -71,7 +76,7 @@ class IngestService:
         self._source = source
         self._items = items
         self._answers = answers
-        self._pending: list[PendingTransform] = []
+        self._pending: list[PendingValue] = []
         self._unlearnt: list[PendingTransform] = []
         self._schemas = SchemaWaits(self._finish_waiting, instruments.clock)
         self._decompressor = ValueDecompressor(rules.limits, tuning)
@@ -305,8 +310,8 @@ class IngestService:
     async def _finish_waiting(self, payloads: Sequence[PendingTransform]) -> None:
         """Transform payloads whose schemas are known, and pass their requests on."""
         for chunk in _chunks(payloads, self._tuning.max_records_at_once):
-            some = chunk
-            for payload in some:
+            some: Sequence[PendingValue] = chunk
+            for payload in chunk:
                 _charge_decompressed(payload, -1)
             while some:
                 requests = await self._transform(some)
@@ -319,7 +324,7 @@ class IngestService:
                 if runnable:
                     await self._items.send(runnable)
 
-    async def _transform(self, payloads: Sequence[PendingTransform]) -> list[Request]:
+    async def _transform(self, payloads: Sequence[PendingValue]) -> list[Request]:
         """Run pending transforms; return the requests of the first of them.
 
         The inputs that were made are charged to the budget here, and to their models' shares when
@@ -334,7 +339,7 @@ class IngestService:
             waiting.dec(len(payloads))
         for payload in payloads[:done]:
             if payload.took_s:
-                self._metrics.transformed(payload.version.name, payload.took_s, payload.made_bytes)
+                self._metrics.transformed(payload.model, payload.took_s, payload.made_bytes)
         requests = [bind_transformed(payload) for payload in payloads[:done]]
         self._trace(requests)
         return requests

@@ -2,7 +2,8 @@
 
     python -m headrace.services.ingest.transform_child SOCKET PARENT_PID
 
-The parent writes one call at a time: to make a transform, or to transform a payload. Calls are
+The parent writes one call at a time: to make a transform, to transform a payload, or to
+decode a request. Calls are
 pickled, since they hold the model's configuration; replies are MessagePack, followed by the bytes
 of the inputs, or sent with the descriptor of a memory file (memfd_create(2)) that has them.
 
@@ -25,9 +26,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.config import LimitSettings
 from headrace.errors import Code, HeadraceError, Rejected, describe_error
 from headrace.models.inputs.transforms import Transform, TransformSource, make_transform
-from headrace.protocol.messages import InputTensor
+from headrace.protocol.codec import decode_request
+from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor
 
 _PR_SET_PDEATHSIG = 1
 CALL_HEAD = struct.Struct("<QQ")
@@ -42,6 +45,7 @@ class Call(NamedTuple):
     Attributes:
         key: the parent's number of a version.
         source: the transform to make, before payloads of the version are transformed.
+        decoding: headers and limits of a request to decode, instead of a payload.
         content_type: of the payload.
         max_bytes: most bytes that its inputs may have.
         shared_bytes: inputs of at least this size are sent in a memory file.
@@ -50,6 +54,7 @@ class Call(NamedTuple):
 
     key: int
     source: TransformSource | None = None
+    decoding: tuple[Envelope, LimitSettings] | None = None
     content_type: str = ""
     max_bytes: int = 0
     shared_bytes: int = 0
@@ -57,11 +62,16 @@ class Call(NamedTuple):
 
 
 class Reply(msgspec.Struct):
-    """Inputs, by name, datatype, shape and size in bytes; or the error of a request."""
+    """Inputs, by name, datatype, shape and size in bytes; or the error of a request.
+
+    Attributes:
+        message: a decoded request, without its inputs.
+    """
 
     inputs: list[tuple[str, str, list[int], int]] = []
+    message: InferenceRequest | None = None
     code: str = ""
-    message: str = ""
+    reason: str = ""
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytearray:
@@ -101,9 +111,13 @@ class _Server:
         for key in call.forgotten:
             self._transforms.pop(key, None)
         inputs: list[InputTensor] = []
+        message: InferenceRequest | None = None
         try:
             if call.source is not None:
                 self._transforms[call.key] = make_transform(*call.source)
+            elif call.decoding is not None:
+                message = decode_request(payload, *call.decoding)
+                inputs, message.inputs = message.inputs, []
             else:
                 inputs = self._transforms[call.key](payload, call.content_type)
                 made_bytes = sum(len(each.data) for each in inputs)
@@ -115,19 +129,19 @@ class _Server:
                         got=str(made_bytes),
                     )
         except Rejected as error:
-            self._send(Reply(code=error.code, message=error.message))
+            self._send(Reply(code=error.code, reason=error.message))
             return
         except HeadraceError as error:
-            self._send(Reply(code=Code.MODEL_FAILED, message=f"transform: {error}"))
+            self._send(Reply(code=Code.MODEL_FAILED, reason=f"transform: {error}"))
             return
         except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
-            message = f"transform: {describe_error(error)}"
-            self._send(Reply(code=Code.INVALID_REQUEST, message=message))
+            reason = f"transform: {describe_error(error)}"
+            self._send(Reply(code=Code.INVALID_REQUEST, reason=reason))
             return
         described = [
             (each.name, each.datatype, list(each.shape), len(each.data)) for each in inputs
         ]
-        self._send(Reply(described), inputs, call.shared_bytes)
+        self._send(Reply(described, message), inputs, call.shared_bytes)
 
     def _send(
         self, reply: Reply, inputs: list[InputTensor] | None = None, shared_bytes: int = 0

@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from itertools import count
+from typing import TypeAlias
 
 import msgspec
 import structlog
@@ -31,7 +32,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Pauses
 from headrace.primitives.worker_thread import WorkerThread
-from headrace.protocol.messages import InputTensor
+from headrace.protocol.messages import InferenceRequest, InputTensor
 from headrace.services.ingest.transform_child import (
     CALL_HEAD,
     REPLY_HEAD,
@@ -41,9 +42,10 @@ from headrace.services.ingest.transform_child import (
 )
 from headrace.services.ingest.transforms import (
     PayloadRound,
+    PendingRequest,
     PendingTransform,
+    PendingValue,
     apply_transform,
-    endless_transform,
 )
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -52,6 +54,7 @@ from headrace.tuning import TUNING, IngestTuning
 log = structlog.get_logger(__name__)
 
 _MODULE = "headrace.services.ingest.transform_child"
+_Made: TypeAlias = tuple[list[InputTensor], InferenceRequest | None]
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
@@ -104,34 +107,49 @@ class TransformProcess:
     def _transform_all(self, payloads: PayloadRound) -> None:
         while not self._closing.is_set() and (payload := payloads.take()) is not None:
             began_s = time.monotonic()
-            if _needs_registry(payload.version):
+            if payload.is_of_process:
                 apply_transform(payload)
             else:
                 self._transform(payload)
             payload.took_s = time.monotonic() - began_s
             payloads.note_made(payload)
 
-    def _transform(self, payload: PendingTransform) -> None:
-        for attempt in range(1, self._max_attempts + 1):
+    def _transform(self, payload: PendingValue) -> None:
+        attempts = failed_starts = 0
+        while True:
             try:
-                payload.inputs = self._start_child().transform(payload)
+                child = self._start_child()
+            except (EOFError, OSError):
+                # TimeoutError is an OSError. The payload has not been there, so it does not count.
+                failed_starts += 1
+                how = self._replace("start", payload.model, failed_starts)
+                if failed_starts < self._tuning.transform_starts and not self._closing.is_set():
+                    continue
+                payload.error = Rejected(
+                    Code.INTERNAL, f"transform: {failed_starts} processes ended at start ({how})"
+                )
+                return
+            try:
+                child.transform(payload)
+                payload.bind()
             except Rejected as error:
                 payload.error = error
+                self._pauses.reset()
             except TimeoutError:
-                self._replace("hang", payload.version, attempt)
-                payload.error = endless_transform(payload.version)
+                self._replace("hang", payload.model, 1)
+                payload.error = payload.describe_hang()
             except (EOFError, OSError):
                 # It has ended, whichever end of the socket showed it.
-                how = self._replace("crash", payload.version, attempt)
+                attempts += 1
+                how = self._replace("crash", payload.model, attempts)
+                if attempts < self._max_attempts and not self._closing.is_set():
+                    continue
                 payload.error = Rejected(
                     Code.MODEL_FAILED,
                     f"transform: each time that this payload was transformed, with nothing else in "
                     f"its process, the process ended ({how}); it is not transformed again",
                 )
-                if not self._closing.is_set():
-                    continue
             else:
-                payload.error = None
                 self._pauses.reset()
             return
 
@@ -141,7 +159,7 @@ class TransformProcess:
         self._child.wait_until_ready()
         return self._child
 
-    def _replace(self, reason: str, version: ModelVersion, attempt: int) -> str:
+    def _replace(self, reason: str, model: str, attempt: int) -> str:
         """End a child that crashed or hangs, pause, and return how it ended."""
         child = self._child
         how = "" if child is None else child.end()
@@ -149,8 +167,7 @@ class TransformProcess:
         self._metrics.transform_restarted(reason)
         log.warning(
             Event.TRANSFORM_WORKER_ENDED,
-            model=version.name,
-            version=version.version,
+            model=model,
             reason=reason,
             how=how,
             attempt=attempt,
@@ -192,32 +209,44 @@ class _Child:
             self._receive(time.monotonic() + self._tuning.transform_start_s)
             self._is_ready = True
 
-    def transform(self, payload: PendingTransform) -> list[InputTensor]:
-        """Return the inputs that a payload becomes.
+    def transform(self, payload: PendingValue) -> None:
+        """Set the inputs that a value becomes.
 
         Raises:
             Rejected: see `headrace.models.inputs.transforms.Transform`.
             TimeoutError: it took too long.
             EOFError, OSError: the child has ended.
         """
-        version = payload.version
+        if isinstance(payload, PendingRequest):
+            call = self._prepare(Call(0, decoding=(payload.envelope, payload.limits)))
+        else:
+            assert isinstance(payload, PendingTransform)
+            call = self._prepare(Call(self._load(payload.version)))
+        until_s = time.monotonic() + payload.limit_s
+        call = call._replace(content_type=payload.content_type)
+        payload.inputs, message = self._call(call, payload.value, until_s)
+        if isinstance(payload, PendingRequest):
+            payload.message = message
+
+    def _load(self, version: ModelVersion) -> int:
+        """Return the number of a version, whose transform the child has made by then."""
         if version not in self._keys:
             key = next(self._next_key)
             until_s = time.monotonic() + version.config.max_load_s
             self._call(Call(key, version.transform_source), b"", until_s)
             self._keys[version] = key
             weakref.finalize(version, self._forgotten.append, key)
+        return self._keys[version]
+
+    def _prepare(self, call: Call) -> Call:
+        """Return a call with the limits, and with the versions that are gone."""
         forgotten = tuple(self._forgotten)
         del self._forgotten[: len(forgotten)]
-        call = Call(
-            self._keys[version],
-            content_type=payload.content_type,
+        return call._replace(
             max_bytes=self._max_bytes,
             shared_bytes=self._tuning.shared_input_bytes,
             forgotten=forgotten,
         )
-        until_s = time.monotonic() + version.config.max_execution_s
-        return self._call(call, payload.value, until_s)
 
     def end(self) -> str:
         """Kill it, and return how it ended: by which signal, or with which exit code."""
@@ -231,7 +260,7 @@ class _Child:
         except ValueError:
             return f"signal {-code}"
 
-    def _call(self, call: Call, payload: bytes, until_s: float) -> list[InputTensor]:
+    def _call(self, call: Call, payload: bytes | memoryview, until_s: float) -> _Made:
         pickled = pickle.dumps(call)
         self._wait(until_s)
         self._connection.sendall(CALL_HEAD.pack(len(pickled), len(payload)) + pickled)
@@ -239,7 +268,7 @@ class _Child:
         self._connection.sendall(payload)
         return self._receive(until_s)
 
-    def _receive(self, until_s: float) -> list[InputTensor]:
+    def _receive(self, until_s: float) -> _Made:
         self._wait(until_s)
         # The memory file comes with the first bytes of a head.
         head, files, _, _ = socket.recv_fds(self._connection, REPLY_HEAD.size, 1)
@@ -251,7 +280,7 @@ class _Child:
             self._wait(until_s)
             reply = _decode_reply(receive_exactly(self._connection, reply_bytes))
             if reply.code:
-                raise Rejected(Code(reply.code), reply.message)
+                raise Rejected(Code(reply.code), reply.reason)
             if is_shared:
                 content = memoryview(mmap.mmap(files[0], size_bytes, access=mmap.ACCESS_READ))
             else:
@@ -265,7 +294,7 @@ class _Child:
             data = content[start : start + size]
             inputs.append(InputTensor(name=name, datatype=datatype, shape=shape, data=data))
             start += size
-        return inputs
+        return inputs, reply.message
 
     def _wait(self, until_s: float) -> None:
         """Bound the next operations on the socket. Raises `TimeoutError` if the time is over."""
@@ -273,8 +302,3 @@ class _Child:
         if left_s <= 0:
             raise TimeoutError
         self._connection.settimeout(left_s)
-
-
-def _needs_registry(version: ModelVersion) -> bool:
-    """Return True if payloads need schemas of a registry, which are fetched in this process."""
-    return version.records is not None and version.records.framed is not None

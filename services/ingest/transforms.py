@@ -12,55 +12,171 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from headrace.config import LimitSettings
 from headrace.errors import Code, Fatal, Rejected, describe_error
+from headrace.models.inputs.binding import Bound
 from headrace.models.user_code import Interrupted, interrupt
 from headrace.models.version import ModelVersion
 from headrace.primitives.worker_thread import WorkerThread
-from headrace.protocol.messages import InputTensor, Request
+from headrace.protocol.codec import decode_request
+from headrace.protocol.headers import JSON, NO_HEADERS
+from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor, Request
 from headrace.tuning import TUNING, IngestTuning
 
 
-class PendingTransform:
-    """A payload that waits for its transform, and the result.
+class PendingValue:
+    """A value that waits for a worker, and what the worker has made of it.
 
     Attributes:
-        inputs: the transformed inputs; None if the transform failed.
-        error: why the transform failed.
+        inputs: the inputs; None if they could not be made.
+        version: the version that the request is for, once that is known.
+        bound: the inputs, checked; see `headrace.models.inputs.binding.Binder.bind`.
+        error: why there is none of these.
         took_s: how long a worker was busy with it.
     """
 
-    __slots__ = (
-        "content_type",
-        "error",
-        "inputs",
-        "is_done",
-        "is_interrupted",
-        "request",
-        "took_s",
-        "value",
-        "version",
-    )
-
-    def __init__(
-        self, request: Request, version: ModelVersion, value: bytes, content_type: str
-    ) -> None:
+    def __init__(self, request: Request, value: bytes | memoryview, content_type: str) -> None:
         self.request = request
-        self.version = version
         self.value = value
         self.content_type = content_type
         self.inputs: list[InputTensor] | None = None
+        self.bound: Bound | None = None
+        self.version: ModelVersion | None = None
         self.error: Rejected | None = None
         self.took_s = 0.0
         self.is_done = False
         self.is_interrupted = False
 
     @property
+    def model(self) -> str:
+        """Name of the model for metrics and logs; empty while it may be unknown."""
+        return ""
+
+    @property
+    def limit_s(self) -> float:
+        """Time in which the inputs must be made."""
+        raise NotImplementedError
+
+    @property
+    def is_of_process(self) -> bool:
+        """True if only this process can make the inputs, or does it sooner than a child."""
+        return False
+
+    @property
     def made_bytes(self) -> int:
         """Size of the inputs."""
         return sum(len(given.data) for given in self.inputs or ())
+
+    def make_inputs(self) -> list[InputTensor]:
+        """Return the inputs that the value becomes. Raises `Rejected`, or what user code does."""
+        raise NotImplementedError
+
+    def bind(self) -> None:
+        """Set `bound`. Raises `Rejected`."""
+        raise NotImplementedError
+
+    def describe_hang(self) -> Rejected:
+        """Return the error of a value whose worker took too long."""
+        return Rejected(
+            Code.MODEL_FAILED,
+            f"transform: expected it to end within max_execution_s = {self.limit_s:g} s",
+        )
+
+
+class PendingTransform(PendingValue):
+    """A payload that waits for its transform."""
+
+    def __init__(
+        self, request: Request, version: ModelVersion, value: bytes, content_type: str
+    ) -> None:
+        super().__init__(request, value, content_type)
+        self.version: ModelVersion = version
+        self.payload = value
+
+    @property
+    def model(self) -> str:
+        """See `PendingValue`."""
+        return self.version.name
+
+    @property
+    def limit_s(self) -> float:
+        """See `PendingValue`."""
+        return self.version.config.max_execution_s
+
+    @property
+    def is_of_process(self) -> bool:
+        """See `PendingValue`: the schemas of a registry are in this process."""
+        return self.version.records is not None and self.version.records.framed is not None
+
+    def make_inputs(self) -> list[InputTensor]:
+        """See `PendingValue`."""
+        return self.version.transform(self.payload, self.content_type)
+
+    def bind(self) -> None:
+        """See `PendingValue`."""
+        self.bound = self.version.bind(self.inputs or [], None)
+
+
+class PendingRequest(PendingValue):
+    """A large value with tensors, which takes long to decode.
+
+    Args:
+        envelope: of the request.
+        limits: of the request.
+        lookup: returns a version by name and version.
+
+    Attributes:
+        message: the decoded request; its inputs may be missing.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        value: bytes | memoryview,
+        envelope: Envelope,
+        limits: LimitSettings,
+        lookup: Callable[[str, str | None], ModelVersion],
+        tuning: IngestTuning = TUNING.ingest,
+    ) -> None:
+        super().__init__(request, value, envelope.content_type)
+        self.envelope = NO_HEADERS._replace(
+            content_type=envelope.content_type, model=envelope.model, version=envelope.version
+        )
+        self.limits = limits
+        self.message: InferenceRequest | None = None
+        self._lookup = lookup
+        self._limit_s = tuning.decode_limit_s
+
+    @property
+    def limit_s(self) -> float:
+        """See `PendingValue`."""
+        return self._limit_s
+
+    @property
+    def is_of_process(self) -> bool:
+        """See `PendingValue`: in MessagePack the inputs are views of the value."""
+        return self.content_type != JSON
+
+    def make_inputs(self) -> list[InputTensor]:
+        """See `PendingValue`."""
+        self.message = decode_request(self.value, self.envelope, self.limits)
+        return self.message.inputs
+
+    def bind(self) -> None:
+        """See `PendingValue`."""
+        message = self.message
+        assert message is not None
+        self.version = self._lookup(message.model_name, message.model_version)
+        self.bound = self.version.bind(self.inputs or [], message.outputs)
+
+    def describe_hang(self) -> Rejected:
+        """See `PendingValue`."""
+        return Rejected(
+            Code.INTERNAL, f"value: expected it to be decoded within {self.limit_s:g} s"
+        )
 
 
 class PayloadRound:
@@ -72,14 +188,14 @@ class PayloadRound:
         taken: number of payloads that were taken, or passed over because they had failed before.
     """
 
-    def __init__(self, payloads: Sequence[PendingTransform], limit_bytes: int) -> None:
+    def __init__(self, payloads: Sequence[PendingValue], limit_bytes: int) -> None:
         self._payloads = payloads
         self._limit_bytes = limit_bytes
         self._made_bytes = 0
         self._lock = threading.Lock()
         self.taken = 0
 
-    def take(self) -> PendingTransform | None:
+    def take(self) -> PendingValue | None:
         """Return the next payload to transform; None if this worker has nothing left to do."""
         with self._lock:
             while self.taken < len(self._payloads) and self._made_bytes < self._limit_bytes:
@@ -89,7 +205,7 @@ class PayloadRound:
                     return payload
         return None
 
-    def note_made(self, payload: PendingTransform) -> None:
+    def note_made(self, payload: PendingValue) -> None:
         """Count the inputs that a payload became."""
         with self._lock:
             self._made_bytes += payload.made_bytes
@@ -120,7 +236,7 @@ class TransformPool:
         self._workers = workers
         self._tuning = tuning
 
-    async def run(self, payloads: Sequence[PendingTransform]) -> int:
+    async def run(self, payloads: Sequence[PendingValue]) -> int:
         """Transform payloads until their inputs have `transformed_bytes`; return how many of them,
         from the first on, have ended. Those that failed before are passed over.
 
@@ -151,7 +267,7 @@ class TransformThread:
         self._tuning = tuning
         self._worker = WorkerThread("transforms")
         self._payload_lock = threading.Lock()
-        self._current: PendingTransform | None = None
+        self._current: PendingValue | None = None
         self._since_s = 0.0
 
     async def run(self, payloads: PayloadRound) -> None:
@@ -170,8 +286,8 @@ class TransformThread:
             if payload.is_interrupted:
                 grace_s = self._tuning.interrupt_grace_s
                 raise Fatal(
-                    f"transform of {payload.version!r}: did not end {grace_s:g} s after it was "
-                    "interrupted"
+                    f"transform of {payload.model or 'a large request'}: did not end {grace_s:g} s "
+                    "after it was interrupted"
                 )
             self._interrupt(payload)
         done.result()
@@ -185,12 +301,12 @@ class TransformThread:
         payload, now_s = self._current, time.monotonic()
         if payload is None:
             return self._tuning.transform_check_s
-        limit_s = payload.version.config.max_execution_s
+        limit_s = payload.limit_s
         if payload.is_interrupted:
             limit_s += self._tuning.interrupt_grace_s
         return self._since_s + limit_s - now_s
 
-    def _interrupt(self, payload: PendingTransform) -> None:
+    def _interrupt(self, payload: PendingValue) -> None:
         with self._payload_lock:
             if payload.is_done:
                 return
@@ -205,7 +321,7 @@ class TransformThread:
             payload.took_s = time.monotonic() - self._since_s
             payloads.note_made(payload)
 
-    def _transform(self, payload: PendingTransform) -> None:
+    def _transform(self, payload: PendingValue) -> None:
         self._since_s = time.monotonic()
         self._current = payload
         try:
@@ -218,24 +334,16 @@ class TransformThread:
                 time.sleep(self._tuning.interrupt_arrival_s)
                 raise Interrupted
         except Interrupted:
-            payload.error = endless_transform(payload.version)
+            payload.bound, payload.error = None, payload.describe_hang()
         payload.is_done = True
         self._current = None
 
 
-def endless_transform(version: ModelVersion) -> Rejected:
-    """Return the error of a payload whose transform took too long."""
-    limit_s = version.config.max_execution_s
-    return Rejected(
-        Code.MODEL_FAILED,
-        f"transform: expected it to end within max_execution_s = {limit_s:g} s",
-    )
-
-
-def apply_transform(payload: PendingTransform) -> None:
-    """Transform a payload on this thread, and set its inputs or its error."""
+def apply_transform(payload: PendingValue) -> None:
+    """Transform a payload on this thread, and set its inputs, or its error."""
     try:
-        payload.inputs = payload.version.transform(payload.value, payload.content_type)
+        payload.inputs = payload.make_inputs()
+        payload.bind()
     except Rejected as error:
         payload.error = error
     except Interrupted:

@@ -15,6 +15,7 @@ from headrace.protocol.codec.requests import (
     decode_request,
     names_version,
     plain_value,
+    takes_long,
 )
 from headrace.protocol.codec.responses import encode_error, encode_response, encode_responses
 from headrace.protocol.codec.wire import (
@@ -56,4 +57,5 @@ __all__ = [
     "plain_value",
     "refer_to_source",
     "restore_value",
+    "takes_long",
 ]

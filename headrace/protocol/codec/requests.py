@@ -294,6 +294,25 @@ def _too_large(where: str, size: int, limits: LimitSettings) -> Rejected:
     return Rejected.mismatch(Code.TOO_LARGE, where, expected=expected, got=str(size))
 
 
+def takes_long(
+    value: bytes | memoryview, content_type: str, json_bytes: int, texts_bytes: int
+) -> bool:
+    """Return True if a value would take `decode_request` long: JSON of more than `json_bytes`, or
+    an input of BYTES in MessagePack of more than `texts_bytes`, whose elements are checked.
+    """
+    if content_type == JSON:
+        return len(value) > json_bytes
+    if content_type not in MSGPACK_TYPES or len(value) <= texts_bytes:
+        return False
+    try:
+        request = _decode_msgpack(value)
+    except DECODE_ERRORS:
+        return False
+    return any(
+        tensor.datatype == "BYTES" and len(tensor.data) > texts_bytes for tensor in request.inputs
+    )
+
+
 def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | None:
     """Return the `id` in a value that `decode_request` refused; None if it is unreadable."""
     is_json = envelope.content_type == JSON or begins_as_json(value)
