@@ -26,6 +26,7 @@ from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.repositories import open_repository
 from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner, has_retired_version
 from headrace.models.schema_registry import SchemaRegistry
+from headrace.models.stores.cache import CacheSize
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
 from headrace.models.wanted import Wanted
@@ -191,6 +192,11 @@ class Models:
                 wanted = self._wanted
                 opened = await self._scan({}, wanted)
             return self._apply(opened, wanted)
+
+    @property
+    def cache_size(self) -> CacheSize | None:
+        """Size of the cache after the last scan; None before, and if no store is used."""
+        return self._scanner.cache_size
 
     async def _scan(
         self, known: KnownVersions, wanted: Wanted | None, *, retry: bool = True

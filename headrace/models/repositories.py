@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from headrace.config import Settings
 from headrace.models.repository import FoundModel, Repository, WantedModels, missing_model
-from headrace.models.stores.cache import ModelCache
+from headrace.models.stores.cache import CacheSize, ModelCache
 from headrace.models.stores.remote import RemoteRepository
 from headrace.models.stores.store import open_store
 from headrace.tuning import TUNING, ModelTuning
@@ -20,6 +20,10 @@ class ModelRepository(Protocol):
     @property
     def away(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
+
+    @property
+    def cache_size(self) -> CacheSize | None:
+        """Size of the cache after the last scan; None before, and if no store is used."""
 
     def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """Return models by name: all with the versions that their `model.toml` selects, or those
@@ -90,6 +94,12 @@ class RepositoryList:
     def away(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
         return tuple(reason for each in self._repositories for reason in each.away)
+
+    @property
+    def cache_size(self) -> CacheSize | None:
+        """Size of the cache that all stores share, as the last of them saw it."""
+        sizes = [each.cache_size for each in self._repositories if each.cache_size is not None]
+        return sizes[-1] if sizes else None
 
     def shorten(self, fault: str) -> str:
         """Remove from a fault what remote callers need not see."""

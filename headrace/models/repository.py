@@ -82,10 +82,11 @@ class Repository:
         settings: defaults for keys missing in `model.toml`.
 
     Attributes:
-        away: see `headrace.models.repositories.ModelRepository`.
+        away, cache_size: see `headrace.models.repositories.ModelRepository`.
     """
 
     away: tuple[str, ...] = ()
+    cache_size: None = None
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self.path = path

@@ -9,6 +9,7 @@ from headrace.errors import ConfigurationError, describe_error
 from headrace.models.repositories import ModelRepository
 from headrace.models.repository import FoundModel, WantedModels
 from headrace.models.schema_registry import SchemaRegistry
+from headrace.models.stores.cache import CacheSize
 from headrace.models.user_code import StillImporting
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
@@ -105,6 +106,11 @@ class VersionScanner:
     def away(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
         return self._repository.away
+
+    @property
+    def cache_size(self) -> CacheSize | None:
+        """Size of the cache after the last scan; None before, and if no store is used."""
+        return self._repository.cache_size
 
     def shorten(self, fault: str) -> str:
         """Remove from a fault the paths that remote callers need not see."""

@@ -140,6 +140,7 @@ class Pipeline:
             self.state.activities.append(group.activities)
             self.state.devices.append(group.devices)
         self.state.queue = self._queue
+        self.state.cache = lambda: self.models.cache_size
         register_gauges(self.state)
 
     def _followed(self) -> Followed | None:

@@ -172,6 +172,15 @@ RUNS = (
         "Time to load a version that is loaded: all instances, the probe and the warm-up.",
     ),
     MetricSpec(
+        "headrace_model_cache_bytes",
+        "gauge",
+        (),
+        "Files in models.cache_dir when this process last read its store.",
+    ),
+    MetricSpec(
+        "headrace_model_cache_limit_bytes", "gauge", (), "Limit of these files: models.cache_bytes."
+    ),
+    MetricSpec(
         "headrace_control_generation",
         "gauge",
         (),

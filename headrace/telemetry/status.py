@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace import __version__
+from headrace.models.stores.cache import CacheSize
 from headrace.models.version import State
 from headrace.telemetry.health import Health
 from headrace.telemetry.logs import Event, RecentErrors
@@ -64,8 +65,8 @@ class ProcessState:
         models: the entries of its models, see `headrace.models.catalog.ModelCatalog.status`.
 
     Attributes:
-        sources, activities, devices, queue, wanted, gateway: called for a snapshot of their state;
-            the composition root adds them.
+        sources, activities, devices, queue, wanted, gateway, cache: called for a snapshot of their
+            state; the composition root adds them.
         identity: of the process; the composition root sets it.
         log_lines_suppressed: by kind, see `headrace.telemetry.logs.LogRateLimiter`.
     """
@@ -89,6 +90,7 @@ class ProcessState:
         self.queue: Callable[[], QueueSnapshot | None] = lambda: None
         self.wanted: Callable[[], WantedSnapshot | None] = lambda: None
         self.gateway: Callable[[], GatewaySnapshot | None] = lambda: None
+        self.cache: Callable[[], CacheSize | None] = lambda: None
         self.recent_errors = RecentErrors(tuning)
         self.loop_lag = LoopLag(metrics.loop_lag, tuning.loop_lag_interval_s)
         self.identity = ProcessIdentity()
@@ -293,6 +295,10 @@ class StateGauges(Collector):
         if wanted is not None:
             yield _gauge("control_generation", [((), wanted.generation)])
             yield _gauge("control_unready_versions", [((), len(wanted.unready))])
+        cache = state.cache()
+        if cache is not None:
+            yield _gauge("model_cache_bytes", [((), cache.size_bytes)])
+            yield _gauge("model_cache_limit_bytes", [((), cache.limit_bytes)])
 
     def _device_gauge(self) -> GaugeMetricFamily:
         memory = {

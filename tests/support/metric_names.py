@@ -14,6 +14,8 @@ EXPOSED = {name + part for name, spec in METRIC_SPECS.items() for part in _PARTS
 SHOWN_ONLY_WHEN = {
     "headrace_deadline_slack_seconds",  # a request with a deadline waits
     "headrace_broker_requests",  # the log is Kafka
+    "headrace_model_cache_bytes",  # models.repository has a store
+    "headrace_model_cache_limit_bytes",
     "headrace_control_generation",  # models.mode is explicit
     "headrace_control_unready_versions",
     "headrace_gateway_in_flight_requests",  # the process has a gateway

@@ -230,5 +230,14 @@ BATCHES = Row(
             "none",
             (Query(worst("headrace_control_generation", "instance"), "{{instance}}"),),
         ),
+        Panel(
+            "Cache of models",
+            "Where models are read from a store. Versions that no process has loaded make room.",
+            "bytes",
+            (
+                Query(worst("headrace_model_cache_bytes", "instance"), "{{instance}}"),
+                Query(worst("headrace_model_cache_limit_bytes", "instance"), "{{instance}} limit"),
+            ),
+        ),
     ),
 )

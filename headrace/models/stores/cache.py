@@ -19,9 +19,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError
 from headrace.models.packing.files import hash_file, write_atomically
@@ -31,6 +31,13 @@ from headrace.tuning import TUNING, ModelTuning
 
 ReadRange: TypeAlias = Callable[[str, int, int], bytes]
 """Returns a part of a version's file: by name, start and length."""
+
+
+class CacheSize(NamedTuple):
+    """Size of the complete files in a cache, and the limit that it is kept within."""
+
+    size_bytes: int
+    limit_bytes: int
 
 
 class ModelCache:
@@ -120,6 +127,18 @@ class ModelCache:
         used = {path.parent.parent.name for path in in_use}
         for digest in self._held.keys() - used:
             os.close(self._held.pop(digest))
+
+    def measure(self) -> CacheSize:
+        """Return the size of the complete files, whichever process downloaded them. Blocks."""
+        size_bytes = 0
+        try:
+            with os.scandir(self.directory / "files") as files:
+                for file in files:
+                    with suppress(FileNotFoundError):  # another process makes room meanwhile
+                        size_bytes += file.stat().st_size
+        except FileNotFoundError:
+            pass  # nothing has been stored yet
+        return CacheSize(size_bytes, self._limit_bytes)
 
     def read_note(self, name: str) -> bytes | None:
         """Return a note that `write_note` wrote, or None."""

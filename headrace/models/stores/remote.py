@@ -28,7 +28,7 @@ from headrace.models.repository import (
     missing_version,
     select_versions,
 )
-from headrace.models.stores.cache import ModelCache
+from headrace.models.stores.cache import CacheSize, ModelCache
 from headrace.models.stores.store import Store, StoreUnavailable
 from headrace.protocol.control import WantedModel
 
@@ -55,6 +55,7 @@ class RemoteRepository:
 
     Attributes:
         away: why the store could not be reached by the last scan; empty if it could.
+        cache_size: as the last scan left it; None before the first one.
     """
 
     def __init__(self, store: Store, cache: ModelCache, settings: Settings) -> None:
@@ -65,6 +66,7 @@ class RemoteRepository:
         self._note_name = hashlib.sha256(store.name.encode()).hexdigest()
         self._digests: dict[str, dict[str, str]] = {}
         self.away: tuple[str, ...] = ()
+        self.cache_size: CacheSize | None = None
 
     def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """See `headrace.models.repositories.ModelRepository`; download these versions. Blocks.
@@ -91,6 +93,7 @@ class RemoteRepository:
         ]
         if not self.away and self._digests != known:
             self._cache.write_note(self._note_name, json.dumps(self._digests).encode())
+        self.cache_size = self._cache.measure()
         return found
 
     def list_versions(self) -> dict[str, list[int]]:

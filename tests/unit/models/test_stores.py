@@ -22,7 +22,7 @@ from headrace.models.registry import Models
 from headrace.models.repositories import RepositoryList
 from headrace.models.repository import FoundVersion, Repository, read_signature
 from headrace.models.scan import VersionScanner
-from headrace.models.stores.cache import ModelCache
+from headrace.models.stores.cache import CacheSize, ModelCache
 from headrace.models.stores.eviction import Cached, Room, make_room
 from headrace.models.stores.remote import RemoteRepository
 from headrace.models.stores.store import Store, StoreUnavailable
@@ -276,6 +276,39 @@ async def test_version_that_does_not_fit_fails_with_figures(store: Away, tmp_pat
         f"got a limit of {size + 10}"
     )
     assert models.catalog.lookup("digits").version == "1"
+
+
+async def test_cache_size_after_scan_counts_complete_files(store: Away, tmp_path: Path) -> None:
+    """Files of other processes and other stores count; there is none before the first scan."""
+    first = upload(store, tmp_path / "made").total_bytes
+    cache = tmp_path / "cache"
+    remote = RemoteRepository(store, ModelCache(cache, 10**9, TUNING), Settings())
+    (tmp_path / "beside").mkdir()
+    both = RepositoryList([remote, Repository(tmp_path / "beside", Settings())])
+    models = Models(Settings(), scanner=VersionScanner(both))
+    before = models.cache_size
+    models.open()
+    assert (before, models.cache_size) == (None, CacheSize(first, 10**9))
+
+    second = upload(store, tmp_path / "made", 2, weight=2.0).total_bytes
+    open_models(store, cache).open()  # as another process does
+    store.is_away = True
+    await models.reload()
+    assert models.cache_size == CacheSize(first + second, 10**9)
+
+
+def test_cache_size_of_empty_store_is_zero(store: Away, tmp_path: Path) -> None:
+    """The directory is made when something is stored."""
+    models = open_models(store, tmp_path / "cache", 5)
+    models.open()
+    assert models.cache_size == CacheSize(0, 5)
+
+
+def test_cache_size_without_store_is_none(tmp_path: Path) -> None:
+    """A directory is served as it is."""
+    models = Models(Settings(), scanner=VersionScanner(Repository(tmp_path, Settings())))
+    models.open()
+    assert models.cache_size is None
 
 
 def test_version_in_use_by_another_process_is_kept(store: Away, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from headrace.models.stores.cache import CacheSize
 from headrace.telemetry.health import Health
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import DeviceSnapshot
@@ -39,3 +40,15 @@ def test_status_without_gpu_shows_no_device_memory() -> None:
         family for family in registry.collect() if family.name == "headrace_device_memory_bytes"
     ]
     assert family.samples == []
+
+
+def test_cache_of_models_is_shown_where_store_is_used() -> None:
+    """There is no series where models come from directories."""
+    state = ProcessState(["executor"], Health(), Metrics(CollectorRegistry()), list)
+    registry = CollectorRegistry()
+    registry.register(StateGauges(state))
+    names = ("headrace_model_cache_bytes", "headrace_model_cache_limit_bytes")
+    assert [registry.get_sample_value(name) for name in names] == [None, None]
+
+    state.cache = lambda: CacheSize(7, 9)
+    assert [registry.get_sample_value(name) for name in names] == [7, 9]
