@@ -1,8 +1,8 @@
-"""Whether a version may take the requests of another one: what of their signatures must agree.
+"""Comparison of a new version's signature with that of the version in service.
 
-A version must accept every request that the one in service accepts, and what it answers must be
-readable for callers who know only the other's outputs. So inputs may become wider and outputs
-narrower, and not the other way round.
+The new version must accept every request that the version in service accepts, and callers who know
+only the outputs of the version in service must be able to read its answers. So the shapes of
+inputs may become wider and those of outputs narrower, but not the reverse.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _compare_tensors(
 
 
 def _may_replace(kind: str, served: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether a shape takes all that another one takes (inputs), or gives only such (outputs)."""
+    """Return True if `new` covers all of `served` (inputs), or `served` all of `new` (outputs)."""
     wide, narrow = (new, served) if kind == "input" else (served, new)
     return len(wide) == len(narrow) and all(
         allowed in (-1, size) for allowed, size in zip(wide, narrow, strict=True)
@@ -93,10 +93,10 @@ def _name_dimension(signature: Signature, spec: TensorSpec, axis: int) -> str:
 
 
 def _are_tied(one: TensorSpec, axis: int, other: TensorSpec, other_axis: int) -> bool:
-    """Whether two dimensions always have the same size.
+    """Return True if two dimensions always have the same size.
 
-    Dimensions 0 count as the rows unless their names differ: whether they are is known only when a
-    version has been probed. What differs in rank is reported in another way.
+    Dimensions 0 count as the batch unless their names differ: only probing a version shows whether
+    they are. Also true if a tensor lacks the dimension: another check reports a difference in rank.
     """
     if axis >= len(one.shape) or other_axis >= len(other.shape):
         return True

@@ -252,7 +252,7 @@ class BoxesAnswer(_Group):
     min_score: Annotated[Real, Field(ge=-_LARGEST_FP32, le=_LARGEST_FP32), NOT_BOOL] = 0.25
     """Boxes with lower scores are left out."""
     max_overlap: Annotated[Real, Field(ge=0, le=1), NOT_BOOL] = 0.45
-    """Of boxes of a class that overlap more (intersection over union), the best one stays."""
+    """Largest overlap (intersection over union) of boxes of one class; of others the best stays."""
     max_candidates: Annotated[int, Field(ge=1, le=20_000), NOT_BOOL] = 5000
     """Most boxes of an image that are compared, the best ones."""
     top: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 100
@@ -311,7 +311,7 @@ class ModelConfig(_Group):
     ring: bool = False
     """Send batches through the ring, if the shapes are fixed."""
     cuda_graphs: bool = False
-    """With `ring`: capture one CUDA graph per row bucket."""
+    """Capture one CUDA graph per row bucket; only with `ring`."""
     gpu_memory_limit_bytes: DeviceBytes = 0
     """Limit of ONNX Runtime's arena on a GPU; 0 means no limit."""
     providers: tuple[Provider, ...] = ()

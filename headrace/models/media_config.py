@@ -33,7 +33,7 @@ class ImageTransform(_Group):
     fit: Literal["stretch", "crop", "letterbox"] = "stretch"
     """Stretch the image; or cover the size and crop the middle; or fit into it with borders."""
     shortest_side: _Pixels | None = None
-    """With crop: length of the shorter side before the middle is taken."""
+    """Length of the shorter side before the middle is cropped; only with crop."""
     resize: Literal["nearest", "bilinear", "bicubic", "area"] = "bilinear"
     fill: Annotated[int, Field(ge=0, le=255), NOT_BOOL] = 0
     """Value of the borders of a letterbox."""
@@ -49,7 +49,7 @@ class ImageTransform(_Group):
     """Decode JPEGs at a half, a quarter or an eighth of their size if that still covers the size to
     resize to: much faster, with slightly other values."""
     frames: Literal["refuse", "first"] = "refuse"
-    """What to do with files of several frames or pages."""
+    """Refuse files of several frames or pages, or take the first one."""
     max_pixels: Annotated[int, Field(ge=1, le=89_478_485), NOT_BOOL] = 16_777_216
     """Most pixels of an image; checked before they are decoded."""
     max_images: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 32
@@ -99,7 +99,8 @@ class LogMel(_Group):
     dynamic_range: Annotated[Real, Field(gt=0, le=1e6), NOT_BOOL] | None = None
     """Values further below the sound's largest are raised to that."""
     padding: Literal["reflect", "zeros", "none"] = "reflect"
-    """What lies half a window before and behind the sound; none: columns begin at whole windows."""
+    """Samples added before and behind the sound, half a window each; none: the first column begins
+    with the first sample."""
     drop_last: bool = False
     """Leave out the last column."""
 
@@ -196,9 +197,9 @@ class TokensTransform(_Group):
     special_tokens: bool = True
     """Add the tokens that a `tokenizer.json` puts around texts."""
     bos: bool = False
-    """With SentencePiece: add the token for the begin of a text."""
+    """Add the token for the begin of a text; only with SentencePiece."""
     eos: bool = False
-    """With SentencePiece: add the token for the end of a text."""
+    """Add the token for the end of a text; only with SentencePiece."""
     decode: str = ""
     """Output with ids, whose texts are a further output."""
     truncate: bool = False

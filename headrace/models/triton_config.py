@@ -271,4 +271,4 @@ _READERS: Final[Mapping[str, _Reader]] = {
         policy.decoupled
     ),
 }
-"""By field of Triton's `ModelConfig`."""
+"""Readers of the fields of Triton's `ModelConfig`, by field."""

@@ -121,7 +121,12 @@ class Change(NamedTuple):
 
 
 class Author(NamedTuple):
-    """Who makes a change, and why."""
+    """Origin of a change, for the history.
+
+    Attributes:
+        who: name of the operator or of the program that makes the change.
+        why: reason that was given; empty if there is none.
+    """
 
     who: str
     why: str = ""

@@ -24,7 +24,7 @@ _MAGIC = 0
 
 
 class Framing(NamedTuple):
-    """How payloads with one schema are read, and how their answers are written.
+    """Schemas that decode the payloads with one schema id and encode their answers.
 
     Attributes:
         avro: schema of payloads in Avro.

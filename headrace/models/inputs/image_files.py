@@ -43,16 +43,16 @@ _ORIENTATION = 274
 
 
 class ImageHeader(NamedTuple):
-    """What a file says of its image.
+    """Properties of an image, read from its file without decoding it.
 
     Attributes:
         format: `JPEG`, `PNG`, `WebP`, `BMP` or `TIFF`.
-        width, height: in pixels, before the orientation is applied.
-        orientation: of Exif, 1 to 8; 1 is upright.
+        width, height: size in pixels, before the orientation is applied.
+        orientation: Exif orientation, 1 to 8; 1 is upright.
         is_single: False if the file has further frames or pages.
-        components: of a JPEG: 3 for colours, 1 for grey; otherwise 0.
-        unread: parts of a PNG that hold no pixels and that a decoder would decompress, as starts
-            and ends.
+        components: number of components of a JPEG: 3 for colours, 1 for grey; 0 for other formats.
+        unread: byte ranges (start, end) of a PNG that hold no pixels and that a decoder would
+            decompress.
     """
 
     format: str

@@ -42,13 +42,13 @@ _LEVELS = 256
 
 
 class Placement(NamedTuple):
-    """Where the pixels of an upright image are in the input.
+    """Position of the resized, upright image in the input, in pixels.
 
-    A point of the resized image is in the input `left` and `top` further.
+    A point (x, y) of the resized image is at (x + left, y + top) of the input.
 
     Attributes:
-        width, height: of the resized image.
-        left, top: of the resized image in the input; negative if it is cropped.
+        width, height: size of the resized image.
+        left, top: place of its upper left corner in the input; negative if the image is cropped.
     """
 
     width: int

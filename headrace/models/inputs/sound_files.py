@@ -38,15 +38,15 @@ MAX_CHANNELS = 32
 
 
 class SoundHeader(NamedTuple):
-    """What a file says of its sound.
+    """Properties of a sound, read from its file without decoding it.
 
     Attributes:
         format: `WAV`, `FLAC`, `OGG` or `MP3`.
         rate: samples a second of one channel.
         channels: number of channels.
-        samples: of one channel; -1 if a FLAC does not say it. Of MP3 with what its encoder
-            added.
-        is_exact: decoding gives exactly so many samples.
+        samples: number of samples of one channel; -1 if a FLAC file does not contain it. For MP3 it
+            includes the samples that the encoder added.
+        is_exact: True if decoding gives exactly this number of samples.
     """
 
     format: str

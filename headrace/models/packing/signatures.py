@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Trust(NamedTuple):
-    """Who must have signed a version.
+    """Signatures that a version needs before it is served.
 
     Attributes:
-        require_signature: whether anybody must have.
-        keys: public keys, one of which must have.
+        require_signature: True if the manifest must be signed.
+        keys: trusted public keys; the signature of one of them is enough.
     """
 
     require_signature: bool = False

@@ -23,12 +23,13 @@ class Cached(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How room is made.
+    """Versions to remove from the cache so that a new one fits, and the resulting sizes.
 
     Attributes:
         evicted: versions to remove, the longest unused first.
-        kept_bytes: size of what stays, without the new version.
-        total_bytes: the same with it; above the limit if removing all unused ones is not enough.
+        kept_bytes: size of the versions that stay, without the new one.
+        total_bytes: size including the new one; above the limit if removing all unused versions
+            is not enough.
     """
 
     evicted: tuple[Cached, ...]
