@@ -28,7 +28,7 @@ def transform(payload, content_type):
         os._exit(1)
     if payload == b"hang":
         time.sleep(3600)
-    time.sleep(0.002)
+    time.sleep(0.01 if int(payload) % 10 == 0 else 0.001)
     return {"x": np.full((1, 4), int(payload), np.int64)}
 """
 
@@ -90,6 +90,46 @@ async def test_no_request_is_lost_or_crossed_while_children_are_killed(settings:
 
     assert killed
     assert answers == [[number] * 4 for number in range(800)]
+
+
+async def test_answers_keep_order_of_partition_with_several_children(settings: Settings) -> None:
+    """One child is slower with its payloads than the other."""
+    ordered = settings.model_copy(
+        update={
+            "delivery": settings.delivery.model_copy(update={"order": "partition"}),
+            "topics": settings.topics.model_copy(update={"partitions": 1}),
+        }
+    )
+    log = await log_for(ordered)
+    arrived: list[int] = []
+
+    async def ask(client: Client, number: int) -> None:
+        answer = await client.infer_raw("numbers", b"%d" % number, "text/plain")
+        arrived.append(int(answer.outputs["y"][0, 0]))
+
+    async with serving(ordered, log, [STAGES]), Client(log=log, settings=ordered) as client:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*[ask(client, number) for number in range(100)])
+
+    assert arrived == list(range(100))
+
+
+async def test_stop_during_transforms_loses_no_request(settings: Settings) -> None:
+    """What was not answered before the stop is answered by the next process."""
+    log = await log_for(settings)
+    async with Client(log=log, settings=settings) as client, asyncio.timeout(DEADLINE_S):
+        async with serving(settings, log, [STAGES]):
+            asking = [
+                asyncio.create_task(client.infer_raw("numbers", b"%d" % number, "text/plain"))
+                for number in range(300)
+            ]
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        async with serving(settings, log, [STAGES]):
+            answers = await asyncio.gather(*asking)
+
+    assert [each.outputs["y"].ravel().tolist() for each in answers] == [
+        [number] * 4 for number in range(300)
+    ]
 
 
 def transform_children() -> list[int]:
