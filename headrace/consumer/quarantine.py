@@ -63,6 +63,7 @@ class IsolatedRuns:
         self._isolation = isolation
         self._on_ended = on_ended
         self._parked: deque[Isolated] = deque()
+        self._left: list[Isolated] = []
         self._current: Isolated | None = None
 
     def park(self, isolated: Isolated) -> None:
@@ -71,8 +72,10 @@ class IsolatedRuns:
         self._deliver_next()
 
     def offsets(self, assignment: AssignedPartition) -> set[int]:
-        """Return the offsets of the records that are parked or run alone now."""
-        records = [*self._parked, self._current]
+        """Return the offsets of the records that are parked, run alone now, or were left in the
+        log.
+        """
+        records = [*self._parked, *self._left, self._current]
         return {each.record.offset for each in records if each and each.assignment is assignment}
 
     def has_run(self, requests: Sequence[Request]) -> None:
@@ -93,6 +96,9 @@ class IsolatedRuns:
         self._current = None
         if not isolated.is_delivered:
             isolated.ack_handle.ack()  # it is revoked, and gives its bytes back
+        if isolated.is_left:
+            held = [each for each in self._left if not each.assignment.revoked]
+            self._left = [*held, isolated]
         # Before the next one is delivered: its run must see this one's result.
         self._on_ended(isolated)
         self._deliver_next()
@@ -351,9 +357,10 @@ class QuarantineGate:
         self._isolated_runs.has_run(requests)
 
     def _isolated_run_ended(self, isolated: Isolated) -> None:
-        # A record that was revoked before its delivery did not run, and the search has forgotten
-        # the partition of one that was revoked since.
-        if isolated.is_delivered and not isolated.ack_handle.revoked:
+        # A record that was revoked before its delivery, or left in the log, did not run, and the
+        # search has forgotten the partition of one that was revoked since.
+        has_run = isolated.is_delivered and not isolated.is_left
+        if has_run and not isolated.ack_handle.revoked:
             self._search.survived(isolated.assignment.partition, isolated.record.offset)
         self._apply_search()
 

@@ -235,6 +235,7 @@ class Source:
         """Admit no more records; stay in the group, to keep the partitions of those in flight."""
         self._reader.is_stopping = True
         self._ready.end()
+        self._assignments.leave(None)
 
     async def close_down(self, deadline_s: float) -> None:
         """Wait for records in flight, commit, and end `run`. Call after `stop_reading`."""

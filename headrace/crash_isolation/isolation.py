@@ -50,10 +50,19 @@ class Isolated:
 
     Attributes:
         is_delivered: True once the first stage has received it again.
+        is_left: True if it was left in the log then, and has not run.
         open_places: number of its requests that have not finished running.
     """
 
-    __slots__ = ("ack_handle", "after", "assignment", "is_delivered", "open_places", "record")
+    __slots__ = (
+        "ack_handle",
+        "after",
+        "assignment",
+        "is_delivered",
+        "is_left",
+        "open_places",
+        "record",
+    )
 
     def __init__(
         self,
@@ -67,6 +76,7 @@ class Isolated:
         self.ack_handle = ack_handle
         self.after = after
         self.is_delivered = False
+        self.is_left = False
         self.open_places = 0
 
 
@@ -98,6 +108,11 @@ class Isolation(NamedTuple):
             after = assignment.chains.follow(record.key, record.offset)
         ack_handle = assignment.admit(record.offset, record_bytes(record))
         self.park(Isolated(assignment, record, ack_handle, after))
+
+    def leave(self) -> None:
+        """Note that the isolated record was left in the log, so that it stays accused."""
+        assert self.isolated is not None
+        self.isolated.is_left = True
 
     def isolate(self, requests: Iterable[Request]) -> None:
         """Make the requests of the isolated record run alone, one at a time.

@@ -140,10 +140,19 @@ class ClaimWaits:
             await asyncio.wait(self._running)
         self._worker.close()
 
-    async def fetch_alone(self, pending: PendingClaim) -> Claimed:
-        """Return a request that runs alone, with its object, or ended."""
+    async def fetch_alone(self, pending: PendingClaim) -> Claimed | None:
+        """Return a request that runs alone, with its object, or ended; None if it was left in the
+        log.
+        """
+        request = pending.request
         charge(pending, 1)
-        await self._fetch(pending, is_charged=True)
+        self._waiting[request] = None
+        if not self._is_left(request):
+            await self._fetch(pending, is_charged=True)
+        del self._waiting[request]
+        if request.value is None and request.failure is None:
+            leave_in_log(request)
+            return None
         return await self._decode(pending)
 
     async def _complete(self, pending: PendingClaim, *, is_charged: bool) -> None:

@@ -218,7 +218,8 @@ class IngestService:
         self, polled: PolledRecords, requests: Sequence[Request], claims: ClaimWaits
     ) -> tuple[list[Request], list[PendingClaim]]:
         """Split requests into (others, those whose objects are to be fetched), and end those that
-        are cancelled. An isolated request is returned with its object.
+        are cancelled. An isolated request is returned with its object, unless it is left in the
+        log.
         """
         left = [
             request
@@ -236,6 +237,10 @@ class IngestService:
         # Nothing else runs until it has been answered.
         for pending in unfetched:
             claimed = await claims.fetch_alone(pending)
+            if claimed is None:
+                assert polled.isolation is not None
+                polled.isolation.leave()
+                continue
             self._unlearnt += claimed.unlearnt
             self._pending += claimed.pending
             left.append(claimed.request)

@@ -19,6 +19,8 @@ from headrace.cli.replay import PipelineJob, replay_into_models
 from headrace.client import Client, InferenceError
 from headrace.client.rpc import RpcClient
 from headrace.config import Settings, make_settings
+from headrace.crash_isolation.markers import NOBODY, CrashMarkers
+from headrace.crash_isolation.poison_search import CrashMarker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicPartition
 from headrace.primitives.backoff import Backoff
@@ -38,6 +40,7 @@ from headrace.tuning import TUNING, ClaimTuning, Tuning
 from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
 from tests.support.gateways import gateway_of
+from tests.support.logs import write_to
 from tests.support.models import add_version, digits
 from tests.support.pipelines import Caller, log_for, serving
 from tests.support.recordings import START_MS
@@ -633,6 +636,37 @@ async def test_claims_in_order_are_fetched_until_their_partitions_are_revoked(
 
     assert statuses == ["ok"] * 5
     assert ended == 5
+
+
+async def test_claim_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
+    """It is left in the log, and accused as before: it has not run."""
+    async with StandInStore() as store:
+        settings = claiming(
+            tmp_path,
+            store,
+            limits={"drain_timeout_s": 3600},
+            claims={"timeout_ms": 20_000},
+        )
+        log = await log_for(settings)
+        caller = Caller(settings, log)
+        place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
+        await write_to(log, place, *[record_of(put(store, name, 1)) for name in ("a", "b")])
+        markers = CrashMarkers(log, settings.namespace)
+        accused = CrashMarker(is_open=True, accused=((0, 2),))
+        await markers.write({place: accused}, NOBODY)
+        store.holds = True
+        async with serving(settings, log, TOGETHER, QUICK):
+            await eventually(lambda: store.reads == 1, what="an object is fetched")
+        answered = caller.answered()
+        marker, _ = (await markers.read([place]))[place]
+        store.held.set()
+        async with serving(settings, log, TOGETHER, QUICK):
+            await eventually(lambda: caller.answered() == 2, what="both are answered")
+        answers = await caller.answers()
+
+    assert answered == 0
+    assert (marker.is_open, marker.accused) == (False, ((0, 2),))
+    assert [read(answer, 1) for answer in answers] == ["ok", "ok"]
 
 
 async def rebalanced(
