@@ -117,7 +117,10 @@ class Tokens:
     def _encode(self, row: _Row, where: str) -> _Encoded:
         try:
             encoded = self._encoder.encode(row)
-        except Exception as error:  # whatever a text may make the library raise is the caller's
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            # Whatever a text may make the library raise is the caller's.
             raise _unreadable(where, "a text for the tokenizer", describe_error(error)) from error
         if len(encoded.ids) > self._config.max_tokens:
             raise Rejected.mismatch(
@@ -235,6 +238,13 @@ def _parse(content: bytes, where: str) -> Any:
         raise _unreadable(where, "JSON", str(error)) from error
 
 
+def _is_of_library(error: BaseException) -> bool:
+    """Return True for errors of a tokenizer, also for a panic of its Rust code: pyo3 derives that
+    from BaseException, and no module has its class.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _unreadable(where: str, expected: str, got: str) -> Rejected:
     return Rejected.mismatch(Code.INVALID_REQUEST, where, expected=expected, got=got)
 
@@ -252,12 +262,28 @@ class TokenDecoder:
     def decode(self, ids: NDArray[Any]) -> NDArray[Any]:
         """Return the texts of rows of ids, as bytes; ids that the tokenizer does not have are
         passed over, such as -100, which stands for none.
+
+        Raises:
+            Rejected: `MODEL_FAILED` if the tokenizer fails.
         """
         texts: NDArray[Any] = np.empty(len(ids), object)
         for place, row in enumerate(ids):
             known = row[(row >= 0) & (row < self._library.size)]
-            texts[place] = self._library.decode(known.tolist()).encode("utf-8", "replace")
+            texts[place] = self._decode(known.tolist()).encode("utf-8", "replace")
         return texts
+
+    def _decode(self, ids: list[int]) -> str:
+        try:
+            return self._library.decode(ids)
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            raise Rejected.mismatch(
+                Code.MODEL_FAILED,
+                "output",
+                expected="ids that the tokenizer decodes",
+                got=describe_error(error),
+            ) from error
 
 
 # --- settings -----------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,6 +284,72 @@ def test_ids_behind_unused_ones_are_decoded(directory: Path, tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     decoder = TokenDecoder(TokensTransform(), tmp_path)
     assert decoder.decode(np.array([[5000, 4999, 5001]])).tolist() == [b"far"]
+
+
+class PanicException(BaseException):
+    """As pyo3 raises when Rust code panics; its class has this name, and is in no module."""
+
+
+class StandInTokenizer:
+    """A tokenizer that raises instead of encoding and decoding."""
+
+    padding = None
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def from_buffer(self, _content: bytes) -> StandInTokenizer:
+        """Itself, whatever the file holds."""
+        return self
+
+    def get_vocab(self) -> dict[str, int]:
+        """One token."""
+        return {"a": 1}
+
+    def no_padding(self) -> None:
+        """It has none."""
+
+    def no_truncation(self) -> None:
+        """It has none."""
+
+    def encode(self, *_: Any, **_more: Any) -> Any:
+        """Raise."""
+        raise self._error
+
+    def decode(self, _ids: list[int]) -> str:
+        """Raise."""
+        raise self._error
+
+
+def test_panic_of_tokenizer_fails_its_request_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no `Exception`, and would end the event loop or the thread that it reached."""
+    panic = StandInTokenizer(PanicException("index out of bounds"))
+    monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=panic))
+
+    refused = refusal(tokens_of(directory), b"a text")
+    assert refused.code == Code.INVALID_REQUEST
+    assert refused.message == (
+        "payload: expected a text for the tokenizer, got PanicException: index out of bounds"
+    )
+    with pytest.raises(Rejected, match=r"expected ids that .* index out of bounds") as raised:
+        TokenDecoder(TokensTransform(), directory).decode(np.array([[1]]))
+    assert raised.value.code == Code.MODEL_FAILED
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, asyncio.CancelledError, SystemExit])
+def test_interruption_of_tokenizer_is_passed_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    """It is no failure of the text."""
+    interrupted = StandInTokenizer(kind())
+    monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=interrupted))
+
+    with pytest.raises(kind):
+        tokens_of(directory)(b"a text", "text/plain")
+    with pytest.raises(kind):
+        TokenDecoder(TokensTransform(), directory).decode(np.array([[1]]))
 
 
 def test_rows_of_two_lengths_without_a_mask_are_refused(directory: Path) -> None:
