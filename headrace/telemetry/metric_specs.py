@@ -286,6 +286,12 @@ ENDS = (
         ("operation",),
         "Time for these objects, with all attempts.",
     ),
+    MetricSpec(
+        "headrace_claim_waiting_answer_bytes",
+        "gauge",
+        (),
+        "Bytes of outputs that wait for `answers.claim_store`; over 256 MiB all answers wait.",
+    ),
 )
 
 READING = (

@@ -100,6 +100,7 @@ class Metrics:
         self._claims = self._counter("claims")
         self._claim_bytes = self._counter("claim_bytes")
         self._claim_seconds = self._counter("claim_seconds")
+        self.claim_waiting_answer_bytes = self._gauge("claim_waiting_answer_bytes")
         self._expired = self._counter("expired_requests")
         self._refused = self._counter("refused_requests")
         self._dead_letters = self._counter("dead_letters")

@@ -27,6 +27,7 @@ from headrace.protocol.codec import encode_response
 from headrace.protocol.compression import compress
 from headrace.protocol.messages import Failure, Request, StoredAnswer
 from headrace.services.responder.encoder import output_bytes
+from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.tuning import TUNING, ResponderTuning
 
@@ -49,6 +50,7 @@ class AnswerClaims:
         requests: str,
         finish: Callable[[Request], Awaitable[None]],
         tasks: StageTasks,
+        metrics: Metrics,
         clock: Clock,
         tuning: ResponderTuning = TUNING.responder,
     ) -> None:
@@ -57,6 +59,7 @@ class AnswerClaims:
         self._requests = requests
         self._finish = finish
         self._tasks = tasks
+        self._metrics = metrics
         self._clock = clock
         self._worker = WorkerThread("answer claims")
         self._max_bytes = tuning.max_stored_answer_bytes
@@ -78,6 +81,7 @@ class AnswerClaims:
             size_bytes = output_bytes([request]) if request.failure is None else 0
             if size_bytes > above_bytes:
                 self._outputs.acquire_now(size_bytes)
+                self._metrics.claim_waiting_answer_bytes.inc(size_bytes)
                 work = self._put(request, size_bytes)
                 self._tasks.start(work, f"put-answer-{request.partition}")
             else:
@@ -103,6 +107,7 @@ class AnswerClaims:
             request.fail(Failure(Code.INTERNAL, str(error), Stage.RESPONDER))
         finally:
             self._outputs.release(size_bytes)
+            self._metrics.claim_waiting_answer_bytes.dec(size_bytes)
         if request.failure is not None:
             request.outputs = None
         await self._finish(request)

@@ -92,6 +92,7 @@ class ResponderService:
                 routes.requests,
                 self._answer_stored,
                 self._tasks,
+                instruments.metrics,
                 instruments.clock,
                 tuning,
             )

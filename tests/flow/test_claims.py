@@ -51,6 +51,7 @@ TOGETHER, APART = [STAGES], [[stage] for stage in STAGES]
 QUICK = replace(TUNING, claims=ClaimTuning(backoff=Backoff(0.01, 0.05)))
 PATIENT = replace(QUICK, consumer=replace(QUICK.consumer, revocation_timeout_s=3600))
 MIB = 1024 * 1024
+WAITING_BYTES = "headrace_claim_waiting_answer_bytes"
 
 
 def claiming(directory: Path, store: StandInStore, **more: Any) -> Settings:
@@ -386,7 +387,9 @@ async def test_large_answers_are_put_into_store(
 
 
 async def test_answers_that_wait_for_a_slow_store_are_bounded_in_bytes(tmp_path: Path) -> None:
-    """Small requests may have large answers; those over the bound are not made yet."""
+    """Small requests may have large answers; those over the bound are not made yet, and a metric
+    has the bytes of the others.
+    """
     count = 24
     async with StandInStore() as store:
         settings = claiming(
@@ -399,12 +402,19 @@ async def test_answers_that_wait_for_a_slow_store_are_bounded_in_bytes(tmp_path:
         log = await log_for(settings)
         store.pause_s = 0.02
         value = encode_request(MSGPACK, "digits", {"pixels": np.ones((100, 64), np.float32)})
+
+        def waiting_bytes() -> float:
+            return pipeline.metrics.registry.get_sample_value(WAITING_BYTES) or 0.0
+
         async with (
-            serving(settings, log, TOGETHER, tuning),
+            serving(settings, log, TOGETHER, tuning) as (pipeline,),
             RpcClient(log, settings) as client,
+            asyncio.TaskGroup() as tasks,
         ):
-            calls = [client.call(NewRecord(None, value)) for _ in range(count)]
+            calls = [tasks.create_task(client.call(NewRecord(None, value))) for _ in range(count)]
+            await eventually(lambda: waiting_bytes() > 5000, what="more outputs wait than may")
             answers = await asyncio.gather(*calls)
+            assert waiting_bytes() == 0
 
     assert all("x-claim" in dict(answer.headers) for answer in answers)
     assert len(store.requests) == count
