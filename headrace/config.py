@@ -237,8 +237,8 @@ class ModelSettings(_Section):
     )
     """Directory, or the URL of an object store, or several of them; the first with a model wins."""
     mode: Literal["all", "poll", "explicit"] = "all"
-    """Which versions are loaded: `all` follows each model's `model.toml`, and so does `poll`, which
-    reads the repository every so often; `explicit` follows the control topic
+    """Source of the versions to load: `all` follows each model's `model.toml`, and so does `poll`,
+    which also reads the repository every `poll_interval_ms`; `explicit` follows the control topic
     (docs/changing-a-model.md).
     """
     poll_interval_ms: Annotated[int, Field(ge=100, le=_DAY_S * 1000), NOT_BOOL] = 15_000
@@ -312,7 +312,7 @@ class ExecutorSettings(_Section):
     intra_op_threads: Threads = 0
     """Threads per run; 0 divides the process' cores among the instances of a model."""
     cores: Part = ALL_CORES
-    """Which of the machine's cores are this process' own, for the threads of runs and for pinned
+    """Part of the machine's cores that this process uses, for the threads of runs and for pinned
     instances: `2/4` is the second of four parts. `headrace run --replicas` sets it.
     """
     io_binding: bool = True
@@ -333,9 +333,9 @@ class JwtSettings(_Section):
     jwks_file: Path
     """The provider's public keys, a JSON Web Key Set. The file is read anew when it changes."""
     issuer: Annotated[str, Field(min_length=1)]
-    """What the claim `iss` of each token must be."""
+    """Required value of the claim `iss` of each token."""
     audience: Annotated[str, Field(min_length=1)]
-    """What the claim `aud` must be or contain."""
+    """Value that the claim `aud` must be or contain."""
     algorithms: Annotated[tuple[JwtAlgorithm, ...], Field(min_length=1)] = (
         "RS256",
         "PS256",
@@ -343,7 +343,7 @@ class JwtSettings(_Section):
         "ES384",
         "EdDSA",
     )
-    """Of signatures. There are none with a shared secret."""
+    """Accepted algorithms of signatures. Algorithms with a shared secret are not supported."""
     tenant_claim: Annotated[str, Field(min_length=1)] = "sub"
     """The claim that names the tenant of the caller's requests."""
     groups_claim: Annotated[str, Field(min_length=1)] = "scope"
@@ -444,8 +444,8 @@ class AccessSettings(_Section):
     """
     jwt: JwtSettings | None = None
     model_changes: Literal["login", "anyone", "off"] = "login"
-    """Who may load and unload models by Triton's repository API: callers with a login that opens
-    *repository*, anyone for whom that group is open, or nobody.
+    """Callers that may load and unload models by Triton's repository API: those with a login that
+    opens *repository*, any for which that group is open, or none.
     """
 
 

@@ -543,7 +543,7 @@ class SchemaTuning:
     nested_messages: int = 32
     """Most indexes of a message of Protobuf in its schema."""
     shown_chars: int = 200
-    """Of a registry's message."""
+    """Most characters of a registry's message that an error shows."""
     backoff: Backoff = Backoff(0.1, 5.0)
     """Pauses while the registry cannot be reached."""
     failures_per_round: int = 4
@@ -625,7 +625,7 @@ class IngestTuning:
     hold_loop_s: float = 0.01
     """Longest time to read without yielding; images or large JSON take milliseconds each."""
     double_records_for_s: float = 0.001
-    """For this long, double the number of records read between two looks at the clock."""
+    """Reading shorter than this doubles the records to read between two looks at the clock."""
     max_records_at_once: int = 128
     """Most records read between two looks at the clock."""
 
@@ -805,9 +805,9 @@ class AccessTuning:
     """Tuning values of `headrace.access`."""
 
     file_check_interval_s: float = 5.0
-    """Between two looks at the files of certificates and keys."""
+    """Time between two looks at the files of certificates and keys."""
     max_token_bytes: int = 6144
-    """Of a caller's JSON Web Token; the servers accept 8 KiB of headers."""
+    """Longest JSON Web Token of a caller; the servers accept 8 KiB of headers."""
     cached_tokens: int = 4096
     """Tokens whose signatures were verified, at 1 KiB each."""
 
@@ -924,7 +924,7 @@ class RuntimeTuning:
     http_stop_timeout_s: float = 1.0
     """Time for open requests to end when the server stops."""
     http_access: AccessTuning = AccessTuning()
-    """Of the logins of callers."""
+    """Tuning values of the logins of callers."""
 
 
 @dataclass(frozen=True)
@@ -988,7 +988,7 @@ class GatewayTuning:
     stop_timeout_s: float = 1.0
     """Time for what is under way when the drain's own time is over."""
     access: AccessTuning = AccessTuning()
-    """Of the logins of callers."""
+    """Tuning values of the logins of callers."""
 
 
 @dataclass(frozen=True)

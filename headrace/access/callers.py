@@ -116,7 +116,7 @@ class _Login(NamedTuple):
 class _Keys(NamedTuple):
     public: frozenset[ApiGroup]
     logins: dict[str, _Login]
-    """By the SHA-256 of their keys, and by names in their certificates, which have a prefix."""
+    """Logins by the SHA-256 of their API keys, or by certificate names, which have a prefix."""
 
 
 Keys: TypeAlias = Watched[_Keys]

@@ -132,7 +132,7 @@ class CallerLimits:
         self._max_idle = max_idle
         self._busy: dict[str, CallerUsage] = {}
         self._idle: dict[str, CallerUsage] = {}
-        """In the order in which they became idle."""
+        """Idle callers, in the order in which they became idle."""
         self.refused: Counter[Reason] = Counter()
 
     def __len__(self) -> int:

@@ -34,7 +34,7 @@ _ALGORITHMS = {
     ("EC", "P-521"): ("ES512",),
     ("OKP", "Ed25519"): ("EdDSA",),
 }
-"""Of keys by `kty` and `crv`. RFC 7517 wants keys of other kinds ignored."""
+"""Algorithms by `kty` and `crv` of a key. RFC 7517 requires keys of other kinds to be ignored."""
 _LEAST_RSA_BITS = 2048
 
 _EXPIRED = "one that has expired"
@@ -47,7 +47,7 @@ _FAULTS: tuple[tuple[type[Exception], str], ...] = (
     (jwt.InvalidSignatureError, "one whose signature is wrong"),
 )
 _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
-"""What a made-up token can cause; a header of 2,000 brackets exceeds the recursion limit."""
+"""Errors that a malformed token can cause: 2,000 brackets exceed the recursion limit."""
 
 
 class Claims(NamedTuple):

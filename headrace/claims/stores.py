@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 _OBJECT_STORES = frozenset({"s3", "gs", "az"})
 _PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
-"""Of the environment variables of each service."""
+"""Prefixes of the environment variables of each service."""
 _CLIENT_OPTIONS = (
     *("allow_http", "allow_invalid_certificates", "connect_timeout", "read_timeout", "timeout"),
     *("proxy_url", "proxy_ca_certificate", "proxy_excludes", "user_agent"),

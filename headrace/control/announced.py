@@ -1,4 +1,4 @@
-"""What the processes of a deployment announce, and when requests may be sent to a version.
+"""Rules for announcements of processes: when requests may be sent to a version.
 
 Stages in processes of their own learn of a change at different times. A process sends requests to
 a version only when the stages after it have it: a batcher when enough executors have announced it,

@@ -59,7 +59,7 @@ class ModelChanged(ChangeOvertaken):
 
 
 class Followed(NamedTuple):
-    """How far a process has followed the control topic.
+    """Progress of a process in following the control topic.
 
     Attributes:
         generation: the last change that it has read.

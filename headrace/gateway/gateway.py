@@ -65,7 +65,7 @@ class ErrorAnswer(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """How soon a caller needs the answer: a time, and a priority among others (`x-priority`)."""
+    """Timeout and priority (`x-priority`) of a caller's request."""
 
     timeout_s: float
     priority: int = 0
@@ -274,7 +274,7 @@ class Gateway:
 
     @property
     def has_shared_memory(self) -> bool:
-        """Whether callers may have tensors in shared memory."""
+        """True if callers may pass tensors in shared memory."""
         return self.settings.shared_memory != "off"
 
     @property

@@ -114,7 +114,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Refusal(NamedTuple):
-    """How a call ends that gets no answer."""
+    """Status with which a call ends that gets no answer."""
 
     status: grpc.StatusCode
     message: str

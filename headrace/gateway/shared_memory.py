@@ -199,7 +199,7 @@ class RegionAccess:
 
 
 NO_REGIONS = RegionAccess(Regions(), lambda _: None)
-"""For callers that may use none."""
+"""Access for callers that may not use shared memory."""
 
 
 def take_place(parameters: dict[str, Parameter], where: str) -> Place | None:

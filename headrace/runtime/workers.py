@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerCommand(NamedTuple):
-    """How a worker is started.
+    """Command that starts a worker.
 
     Attributes:
         line: its command line.
