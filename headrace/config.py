@@ -256,6 +256,10 @@ class ModelSettings(_Section):
     """With `mode = "explicit"` and executors in processes of their own: how many of them must have
     a version ready before requests are sent to it.
     """
+    memory_bytes: Annotated[int, Field(ge=0, le=2**50), NOT_BOOL] = 0
+    """Bound of the host memory of all versions that a process has loaded; 0 means none. With a
+    bound, versions are loaded one after the other.
+    """
     require_signature: bool = False
     """Serve only versions whose manifest one of `trusted_keys` has signed."""
     trusted_keys: tuple[Path, ...] = ()

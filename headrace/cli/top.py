@@ -90,7 +90,8 @@ def tables(changes: Mapping[str, StatusInterval]) -> Iterator[str]:
     models = [
         _model(url, each, model) for url, each in answered.items() for model in each.after["models"]
     ]
-    yield from _lines(["process", "model", "names", "state", "answers/s", "remarks"], models)
+    headings = ["process", "model", "names", "state", "answers/s", "MiB", "remarks"]
+    yield from _lines(headings, models)
     errors = [(url, error) for url, each in answered.items() for error in each.after["last_errors"]]
     newest = sorted(errors, key=lambda entry: str(entry[1]["time"]), reverse=True)[:SHOWN_ERRORS]
     rows = [_error(url, error) for url, error in newest]
@@ -138,6 +139,8 @@ def _source(url: str, source: Status) -> list[str]:
 
 def _model(url: str, change: StatusInterval, model: Status) -> list[str]:
     name, version = model["name"], model["version"]
+    taken = model.get("memory_bytes")
+    taken_mib = sum(map(sum, taken.values())) / MIB if taken else None
     remarks = (model.get(field) for field in ("reason", "batching_off", "contradiction"))
     return [
         url,
@@ -145,6 +148,7 @@ def _model(url: str, change: StatusInterval, model: Status) -> list[str]:
         ", ".join([*(["default"] if model.get("is_default") else []), *model.get("labels", [])]),
         model["state"],
         _number(change.per_s("requests", model=name, version=version)),
+        _number(taken_mib, 1),
         "; ".join(filter(None, remarks)),
     ]
 

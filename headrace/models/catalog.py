@@ -266,6 +266,7 @@ class ModelCatalog:
                 "contradiction": version.contradiction,
                 "warm_up_omitted": version.warm_up_omitted,
                 "load_s": version.load_s,
+                "memory_bytes": version.memory_bytes,
                 "batching": version.verdict and version.verdict.to_dict(),
                 "latency": version.latency.table(),
             }

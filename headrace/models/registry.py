@@ -22,6 +22,7 @@ from headrace.config import Settings
 from headrace.models.catalog import ModelCatalog, ModelEntry, ReplacedVersions
 from headrace.models.compatibility import find_breaking_changes
 from headrace.models.cores import Cores
+from headrace.models.memory import ModelMemory
 from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.repositories import open_repository
 from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner, has_retired_version
@@ -82,6 +83,7 @@ class Models:
     Attributes:
         catalog: the versions that requests may get.
         cores: cores of the process, for pinned instances.
+        memory: budget for the versions that this process loads.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Models:
             self._replaced, binds=binds, passes_on=awaited is not None, tuning=tuning
         )
         self.cores = Cores.of_process(settings.executor.cores)
+        self.memory = ModelMemory(settings.models.memory_bytes)
         self._models = self.catalog.models
         self._subscribers: list[Subscriber] = []
         self._reloading = asyncio.Lock()

@@ -61,6 +61,8 @@ class ModelVersion:
         reason: why it failed; empty otherwise.
         load_s: how long loading took, from its start until the version was ready; None before that,
             and in a process without an executor.
+        memory_bytes: what each of its instances has taken while it was loaded, by device (`host`,
+            `cuda:0`); without what could not be measured.
         warm_up_omitted: why it was not warmed up, and how to fix that; empty otherwise.
 
     Raises:
@@ -108,6 +110,7 @@ class ModelVersion:
         self.state = State.LOADING
         self.reason = ""
         self.load_s: float | None = None
+        self.memory_bytes: dict[str, list[int]] = {}
         self.warm_up_omitted = ""
         if self.max_batch_size == 1:
             self.batching_off = "max_batch_size is 1"

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import structlog
 
+from headrace.primitives.resident_memory import resident_bytes
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
-
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class TrimRule:
@@ -53,14 +49,6 @@ class TrimRule:
         """Record a trim and the resident size after it."""
         self._trimmed_s = now_s
         self._floor_bytes = resident_bytes
-
-
-def resident_bytes() -> int | None:
-    """Return the resident size of this process; None if the system does not report it."""
-    try:
-        return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return None
 
 
 def find_trim() -> Callable[[], object] | None:

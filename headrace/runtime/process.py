@@ -43,7 +43,12 @@ from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event, LogRateLimiter
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.snapshots import GatewaySnapshot, QueueSnapshot, WantedSnapshot
+from headrace.telemetry.snapshots import (
+    GatewaySnapshot,
+    ModelMemorySnapshot,
+    QueueSnapshot,
+    WantedSnapshot,
+)
 from headrace.telemetry.status import (
     ProcessIdentity,
     ProcessState,
@@ -133,6 +138,11 @@ class Pipeline:
         self.state = ProcessState(
             stages, self.health, self.metrics, self.models.catalog.status, limit_s, tuning.runtime
         )
+        if Stage.EXECUTOR in stages and settings.models.memory_bytes:
+            budget = self.models.memory
+            self.state.model_memory = lambda: ModelMemorySnapshot(
+                budget.limit_bytes, budget.held_bytes
+            )
         broker = settings.kafka.bootstrap_servers if settings.kafka else ""
         self.state.identity = ProcessIdentity(settings.namespace, socket.gethostname(), broker)
         for group in self._groups:

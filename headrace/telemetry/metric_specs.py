@@ -181,6 +181,20 @@ RUNS = (
         "headrace_model_cache_limit_bytes", "gauge", (), "Limit of these files: models.cache_bytes."
     ),
     MetricSpec(
+        "headrace_model_memory_bytes",
+        "gauge",
+        (*_MODEL, "device"),
+        "Memory that the instances of a loaded version took when they were loaded: of the host, or "
+        "of a GPU.",
+    ),
+    MetricSpec(
+        "headrace_model_memory_budget_bytes",
+        "gauge",
+        ("kind",),
+        "Host memory for all loaded versions with models.memory_bytes: the limit, or what they "
+        "hold of it.",
+    ),
+    MetricSpec(
         "headrace_control_generation",
         "gauge",
         (),

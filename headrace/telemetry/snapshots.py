@@ -124,6 +124,13 @@ class DeviceSnapshot(NamedTuple):
     memory_bytes: Mapping[str, int]
 
 
+class ModelMemorySnapshot(NamedTuple):
+    """Budget for the host memory of the loaded versions, and what they hold of it."""
+
+    limit_bytes: int
+    held_bytes: int
+
+
 class QueueSnapshot(NamedTuple):
     """Requests that wait for a batch.
 

@@ -32,6 +32,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import (
     DeviceSnapshot,
     GatewaySnapshot,
+    ModelMemorySnapshot,
     PartitionSnapshot,
     QueueSnapshot,
     SourceSnapshot,
@@ -89,6 +90,7 @@ class ProcessState:
         self.devices: list[Callable[[], Sequence[DeviceSnapshot]]] = []
         self.queue: Callable[[], QueueSnapshot | None] = lambda: None
         self.wanted: Callable[[], WantedSnapshot | None] = lambda: None
+        self.model_memory: Callable[[], ModelMemorySnapshot | None] = lambda: None
         self.gateway: Callable[[], GatewaySnapshot | None] = lambda: None
         self.cache: Callable[[], CacheSize | None] = lambda: None
         self.recent_errors = RecentErrors(tuning)
@@ -160,6 +162,7 @@ class ProcessState:
         """Return the body of `/status`; `docs/health.md` describes its content."""
         health = self.health
         queue, wanted, gateway = self.queue(), self.wanted(), self.gateway()
+        budget = self.model_memory()
         return {
             "version": __version__,
             **self.identity._asdict(),
@@ -183,6 +186,7 @@ class ProcessState:
             "sources": [_source_entry(snapshot()) for snapshot in self.sources],
             "waiting": None if queue is None else queue._asdict(),
             "models": self.models(),
+            "model_memory": None if budget is None else budget._asdict(),
             "control": None if wanted is None else wanted._asdict(),
             "gateway": None
             if gateway is None
@@ -276,6 +280,7 @@ class StateGauges(Collector):
                 for entry in self._state.models()
             ],
         )
+        yield from self._memory_gauges()
         yield self._suppressed_counter()
         gateway = self._state.gateway()
         if gateway is not None:
@@ -299,6 +304,22 @@ class StateGauges(Collector):
         if cache is not None:
             yield _gauge("model_cache_bytes", [((), cache.size_bytes)])
             yield _gauge("model_cache_limit_bytes", [((), cache.limit_bytes)])
+
+    def _memory_gauges(self) -> Iterator[GaugeMetricFamily]:
+        yield _gauge(
+            "model_memory_bytes",
+            [
+                ((entry["name"], entry["version"], device), sum(sizes))
+                for entry in self._state.models()
+                for device, sizes in entry.get("memory_bytes", {}).items()
+            ],
+        )
+        budget = self._state.model_memory()
+        if budget is not None:
+            yield _gauge(
+                "model_memory_budget_bytes",
+                [(("limit",), budget.limit_bytes), (("held",), budget.held_bytes)],
+            )
 
     def _device_gauge(self) -> GaugeMetricFamily:
         memory = {

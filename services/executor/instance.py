@@ -188,6 +188,10 @@ class Instance:
         """Return the memory of the instance's device; None if that is the host."""
         return None
 
+    def device_growth(self) -> dict[str, int]:
+        """Return the bytes that loading has taken of a device other than the host, by its name."""
+        return {}
+
     async def __aenter__(self) -> Self:
         try:
             self._worker.start()

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import cache, partial
 
 import structlog
 
 from headrace.errors import ConfigurationError
 from headrace.models.loader import BackendLoader
+from headrace.models.memory import GrowthMeter, loaded_files_bytes
 from headrace.models.registry import Models, VersionChange
 from headrace.models.version import ModelVersion, State
+from headrace.primitives.resident_memory import resident_bytes
 from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
 from headrace.services.executor.loading import log_ready, make_instance
@@ -67,6 +69,12 @@ class ExecutorService:
         self._instruments = instruments
         self._loading: set[ModelVersion] = set()
         self._workers: set[Worker] = set()
+        self._growth = GrowthMeter(resident_bytes)
+        # With a budget, versions are loaded one after the other: otherwise their growth could not
+        # be told apart, and several could pass the bound together.
+        self._turn: AbstractAsyncContextManager[None] = (
+            asyncio.Lock() if models.memory.limit_bytes else nullcontext()
+        )
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
@@ -81,8 +89,9 @@ class ExecutorService:
         """Run until the batches end; load and unload versions as they are added or removed."""
         changes: asyncio.Queue[VersionChange] = asyncio.Queue()
         self._models.subscribe(changes.put_nowait)
-        self._loading.update(self._models.catalog.versions(State.LOADING))
-        for version in self._loading:
+        initial = list(self._models.catalog.versions(State.LOADING))
+        self._loading.update(initial)
+        for version in initial:
             changes.put_nowait(VersionChange("load", version))
         self._note_loaded(None)
         async with asyncio.TaskGroup() as tasks:
@@ -117,18 +126,10 @@ class ExecutorService:
     ) -> None:
         """Load a version, run its instances, and unload it."""
         name = f"{version.name}-{version.version}"
-        began_s = time.monotonic()
+        loader = BackendLoader(version, self._models.cores)
         try:
-            async with AsyncExitStack() as stack:
-                loader = BackendLoader(version, self._models.cores)
-                stack.callback(loader.release_cores)
-                instances = [
-                    await stack.enter_async_context(
-                        make_instance(version, number, loader, self._tuning)
-                    )
-                    for number in range(len(consumers))
-                ]
-                version.load_s = time.monotonic() - began_s
+            stack, instances = await self._load(version, loader, len(consumers))
+            async with stack:
                 self._models.mark_ready(version, loader.verdict)
                 log_ready(version)
                 self._note_loaded(version)
@@ -144,6 +145,44 @@ class ExecutorService:
             )
             self._models.mark_failed(version, str(error))
             self._note_loaded(version)
+
+    async def _load(
+        self, version: ModelVersion, loader: BackendLoader, count: int
+    ) -> tuple[AsyncExitStack, list[Instance]]:
+        """Load the instances of a version, and measure their memory.
+
+        Returns:
+            The stack that unloads them, and the instances.
+
+        Raises:
+            ConfigurationError: one cannot be loaded, or the memory of all does not suffice; they
+                are unloaded then.
+        """
+        memory = self._models.memory
+        # The turn ends after a version that failed is unloaded, so that its memory is free before
+        # the next one is measured.
+        async with self._turn, AsyncExitStack() as stack:
+            began_s = time.monotonic()
+            stack.callback(loader.release_cores)
+            size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
+            share = memory.reserve(
+                f"{version.name}/{version.version}", version.stamp, size_bytes * count
+            )
+            stack.callback(memory.release, share)
+            taken: dict[str, list[int]] = {}
+            instances: list[Instance] = []
+            for number in range(count):
+                with self._growth.measure() as growth:
+                    instance = make_instance(version, number, loader, self._tuning)
+                    instances.append(await stack.enter_async_context(instance))
+                grown = dict(instance.device_growth())
+                if growth.grown_bytes is not None:
+                    grown["host"] = growth.grown_bytes
+                for device, grown_bytes in grown.items():
+                    taken.setdefault(device, []).append(grown_bytes)
+                memory.apply_measured(share, sum(taken.get("host", ())))
+            version.load_s, version.memory_bytes = time.monotonic() - began_s, taken
+            return stack.pop_all(), instances
 
     def _note_loaded(self, version: ModelVersion | None) -> None:
         """Note that a version has loaded or failed; set `loaded` after the last initial one."""

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.runtime.heap import TrimRule, find_trim, resident_bytes
+from headrace.primitives.resident_memory import resident_bytes
+from headrace.runtime.heap import TrimRule, find_trim
 from headrace.tuning import TUNING
 
 MIB = 1024 * 1024

@@ -225,6 +225,18 @@ BATCHES = Row(
             ),
         ),
         Panel(
+            "Memory of models",
+            "What the instances of each version took when they were loaded, in the process where "
+            "it was most.",
+            "bytes",
+            (
+                Query(
+                    worst("headrace_model_memory_bytes", "model, version, device"),
+                    "{{model}}/{{version}} {{device}}",
+                ),
+            ),
+        ),
+        Panel(
             "Last change of models that was read",
             "Where models.mode is explicit. All processes should show the same.",
             "none",

@@ -226,6 +226,7 @@ class DeviceInstance(Instance):
         self._device: Device | None = None
         self._ready_ns = 0
         self._memory_read_s = 0.0
+        self._growth_bytes: int | None = None
         self.memory: Memory | None = None
 
     # --- the dispatcher's thread ----------------------------------------------------------------
@@ -259,6 +260,8 @@ class DeviceInstance(Instance):
                 instance=self.name,
                 reason="expected a batch, and inputs and outputs of fixed shapes and sizes",
             )
+        if self.memory is not None:
+            self._growth_bytes = max(0, self.memory.free_bytes - device.memory().free_bytes)
 
     def _dispatch(self, ring: BoundRing, batch: RingBatch, completion: Call) -> None:
         submitted_ns = time.perf_counter_ns()
@@ -308,6 +311,10 @@ class DeviceInstance(Instance):
             return None
         sizes = {"free": memory.free_bytes, "total": memory.total_bytes, **memory.used_bytes}
         return DeviceSnapshot(device.name, sizes)
+
+    def device_growth(self) -> dict[str, int]:
+        device, growth_bytes = self._device, self._growth_bytes
+        return {} if device is None or growth_bytes is None else {device.name: growth_bytes}
 
     async def __aenter__(self) -> Self:
         self._completion_thread.start()

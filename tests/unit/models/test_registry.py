@@ -183,6 +183,7 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
         "contradiction": "",
         "warm_up_omitted": "",
         "load_s": None,
+        "memory_bytes": {},
         "batching": None,
     }
 

@@ -262,6 +262,19 @@ async def test_device_memory_is_reported(tmp_path: Path) -> None:
     assert seen == DeviceSnapshot("cuda:0", {"free": 2**40, "total": 2**34, "cupy": 2**20})
 
 
+async def test_growth_of_device_memory_by_loading_is_reported(tmp_path: Path) -> None:
+    """It is the difference of the free memory before and after."""
+
+    class Shrinking(Gpu):
+        def memory(self) -> Memory:
+            self.free_bytes -= 2**20
+            return super().memory()
+
+    async with make(tmp_path, models.digits(), device=Shrinking()) as instance:
+        grown = instance.device_growth()
+    assert grown == {"cuda:0": 2**20}
+
+
 async def test_device_memory_is_freed_on_dispatcher_thread(tmp_path: Path) -> None:
     """A device's memory belongs to the thread that asked for it."""
     given_back: list[str] = []

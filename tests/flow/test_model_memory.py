@@ -1,0 +1,136 @@
+"""Models whose memory does not fit the budget of a process are refused, and the others serve."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.client import Client
+from headrace.config import Settings, make_settings
+from headrace.models.version import State
+from headrace.runtime.process import Pipeline, running
+from tests.support.conditions import eventually
+from tests.support.pipelines import PARTITIONS, log_for
+from tests.support.python_models import add_whole_model
+
+MIB = 2**20
+MODEL_BYTES = 96 * MIB
+LIMIT_BYTES = 280 * MIB
+CODE = """
+import numpy as np
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+
+    def load(self):
+        self.weights = np.ones({taken}, np.uint8)
+
+    def run(self, inputs):
+        return {{"y": inputs["x"] * 2}}
+"""
+
+
+def add_model(repository: Path, name: str, *, taken: int = MODEL_BYTES, on_disk: int = 0) -> None:
+    """Add a model that takes so many bytes of memory, with a file of so many bytes."""
+    add_whole_model(repository, name, CODE.format(taken=taken))
+    with (repository / name / "1" / "weights.bin").open("wb") as weights:
+        weights.truncate(on_disk)
+
+
+def settings_with_budget(repository: Path) -> Settings:
+    """Settings with memory for two of the models."""
+    models: dict[str, Any] = {"repository": repository, "memory_bytes": LIMIT_BYTES}
+    return make_settings({"topics": {"partitions": PARTITIONS}, "models": models})
+
+
+@asynccontextmanager
+async def serving(repository: Path) -> AsyncIterator[tuple[Pipeline, Client]]:
+    """A process with the budget, and a client."""
+    settings = settings_with_budget(repository)
+    log = await log_for(settings)
+    pipeline = Pipeline(settings, log)
+    async with running(pipeline), Client(log=log, settings=settings) as client:
+        yield pipeline, client
+
+
+async def answers(client: Client, name: str) -> bool:
+    """Whether a model answers, and rightly."""
+    response = await client.infer(name, {"x": np.array([[21]], np.float32)}, timeout_s=30)
+    return bool(response.outputs["y"] == 42)
+
+
+def states(pipeline: Pipeline) -> dict[str, tuple[str, str]]:
+    """State and reason of each version."""
+    return {
+        f"{entry['name']}/{entry['version']}": (entry["state"], entry["reason"])
+        for entry in pipeline.models.catalog.status()
+    }
+
+
+def held_bytes(pipeline: Pipeline) -> int:
+    """What the loaded versions hold of the budget, as `/status` shows it."""
+    budget: dict[str, int] = pipeline.state.status()["model_memory"]
+    assert budget["limit_bytes"] == LIMIT_BYTES
+    return budget["held_bytes"]
+
+
+async def test_third_model_is_refused_with_figures_and_first_two_answer(tmp_path: Path) -> None:
+    """What it takes shows only while it is loaded; its memory is free again afterwards."""
+    for name in ("a", "b", "c"):
+        add_model(tmp_path, name)
+    async with serving(tmp_path) as (pipeline, client):
+        assert await answers(client, "a")
+        assert await answers(client, "b")
+        found = states(pipeline)
+        taken = {
+            entry["name"]: entry["memory_bytes"].get("host")
+            for entry in pipeline.models.catalog.status()
+        }
+        budget_bytes = held_bytes(pipeline)
+        value = pipeline.metrics.registry.get_sample_value
+        labels = {"model": "a", "version": "1", "device": "host"}
+        shown = value("headrace_model_memory_bytes", labels)
+        held = value("headrace_model_memory_budget_bytes", {"kind": "held"})
+
+    state, reason = found["c/1"]
+    assert state == State.FAILED
+    figure = r"(9\d|1\d\d)\.\d MiB"
+    assert re.fullmatch(
+        rf"models\.memory_bytes: the version needs {figure} \(measured\), and (19|2\d)\d\.\d MiB "
+        rf"of 280\.0 MiB are in use, held by [ab]/1 \({figure}\), [ab]/1 \({figure}\)",
+        reason,
+    )
+    assert taken["c"] is None
+    assert [size >= MODEL_BYTES for size in taken["a"] + taken["b"]] == [True, True]
+    assert shown == sum(taken["a"])
+    assert held == budget_bytes == sum(taken["a"] + taken["b"])
+
+
+async def test_version_that_is_too_large_does_not_replace_the_old_one(tmp_path: Path) -> None:
+    """It is refused by the size of its files; when another model is gone, it fits."""
+    add_model(tmp_path, "a")
+    add_model(tmp_path, "b")
+    async with serving(tmp_path) as (pipeline, client):
+        second = tmp_path / "a" / "2"
+        shutil.copytree(tmp_path / "a" / "1", second)
+        with (second / "weights.bin").open("wb") as weights:
+            weights.truncate(MODEL_BYTES)
+        await pipeline.models.reload()
+        await eventually(lambda: states(pipeline)["a/2"][0] == State.FAILED)
+        assert "96.0 MiB (files times instances)" in states(pipeline)["a/2"][1]
+        assert pipeline.models.catalog.lookup("a").version == "1"
+        assert await answers(client, "a")
+
+        shutil.rmtree(tmp_path / "b")
+        await pipeline.models.reload()
+        await eventually(lambda: held_bytes(pipeline) < 2 * MODEL_BYTES)
+        await pipeline.models.reload()
+        await eventually(lambda: pipeline.models.catalog.lookup("a").version == "2")
+        assert await answers(client, "a")
