@@ -21,7 +21,7 @@ from headrace.client import Client, Response
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.protocol.codec import RECORD, bytes_to_data
-from headrace.protocol.headers import HeaderName
+from headrace.protocol.headers import PNG, HeaderName
 from headrace.protocol.tensors import datatype_of, from_array, to_array
 from headrace.runtime.log_factory import open_log
 
@@ -83,7 +83,8 @@ class OutgoingRequest(NamedTuple):
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the outputs there whole: arrays in FILE.npz, otherwise the answer in JSON.",
+    help="Write the outputs there whole: arrays in FILE.npz, an image in FILE.png, otherwise the "
+    "answer in JSON.",
 )
 @pass_invocation
 def command(
@@ -188,7 +189,7 @@ async def _open_client(settings: Settings) -> AsyncIterator[Client]:
 
 
 def write_output(path: Path, response: Response) -> None:
-    """Write all outputs: arrays by name as `numpy.savez` does, or the protocol's JSON.
+    """Write all outputs: arrays by name as `numpy.savez` does, a PNG, or the protocol's JSON.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -200,6 +201,8 @@ def write_output(path: Path, response: Response) -> None:
                 for name, array in response.outputs.items()
             }
             np.savez(path, allow_pickle=False, **arrays)
+        elif path.suffix == ".png" and _is_png(response):
+            path.write_bytes(response.outputs[RECORD].item())
         else:
             path.write_text(json.dumps(as_protocol(response)) + "\n", encoding="utf-8")
     except OSError as error:
@@ -215,10 +218,16 @@ def _is_text(array: NDArray[Any]) -> bool:
     return array.dtype == object and all(isinstance(each, str) for each in array.ravel())
 
 
+def _is_png(response: Response) -> bool:
+    return dict(response.headers).get(HeaderName.CONTENT_TYPE) == PNG.encode()
+
+
 def as_text(response: Response) -> str:
     """Format the outputs, see `as_lines`; a record with outputs in it stays as it is."""
     if HeaderName.RECORD_OF in dict(response.headers):
         record: bytes = response.outputs[RECORD].item()
+        if _is_png(response):
+            return f"{PNG}, {len(record)} bytes; --output FILE.png writes it to a file"
         return record.decode("utf-8", "replace").rstrip()
     return as_lines(response.outputs)
 

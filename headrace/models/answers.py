@@ -1,11 +1,12 @@
 """Answers to payloads in the words of the caller: `[answer]` in `model.toml`.
 
 Callers who send images or records need not know tensors: the answer is a JSON array with an object
-for each row instead.
+for each row instead, or a PNG with the class of each pixel.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.config import BoxesAnswer, ClassesAnswer
+from headrace.models.config import BoxesAnswer, ClassesAnswer, MaskAnswer
 from headrace.models.inputs.images import Images, Placement
 from headrace.models.signature import Signature, TensorSpec
 
@@ -219,20 +220,145 @@ def suppress(
     return np.array(kept, np.intp)
 
 
-def _find_numbers(signature: Signature, name: str) -> TensorSpec:
+class MaskAnswers:
+    """Writes the class of each pixel of an image.
+
+    Args:
+        config: which output.
+        signature: of the version.
+        images: made the input.
+
+    Raises:
+        ConfigurationError: the output does not fit.
+    """
+
+    def __init__(self, config: MaskAnswer, signature: Signature, images: Images) -> None:
+        spec = _find_output(signature, config.output, "answer.mask.output")
+        if not _can_be_mask(spec) or not signature.batched:
+            raise ConfigurationError(
+                f"answer.mask.output: expected {_MASKS}, got {spec.name} {spec.datatype} "
+                f"{list(spec.shape)}"
+            )
+        from PIL import Image
+
+        self._make_image = Image.fromarray
+        self._output = spec.name
+        self._outside = config.outside
+        self._images = images
+
+    def write(
+        self, outputs: Mapping[str, NDArray[Any]], payload: bytes, content_type: str
+    ) -> bytes:
+        """Return a PNG of 8 bits gray with the class of each pixel of the upright image.
+
+        Each pixel has the class of the mask's pixel in which its middle was in the input.
+
+        Args:
+            outputs: of one request, by name.
+            payload: of the request, one image, without its content encoding.
+            content_type: of the payload.
+
+        Raises:
+            Rejected: `MODEL_FAILED`: the output has another shape or other classes than it should.
+        """
+        ((width, height, placement),) = self._images.measure(payload, content_type)
+        classes = self._find_classes(outputs[self._output])
+        input_height, input_width = self._images.input_size(placement)
+        across = (np.arange(width) + 0.5) * (placement.width / width) + placement.left
+        down = (np.arange(height) + 0.5) * (placement.height / height) + placement.top
+        columns = np.floor(across * (classes.shape[1] / input_width)).astype(np.intp)
+        rows = np.floor(down * (classes.shape[0] / input_height)).astype(np.intp)
+        seen_columns = np.flatnonzero((columns >= 0) & (columns < classes.shape[1]))
+        seen_rows = np.flatnonzero((rows >= 0) & (rows < classes.shape[0]))
+        mask = np.full((height, width), self._outside, np.uint8)
+        # What a crop left is one rectangle, so that it is copied at once.
+        mask[_as_slice(seen_rows), _as_slice(seen_columns)] = classes[rows[seen_rows]][
+            :, columns[seen_columns]
+        ]
+        file = io.BytesIO()
+        self._make_image(mask).save(file, "PNG")
+        return file.getvalue()
+
+    def _find_classes(self, array: NDArray[Any]) -> NDArray[np.uint8]:
+        """Return the class of each pixel of the output. Raises `Rejected`."""
+        is_integer = array.dtype.kind in "biu"
+        channels = array.shape[1] if array.ndim == 4 else 1
+        is_scores = channels > 1
+        if (
+            len(array) != 1
+            or not array.size
+            or array.ndim not in (3, 4)
+            or not (is_scores or is_integer)
+        ):
+            raise Rejected.mismatch(
+                Code.MODEL_FAILED,
+                f"answer.mask: output {self._output}",
+                expected=f"{_MASKS}, of one row",
+                got=f"{array.dtype} {list(array.shape)}",
+            )
+        row = array[0]
+        if is_scores:
+            row = _find_best(row)
+        elif array.ndim == 4:
+            row = row[0]
+        lowest, highest = int(row.min()), int(row.max())
+        if lowest < 0 or highest > 255:
+            raise Rejected.mismatch(
+                Code.MODEL_FAILED,
+                f"answer.mask: output {self._output}",
+                expected="classes from 0 to 255",
+                got=f"{lowest} to {highest}",
+            )
+        classes: NDArray[np.uint8] = row.astype(np.uint8)
+        return classes
+
+
+def _find_best(scores: NDArray[Any]) -> NDArray[np.intp]:
+    """Return the class with the largest score of each pixel; NaN counts as the smallest."""
+    # bfloat16 is no number to NumPy's own functions.
+    exact = scores.astype(np.float32) if scores.dtype == ml_dtypes.bfloat16 else scores
+    if exact.dtype.kind == "f" and np.isnan(exact).any():
+        exact = np.where(np.isnan(exact), -np.inf, exact)
+    best: NDArray[np.intp] = exact.argmax(axis=0)
+    return best
+
+
+_MASKS = (
+    "integers [batch, height, width] or [batch, 1, height, width], or scores [batch, 2 to 256 "
+    "classes, height, width]"
+)
+
+
+def _can_be_mask(spec: TensorSpec) -> bool:
+    is_integer = spec.datatype == "BOOL" or "INT" in spec.datatype
+    if spec.datatype == "BYTES" or len(spec.shape) not in (3, 4):
+        return False
+    if len(spec.shape) == 3 or spec.shape[1] == 1:
+        return is_integer
+    return spec.shape[1] <= 256
+
+
+def _as_slice(places: NDArray[np.intp]) -> slice:
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0)
+
+
+def _find_output(signature: Signature, name: str, key: str) -> TensorSpec:
     specs = {spec.name: spec for spec in signature.outputs}
     if not name and len(specs) == 1:
         name = signature.outputs[0].name
     if name not in specs:
-        raise ConfigurationError(
-            f"answer.classes.output: expected one of {', '.join(specs)}, got {name or 'none'}"
-        )
-    if specs[name].datatype in ("BOOL", "BYTES"):
-        raise ConfigurationError(
-            f"answer.classes.output: expected an output of numbers, got {name} of "
-            f"{specs[name].datatype}"
-        )
+        raise ConfigurationError(f"{key}: expected one of {', '.join(specs)}, got {name or 'none'}")
     return specs[name]
+
+
+def _find_numbers(signature: Signature, name: str) -> TensorSpec:
+    spec = _find_output(signature, name, "answer.classes.output")
+    if spec.datatype in ("BOOL", "BYTES"):
+        raise ConfigurationError(
+            f"answer.classes.output: expected an output of numbers, got {spec.name} of "
+            f"{spec.datatype}"
+        )
+    return spec
 
 
 def find_largest(values: NDArray[Any], count: int) -> NDArray[np.intp]:

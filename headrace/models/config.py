@@ -259,16 +259,28 @@ class BoxesAnswer(_Group):
     """Most boxes of an image in the answer."""
 
 
+class MaskAnswer(_Group):
+    """Class of each pixel of an image, as a PNG of the size of the image that was sent."""
+
+    output: str = ""
+    """Output with the classes of pixels as integers, [batch, height, width] or [batch, 1, height,
+    width], or with their scores, [batch, classes, height, width]; empty: the only one.
+    """
+    outside: Annotated[int, Field(ge=0, le=255), NOT_BOOL] = 255
+    """Class of pixels that were cropped, and so not seen by the model."""
+
+
 class AnswerTable(_Group):
     """Form of the answers to payloads: one of these."""
 
     classes: ClassesAnswer | None = None
     boxes: BoxesAnswer | None = None
+    mask: MaskAnswer | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if len(self.model_fields_set) != 1:
-            raise ValueError("expected one of answer.classes or answer.boxes")
+            raise ValueError("expected one of answer.classes, answer.boxes or answer.mask")
         return self
 
 
@@ -444,9 +456,15 @@ class ModelConfig(_Group):
             faults.append("transform.tokens.decode: expected only with backend = onnx")
         if self.answer is not None and self.transform is None:
             faults.append("answer: expected transform beside it, as only payloads are so answered")
-        images = isinstance(self.transform, TransformTable) and self.transform.image is not None
-        if self.answer is not None and self.answer.boxes is not None and not images:
+        image = self.transform.image if isinstance(self.transform, TransformTable) else None
+        if self.answer is not None and self.answer.boxes is not None and image is None:
             faults.append("answer.boxes: expected transform.image beside it")
+        one_image = image is not None and image.max_images == 1
+        if self.answer is not None and self.answer.mask is not None and not one_image:
+            faults.append(
+                "answer.mask: expected transform.image with max_images = 1 beside it, as an answer "
+                "has one mask"
+            )
         if self.answer is not None and self.record is not None and self.record.pass_through:
             faults.append("answer: expected no transform.record.pass_through beside it")
         if any(step != "softmax" for step in self.postprocess[:-1]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from headrace.models.answers import BoxAnswers, ClassAnswers
+from headrace.models.answers import BoxAnswers, ClassAnswers, MaskAnswers
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.port import Backend
 from headrace.models.backends.python import PythonBackend
@@ -92,13 +92,16 @@ class ModelVersion:
         self.transform_source = TransformSource(
             model.directory, model.config, self.signature, self.directory
         )
-        self.answers: ClassAnswers | BoxAnswers | None = None
+        self.answers: ClassAnswers | BoxAnswers | MaskAnswers | None = None
         table = model.config.answer
         if table is not None and table.classes is not None:
             self.answers = ClassAnswers(table.classes, self.signature, self.labels)
         elif table is not None and table.boxes is not None:
             assert isinstance(self.transform, Images)
             self.answers = BoxAnswers(table.boxes, self.signature, self.labels, self.transform)
+        elif table is not None and table.mask is not None:
+            assert isinstance(self.transform, Images)
+            self.answers = MaskAnswers(table.mask, self.signature, self.transform)
         self.records = self.transform if isinstance(self.transform, Records) else None
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes

@@ -16,9 +16,10 @@ from typing import Any, Final, NoReturn
 
 from headrace.protocol.compression import CODINGS, choose_coding, read_coding
 from headrace.protocol.messages import (
-    JSON_ANSWER,
     MAX_NAME_LENGTH,
+    PNG_ANSWER,
     RECORD_ANSWER,
+    WHOLE_ANSWERS,
     Envelope,
     Failure,
     Request,
@@ -79,6 +80,7 @@ OWN_HEADERS = frozenset(
 
 MSGPACK: Final = "application/msgpack"
 JSON: Final = "application/json"
+PNG: Final = "image/png"
 MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/x-msgpack"})
 """An absent header means MessagePack."""
 
@@ -456,12 +458,8 @@ def answers_headers(
 
 def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
     """Add the headers of an answer that come from the caller's."""
-    if request.failure is None and request.output_metadata == RECORD_ANSWER:
-        content_type = dict(request.headers).get(HeaderName.CONTENT_TYPE) or b""
-        headers[0] = (HeaderName.CONTENT_TYPE, content_type)
-    if request.failure is None and request.output_metadata in (RECORD_ANSWER, JSON_ANSWER):
-        record_of = f"{request.model}/{request.version}"
-        headers.append((HeaderName.RECORD_OF, record_of.encode()))
+    if request.failure is None and request.output_metadata in WHOLE_ANSWERS:
+        _describe_whole(headers, request)
     if request.failure is None and (request.compressed or request.stored):
         _add_coding(headers, request, envelope)
     if envelope.correlation_id is not None:
@@ -487,6 +485,17 @@ def _add_coding(headers: list[Header], request: Request, envelope: Envelope) -> 
         coding = stored.coding
     if coding:
         headers.append((HeaderName.CONTENT_ENCODING, coding.encode()))
+
+
+def _describe_whole(headers: list[Header], request: Request) -> None:
+    """Add the headers of an answer that is a record, JSON or a PNG instead of tensors."""
+    if request.output_metadata == RECORD_ANSWER:
+        content_type = dict(request.headers).get(HeaderName.CONTENT_TYPE) or b""
+        headers[0] = (HeaderName.CONTENT_TYPE, content_type)
+    elif request.output_metadata == PNG_ANSWER:
+        headers[0] = (HeaderName.CONTENT_TYPE, PNG.encode())
+    record_of = f"{request.model}/{request.version}"
+    headers.append((HeaderName.RECORD_OF, record_of.encode()))
 
 
 @lru_cache(maxsize=_TUNING.cached_content_types)

@@ -355,6 +355,10 @@ model has an empty name.
 """
 JSON_ANSWER: tuple[TensorMetadata, ...] = (("\0application/json", "BYTES", (1,)),)
 """The same for an answer that is JSON, whatever the request was."""
+PNG_ANSWER: tuple[TensorMetadata, ...] = (("\0image/png", "BYTES", (1,)),)
+"""The same for an answer that is a PNG."""
+WHOLE_ANSWERS = RECORD_ANSWER, JSON_ANSWER, PNG_ANSWER
+"""Metadata of all answers that are the only element."""
 
 
 class Failure(NamedTuple):

@@ -1,4 +1,4 @@
-"""Answers to payloads that are no tensors: the request's record with the outputs in it, or JSON."""
+"""Answers to payloads that are no tensors: the record with the outputs in it, JSON, or a PNG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import structlog
 from headrace.clock import Clock, wall_clock_us
 from headrace.delivery.failures import REVOKED, deadline_passed, rejection
 from headrace.errors import Code, Rejected, Retriable, describe_error
-from headrace.models.answers import BoxAnswers, ClassAnswers
+from headrace.models.answers import BoxAnswers, ClassAnswers, MaskAnswers
 from headrace.models.inputs.framing import FramedSchemas
 from headrace.models.inputs.records import Records
 from headrace.models.version import ModelVersion
@@ -20,6 +20,7 @@ from headrace.protocol.codec import plain_value
 from headrace.protocol.headers import JSON, is_payload
 from headrace.protocol.messages import (
     JSON_ANSWER,
+    PNG_ANSWER,
     RECORD_ANSWER,
     Failure,
     Request,
@@ -53,7 +54,7 @@ async def rewrite_answers(
 async def _write_answers(
     requests: Sequence[Request],
     version: ModelVersion,
-    answers: ClassAnswers | BoxAnswers,
+    answers: ClassAnswers | BoxAnswers | MaskAnswers,
     tuning: ExecutorTuning,
 ) -> None:
     takes_json, batched = version.config.takes_json, version.signature.batched
@@ -68,25 +69,27 @@ async def _write_answers(
     size_bytes = sum([len(data) for request in chosen for data in request.output_data or ()])
     rows = sum([request.rows for request in chosen])
 
+    metadata = PNG_ANSWER if isinstance(answers, MaskAnswers) else JSON_ANSWER
+
     def write_all() -> None:
         for request in chosen:
             outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
             try:
-                if isinstance(answers, BoxAnswers):
+                if isinstance(answers, ClassAnswers):
+                    answer = answers.write(outputs, batched=batched)
+                else:
                     content_type = request.envelope.content_type
                     answer = answers.write(outputs, bytes(_plain(request)), content_type)
-                else:
-                    answer = answers.write(outputs, batched=batched)
             except Rejected as error:
                 _fail(request, rejection(error, Stage.EXECUTOR))
             except Exception as error:  # noqa: BLE001 - one answer must not end the batch of others
                 text = f"answer: {describe_error(error)}"
                 _fail(request, Failure(Code.INTERNAL, text, Stage.EXECUTOR))
             else:
-                _replace_outputs(request, JSON_ANSWER, answer)
+                _replace_outputs(request, metadata, answer)
 
     is_quick = size_bytes <= tuning.inline_record_bytes and rows <= tuning.inline_answer_rows
-    if is_quick and not isinstance(answers, BoxAnswers):
+    if is_quick and isinstance(answers, ClassAnswers):
         write_all()
     else:
         await asyncio.to_thread(write_all)

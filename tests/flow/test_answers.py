@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -128,6 +129,66 @@ def box_of(corners: list[float]) -> dict[str, object]:
     return {"index": 1, "score": 0.75, "box": corners}
 
 
+MASK_CONFIG = """
+[transform.image]
+fit = "letterbox"
+max_images = 1
+[answer.mask]
+"""
+
+
+def segmenter() -> onnx.ModelProto:
+    """Gives each pixel of 8 x 8 the number of its column as class, whatever it is."""
+    classes = np.tile(np.arange(8, dtype=np.int64), (1, 8, 1))
+    constants = {"classes": classes, "at": [0], "size": [8, 8]}
+    return make_model(
+        [
+            helper.make_node("Shape", ["x"], ["shape"]),
+            helper.make_node("Gather", ["shape", "at"], ["rows"]),
+            helper.make_node("Concat", ["rows", "size"], ["wanted"], axis=0),
+            helper.make_node("Expand", ["classes", "wanted"], ["y"]),
+        ],
+        [("x", TensorProto.UINT8, ["batch", 8, 8, 3])],
+        [("y", TensorProto.INT64, ["batch", 8, 8])],
+        [numpy_helper.from_array(np.array(value), name) for name, value in constants.items()],
+    )
+
+
+@pytest.mark.parametrize("groups", [[list(STAGES)], [[stage] for stage in STAGES]])
+async def test_image_gets_its_mask(tmp_path: Path, groups: list[list[Stage]]) -> None:
+    """As a PNG of its own size; several images in one request are refused before they run."""
+    add_version(tmp_path, "parts", 1, segmenter(), MASK_CONFIG)
+    settings = make_settings({"models": {"repository": str(tmp_path)}})
+    log = await log_for(settings)
+    image = b"--b\r\ncontent-type: image/png\r\n\r\n" + png(8, 8) + b"\r\n"
+    async with serving(settings, log, groups), Client(log=log, settings=settings) as client:
+        answer = await client.infer_raw("parts", png(16, 32), "image/png")
+        with pytest.raises(InferenceError, match="at most max_images = 1"):
+            await client.infer_raw("parts", image * 2 + b"--b--", "multipart/mixed")
+
+    headers = dict(answer.headers)
+    assert headers[HeaderName.CONTENT_TYPE] == b"image/png"
+    assert headers[HeaderName.RECORD_OF] == b"parts/1"
+    with Image.open(io.BytesIO(answer.outputs["record"].item()), formats=["PNG"]) as mask:
+        pixels = np.asarray(mask)
+    # The image has the four columns in the middle of the input.
+    assert pixels.tolist() == [np.repeat([2, 3, 4, 5], 4).tolist()] * 32
+
+
+def test_mask_is_written_to_a_file_on_the_command_line(call: Call, tmp_path: Path) -> None:
+    """Its size is shown otherwise."""
+    add_version(tmp_path / "models", "parts", 1, segmenter(), MASK_CONFIG)
+    (tmp_path / "image.png").write_bytes(png(16, 32))
+
+    shown = call("infer", "parts", "--file", "image.png").stdout
+    call("infer", "parts", "--file", "image.png", "--output", "mask.png")
+
+    content = (tmp_path / "mask.png").read_bytes()
+    assert shown.startswith(f"image/png, {len(content)} bytes")
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as mask:
+        assert mask.size == (16, 32)
+
+
 def png(width: int, height: int) -> bytes:
     """A black image."""
     file = io.BytesIO()
@@ -153,3 +214,16 @@ def test_classes_are_shown_on_the_command_line(call: Call, repository: Path) -> 
     path.write_bytes(CSV)
 
     assert json.loads(call("infer", "animals", "--file", "animals.csv").stdout) == EXPECTED
+
+
+async def test_mask_over_http_is_base64(tmp_path: Path) -> None:
+    """In the output `record`."""
+    add_version(tmp_path, "parts", 1, segmenter(), MASK_CONFIG)
+    async with gateway_of(tmp_path) as served:
+        answer = await served.post(
+            "/v2/models/parts/infer", png(16, 32), headers={"Content-Type": "image/png"}
+        )
+
+    (output,) = answer.json["outputs"]
+    with Image.open(io.BytesIO(base64.b64decode(output["data"][0])), formats=["PNG"]) as mask:
+        assert mask.size == (16, 32)

@@ -133,6 +133,10 @@ class Images:
             measured.append((width, height, self.place(width, height)))
         return measured
 
+    def input_size(self, placement: Placement) -> tuple[int, int]:
+        """Return height and width of the input that an image of this placement becomes."""
+        return self._input.height or placement.height, self._input.width or placement.width
+
     def is_slow(self, _payload: bytes, _content_type: str, _inline_bytes: int) -> bool:
         """See `headrace.models.inputs.transforms.Transform`: decoding takes milliseconds."""
         return True
@@ -183,8 +187,7 @@ class Images:
         placement = self.place(width, height)
         self._check_resized(width, height, placement)
         image = self._decoder.decode(content, header, (placement.width, placement.height))
-        size = self._input.height or height, self._input.width or width
-        return self._decoder.fit(image, placement, size)
+        return self._decoder.fit(image, placement, self.input_size(placement))
 
     def _check_resized(self, width: int, height: int, placement: Placement) -> None:
         """Refuse an image so narrow that resizing would make millions of pixels of few."""

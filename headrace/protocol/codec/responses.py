@@ -12,8 +12,7 @@ from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.codec.json_data import bytes_to_data
 from headrace.protocol.headers import MSGPACK_TYPES, error_content_type
 from headrace.protocol.messages import (
-    JSON_ANSWER,
-    RECORD_ANSWER,
+    WHOLE_ANSWERS,
     ErrorDetails,
     ErrorResponse,
     Failure,
@@ -66,8 +65,8 @@ _packed_timings: BoundedCache[tuple[int, ...], bytes] = BoundedCache(_TUNING.cac
 def encode_response(request: Request, now_us: int) -> bytes:
     """Return the value of the response record of a request with outputs.
 
-    MessagePack for a request in MessagePack, the element itself for `RECORD_ANSWER` and
-    `JSON_ANSWER`, otherwise JSON.
+    MessagePack for a request in MessagePack, the element itself for `WHOLE_ANSWERS`,
+    otherwise JSON.
     `parameters` has the timings:
     `queue_us` from ingest until the batch was formed, `compute_us` in the model, and `batch_us`
     for the rest of the batch's time until `now_us`.
@@ -79,7 +78,7 @@ def encode_response(request: Request, now_us: int) -> bytes:
     timings = _timings(request, now_us)
     if request.envelope.content_type in MSGPACK_TYPES:
         return _framed(request, timings)
-    if request.output_metadata in (RECORD_ANSWER, JSON_ANSWER):
+    if request.output_metadata in WHOLE_ANSWERS:
         return split_elements(_outputs(request)[0])[0]
     return _encode_json(
         JsonInferenceResponse(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from headrace.errors import Code
 from headrace.protocol.compression import CODINGS
-from headrace.protocol.headers import JSON, MAX_PRIORITY, MSGPACK
+from headrace.protocol.headers import JSON, MAX_PRIORITY, MSGPACK, PNG
 from headrace.protocol.schemas.types import DIALECT
 from headrace.topics import TOPICS, Stage, Topic, TopicSpec
 
@@ -250,13 +250,13 @@ def _request_headers() -> _Node:
 def _response_headers() -> _Node:
     return {
         "content-type": _text(
-            f"As the request's; {JSON} for a raw payload, and for the error of a value that begins "
-            "with a brace."
+            f"As the request's; {JSON} for a raw payload, or {PNG} if [answer.mask] in model.toml "
+            f"answers it, and {JSON} for the error of a value that begins with a brace."
         ),
         "x-record-of": _text(
             "Only if the value is no response with tensors: name and version of the model, with a "
             "slash between. The value is the request's record with the outputs of the model in it, "
-            "in the request's content type, or what [answer] in model.toml says, in JSON."
+            "in the request's content type, or what [answer] in model.toml says, as JSON or PNG."
         ),
         "content-encoding": _coding("Of the value, as the request accepts it; absent for none."),
         "x-claim": _claim("Refers to the value, which is in a store; the record has none then."),

@@ -14,9 +14,9 @@ from onnxruntime import InferenceSession
 from PIL import Image
 from pydantic import ValidationError
 
-from headrace.errors import ConfigurationError
-from headrace.models.answers import BoxAnswers, ClassAnswers, suppress
-from headrace.models.config import BoxesAnswer, ClassesAnswer, ModelConfig
+from headrace.errors import ConfigurationError, Rejected
+from headrace.models.answers import BoxAnswers, ClassAnswers, MaskAnswers, suppress
+from headrace.models.config import BoxesAnswer, ClassesAnswer, MaskAnswer, ModelConfig
 from headrace.models.inputs.images import Images
 from headrace.models.media_config import ImageTransform
 from headrace.models.signature import Signature, TensorSpec, make_signature
@@ -230,3 +230,128 @@ def test_outputs_that_are_no_boxes_are_refused() -> None:
     )
     with pytest.raises(ConfigurationError, match=r"boxes: expected boxes of floats, .* got y FP32"):
         BoxAnswers(BoxesAnswer(), signature_of(("y", "FP32")), {}, images)
+
+
+def mask_signature(datatype: str, *shape: int) -> Signature:
+    """The signature of a model that gives each pixel a class."""
+    inputs = [TensorSpec("x", "UINT8", (-1, 100, 100, 3))]
+    return make_signature(inputs, [TensorSpec("y", datatype, (-1, *shape))])
+
+
+def mask_of(output: np.ndarray[Any, Any], datatype: str, image: bytes, fit: str) -> Any:
+    """The mask that answers an image, as pixels."""
+    signature = mask_signature(datatype, *([-1] * (output.ndim - 1)))
+    images = Images(ImageTransform(fit=fit, resize="nearest"), signature)
+    answers = MaskAnswers(MaskAnswer(), signature, images)
+    file = io.BytesIO(answers.write({"y": output}, image, "image/png"))
+    with Image.open(file, formats=["PNG"]) as mask:
+        assert mask.mode == "L"
+        return np.asarray(mask)
+
+
+def as_png(pixels: np.ndarray[Any, Any], orientation: int = 1) -> bytes:
+    """A PNG that viewers turn as its EXIF orientation says."""
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(file, "PNG", exif=exif)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("fit", ["letterbox", "stretch", "crop"])
+@pytest.mark.parametrize("size", [(400, 800), (90, 33), (101, 100)])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_mask_has_the_classes_of_the_image(
+    fit: str, size: tuple[int, int], orientation: int
+) -> None:
+    """A model whose classes are the colours that it sees gives the image back, to a pixel of the
+    input at the edges of a colour; where a crop saw nothing, the class is 255.
+    """
+    height, width = size
+    upright = np.zeros((height, width, 3), np.uint8)
+    upright[height // 3 : 2 * height // 3, width // 4 : width // 2] = 7
+    turned = np.rot90(upright) if orientation == 6 else upright
+    payload = as_png(np.ascontiguousarray(turned), orientation)
+    images = Images(ImageTransform(fit=fit, resize="nearest"), mask_signature("UINT8", 100, 100))
+    (tensor,) = images(payload, "image/png")
+    seen = np.frombuffer(tensor.data, np.uint8).reshape(1, 100, 100, 3)[..., 0]
+
+    found = mask_of(seen, "UINT8", payload, fit)
+
+    assert found.shape == (height, width)
+    inside = found != 255
+    differing = (found != upright[..., 0]) & inside
+    placement = images.place(width, height)
+    edge = 2 * (height + width) * max(1, width / placement.width, height / placement.height)
+    assert differing.sum() <= edge
+    assert {7, 0} <= set(np.unique(found).tolist()) <= {0, 7, 255}
+    seen_share = min(1, 100 / placement.width) * min(1, 100 / placement.height)
+    assert inside.mean() == pytest.approx(seen_share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "dtype"),
+    [("FP32", np.float32), ("BF16", ml_dtypes.bfloat16), ("INT8", np.int8), ("FP16", np.float16)],
+)
+def test_class_of_a_pixel_has_the_largest_score(datatype: str, dtype: Any) -> None:
+    """In a mask smaller than the input; the first of equal ones counts, and NaN last."""
+    scores = np.array([[[1, 5], [0, 2]], [[1, 6], [3, 2]], [[0, 7], [1, 2]]], np.float32)
+    expected = [[0, 2], [1, 0]]
+    if datatype != "INT8":
+        scores[0, 1, 0] = np.nan
+
+    found = mask_of(
+        scores[np.newaxis].astype(dtype), datatype, as_png(np.zeros((4, 4, 3), np.uint8)), "stretch"
+    )
+
+    assert found.tolist() == np.repeat(np.repeat(expected, 2, axis=0), 2, axis=1).tolist()
+
+
+def test_classes_with_one_channel_are_the_mask() -> None:
+    """Also those of BOOL."""
+    payload = as_png(np.zeros((2, 2, 3), np.uint8))
+    classes = np.array([[[[1, 0], [0, 1]]]])
+
+    assert mask_of(classes, "INT64", payload, "stretch").tolist() == [[1, 0], [0, 1]]
+    assert mask_of(classes[0] == 1, "BOOL", payload, "stretch").tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (np.array([[[0, 256]]]), "expected classes from 0 to 255, got 0 to 256"),
+        (np.array([[[-1, 3]]]), "expected classes from 0 to 255, got -1 to 3"),
+        (np.zeros((1, 0, 4), np.int64), r"of one row, got int64 \[1, 0, 4\]"),
+        (np.zeros((2, 4, 4), np.int64), r"of one row, got int64 \[2, 4, 4\]"),
+    ],
+)
+def test_output_that_is_no_mask_fails_its_request(
+    output: np.ndarray[Any, Any], message: str
+) -> None:
+    """What the signature could not show."""
+    with pytest.raises(Rejected, match=message):
+        mask_of(output, "INT64", as_png(np.zeros((4, 4, 3), np.uint8)), "stretch")
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape"),
+    [
+        ("FP32", (8, 8)),
+        ("FP32", (1, 8, 8)),
+        ("FP32", (257, 8, 8)),
+        ("BYTES", (8, 8)),
+        ("INT64", (8,)),
+    ],
+)
+def test_output_that_cannot_be_a_mask_is_refused(datatype: str, shape: tuple[int, ...]) -> None:
+    """By its name, datatype and shape, when the version is loaded."""
+    signature = mask_signature(datatype, *shape)
+    images = Images(ImageTransform(), mask_signature("UINT8", 8, 8))
+
+    with pytest.raises(ConfigurationError, match=f"expected integers .*, got y {datatype}"):
+        MaskAnswers(MaskAnswer(), signature, images)
+
+
+def test_masks_of_several_images_are_refused() -> None:
+    """In the configuration, by the key to change."""
+    with pytest.raises(ValidationError, match=r"expected transform\.image with max_images = 1"):
+        ModelConfig.model_validate({"answer": {"mask": {}}, "transform": {"image": {}}})
