@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from headrace.config import Settings
 from headrace.models.catalog import ModelCatalog, ModelEntry, ReplacedVersions
@@ -63,6 +63,33 @@ UNDER_WAY = (f": {NOT_READ}", f": {State.LOADING}")
 
 Subscriber: TypeAlias = Callable[[VersionChange], None]
 
+LoadOutcome: TypeAlias = Literal["ready", "failed", "withdrawn"]
+"""How loading a version ended; withdrawn: it was no longer selected."""
+
+
+class ModelObserver(Protocol):
+    """Notified of the changes in a process; `headrace.telemetry.model_spans.ModelSpans`."""
+
+    def load_began(self, version: ModelVersion) -> None: ...
+    def load_ended(self, version: ModelVersion, outcome: LoadOutcome, reason: str) -> None: ...
+    def could_not_open(self, model: str, number: str, fault: str) -> None: ...
+    def unloaded(self, version: ModelVersion, reason: str) -> None: ...
+    def names_moved(
+        self, model: str, before: Mapping[str, str], after: Mapping[str, str]
+    ) -> None: ...
+
+
+class NoObserver:
+    """Ignores all changes."""
+
+    def load_began(self, version: ModelVersion) -> None: ...
+    def load_ended(self, version: ModelVersion, outcome: LoadOutcome, reason: str) -> None: ...
+    def could_not_open(self, model: str, number: str, fault: str) -> None: ...
+    def unloaded(self, version: ModelVersion, reason: str) -> None: ...
+    def names_moved(
+        self, model: str, before: Mapping[str, str], after: Mapping[str, str]
+    ) -> None: ...
+
 
 class Models:
     """Models of a process: reads the repository, and follows the executor that loads them.
@@ -78,6 +105,7 @@ class Models:
         clock_s: monotonic.
         scanner: reads the repository; by default that of the settings.
         registry: has the schemas of framed records; open while they are served.
+        observer: notified of each change; `open` calls it on its own thread.
         tuning: passed on to the versions.
 
     Attributes:
@@ -97,6 +125,7 @@ class Models:
         clock_s: Callable[[], float] = time.monotonic,
         scanner: VersionScanner | None = None,
         registry: SchemaRegistry | None = None,
+        observer: ModelObserver | None = None,
         tuning: ModelTuning = TUNING.models,
     ) -> None:
         self._executes = executes
@@ -108,6 +137,7 @@ class Models:
             open_repository(settings, tuning), tuning, registry
         )
         self._awaited = awaited
+        self._observer = observer or NoObserver()
         self.catalog = ModelCatalog(
             self._replaced, binds=binds, passes_on=awaited is not None, tuning=tuning
         )
@@ -218,11 +248,14 @@ class Models:
         return _summarize_changes(before, self._models)._replace(away=self._scanner.away)
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:
+        for number, fault in opened.faults.items():
+            if model.faults.get(number) != fault:
+                self._observer.could_not_open(opened.name, number, fault)
         model.faults = opened.faults
         self._set_names(opened.name, model)
         if not opened.versions:
             # No version can be opened, so the versions selected before stay.
-            self.catalog.publish(opened.name)
+            self._publish(opened.name, model, model.names)
             return
         dropped = model.selected
         model.selected = opened.versions
@@ -233,9 +266,11 @@ class Models:
         for version in opened.versions.values():
             if version.state is not State.LOADING or version in dropped.values():
                 continue
+            self._observer.load_began(version)
             reason = _find_breaking_changes(version, self._find_served(model, version))
             if reason:
                 version.state, version.reason = State.FAILED, reason
+                self._observer.load_ended(version, "failed", reason)
             elif self._executes:
                 self._notify(VersionChange("load", version))
             else:
@@ -286,6 +321,8 @@ class Models:
             return
         if verdict is not None:
             version.apply_verdict(verdict)
+        if version.state is State.LOADING:
+            self._observer.load_ended(version, "ready", "")
         version.state, version.reason = State.READY, ""
         # The new version is published before the old one is unloaded, so that lookups never fail.
         previous = model.serving.get(version.version)
@@ -299,7 +336,12 @@ class Models:
 
     def mark_failed(self, version: ModelVersion, reason: str) -> None:
         """Record that a version cannot take requests (any more); its predecessor stays."""
+        state = version.state
         version.state, version.reason = State.FAILED, self._scanner.shorten(reason)
+        if state is State.LOADING:
+            self._observer.load_ended(version, "failed", version.reason)
+        elif state is State.READY:
+            self._observer.unloaded(version, version.reason)
         model = self._models.get(version.name)
         if model is None:
             return
@@ -373,15 +415,26 @@ class Models:
 
     def _publish_and_retire(self, name: str) -> None:
         model = self._models[name]
+        before = model.names
         model.move_names()
         outdated = model.outdated()
         for version in outdated:
             del model.serving[version.version]
-        self.catalog.publish(name)
+        self._publish(name, model, before)
         for version in outdated:
             self._retain_or_unload(version)
 
+    def _publish(self, name: str, model: ModelEntry, before: Mapping[str, str]) -> None:
+        """Publish a model whose names were these until now."""
+        self.catalog.publish(name)
+        if model.names != before:
+            self._observer.names_moved(name, before, model.names)
+
     def _unload(self, version: ModelVersion) -> None:
+        if version.state is State.LOADING:
+            self._observer.load_ended(version, "withdrawn", "")
+        elif version.state is State.READY:
+            self._observer.unloaded(version, "")
         version.state = State.UNLOADING
         self._notify(VersionChange("unload", version))
 

@@ -43,6 +43,7 @@ from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event, LogRateLimiter
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.model_spans import ModelSpans
 from headrace.telemetry.snapshots import (
     GatewaySnapshot,
     ModelMemorySnapshot,
@@ -110,6 +111,7 @@ class Pipeline:
             keeps_replaced=Stage.INGEST not in stages or is_controlled(settings),
             binds=Stage.INGEST in stages,
             awaited=self._awaited if awaits else None,
+            observer=self._make_model_spans(instruments),
             tuning=tuning.models,
         )
         catalog = self.models.catalog
@@ -152,6 +154,17 @@ class Pipeline:
         self.state.queue = self._queue
         self.state.cache = lambda: self.models.cache_size
         register_gauges(self.state)
+
+    def _make_model_spans(self, instruments: Instruments) -> ModelSpans | None:
+        """Return what makes the spans of changes; None if no traces are exported."""
+        if instruments.tracing is None:
+            return None
+        generation = self._followed_generation if is_controlled(self._settings) else None
+        write, clock, steady = instruments.tracing.write, instruments.clock, instruments.steady
+        return ModelSpans(write, generation, clock, steady)
+
+    def _followed_generation(self) -> int:
+        return self._generation()
 
     def _followed(self) -> Followed | None:
         wanted = self.state.wanted()

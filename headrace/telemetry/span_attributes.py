@@ -56,6 +56,14 @@ BATCH_SPAN_ID = "headrace.batch.span_id"
 STATUS = "headrace.status"
 FAILURE_STAGE = "headrace.failure.stage"
 DEAD_LETTER = "headrace.dead_letter"
+CHANGE = "headrace.change"
+GENERATION = "headrace.control.generation"
+OUTCOME = "headrace.load.outcome"
+LOAD_US = "headrace.load_us"
+DEFAULT = "headrace.default"
+DEFAULT_BEFORE = "headrace.default.before"
+LABELS = "headrace.labels"
+LABELS_BEFORE = "headrace.labels.before"
 
 Attributes = dict[str, AttributeValue]
 
@@ -238,3 +246,28 @@ def sending(system: str, topic: str, request: Request) -> Attributes:
     if request.envelope.correlation_id is not None:
         attributes[CONVERSATION] = _text(request.envelope.correlation_id)
     return attributes
+
+
+def load(number: str, outcome: str, load_s: float | None) -> Attributes:
+    """Return the attributes of loading a version; no number means the model as a whole."""
+    attributes: Attributes = {OUTCOME: outcome}
+    if number:
+        attributes[VERSION] = number
+    if load_s is not None:
+        attributes[LOAD_US] = round(load_s * 1e6)
+    return attributes
+
+
+def label(before: Mapping[str, str], after: Mapping[str, str]) -> Attributes:
+    """Return the attributes of a change of numbers by label; under "" is the default."""
+    both = {
+        DEFAULT: after.get("", ""),
+        DEFAULT_BEFORE: before.get("", ""),
+        LABELS: _list_labels(after),
+        LABELS_BEFORE: _list_labels(before),
+    }
+    return {name: text for name, text in both.items() if text}
+
+
+def _list_labels(names: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={number}" for name, number in sorted(names.items()) if name)

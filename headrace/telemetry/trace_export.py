@@ -73,18 +73,21 @@ class TraceExport:
         self._queue_size = tuning.trace_queue_spans if queue_size is None else queue_size
         self._exporter = _CountingExporter(exporter, metrics, tuning.trace_failure_log_interval_s)
         self._queued = 0
+        # Models are opened on a thread of their own, while a gateway may already have calls.
+        self._queueing = threading.Lock()
         try:
             self._processor = BatchSpanProcessor(self._exporter, max_queue_size=self._queue_size)
         except ValueError as error:
             raise ConfigurationError(f"OTEL_BSP_*: {error}") from error
 
     def write(self, span: FinishedSpan) -> None:
-        """Queue a span; a full queue drops it."""
+        """Queue a span, from any thread; a full queue drops it."""
         # The SDK would drop the oldest one, and not report how many.
-        if self._waiting() >= self._queue_size:
-            self._metrics.trace_spans_dropped.inc()
-            return
-        self._queued += 1
+        with self._queueing:
+            if self._waiting() >= self._queue_size:
+                self._metrics.trace_spans_dropped.inc()
+                return
+            self._queued += 1
         if self._link_limit is not None and len(span.links) > self._link_limit:
             self._metrics.trace_links_dropped.inc(len(span.links) - self._link_limit)
         self._processor.on_end(readable_span(span, self._resource, self._link_limit))

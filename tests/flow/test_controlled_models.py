@@ -20,6 +20,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from msgspec.structs import replace
 from onnx import helper
+from opentelemetry.sdk.trace import ReadableSpan
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from headrace.client import Client, InferenceError
@@ -30,6 +32,7 @@ from headrace.log.memory import MemoryLog
 from headrace.models.config import make_model_config
 from headrace.models.packing.files import make_manifest, read_manifest, write_manifest
 from headrace.models.packing.signatures import sign
+from headrace.models.registry import NOT_READ
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.models.wanted import (
     Author,
@@ -43,8 +46,10 @@ from headrace.models.wanted import (
     unload,
 )
 from headrace.protocol.control import WantedModel
-from headrace.runtime.process import Pipeline
+from headrace.runtime.process import Pipeline, running
 from headrace.runtime.shutdown import Stop
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
@@ -52,6 +57,7 @@ from tests.support.gateways import pipeline_with_doors
 from tests.support.models import add_version, digits
 from tests.support.pipelines import log_for, serving
 from tests.support.python_models import GATE
+from tests.support.spans import role_of, tracing_settings, tracing_spans
 
 VERSIONS = ("1", "2", "3", "4")
 NAMES = ("digits", "digits@stable", "digits@canary")
@@ -370,6 +376,37 @@ async def test_metrics_show_last_change_and_number_of_unready_versions(tmp_path:
 
         assert operator.shown("headrace_control_generation") == operator.generation == 2
         assert (before, operator.shown("headrace_control_unready_versions")) == (0, 1)
+
+
+async def test_spans_of_changes_name_generation_that_caused_them(tmp_path: Path) -> None:
+    """Loads, a move of the default, a version that is missing, with the reason."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        instruments = Instruments(Metrics(CollectorRegistry()), tracing)
+        async with running(Pipeline(settings, log, STAGES, instruments=instruments)) as pipeline:
+            operator = Operator(settings, log, [pipeline])
+            await operator.change(load("digits", "1"))
+            await operator.change(load("digits", "2"))
+            await operator.change(set_default("digits", "2"))
+            await operator.change(load("digits", "9"), wait=False)
+            await eventually(
+                lambda: any("9" in each and NOT_READ not in each for each in operator.unready()),
+                what="the version is missed",
+            )
+
+    def describe(span: ReadableSpan) -> tuple[object, ...]:
+        found = span.attributes or {}
+        number = found.get("headrace.model.version") or found.get("headrace.default")
+        return role_of(span), number, found["headrace.control.generation"], span.status.is_ok
+
+    assert list(map(describe, spans.all)) == [
+        ("load", "1", 1, True),
+        ("label", "1", 1, True),
+        ("load", "2", 2, True),
+        ("label", "2", 3, True),
+        ("load", "9", 4, False),
+    ]
 
 
 async def test_unknown_label_is_refused_with_those_there_are(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ async def test_call_without_context_begins_trace_at_door(repository: Path, door:
     spans = await traced(repository, DOORS[door][0], None)
 
     assert parent_of(spans.one("server")) is None
-    assert {id_of(span)[0] for span in spans.all if span not in spans.of("run")} == {
+    assert {id_of(span)[0] for span in spans.of_requests() if span not in spans.of("run")} == {
         id_of(spans.one("server"))[0]
     }
 
@@ -113,7 +113,7 @@ async def test_call_that_is_not_sampled_has_no_span(repository: Path, flags: str
     """Neither at the door nor in the stages."""
     spans = await traced(repository, ask_over_http, flags, ratio=0.0)
 
-    assert spans.all == ()
+    assert spans.of_requests() == []
 
 
 @pytest.mark.parametrize("door", DOORS)

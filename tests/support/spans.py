@@ -42,8 +42,12 @@ class Spans:
         self.all: tuple[ReadableSpan, ...] = ()
 
     def of(self, role: str) -> list[ReadableSpan]:
-        """Return the spans of a stage, `send`, `run` or `server`, in the order of creation."""
+        """Return the spans of one role, see `role_of`, in the order of creation."""
         return [span for span in self.all if role_of(span) == role]
+
+    def of_requests(self) -> list[ReadableSpan]:
+        """Return those of requests and their batches: all but those of changes of models."""
+        return [span for span in self.all if "headrace.change" not in (span.attributes or {})]
 
     def one(self, role: str) -> ReadableSpan:
         """The only one."""
@@ -57,7 +61,8 @@ def role_of(span: ReadableSpan) -> str:
         return "send"
     if span.kind is SpanKind.SERVER:
         return "server"
-    return str((span.attributes or {}).get("headrace.stage", "run"))
+    attributes = span.attributes or {}
+    return str(attributes.get("headrace.change") or attributes.get("headrace.stage", "run"))
 
 
 def id_of(span: ReadableSpan) -> tuple[int, int]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import messaging_attributes
 
 from headrace.errors import Code
+from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Failure
+from headrace.telemetry.model_spans import ModelSpans
 from headrace.telemetry.span_attributes import SCHEMA_URL
+from headrace.telemetry.tracing import Tracing
 from headrace.topics import Stage
 from tests.support.spans import (
     Spans,
@@ -42,6 +47,17 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+def change_models(tracing: Tracing) -> None:
+    """Load, move names, fail and unload, as with a control topic."""
+    spans = ModelSpans(tracing.write, lambda: 7)
+    version = cast("ModelVersion", SimpleNamespace(name="digits", version="2", load_s=0.5))
+    spans.load_ended(version, "ready", "")
+    spans.names_moved("digits", {"": "1", "canary": "1"}, {"": "2", "canary": "2"})
+    spans.could_not_open("digits", "3", "broken")
+    spans.unloaded(version, "")
+    spans.unloaded(version, "broken")
+
+
 @pytest.fixture(scope="module")
 def spans() -> list[Spans]:
     """Return spans of requests that succeed, fail at each stage, or are traced after the fact."""
@@ -63,7 +79,9 @@ def spans() -> list[Spans]:
         form(tracing, [late])
         run(tracing, [late], BROKEN)
         answer(tracing, [late])
-    return [apart, after]
+    with tracing_spans() as (tracing, changes):
+        change_models(tracing)
+    return [apart, after, changes]
 
 
 def test_tracing_page_lists_exactly_span_attributes(spans: list[Spans]) -> None:
