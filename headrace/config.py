@@ -260,6 +260,10 @@ class ModelSettings(_Section):
     """Bound of the host memory of all versions that a process has loaded; 0 means none. With a
     bound, versions are loaded one after the other.
     """
+    trial_load: bool = True
+    """With `mode = "poll"` or `"explicit"`: load a version in a child process first, so that one
+    that ends its process while it loads is refused (docs/models.md).
+    """
     require_signature: bool = False
     """Serve only versions whose manifest one of `trusted_keys` has signed."""
     trusted_keys: tuple[Path, ...] = ()

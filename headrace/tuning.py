@@ -698,6 +698,12 @@ class ExecutorTuning:
     watchdog_grace_s: float = 10.0
     """How much longer than `max_execution_s` a run may take before the process counts as hung; more
     than `cancel_grace_s`, so that a run that can be cancelled is not reported."""
+    trial_start_s: float = 120.0
+    """Time for the child process of a trial load to import what it needs, besides `max_load_s`."""
+    max_trial_refusals: int = 1024
+    """Versions that ended their trial loads, and are not tried again."""
+    trial_niceness: int = 10
+    """Niceness of such a child, in addition to that of its parent: what serves goes first."""
     max_host_layouts: int = 256
     """Combinations of input shapes for which a host block keeps its arrays."""
     copy_each_min_bytes: int = 4096

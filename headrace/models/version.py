@@ -15,6 +15,7 @@ from headrace.models.inputs.images import Images
 from headrace.models.inputs.padding import add_padding
 from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import TransformSource, make_transform
+from headrace.models.packing.signatures import Trust
 from headrace.models.processing import read_output_labels
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.latency import Latency
@@ -49,6 +50,8 @@ class ModelVersion:
         signature: signature of this version.
         labels: of the classes of an output, by output; see `output_labels` of the configuration.
         stamp: changes when a file of the version changes.
+        source: what another process makes the same version of. Its signature has been checked,
+            so that no keys are needed.
         bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
         transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.
         transform_source: what another process makes the same transform of.
@@ -82,6 +85,7 @@ class ModelVersion:
         self.version = found.version
         self.directory: Path = found.directory
         self.stamp = found.stamp
+        self.source = (model._replace(versions=()), found._replace(trust=Trust()))
         self.config: ModelConfig = model.config
         self.signature = add_padding(read_signature(found, model.config), model.config)
         self.labels = read_output_labels(self.directory, self.config.output_labels, self.signature)

@@ -25,6 +25,7 @@ from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
 from headrace.services.executor.loading import log_ready, make_instance
 from headrace.services.executor.safety import BatchSafetySampler
+from headrace.services.executor.trial import TrialLoads
 from headrace.services.executor.worker import ModelKey, NoQuarantine, Quarantine, Worker
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
@@ -45,6 +46,7 @@ class ExecutorService:
         answers: receives requests with their outputs or failures.
         announcer: notified of ended requests if the batcher is in another process.
         quarantine: decides how runs begin, and is notified of requests that ran alone.
+        trials: tries each version before it is loaded here; None: versions are not tried.
 
     Attributes:
         loaded: set when every version known at the start has loaded or failed.
@@ -58,12 +60,14 @@ class ExecutorService:
         instruments: Instruments,
         announcer: ExecutorHeartbeat | None = None,
         quarantine: Quarantine | None = None,
+        trials: TrialLoads | None = None,
         tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
         self._tuning = tuning
         self._quarantine = quarantine or NoQuarantine()
         self._batch_queue = batch_queue
         self._answers = answers
+        self._trials = trials
         self._models = models
         self._announcer = announcer
         self._instruments = instruments
@@ -124,10 +128,12 @@ class ExecutorService:
     async def _serve(
         self, version: ModelVersion, consumers: list[BatchConsumer[ModelKey, Batch]]
     ) -> None:
-        """Load a version, run its instances, and unload it."""
+        """Try a version, load it, run its instances, and unload it."""
         name = f"{version.name}-{version.version}"
         loader = BackendLoader(version, self._models.cores)
         try:
+            if self._trials is not None:
+                await self._trials.try_out(version)
             stack, instances = await self._load(version, loader, len(consumers))
             async with stack:
                 self._models.mark_ready(version, loader.verdict)

@@ -7,32 +7,28 @@ decode a request. Calls are
 pickled, since they hold the model's configuration; replies are MessagePack, followed by the bytes
 of the inputs, or sent with the descriptor of a memory file (memfd_create(2)) that has them.
 
-The child is killed when its parent dies (`PR_SET_PDEATHSIG` in prctl(2)), and ends when its socket
-is closed. It ignores SIGINT and SIGTERM, which reach a whole process group or control group: a stop
-is its parent's business.
+The child ends when its socket is closed, or its parent dies (`headrace.primitives.child_process`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import socket
 import struct
 import sys
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from headrace.config import LimitSettings
 from headrace.errors import Code, HeadraceError, Rejected, describe_error
 from headrace.models.inputs.transforms import Transform, TransformSource, make_transform
+from headrace.primitives.child_process import end_with_parent
 from headrace.protocol.codec import decode_request
 from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor
 
-_PR_SET_PDEATHSIG = 1
 CALL_HEAD = struct.Struct("<QQ")
 """Sizes of a pickled call and of the payload behind it."""
 REPLY_HEAD = struct.Struct("<QQ?")
@@ -173,13 +169,8 @@ def _write_all(file: int, part: bytes | memoryview) -> None:
 def main(arguments: list[str]) -> None:
     """Serve the socket with this number until the parent has closed it, or has died."""
     descriptor, parent = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    libc: Any = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        return  # it died before the signal was requested
+    if not end_with_parent(parent):
+        return
     # The parent may end in the middle of a call.
     ended = suppress(EOFError, BrokenPipeError, ConnectionResetError)
     with socket.socket(fileno=descriptor) as connection, ended:

@@ -15,9 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +29,7 @@ import structlog
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Pauses
+from headrace.primitives.child_process import describe_exit, start_child
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.messages import InferenceRequest, InputTensor
 from headrace.services.ingest.transform_child import (
@@ -193,15 +192,7 @@ class _Child:
         self._is_ready = False
         self._connection, theirs = socket.socketpair()
         with theirs:
-            # With the modules that this process finds, and without the working directory.
-            path = os.pathsep.join(each for each in sys.path if each)
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,
-            )
+            self._process = start_child(_MODULE, str(theirs.fileno()), pass_fds=[theirs.fileno()])
 
     def wait_until_ready(self) -> None:
         """Wait until it has imported what it needs. Raises as `transform` does."""
@@ -252,13 +243,7 @@ class _Child:
         """Kill it, and return how it ended: by which signal, or with which exit code."""
         self._connection.close()
         self._process.kill()  # without effect if it has ended already
-        code = self._process.wait()
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
+        return describe_exit(self._process.wait())
 
     def _call(self, call: Call, payload: bytes | memoryview, until_s: float) -> _Made:
         pickled = pickle.dumps(call)

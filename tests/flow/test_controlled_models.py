@@ -52,7 +52,7 @@ from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES
 from headrace.tuning import TUNING
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.gateways import pipeline_with_doors
 from tests.support.models import add_version, digits
 from tests.support.pipelines import log_for, serving
@@ -75,7 +75,12 @@ def controlled(repository: Path) -> Settings:
         {
             "kafka": {"bootstrap_servers": "127.0.0.1:1"},  # for its settings alone
             "topics": {"partitions": 4},
-            "models": {"repository": repository, "mode": "explicit", "keep_replaced_s": 0.5},
+            "models": {
+                "repository": repository,
+                "mode": "explicit",
+                "keep_replaced_s": 0.5,
+                "trial_load": False,  # each takes a second; see below for the tests of it
+            },
         }
     )
 
@@ -655,3 +660,61 @@ async def test_version_that_hangs_at_load_never_serves_and_delays_nobody(tmp_pat
         GATE.set()
     assert [each.model_version for each in (before, after)] == ["1", "1"]
     assert state == ["failed"]
+
+
+ENDING = """
+import os
+import signal
+
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+
+    def load(self):
+        %s
+
+    def run(self, inputs):
+        return {"y": inputs["x"]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os._exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+    ],
+    ids=["exits", "crashes"],
+)
+async def test_version_that_ends_its_process_at_load_is_refused_while_old_one_answers(
+    tmp_path: Path, code: str, reason: str
+) -> None:
+    """It ends the child process of its trial; a process that starts later serves likewise."""
+    for number, statement in ((1, "pass"), (2, code)):
+        (tmp_path / "model" / str(number)).mkdir(parents=True)
+        (tmp_path / "model" / str(number) / "model.py").write_text(ENDING % statement)
+    (tmp_path / "model" / "model.toml").write_text('backend = "python"\nprobe = false\n')
+    settings = controlled(tmp_path)
+    trying = settings.models.model_copy(update={"trial_load": True})
+    settings = settings.model_copy(update={"models": trying})
+    log = await log_for(settings)
+    ones = {"x": np.ones((1, 1), np.float32)}
+    answered_by: list[str | None] = []
+    async with deployment(settings, log, 1) as (operator, client):
+        await operator.change(load("model", "1"))
+        await operator.change(load("model", "2"), wait=False)
+        await operator.change(set_default("model", "2"), wait=False)
+        async with asyncio.timeout(DEADLINE_S):
+            while reason not in "".join(operator.unready()):
+                answered_by.append((await client.infer("model", ones)).model_version)
+        answered_by.append((await client.infer("model", ones)).model_version)
+        state = [each["state"] for each in operator.models_of("model") if each["version"] == "2"]
+    async with deployment(settings, log, 1) as (operator, client):
+        unready = operator.unready()
+        restarted = (await client.infer("model", ones, version="1")).model_version
+    assert set(answered_by) == {"1"}
+    assert len(answered_by) > 1
+    assert state == ["failed"]
+    assert any(reason in each for each in unready)
+    assert restarted == "1"

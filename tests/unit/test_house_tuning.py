@@ -106,7 +106,7 @@ FACTS = {
     "headrace/gateway/statistics.py": {"_US_NS"},
     "headrace/primitives/backoff.py": {"_MOST_DOUBLINGS"},
     # Of prctl(2).
-    "services/ingest/transform_child.py": {"_PR_SET_PDEATHSIG"},
+    "headrace/primitives/child_process.py": {"_PR_SET_PDEATHSIG"},
 }
 """Numbers that are not chosen, by module."""
 

@@ -1,0 +1,63 @@
+"""Child process that runs one of this package's modules in a fresh interpreter.
+
+It inherits no socket, no lock and no thread. On Linux the kernel kills it when the thread that
+started it ends (`PR_SET_PDEATHSIG` in prctl(2)), as it does when the whole process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def start_child(
+    module: str,
+    *arguments: str,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a module as a child; the last argument that it gets is the id of this process."""
+    # With the modules that this process finds, and without the working directory.
+    path = os.pathsep.join(each for each in sys.path if each)
+    return subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-P", "-m", module, *arguments, str(os.getpid())],
+        stdin=stdin,
+        stdout=stdout,
+        pass_fds=pass_fds,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+
+
+def end_with_parent(parent: int) -> bool:
+    """Let the kernel kill this child when its parent dies; return False if it has died already.
+
+    The child ignores SIGINT and SIGTERM from now on, which reach a whole process group or control
+    group: stopping it is its parent's business.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have died before the signal was requested.
+    return os.getppid() == parent
+
+
+def describe_exit(code: int) -> str:
+    """Return the name of the signal that ended a child, or its exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,152 @@
+"""Trial loads: a version is loaded in a child process first, which it may crash.
+
+Loading runs native code and user code, and either may end its process. A version that does so in a
+process that serves would end every executor that is to load it, and again after each restart. So a
+child loads the version, probes it and compares its golden samples, with the same code and settings,
+and ends. Its memory is free again before the version is loaded in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import threading
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.models.config import ModelConfig
+from headrace.models.user_code import run_on_daemon_thread
+from headrace.models.version import ModelVersion
+from headrace.primitives.bounded_cache import BoundedCache
+from headrace.primitives.child_process import describe_exit, start_child
+from headrace.services.executor.trial_child import Reply, Task
+from headrace.tuning import TUNING, ExecutorTuning
+
+_MODULE = "headrace.services.executor.trial_child"
+_decode_reply = msgspec.json.Decoder(Reply).decode
+
+
+class TrialLoads:
+    """Tries versions, one at a time, so that at most one is in memory beside what serves.
+
+    Args:
+        settings: of the process.
+        tuning: passed on to the child.
+    """
+
+    def __init__(self, settings: Settings, tuning: ExecutorTuning = TUNING.executor) -> None:
+        self._settings = settings
+        self._tuning = tuning
+        self._turn = asyncio.Lock()
+        # Unlike a version that fails in another way, one that ends its process may do harm to the
+        # whole machine, such as by taking all memory. So no reload tries the same one again.
+        self._refusals: BoundedCache[tuple[str, str], _Refusal] = BoundedCache(
+            tuning.max_trial_refusals
+        )
+
+    async def try_out(self, version: ModelVersion) -> None:
+        """Load one instance of a version in a child process, and unload it.
+
+        A version that ended its process, or took too long, is refused without another trial until
+        its files or its configuration change.
+
+        Raises:
+            ConfigurationError: it could not be loaded, ended its process, or took too long.
+        """
+        key = (version.name, version.version)
+        refusal = self._refusals.get(key)
+        if refusal is not None and refusal.concerns(version):
+            raise ConfigurationError(refusal.fault)
+        model, found = version.source
+        task = Task(
+            model,
+            found,
+            version.tuning,
+            self._tuning,
+            self._settings.executor.cores,
+            self._settings.schema_registry,
+        )
+        limit_s = version.config.max_load_s + self._tuning.trial_start_s
+        async with self._turn:
+            child = _TrialChild(pickle.dumps(task), limit_s)
+            try:
+                # The child is killed when the thread that started it ends: this one waits for it.
+                reply = await run_on_daemon_thread(child.run)
+            finally:
+                child.kill()
+        if isinstance(reply, str):
+            self._refusals.add(key, _Refusal(version.stamp, version.config, reply))
+            raise ConfigurationError(reply)
+        if not reply.is_loaded:
+            raise ConfigurationError(reply.fault)
+
+
+class _Refusal(NamedTuple):
+    """A version that ended its trial load, or took too long."""
+
+    stamp: str
+    config: ModelConfig
+    fault: str
+
+    def concerns(self, version: ModelVersion) -> bool:
+        """Return True if nothing has changed about the version."""
+        return (self.stamp, self.config) == (version.stamp, version.config)
+
+
+class _TrialChild:
+    """A child that loads a version.
+
+    Args:
+        task: pickled `Task`.
+        limit_s: time limit from its start to its end.
+    """
+
+    def __init__(self, task: bytes, limit_s: float) -> None:
+        self._task = task
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._is_killed = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> Reply | str:
+        """Run the child, and return its reply, or how it ended without one. Blocks."""
+        with self._lock:
+            if self._is_killed:
+                return "trial load: cancelled"
+            process = start_child(_MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = process
+        with process:
+            try:
+                output, _ = process.communicate(self._task, timeout=self._limit_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return (
+                    "trial load: expected the child process that loads the version to end within "
+                    f"max_load_s and the time to start it, {self._limit_s:g} s, got no end"
+                )
+        return _read_reply(process.returncode, output)
+
+    def kill(self) -> None:
+        """Kill the child, if it has not ended; one that has not started never starts."""
+        with self._lock:
+            self._is_killed = True
+            if self._process is not None:
+                self._process.kill()  # without effect if it has ended already
+
+
+def _read_reply(code: int, output: bytes) -> Reply | str:
+    """Return what a child has replied, or else how it ended."""
+    if code == 0:
+        # Code of the version may have ended the child, even with code 0: it has not replied then.
+        with suppress(msgspec.DecodeError):
+            return _decode_reply(output)
+    preposition = "by" if code < 0 else "with"
+    return (
+        "trial load: expected the child process to load the version, but it ended "
+        f"{preposition} {describe_exit(code)}"
+    )

@@ -1,0 +1,96 @@
+"""Child process of a trial load, and what it exchanges with its parent.
+
+    python -m headrace.services.executor.trial_child PARENT_PID
+
+The parent writes a pickled `Task` to stdin; the child writes a `Reply` in JSON to stdout when it
+has unloaded the version again. What code of the version prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.config import SchemaRegistrySettings
+from headrace.errors import HeadraceError, describe_error
+from headrace.models.cores import Cores
+from headrace.models.loader import BackendLoader
+from headrace.models.repository import FoundModel, FoundVersion
+from headrace.models.schema_registry import SchemaRegistry
+from headrace.models.version import ModelVersion
+from headrace.primitives.child_process import end_with_parent
+from headrace.services.executor.loading import make_instance
+from headrace.tuning import ExecutorTuning, ModelTuning
+
+
+class Task(NamedTuple):
+    """A version to load, as the parent has found it.
+
+    Attributes:
+        cores: `executor.cores` of the settings.
+        schema_registry: has the schemas of framed records; nothing is requested from it.
+    """
+
+    model: FoundModel
+    found: FoundVersion
+    models: ModelTuning
+    executor: ExecutorTuning
+    cores: str
+    schema_registry: SchemaRegistrySettings | None
+
+
+class Reply(msgspec.Struct):
+    """Outcome of a trial load; `fault` says why the version could not be loaded."""
+
+    is_loaded: bool
+    fault: str = ""
+
+
+async def _load(task: Task) -> Reply:
+    """Load one instance as an executor does, and unload it."""
+    registry = None if task.schema_registry is None else SchemaRegistry(task.schema_registry)
+    try:
+        version = ModelVersion(task.model, task.found, task.models, registry)
+        loader = BackendLoader(version, Cores.of_process(task.cores))
+        async with make_instance(version, 0, loader, task.executor):
+            pass
+    except HeadraceError as error:
+        return Reply(is_loaded=False, fault=str(error))
+    except Exception as error:  # noqa: BLE001 - a version may fail in any way
+        return Reply(is_loaded=False, fault=describe_error(error))
+    return Reply(is_loaded=True)
+
+
+def _yield_to_parent(niceness: int) -> None:
+    """Take the processor after what serves, and be the first to be killed when memory is short."""
+    os.nice(niceness)
+    with suppress(OSError):  # not on this system, or not allowed
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def main(arguments: list[str]) -> None:
+    """Load the version on stdin, and reply on stdout."""
+    [parent] = map(int, arguments)
+    if not end_with_parent(parent):
+        return
+    stdout = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # From the parent alone, over a pipe that nothing else can open.
+    task: Task = pickle.load(sys.stdin.buffer)  # noqa: S301
+    _yield_to_parent(task.executor.trial_niceness)
+    reply = asyncio.run(_load(task))
+    with os.fdopen(stdout, "wb") as file:
+        file.write(msgspec.json.encode(reply))
+    # Threads of the version that hang, and its handlers at exit, must not keep it from ending.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
