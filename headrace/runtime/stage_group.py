@@ -54,7 +54,7 @@ from headrace.telemetry.snapshots import DeviceSnapshot, QueueSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
-from headrace.transport.channels import Outlet
+from headrace.transport.channels import SendStream
 from headrace.transport.dispatcher import BatchDispatcher
 from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, ExecutorIdentity
 from headrace.transport.rebinding import Rebinder
@@ -82,7 +82,7 @@ TaskFunction = Callable[[], Coroutine[Any, Any, None]]
 class _HasWriters(Protocol):
     """A stage or a topic with writers."""
 
-    def writer(self) -> Outlet[Chunk]: ...
+    def writer(self) -> SendStream[Chunk]: ...
 
 
 def group_stages(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
@@ -365,7 +365,7 @@ class _Composition:
         stages.functions["batcher"] = stages.batcher.run
 
     def _add_ingest(self, stages: _Stages, producer: Producer, answers: _HasWriters) -> None:
-        items: Outlet[Chunk]
+        items: SendStream[Chunk]
         if stages.batcher is not None:
             items = stages.batcher
         else:

@@ -18,7 +18,7 @@ from headrace.protocol.codec import decode_batch, encode_batch, refer_to_source
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.channels import BatchQueue, Demand, Outlet
+from headrace.transport.channels import BatchQueue, Demand, SendStream
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
@@ -44,7 +44,7 @@ class BatchWriter:
         self,
         producer: Producer,
         topic: TopicPartition,
-        refused: Outlet[list[Request]],
+        refused: SendStream[list[Request]],
         metrics: Metrics | None = None,
         inline_bytes: int | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class BatchReceiver:
     def __init__(
         self,
         source: Source,
-        answers: Outlet[list[Request]],
+        answers: SendStream[list[Request]],
         check: Callable[[str, str], object],
         heartbeat: ExecutorHeartbeat | None = None,
         rebind: Rebind = refuse_to_rebind,

@@ -1,8 +1,8 @@
 """Streams of chunks between stages, and the queue from which executor instances pull batches.
 
-A stage that shares its process with the one before it is called directly: its `Outlet` works on a
-chunk in the sender's turn of the event loop, and makes the sender wait while it is behind. Nothing
-is queued between the two; the byte budget of the source bounds the work in a process. A
+A stage that shares its process with the one before it is called directly: its `SendStream` works
+on a chunk in the sender's turn of the event loop, and makes the sender wait while it is behind.
+Nothing is queued between the two; the byte budget of the source bounds the work in a process. A
 `BatchQueue` is driven by its consumer: a free executor instance requests the next batch, so no
 batch closes before an instance can run it.
 """
@@ -20,7 +20,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 K = TypeVar("K")
 
 
-class Inlet(Protocol[T_co]):
+class ReceiveStream(Protocol[T_co]):
     """Stream from which a stage receives its chunks."""
 
     async def receive(self) -> T_co | None:
@@ -28,7 +28,7 @@ class Inlet(Protocol[T_co]):
         ...
 
 
-class Outlet(Protocol[T_contra]):
+class SendStream(Protocol[T_contra]):
     """Stream to which a stage sends its chunks."""
 
     def is_full(self) -> bool:
@@ -80,7 +80,7 @@ class Writers(Generic[T]):
 
 
 class Writer(Generic[T]):
-    """One of the writers that send to a stage; see `Outlet`."""
+    """One of the writers that send to a stage; see `SendStream`."""
 
     def __init__(self, receiver: Receiver[T], on_close: Callable[[], None]) -> None:
         self.is_full = receiver.is_full

@@ -36,7 +36,7 @@ from headrace.protocol.messages import Failure, IngestedRequest, Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.channels import Inlet, Outlet
+from headrace.transport.channels import ReceiveStream, SendStream
 from headrace.tuning import TUNING, TransportTuning
 
 log = structlog.get_logger(__name__)
@@ -98,28 +98,28 @@ class SourceValues:
 
     async def pump(
         self,
-        inlet: Inlet[list[Request]],
-        outlet: Outlet[list[Request]],
-        ended: Outlet[list[Request]] | None = None,
+        incoming: ReceiveStream[list[Request]],
+        outgoing: SendStream[list[Request]],
+        ended: SendStream[list[Request]] | None = None,
     ) -> None:
-        """Send everything that an inlet receives, and close both outlets at the end of the stream.
+        """Send all that a stream brings, and close those that it is sent to at its end.
 
         What comes from a partition is sent in its order: a record that cancels a request must not
         overtake it. Partitions do not wait for each other.
 
         Args:
-            inlet: where requests come from, each chunk from one partition.
-            outlet: where they go, with their values.
+            incoming: where requests come from, each chunk from one partition.
+            outgoing: where they go, with their values.
             ended: where those go that fail because their records are gone; None if all have failed
                 before, so that a value is only their dead letter's.
         """
         tasks = StageTasks()
         last: dict[int, asyncio.Task[None]] = {}
         async with tasks:
-            while (chunk := await inlet.receive()) is not None:
+            while (chunk := await incoming.receive()) is not None:
                 missing = self.missing(chunk)
                 if any(each.envelope.claim is not None for each in missing):
-                    chunk = await self._pass_claims(chunk, missing, tasks, outlet, ended)
+                    chunk = await self._pass_claims(chunk, missing, tasks, outgoing, ended)
                     missing = self.missing(chunk)
                 if not chunk:
                     continue
@@ -128,16 +128,16 @@ class SourceValues:
                 if before is not None and before.done():
                     before = None
                 if not missing and before is None:
-                    await outlet.send(chunk)
+                    await outgoing.send(chunk)
                     continue
-                work = self._complete(chunk, missing, before, outlet, ended)
+                work = self._complete(chunk, missing, before, outgoing, ended)
                 if is_isolated(chunk[0]):  # then all are, and nothing else may run meanwhile
                     await work
                     continue
                 task = tasks.start(work, f"read-source-{partition}")
                 if task is not None:
                     last[partition] = task
-        outlet.close()
+        outgoing.close()
         if ended is not None:
             ended.close()
 
@@ -146,14 +146,14 @@ class SourceValues:
         chunk: list[Request],
         missing: list[Request],
         tasks: StageTasks,
-        outlet: Outlet[list[Request]],
-        ended: Outlet[list[Request]] | None,
+        outgoing: SendStream[list[Request]],
+        ended: SendStream[list[Request]] | None,
     ) -> list[Request]:
         """Start to fetch the objects of claims; return the other requests of the chunk."""
         claimed = {request for request in missing if request.envelope.claim is not None}
         for request in claimed:
             # A slow store delays no other request, nor one that cancels this one.
-            work = self._complete([request], [request], None, outlet, ended)
+            work = self._complete([request], [request], None, outgoing, ended)
             if is_isolated(request):
                 await work
             else:
@@ -165,20 +165,20 @@ class SourceValues:
         chunk: list[Request],
         missing: list[Request],
         before: asyncio.Task[None] | None,
-        outlet: Outlet[list[Request]],
-        ended: Outlet[list[Request]] | None,
+        outgoing: SendStream[list[Request]],
+        ended: SendStream[list[Request]] | None,
     ) -> None:
         """Read missing values, and send the chunk after the one before it."""
         await self.read(missing)
         if before is not None:
             await asyncio.wait([before])
         if ended is None:
-            await outlet.send(chunk)
+            await outgoing.send(chunk)
             return
         lost = [request for request in missing if request.failure is not None]
         if len(lost) < len(chunk):
             gone = set(lost)
-            await outlet.send([request for request in chunk if request not in gone])
+            await outgoing.send([request for request in chunk if request not in gone])
         if lost and is_isolated(lost[0]):
             self._has_run(lost)
         if lost:

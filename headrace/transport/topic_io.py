@@ -46,7 +46,7 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.burst_limiter import BurstLimiter
-from headrace.transport.channels import Outlet, Writer, Writers
+from headrace.transport.channels import SendStream, Writer, Writers
 from headrace.transport.source_values import SourceValues
 from headrace.tuning import TUNING, TransportTuning
 
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class TopicReceiver:
-    """Receive items or results from their topic; see `headrace.transport.channels.Inlet`.
+    """Receive items or results from their topic; see `headrace.transport.channels.ReceiveStream`.
 
     Args:
         ended: receives requests that will not run, as failures; needed where records may be
@@ -68,7 +68,7 @@ class TopicReceiver:
         self,
         source: Source,
         decode: Callable[[bytes, InFlightAck], list[Request]],
-        ended: Outlet[list[Request]] | None = None,
+        ended: SendStream[list[Request]] | None = None,
         values: SourceValues | None = None,
     ) -> None:
         self._values = values
@@ -205,7 +205,7 @@ def log_unreadable(record: Record, error: Rejected) -> None:
 
 
 def item_receiver(
-    source: Source, ended: Outlet[list[Request]], values: SourceValues | None = None
+    source: Source, ended: SendStream[list[Request]], values: SourceValues | None = None
 ) -> TopicReceiver:
     """Return a receiver of `items`."""
     return TopicReceiver(source, decode_items, ended, values)
@@ -241,7 +241,7 @@ class TopicSender:
         divide: Callable[[Sequence[Request], ChunkLimits], list[list[Request]]],
         encode: Callable[[Sequence[Request]], bytes],
         stage: Stage,
-        refused: Outlet[list[Request]] | None = None,
+        refused: SendStream[list[Request]] | None = None,
         metrics: Metrics | None = None,
         tuning: TransportTuning = TUNING.transport,
         inline_bytes: int | None = None,
@@ -282,7 +282,7 @@ class TopicSender:
         return self._waiting_count > self._max_waiting
 
     def send_nowait(self, chunk: list[Request]) -> None:
-        """See `Outlet`. What arrives while a write is in flight is written together after it."""
+        """See `SendStream`. Chunks that come while a write is in flight are written together."""
         for request in chunk:
             self._waiting.setdefault(request.partition, []).append(request)
         self._waiting_count += len(chunk)
@@ -291,7 +291,7 @@ class TopicSender:
             self._tasks.start(self._write_waiting(partition), f"write-{self._topic}-{partition}")
 
     async def send(self, chunk: list[Request]) -> None:
-        """See `Outlet`."""
+        """See `SendStream`."""
         while self.is_full():
             self._taken.clear()
             await self._taken.wait()
@@ -387,7 +387,7 @@ def refuse_oversized(request: Request, topic: str, stage: Stage) -> Request:
 def item_sender(
     producer: Producer,
     topic: str,
-    refused: Outlet[list[Request]],
+    refused: SendStream[list[Request]],
     metrics: Metrics | None = None,
     tuning: TransportTuning = TUNING.transport,
     inline_bytes: int | None = None,

@@ -17,7 +17,7 @@ from headrace.services.batcher.fair_queue import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import QueueSnapshot
 from headrace.topics import Stage
-from headrace.transport.channels import BatchQueue, Demand, Outlet
+from headrace.transport.channels import BatchQueue, Demand, SendStream
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.tuning import TUNING, BatcherTuning
 
@@ -25,7 +25,7 @@ from headrace.tuning import TUNING, BatcherTuning
 class BatcherService:
     """Collect requests and supply batches to the consumers of `batch_queue`.
 
-    It is the `Outlet` of the stage before it, which sends requests that can run.
+    It is the `SendStream` of the stage before it, which sends requests that can run.
 
     Args:
         answers: receives requests that ended here: expired, or their model was unloaded.
@@ -37,7 +37,7 @@ class BatcherService:
 
     def __init__(
         self,
-        answers: Outlet[list[Request]],
+        answers: SendStream[list[Request]],
         limits: Callable[[str, str], BatchLimits],
         prefix: str,
         instruments: Instruments,
@@ -73,11 +73,11 @@ class BatcherService:
         return False
 
     async def send(self, chunk: list[Request]) -> None:
-        """See `Outlet`; it never waits."""
+        """See `SendStream`; it never waits."""
         self.collect(chunk)
 
     def send_nowait(self, chunk: list[Request]) -> None:
-        """See `Outlet`."""
+        """See `SendStream`."""
         self.collect(chunk)
 
     def close(self) -> None:

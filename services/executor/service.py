@@ -31,7 +31,7 @@ from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.watchdog import Activity
-from headrace.transport.channels import BatchConsumer, BatchQueue, Outlet
+from headrace.transport.channels import BatchConsumer, BatchQueue, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -55,7 +55,7 @@ class ExecutorService:
     def __init__(
         self,
         batch_queue: BatchQueue[ModelKey, Batch],
-        answers: Outlet[list[Request]],
+        answers: SendStream[list[Request]],
         models: Models,
         instruments: Instruments,
         announcer: ExecutorHeartbeat | None = None,

@@ -43,7 +43,7 @@ from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.span_attributes import ModelRun
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage
-from headrace.transport.channels import BatchConsumer, Outlet
+from headrace.transport.channels import BatchConsumer, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -88,7 +88,7 @@ class AnswerBuffer:
         requests: those that wait, in the order in which they finished.
     """
 
-    def __init__(self, answers: Outlet[list[Request]], tuning: ExecutorTuning) -> None:
+    def __init__(self, answers: SendStream[list[Request]], tuning: ExecutorTuning) -> None:
         self._answers = answers
         self._max_requests = tuning.max_buffered_answers
         self._max_wait_s = tuning.buffer_answers_s
@@ -138,7 +138,7 @@ class Worker:
         version: ModelVersion,
         instance: Instance,
         consumer: BatchConsumer[ModelKey, Batch],
-        answers: Outlet[list[Request]],
+        answers: SendStream[list[Request]],
         models: Models,
         instruments: Instruments,
         quarantine: Quarantine,

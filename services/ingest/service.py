@@ -47,7 +47,7 @@ from headrace.services.ingest.transforms import (
     TransformThread,
 )
 from headrace.telemetry.instruments import Instruments
-from headrace.transport.channels import Outlet
+from headrace.transport.channels import SendStream
 from headrace.tuning import TUNING, IngestTuning
 
 
@@ -64,8 +64,8 @@ class IngestService:
     def __init__(
         self,
         source: Source,
-        items: Outlet[list[Request]],
-        answers: Outlet[list[Request]],
+        items: SendStream[list[Request]],
+        answers: SendStream[list[Request]],
         rules: IngestRules,
         instruments: Instruments,
         tuning: IngestTuning = TUNING.ingest,

@@ -146,11 +146,11 @@ class ResponderService:
         return not self._answers.has_room() or (claims is not None and not claims.has_room())
 
     def send_nowait(self, chunk: list[Request]) -> None:
-        """See `headrace.transport.channels.Outlet`."""
+        """See `headrace.transport.channels.SendStream`."""
         self._answer(*self._select(chunk))
 
     async def send(self, chunk: list[Request]) -> None:
-        """See `headrace.transport.channels.Outlet`."""
+        """See `headrace.transport.channels.SendStream`."""
         while self.is_full():
             await self._answers.wait_for_room()
             if self._claims is not None:

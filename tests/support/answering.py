@@ -59,7 +59,7 @@ def failed(code: Code = Code.MODEL_FAILED, **headers: bytes) -> Request:
 class ResponderHarness:
     """A running responder on an embedded log."""
 
-    inlet: Writer[list[Request]]
+    incoming: Writer[list[Request]]
 
     def __init__(self, log: MemoryLog, clock: StillClock) -> None:
         self.log = log
@@ -68,7 +68,7 @@ class ResponderHarness:
 
     async def answer(self, *requests: Request) -> None:
         """Give it requests and wait until they are acknowledged."""
-        await self.inlet.send(list(requests))
+        await self.incoming.send(list(requests))
         await eventually(lambda: all(receipt_of(one).acked for one in requests))
         assert all(receipt_of(one).acked == 1 for one in requests)
 
@@ -96,7 +96,7 @@ async def running(
     tracker: InFlightTracker | None = None,
     tuning: ResponderTuning = TUNING.responder,
 ) -> AsyncIterator[ResponderHarness]:
-    """Answer requests until the end of the context, when the inlet is closed."""
+    """Answer requests until the end of the context, when its stream is closed."""
     log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
     await log.create_topics(
@@ -118,11 +118,11 @@ async def running(
         )
         delivery = Delivery(offset_store, source_offsets, order_by=order_by)
         responder = ResponderService(producer, routes, delivery, bench.instruments, tuning)
-        bench.inlet = responder.writer()
+        bench.incoming = responder.writer()
         tasks.create_task(responder.run())
         await asyncio.sleep(0)
         yield bench
-        bench.inlet.close()
+        bench.incoming.close()
 
 
 def status(record: Record) -> str:

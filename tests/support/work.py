@@ -74,7 +74,7 @@ def receipt_of(request: Request) -> TestReceipt:
 
 
 class Tray:
-    """An outlet that keeps what it is given."""
+    """A stream that keeps what it is given."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []

@@ -34,7 +34,7 @@ async def test_stalled_target_delays_no_other_answers() -> None:
         bench.log.faults.topics.take_leaders(MINE.topic)
         stuck = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(40)]
         for request in stuck:
-            await bench.inlet.send([request])
+            await bench.incoming.send([request])
         await bench.answer(*[answerable() for _ in range(10)])
         assert not any(receipt_of(one).acked for one in stuck)
 
@@ -57,7 +57,7 @@ async def test_revoked_answers_are_not_retried(order: OrderBy) -> None:
         request.ack_handle = assignment.admit(0, 10)
     async with running(order_by=order, tracker=tracker) as bench:
         bench.log.faults.topics.take_leaders(RESPONSES.topic)
-        await bench.inlet.send([ours, revoked])
+        await bench.incoming.send([ours, revoked])
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 4)
         tracker.revoke(assignments[1].partition)
         await eventually(lambda: not assignments[1].in_flight)
@@ -84,7 +84,7 @@ async def test_chunk_in_order_is_acked_only_whole(
         request.ack_handle = assignment.admit(offset, 10)
     async with running(order_by=order, tracker=tracker) as bench:
         bench.log.faults.topics.take_leaders(MINE.topic)
-        await bench.inlet.send(requests)
+        await bench.incoming.send(requests)
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 2)
         assert len(await bench.responses()) == 1
         assert assignment.progress == AckedOffsets(0)
@@ -102,7 +102,7 @@ async def test_waiting_outputs_are_charged_to_budget() -> None:
     request.outputs = make_request(inputs={"y": np.zeros((1, 500), np.float32)}).inputs
     async with running() as bench:
         bench.log.faults.acknowledgements.hold()
-        await bench.inlet.send([request])
+        await bench.incoming.send([request])
         await eventually(lambda: tracker.budget.used_bytes == 2010)
         bench.log.faults.acknowledgements.release()
         await eventually(lambda: not tracker.budget.used_bytes)
@@ -131,4 +131,4 @@ async def test_chunks_with_large_outputs_wait_for_room() -> None:
 async def send_singly(bench: ResponderHarness, requests: list[Request]) -> None:
     """Each in a chunk of its own."""
     for request in requests:
-        await bench.inlet.send([request])
+        await bench.incoming.send([request])

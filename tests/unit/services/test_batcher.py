@@ -21,7 +21,7 @@ KEY = ("digits", "1")
 
 
 class BatcherHarness:
-    """A running batcher, its inlet and its answers."""
+    """A running batcher, the stream to it, and its answers."""
 
     def __init__(
         self, limits: Any, clock: StillClock | None = None, steady: StillClock | None = None
@@ -41,7 +41,7 @@ class BatcherHarness:
 async def running(
     limits: Any, clock: StillClock | None = None, steady: StillClock | None = None
 ) -> AsyncIterator[BatcherHarness]:
-    """Until the end of the context, when its inlet is closed."""
+    """Run a batcher until the end of the context, when its stream is closed."""
     bench = BatcherHarness(limits, clock, steady)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.batcher.run())

@@ -109,7 +109,7 @@ async def test_reply_topic_lookup_delays_no_other_answers() -> None:
     waiting, good = answerable(kafka_replyTopic=b"headrace.mine"), answerable()
     async with running() as bench:
         bench.log.faults.topics.hold_descriptions(MINE.topic)
-        await bench.inlet.send([waiting, good])
+        await bench.incoming.send([waiting, good])
         await eventually(lambda: receipt_of(good).acked)
         assert not receipt_of(waiting).acked
         bench.log.faults.topics.release_descriptions(MINE.topic)
@@ -124,7 +124,7 @@ async def test_answer_revoked_during_reply_topic_lookup_is_dropped() -> None:
     request = answerable(kafka_replyTopic=MINE.topic.encode())
     async with running(tuning=QUICK.responder) as bench:
         bench.log.faults.brokers.take_down()
-        await bench.inlet.send([request])
+        await bench.incoming.send([request])
         for _ in range(5):
             await asyncio.sleep(0)
         receipt_of(request).revoked = True
@@ -269,7 +269,7 @@ async def test_record_is_acked_only_after_answer_is_acknowledged() -> None:
     request = answerable()
     async with running() as bench:
         bench.log.faults.acknowledgements.hold()
-        await bench.inlet.send([request])
+        await bench.incoming.send([request])
         await eventually(
             lambda: bench.log.faults.partitions.end_offset(TopicPartition(RESPONSES.topic, 0))
         )
@@ -283,8 +283,8 @@ async def test_outage_delays_answers_and_loses_none() -> None:
     requests = [answerable() for _ in range(20)]
     async with running() as bench:
         bench.log.faults.brokers.take_down()
-        await bench.inlet.send(requests[:10])
-        await bench.inlet.send(requests[10:])
+        await bench.incoming.send(requests[:10])
+        await bench.incoming.send(requests[10:])
         bench.log.faults.brokers.bring_back()
         await eventually(lambda: all(receipt_of(one).acked for one in requests))
         assert len(await bench.responses()) == 20

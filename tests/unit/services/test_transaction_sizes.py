@@ -28,7 +28,7 @@ async def test_answer_refused_as_too_large_by_broker_fails_alone(place: int) -> 
     async with running() as bench:
         bench.log.faults.topics.keep_limits_from_producers(RESPONSES.topic)
         requests = [bench.request(size=2000 if each == place else 1) for each in range(16)]
-        await bench.inlet.send(requests)
+        await bench.incoming.send(requests)
         await bench.acked()
         expected = {each: "TOO_LARGE" if each == place else "ok" for each in range(16)}
         assert await bench.statuses() == expected
@@ -49,7 +49,7 @@ async def test_oversized_answers_cost_no_producer() -> None:
             request.key = None
         for request in requests[:40]:
             request.value = b"x" * LIMIT_BYTES
-        await bench.inlet.send(requests)
+        await bench.incoming.send(requests)
         await bench.acked()
         statuses = list((await bench.statuses()).values())
         assert Counter(statuses) == {"TOO_LARGE": 80, "INVALID_REQUEST": 40, "ok": 40}
@@ -83,7 +83,7 @@ async def test_failed_transaction_leaves_no_reference_cycle(size: int, knows_lim
             bench.log.faults.topics.keep_limits_from_producers(RESPONSES.topic)
         with no_collector():
             before = encoded_answers()
-            await bench.inlet.send([bench.request(size=size) for _ in range(32)])
+            await bench.incoming.send([bench.request(size=size) for _ in range(32)])
             await eventually(lambda: counted(bench.instruments, "transaction_timeouts_total") >= 3)
             bench.tracker.revoke(SOURCE)
             await eventually(lambda: counted(bench.instruments, "revoked_requests_total") == 32)
@@ -96,7 +96,7 @@ async def test_refused_answers_leave_no_reference_cycle(exactly_once: bool) -> N
     async with running(exactly_once=exactly_once) as bench:
         with no_collector():
             before = encoded_answers()
-            await bench.inlet.send([bench.request(size=2000) for _ in range(32)])
+            await bench.incoming.send([bench.request(size=2000) for _ in range(32)])
             await bench.acked()
             await eventually(lambda: encoded_answers() == before)
 
@@ -105,7 +105,7 @@ async def test_transaction_over_its_time_is_halved() -> None:
     """Where a producer quota lets no larger transaction end, all are answered, each once."""
     async with running() as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
-        await bench.inlet.send([bench.request(size=200) for _ in range(64)])
+        await bench.incoming.send([bench.request(size=200) for _ in range(64)])
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(64), "ok")
         assert len(await visible(bench.log, RESPONSES.topic)) == 64
@@ -117,7 +117,7 @@ async def test_transaction_size_that_worked_is_used_again() -> None:
     async with running(tuning=replace(QUICK.responder, quick_transaction_share=0.0)) as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
         for _ in range(2):
-            await bench.inlet.send([bench.request(size=200) for _ in range(64)])
+            await bench.incoming.send([bench.request(size=200) for _ in range(64)])
             await bench.acked()
         assert counted(bench.instruments, "transaction_timeouts_total") == 5
 
@@ -126,14 +126,14 @@ async def test_transaction_size_grows_after_quick_transactions() -> None:
     """From two answers at a time to as many as there are."""
     async with running() as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
-        await bench.inlet.send([bench.request(size=200) for _ in range(64)])
+        await bench.incoming.send([bench.request(size=200) for _ in range(64)])
         await bench.acked()
         bench.log.faults.transactions.slow_down(None)
         for _ in range(8):
-            await bench.inlet.send([bench.request(size=200) for _ in range(64)])
+            await bench.incoming.send([bench.request(size=200) for _ in range(64)])
             await bench.acked()
         sealed_before = counted(bench.instruments, "commit_duration_seconds_count")
-        await bench.inlet.send([bench.request(size=200) for _ in range(64)])
+        await bench.incoming.send([bench.request(size=200) for _ in range(64)])
         await bench.acked()
         assert counted(bench.instruments, "commit_duration_seconds_count") == sealed_before + 1
 
@@ -151,7 +151,9 @@ async def test_slow_reply_topic_shrinks_transactions() -> None:
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
         replies = [b"headrace.mine", b"headrace.yours", RESPONSES.topic.encode()] * 20
-        await bench.inlet.send([bench.request(size=200, kafka_replyTopic=each) for each in replies])
+        await bench.incoming.send(
+            [bench.request(size=200, kafka_replyTopic=each) for each in replies]
+        )
         await bench.acked()
         for topic in ("headrace.mine", "headrace.yours", RESPONSES.topic):
             assert len(await visible(bench.log, topic)) == 20

@@ -48,7 +48,7 @@ class TransactionalHarness:
     partition.
     """
 
-    inlet: Writer[list[Request]]
+    incoming: Writer[list[Request]]
 
     def __init__(self, log: MemoryLog, tracker: InFlightTracker) -> None:
         self.log = log
@@ -124,12 +124,12 @@ async def running(
         await seals.fence(member, [0])
         delivery = Delivery(offset_store, None, seals if exactly_once else None, order_by)
         responder = ResponderService(plain, routes, delivery, bench.instruments, tuning)
-        bench.inlet = responder.writer()
+        bench.incoming = responder.writer()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(responder.run())
             await asyncio.sleep(0)
             yield bench
-            bench.inlet.close()
+            bench.incoming.close()
         await seals.release()
 
 
@@ -138,7 +138,7 @@ async def test_oversized_answer_fails_alone_in_transaction(place: int) -> None:
     """The transaction is taken apart; all others of it go as they are, each once."""
     async with running() as bench:
         requests = [bench.request(size=2000 if each == place else 1) for each in range(16)]
-        await bench.inlet.send(requests)
+        await bench.incoming.send(requests)
         await bench.acked()
         expected = {each: "TOO_LARGE" if each == place else "ok" for each in range(16)}
         assert await bench.statuses() == expected
@@ -152,7 +152,7 @@ async def test_answer_refused_by_reply_topic_goes_to_responses(topic: str) -> No
     async with running() as bench:
         if topic == "headrace.gone":
             await bench.log.create_topics([TopicInfo(topic, 1, {})], replication_factor=1)
-            await bench.inlet.send([bench.request(kafka_replyTopic=topic.encode())])
+            await bench.incoming.send([bench.request(kafka_replyTopic=topic.encode())])
             await bench.acked()
             bench.log.faults.topics.delete(topic)
         requests = [
@@ -161,7 +161,7 @@ async def test_answer_refused_by_reply_topic_goes_to_responses(topic: str) -> No
             bench.request(),
         ]
         requests[1].key = None
-        await bench.inlet.send(requests)
+        await bench.incoming.send(requests)
         await bench.acked()
         offsets = [request.offset for request in requests]
         assert await bench.statuses() == dict(
@@ -178,7 +178,7 @@ async def test_forbidden_reply_topic_costs_one_producer() -> None:
         entered = bench.log.faults.transactions.entered_producers(transactional_id)
         for _ in range(10):
             requests = [bench.request(kafka_replyTopic=b"headrace.mine"), bench.request()]
-            await bench.inlet.send(requests)
+            await bench.incoming.send(requests)
             await bench.acked()
         assert list((await bench.statuses()).values()) == ["INVALID_REQUEST", "ok"] * 10
         assert bench.log.faults.transactions.entered_producers(transactional_id) == entered + 1
@@ -188,7 +188,7 @@ async def test_oversized_error_is_sent_without_headers() -> None:
     """A key or headers that fill a record must not keep an answer from being given."""
     async with running() as bench:
         request = bench.request(long=b"x" * LIMIT_BYTES)
-        await bench.inlet.send([request])
+        await bench.incoming.send([request])
         await bench.acked()
         (record,) = await visible(bench.log, RESPONSES.topic)
 
@@ -205,7 +205,7 @@ async def test_dead_letter_is_in_transaction_of_its_answer() -> None:
             request.outputs = None
             request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
         small.value, large.value = b"kept", b"x" * LIMIT_BYTES
-        await bench.inlet.send([small, large])
+        await bench.incoming.send([small, large])
         await bench.acked()
         assert await bench.statuses() == {0: "MODEL_FAILED", 1: "MODEL_FAILED"}
         assert [each.value for each in await visible(bench.log, DEAD_LETTERS.topic)] == [b"kept"]
@@ -220,7 +220,7 @@ async def test_failed_transaction_keeps_answer_whose_dead_letter_does_not_fit() 
         request.outputs, request.value = None, b"x" * LIMIT_BYTES
         request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
         bench.log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
-        await bench.inlet.send([request])
+        await bench.incoming.send([request])
         await bench.acked()
         (record,) = await visible(bench.log, "headrace.mine")
 
@@ -234,7 +234,9 @@ async def test_answer_too_large_in_every_form_is_dropped_and_committed() -> None
         await bench.log.create_topics(
             [TopicInfo("headrace.tiny", 1, {"max.message.bytes": "120"})], replication_factor=1
         )
-        await bench.inlet.send([bench.request(kafka_replyTopic=b"headrace.tiny"), bench.request()])
+        await bench.incoming.send(
+            [bench.request(kafka_replyTopic=b"headrace.tiny"), bench.request()]
+        )
         await bench.acked()
         assert await bench.statuses() == {1: "ok"}
         assert await bench.committed() == AckedOffsets(2)
@@ -252,7 +254,7 @@ async def answer_where_responses_are_forbidden() -> None:
     """One answer, which nobody takes."""
     async with running() as bench:
         bench.log.faults.topics.forbid(RESPONSES.topic)
-        await bench.inlet.send([bench.request()])
+        await bench.incoming.send([bench.request()])
         await bench.acked()
 
 
@@ -260,7 +262,7 @@ async def test_answers_whose_offsets_do_not_fit_metadata_wait() -> None:
     """Unsealed, until lower ones make room; nothing that is visible is missing in the commit."""
     async with running(offsets_tuning=TIGHT) as bench:
         requests = [bench.request() for _ in range(80)]
-        await bench.inlet.send(requests[1::2])
+        await bench.incoming.send(requests[1::2])
         await eventually(lambda: bench.tracker.in_flight() < 80)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -269,7 +271,7 @@ async def test_answers_whose_offsets_do_not_fit_metadata_wait() -> None:
         committed = await bench.committed()
         assert [each for each in range(80) if each in committed] == sorted(seen)
 
-        await bench.inlet.send(requests[0::2])
+        await bench.incoming.send(requests[0::2])
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(80), "ok")
         assert await bench.committed() == AckedOffsets(80)
@@ -279,9 +281,9 @@ async def test_lost_partition_writes_no_answer_and_frees_its_bytes() -> None:
     """What waited for its turn is revoked, and charged no more."""
     async with running() as bench:
         bench.log.faults.transactions.hold()
-        await bench.inlet.send([bench.request() for _ in range(10)])
+        await bench.incoming.send([bench.request() for _ in range(10)])
         await eventually(bench.log.faults.transactions.open)
-        await bench.inlet.send([bench.request() for _ in range(10)])
+        await bench.incoming.send([bench.request() for _ in range(10)])
         (member,) = bench.log.faults.groups.members("headrace")
         bench.log.faults.groups.expire_session("headrace", member, noticed=False)
         await bench.log.transactional_producer(
@@ -306,7 +308,7 @@ async def test_transactional_answers_in_order_do_not_overtake(exactly_once: bool
     async with running("partition", exactly_once=exactly_once) as bench:
         requests = [bench.request(size=2000 if each % 5 == 3 else 1) for each in range(20)]
         for request in reversed(requests):
-            await bench.inlet.send([request])
+            await bench.incoming.send([request])
         await bench.acked()
         assert await offsets_in_order(bench) == list(range(20))
 
@@ -315,7 +317,7 @@ async def test_transaction_is_limited_to_one_encoded_chunk() -> None:
     """What is left goes with the next one, and the offsets tell how far it has come."""
     async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
         bench.log.faults.transactions.hold()
-        await bench.inlet.send([bench.request() for _ in range(12)])
+        await bench.incoming.send([bench.request() for _ in range(12)])
         await eventually(bench.log.faults.transactions.open)
         (offsets,) = bench.log.faults.transactions.open().values()
         assert offsets == {SOURCE: Committed(5)}

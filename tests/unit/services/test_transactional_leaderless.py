@@ -55,9 +55,9 @@ async def test_reply_partition_without_leader_delays_no_other_answers() -> None:
     async with running(log=log, tuning=SOON) as bench:
         await log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
         stuck = [bench.request(kafka_replyTopic=b"headrace.mine") for _ in range(3)]
-        await bench.inlet.send([*stuck, bench.request()])
+        await bench.incoming.send([*stuck, bench.request()])
         await eventually(lambda: bench.in_flight == 3)
-        await bench.inlet.send([bench.request() for _ in range(5)])
+        await bench.incoming.send([bench.request() for _ in range(5)])
         await eventually(lambda: bench.in_flight == 3)
         assert await bench.statuses() == dict.fromkeys(range(3, 9), "ok")
 
@@ -79,7 +79,9 @@ async def test_known_leaderless_partition_costs_no_transaction(
         identity = "headrace.headrace.requests.0"
         entered = bench.log.faults.transactions.entered_producers(identity)
         topics = ["headrace.mine", "headrace.yours", RESPONSES.topic] * 3
-        await bench.inlet.send([bench.request(kafka_replyTopic=each.encode()) for each in topics])
+        await bench.incoming.send(
+            [bench.request(kafka_replyTopic=each.encode()) for each in topics]
+        )
         await eventually(lambda: bench.in_flight == 3)
         stuck = {place for place, each in enumerate(topics) if each == topic}
         committed = await bench.committed()
@@ -96,7 +98,7 @@ async def test_leaderless_partition_in_order_delays_following_answers() -> None:
     """Nothing is put aside, and nothing fenced: the answers come in order once it has one."""
     async with running("partition") as bench:
         bench.log.faults.topics.take_leaders(RESPONSES.topic)
-        await bench.inlet.send([bench.request() for _ in range(9)])
+        await bench.incoming.send([bench.request() for _ in range(9)])
         await eventually(lambda: counted(bench.instruments, "revoked_requests_total") == 0)
         for _ in range(5):
             await asyncio.sleep(0)

@@ -42,7 +42,7 @@ PIXELS = {"pixels": np.zeros((1, 64), np.float32)}
 
 
 class DispatcherHarness:
-    """An outlet of endless batches of one model, and what it writes."""
+    """A dispatcher of endless batches of one model, and what it writes."""
 
     def __init__(self, log: MemoryLog, models: Models, reader: Consumer, metrics: Metrics) -> None:
         self.log = log
@@ -94,7 +94,7 @@ class DispatcherHarness:
         await write_to(self.log, EVENTS, encode_event(event))
 
     async def listening(self) -> None:
-        """Wait until the outlet hears what is said: it begins at the end of the topic."""
+        """Wait until the dispatcher reads the topic, which it does from its end."""
 
         async def is_heard() -> bool:
             await self.announce("first", 0)
@@ -105,7 +105,7 @@ class DispatcherHarness:
         await eventually(lambda: self.known() == 0)
 
     def known(self) -> float | None:
-        """How many executors the outlet knows."""
+        """Number of executors that the dispatcher knows."""
         return self._registry.get_sample_value("headrace_known_executors")
 
     async def look(self) -> dict[str, int]:
@@ -133,7 +133,7 @@ class DispatcherHarness:
 async def running(
     repository: Path, tuning: TransportTuning = TUNING.transport
 ) -> AsyncIterator[DispatcherHarness]:
-    """An outlet, until the end of the context."""
+    """A running dispatcher, until the end of the context."""
     log = MemoryLog()
     topics = [TopicInfo("batches", PARTITIONS, {}), TopicInfo("events", 1, {})]
     await log.create_topics(topics, replication_factor=1)
@@ -144,9 +144,9 @@ async def running(
         bench.left = 0  # nobody is known yet
         writer = BatchWriter(producer, TopicPartition("batches", PARTITIONS), Tray(), metrics)
         hearing = ExecutorEventReader(log, TopicPartition("events", 1))
-        outlet = BatchDispatcher(bench.batch_queue, writer, models, hearing, metrics, tuning)
+        dispatcher = BatchDispatcher(bench.batch_queue, writer, models, hearing, metrics, tuning)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(outlet.run())
+            tasks.create_task(dispatcher.run())
             await bench.listening()
             yield bench
             bench.left = 0

@@ -222,12 +222,12 @@ async def test_pump_keeps_order_of_partition_and_lets_others_pass() -> None:
     behind.referenced = other.referenced = 0
     chunks: list[list[Request] | None] = [[late], [behind], [other], None]
 
-    class Inlet:
+    class Incoming:
         async def receive(self) -> list[Request] | None:
             return chunks.pop(0)
 
     stage, ended = Tray(), Tray()
-    await values_from(log).pump(Inlet(), stage, ended)
+    await values_from(log).pump(Incoming(), stage, ended)
 
     assert stage.requests == [other, late, behind]
     assert (stage.closed, ended.closed, ended.requests) == (True, True, [])
@@ -241,11 +241,11 @@ async def test_pump_sends_failed_requests_elsewhere() -> None:
     lost, kept = referring(0), referring(1)
     chunks: list[list[Request] | None] = [[lost, kept], None]
 
-    class Inlet:
+    class Incoming:
         async def receive(self) -> list[Request] | None:
             return chunks.pop(0)
 
     stage, ended = Tray(), Tray()
-    await values_from(log).pump(Inlet(), stage, ended)
+    await values_from(log).pump(Incoming(), stage, ended)
 
     assert (stage.requests, ended.requests) == ([kept], [lost])

@@ -58,23 +58,23 @@ async def reading(log: MemoryLog) -> AsyncIterator[Source]:
         await running
 
 
-async def written(log: MemoryLog, make_outlet: Callable[..., Any], *requests: Request) -> None:
-    """Write requests through an outlet, and close it."""
+async def written(log: MemoryLog, make_sender: Callable[..., Any], *requests: Request) -> None:
+    """Write requests through a sender, and close it."""
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
-        outlet = make_outlet(producer, TOPIC)
-        tasks.create_task(outlet.run())
+        sender = make_sender(producer, TOPIC)
+        tasks.create_task(sender.run())
         await asyncio.sleep(0)
-        writer = outlet.writer()
+        writer = sender.writer()
         await writer.send(list(requests))
         writer.close()
 
 
-async def received(source: Source, inlet: Any, count: int) -> list[Request]:
+async def received(source: Source, make_receiver: Any, count: int) -> list[Request]:
     """The first requests that come, by offset."""
     found: list[Request] = []
     async with asyncio.timeout(DEADLINE_S):
         while len(found) < count:
-            found += await inlet(source).receive()
+            found += await make_receiver(source).receive()
     return sorted(found, key=lambda request: request.offset)
 
 
@@ -229,12 +229,12 @@ class HeldProducer:
 async def test_items_arriving_during_write_are_written_together() -> None:
     """They are written once the write is acknowledged; other partitions do not wait for it."""
     producer = HeldProducer()
-    outlet = result_sender(cast(Producer, producer), TOPIC)
-    writer = outlet.writer()
+    sender = result_sender(cast(Producer, producer), TOPIC)
+    writer = sender.writer()
     other = make_request()
     other.partition = 1
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outlet.run())
+        tasks.create_task(sender.run())
         await asyncio.sleep(0)
         await writer.send([make_request()])
         await eventually(lambda: producer.runs == [(0, 1)])
