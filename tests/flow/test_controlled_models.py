@@ -605,6 +605,8 @@ async def test_bad_version_never_serves_and_its_reason_is_shown(
             )
             for _ in range(CALLERS):
                 assert await version_of_answer(client, "digits") == "1"
+            # The change of the default tries it again, and it is loading meanwhile.
+            await eventually(lambda: any(reason in each for each in operator.unready()))
             [unready] = operator.unready()
             shown = operator.model_entry("2")
             failed = operator.shown(
@@ -709,12 +711,13 @@ async def test_version_that_ends_its_process_at_load_is_refused_while_old_one_an
             while reason not in "".join(operator.unready()):
                 answered_by.append((await client.infer("model", ones)).model_version)
         answered_by.append((await client.infer("model", ones)).model_version)
+        # The change of the default loads it again, which is refused without another trial.
+        await eventually(lambda: reason in "".join(operator.unready()))
         state = [each["state"] for each in operator.models_of("model") if each["version"] == "2"]
     async with deployment(settings, log, 1) as (operator, client):
-        unready = operator.unready()
+        await eventually(lambda: reason in "".join(operator.unready()))
         restarted = (await client.infer("model", ones, version="1")).model_version
     assert set(answered_by) == {"1"}
     assert len(answered_by) > 1
     assert state == ["failed"]
-    assert any(reason in each for each in unready)
     assert restarted == "1"
