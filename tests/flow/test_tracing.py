@@ -136,7 +136,7 @@ async def test_unsampled_failure_is_traced_and_unsampled_success_is_not(
             with pytest.raises(InferenceError, match="INVALID_TENSOR"):
                 await _ask(client, bad.header("00"), width=63)
 
-    assert {id_of(span)[0] for span in spans.all} == {bad.trace_id}
+    assert {id_of(span)[0] for span in spans.of_requests()} == {bad.trace_id}
     path = _of(spans, bad)
     assert set(path) == {"ingest", "responder", "send"}
     assert [path[role][1] for role in ("ingest", "responder")] == [tuple(bad), path["ingest"][0]]
