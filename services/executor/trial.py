@@ -24,11 +24,11 @@ from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion
 from headrace.primitives.bounded_cache import BoundedCache
 from headrace.primitives.child_process import describe_exit, start_child
-from headrace.services.executor.trial_child import Reply, Task
+from headrace.services.executor.trial_child import TrialReply, TrialTask
 from headrace.tuning import TUNING, ExecutorTuning
 
 _MODULE = "headrace.services.executor.trial_child"
-_decode_reply = msgspec.json.Decoder(Reply).decode
+_decode_reply = msgspec.json.Decoder(TrialReply).decode
 
 
 class TrialLoads:
@@ -63,7 +63,7 @@ class TrialLoads:
         if refusal is not None and refusal.concerns(version):
             raise ConfigurationError(refusal.fault)
         model, found = version.source
-        task = Task(
+        task = TrialTask(
             model,
             found,
             version.tuning,
@@ -102,7 +102,7 @@ class _TrialChild:
     """A child that loads a version.
 
     Args:
-        task: pickled `Task`.
+        task: pickled `TrialTask`.
         limit_s: time limit from its start to its end.
     """
 
@@ -113,7 +113,7 @@ class _TrialChild:
         self._is_killed = False
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self) -> Reply | str:
+    def run(self) -> TrialReply | str:
         """Run the child, and return its reply, or how it ended without one. Blocks."""
         with self._lock:
             if self._is_killed:
@@ -139,7 +139,7 @@ class _TrialChild:
                 self._process.kill()  # without effect if it has ended already
 
 
-def _read_reply(code: int, output: bytes) -> Reply | str:
+def _read_reply(code: int, output: bytes) -> TrialReply | str:
     """Return what a child has replied, or else how it ended."""
     if code == 0:
         # Code of the version may have ended the child, even with code 0: it has not replied then.

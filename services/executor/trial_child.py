@@ -2,8 +2,8 @@
 
     python -m headrace.services.executor.trial_child PARENT_PID
 
-The parent writes a pickled `Task` to stdin; the child writes a `Reply` in JSON to stdout when it
-has unloaded the version again. What code of the version prints goes to stderr.
+The parent writes a pickled `TrialTask` to stdin; the child writes a `TrialReply` in JSON to stdout
+when it has unloaded the version again. What code of the version prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.services.executor.loading import make_instance
 from headrace.tuning import ExecutorTuning, ModelTuning
 
 
-class Task(NamedTuple):
+class TrialTask(NamedTuple):
     """A version to load, as the parent has found it.
 
     Attributes:
@@ -46,14 +46,14 @@ class Task(NamedTuple):
     schema_registry: SchemaRegistrySettings | None
 
 
-class Reply(msgspec.Struct):
+class TrialReply(msgspec.Struct):
     """Outcome of a trial load; `fault` says why the version could not be loaded."""
 
     is_loaded: bool
     fault: str = ""
 
 
-async def _load(task: Task) -> Reply:
+async def _load(task: TrialTask) -> TrialReply:
     """Load one instance as an executor does, and unload it."""
     registry = None if task.schema_registry is None else SchemaRegistry(task.schema_registry)
     try:
@@ -62,10 +62,10 @@ async def _load(task: Task) -> Reply:
         async with make_instance(version, 0, loader, task.executor):
             pass
     except HeadraceError as error:
-        return Reply(is_loaded=False, fault=str(error))
+        return TrialReply(is_loaded=False, fault=str(error))
     except Exception as error:  # noqa: BLE001 - a version may fail in any way
-        return Reply(is_loaded=False, fault=describe_error(error))
-    return Reply(is_loaded=True)
+        return TrialReply(is_loaded=False, fault=describe_error(error))
+    return TrialReply(is_loaded=True)
 
 
 def _yield_to_parent(niceness: int) -> None:
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
     stdout = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # From the parent alone, over a pipe that nothing else can open.
-    task: Task = pickle.load(sys.stdin.buffer)  # noqa: S301
+    task: TrialTask = pickle.load(sys.stdin.buffer)  # noqa: S301
     _yield_to_parent(task.executor.trial_niceness)
     reply = asyncio.run(_load(task))
     with os.fdopen(stdout, "wb") as file:

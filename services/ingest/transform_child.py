@@ -35,7 +35,7 @@ REPLY_HEAD = struct.Struct("<QQ?")
 """Sizes of a reply and of its inputs; True if these are in a memory file."""
 
 
-class Call(NamedTuple):
+class TransformCall(NamedTuple):
     """A call of the child.
 
     Attributes:
@@ -57,7 +57,7 @@ class Call(NamedTuple):
     forgotten: tuple[int, ...] = ()
 
 
-class Reply(msgspec.Struct):
+class TransformReply(msgspec.Struct):
     """Inputs, by name, datatype, shape and size in bytes; or the error of a request.
 
     Attributes:
@@ -91,7 +91,7 @@ class _Server:
 
     def serve(self) -> None:
         """Answer calls until the parent closes its end."""
-        self._send(Reply())  # all that is needed has been imported
+        self._send(TransformReply())  # all that is needed has been imported
         while True:
             try:
                 head = receive_exactly(self._connection, CALL_HEAD.size)
@@ -99,11 +99,11 @@ class _Server:
                 return
             call_bytes, payload_bytes = CALL_HEAD.unpack(head)
             # From the parent alone, over a socket that nothing else can open.
-            call: Call = pickle.loads(receive_exactly(self._connection, call_bytes))  # noqa: S301
+            call: TransformCall = pickle.loads(receive_exactly(self._connection, call_bytes))  # noqa: S301
             payload = bytes(receive_exactly(self._connection, payload_bytes))
             self._answer(call, payload)
 
-    def _answer(self, call: Call, payload: bytes) -> None:
+    def _answer(self, call: TransformCall, payload: bytes) -> None:
         for key in call.forgotten:
             self._transforms.pop(key, None)
         inputs: list[InputTensor] = []
@@ -125,22 +125,22 @@ class _Server:
                         got=str(made_bytes),
                     )
         except Rejected as error:
-            self._send(Reply(code=error.code, reason=error.message))
+            self._send(TransformReply(code=error.code, reason=error.message))
             return
         except HeadraceError as error:
-            self._send(Reply(code=Code.MODEL_FAILED, reason=f"transform: {error}"))
+            self._send(TransformReply(code=Code.MODEL_FAILED, reason=f"transform: {error}"))
             return
         except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
             reason = f"transform: {describe_error(error)}"
-            self._send(Reply(code=Code.INVALID_REQUEST, reason=reason))
+            self._send(TransformReply(code=Code.INVALID_REQUEST, reason=reason))
             return
         described = [
             (each.name, each.datatype, list(each.shape), len(each.data)) for each in inputs
         ]
-        self._send(Reply(described, message), inputs, call.shared_bytes)
+        self._send(TransformReply(described, message), inputs, call.shared_bytes)
 
     def _send(
-        self, reply: Reply, inputs: list[InputTensor] | None = None, shared_bytes: int = 0
+        self, reply: TransformReply, inputs: list[InputTensor] | None = None, shared_bytes: int = 0
     ) -> None:
         written = msgspec.msgpack.encode(reply)
         parts = [each.data for each in inputs or ()]

@@ -35,8 +35,8 @@ from headrace.protocol.messages import InferenceRequest, InputTensor
 from headrace.services.ingest.transform_child import (
     CALL_HEAD,
     REPLY_HEAD,
-    Call,
-    Reply,
+    TransformCall,
+    TransformReply,
     receive_exactly,
 )
 from headrace.services.ingest.transforms import (
@@ -54,7 +54,7 @@ log = structlog.get_logger(__name__)
 
 _MODULE = "headrace.services.ingest.transform_child"
 _Made: TypeAlias = tuple[list[InputTensor], InferenceRequest | None]
-_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+_decode_reply = msgspec.msgpack.Decoder(TransformReply).decode
 
 
 class TransformProcess:
@@ -209,10 +209,10 @@ class _Child:
             EOFError, OSError: the child has ended.
         """
         if isinstance(payload, PendingRequest):
-            call = self._prepare(Call(0, decoding=(payload.envelope, payload.limits)))
+            call = self._prepare(TransformCall(0, decoding=(payload.envelope, payload.limits)))
         else:
             assert isinstance(payload, PendingTransform)
-            call = self._prepare(Call(self._load(payload.version)))
+            call = self._prepare(TransformCall(self._load(payload.version)))
         until_s = time.monotonic() + payload.limit_s
         call = call._replace(content_type=payload.content_type)
         payload.inputs, message = self._call(call, payload.value, until_s)
@@ -224,12 +224,12 @@ class _Child:
         if version not in self._keys:
             key = next(self._next_key)
             until_s = time.monotonic() + version.config.max_load_s
-            self._call(Call(key, version.transform_source), b"", until_s)
+            self._call(TransformCall(key, version.transform_source), b"", until_s)
             self._keys[version] = key
             weakref.finalize(version, self._forgotten.append, key)
         return self._keys[version]
 
-    def _prepare(self, call: Call) -> Call:
+    def _prepare(self, call: TransformCall) -> TransformCall:
         """Return a call with the limits, and with the versions that are gone."""
         forgotten = tuple(self._forgotten)
         del self._forgotten[: len(forgotten)]
@@ -245,7 +245,7 @@ class _Child:
         self._process.kill()  # without effect if it has ended already
         return describe_exit(self._process.wait())
 
-    def _call(self, call: Call, payload: bytes | memoryview, until_s: float) -> _Made:
+    def _call(self, call: TransformCall, payload: bytes | memoryview, until_s: float) -> _Made:
         pickled = pickle.dumps(call)
         self._wait(until_s)
         self._connection.sendall(CALL_HEAD.pack(len(pickled), len(payload)) + pickled)

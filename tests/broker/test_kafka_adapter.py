@@ -251,12 +251,13 @@ async def test_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) -> N
     """When aiokafka's task is gone, which it does not say, the next record goes to a new one."""
     async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
         partition = await make_topic(log, unique_name)
-        async with log.producer() as producer:
+        async with log.producer() as producer, log.reader([partition]) as reader:
             await write(producer, partition, b"before")
             (task,) = sending_tasks()
             task.cancel()
             await asyncio.wait([task])
             await write(producer, partition, b"after")
+            assert values(await read(reader, 2)) == [b"before", b"after"]
 
 
 async def test_concurrent_small_sends_share_batches(kafka: LocalKafka, unique_name: str) -> None:
