@@ -114,20 +114,15 @@ def open_session(
 
 def _find_extensions() -> str:
     """Return the path of the library with the operators of onnxruntime-extensions."""
-    # The package is not imported: that initializes its Python bindings, which are not needed here,
-    # and which have aborted a process that had many other native modules.
     try:
-        package = importlib.util.find_spec("onnxruntime_extensions")
-    except ValueError:
-        package = None
-    places = () if package is None else package.submodule_search_locations or ()
-    found = [str(path) for place in places for path in Path(place).glob("_extensions_pydll*.so")]
-    if not found:
+        import onnxruntime_extensions
+    except ImportError as error:
         raise ConfigurationError(
             "extensions: the operators need the package onnxruntime-extensions: "
             "pip install 'headrace[extensions]'"
-        )
-    return found[0]
+        ) from error
+    path: str = onnxruntime_extensions.get_library_path()
+    return path
 
 
 def _path_or_content(path: Path, appendix: Appendix | None, options: Any) -> Path | bytes:
