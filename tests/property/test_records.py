@@ -12,7 +12,6 @@ import fastavro
 import msgspec
 import numpy as np
 import pytest
-from grpc_tools import protoc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from headrace.models.inputs.binding import Binder
 from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.signature import TensorSpec, make_signature
 from headrace.protocol.tensors import DATATYPES, to_array
+from tests.support.protoc import write_descriptors
 
 SCHEMA = {
     "type": "record",
@@ -49,7 +49,6 @@ message Row {
   map<string, float> f = 6;
 }
 """
-PROTOS = Path(protoc.__file__).parent / "_proto"
 OUTPUT = TensorSpec("y", "FP32", (-1,))
 relaxed = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -128,14 +127,7 @@ def directory(tmp_path: Path) -> Path:
     """With the schema of the rows."""
     (tmp_path / "row.avsc").write_text(json.dumps(SCHEMA))
     (tmp_path / "row.proto").write_text(PROTO)
-    written = tmp_path / "row.desc"
-    command = [
-        f"-I{tmp_path}",
-        f"-I{PROTOS}",
-        "--include_imports",
-        f"--descriptor_set_out={written}",
-    ]
-    assert protoc.main(["protoc", *command, "row.proto"]) == 0
+    write_descriptors(tmp_path, "row.proto", "row.desc", "--include_imports")
     return tmp_path
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from grpc_tools import protoc
 
 from headrace.config import SchemaRegistrySettings, make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
@@ -21,6 +20,7 @@ from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import make_signature
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import to_array
+from tests.support.protoc import write_descriptors
 from tests.support.schema_registry import StandInRegistry
 from tests.unit.models.requests import spec
 
@@ -67,10 +67,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A version with the descriptors of orders, and a set without what they import."""
     path = tmp_path_factory.mktemp("version")
     (path / "order.proto").write_text(PROTO)
-    own = Path(protoc.__file__).parent / "_proto"
-    for name, more in (("order.desc", ["--include_imports"]), ("alone.desc", [])):
-        command = ["protoc", f"-I{path}", f"-I{own}", f"--descriptor_set_out={path / name}", *more]
-        assert protoc.main([*command, "order.proto"]) == 0
+    write_descriptors(path, "order.proto", "order.desc", "--include_imports")
+    write_descriptors(path, "order.proto", "alone.desc")
     return path
 
 
