@@ -261,8 +261,8 @@ class ModelSettings(_Section):
     bound, versions are loaded one after the other.
     """
     trial_load: bool = True
-    """With `mode = "poll"` or `"explicit"`: load a version in a child process first, so that one
-    that ends its process while it loads is refused (docs/models.md).
+    """With `mode = "poll"` or `"explicit"`: import and load a version in child processes first, so
+    that one that ends its process meanwhile is refused (docs/models.md).
     """
     require_signature: bool = False
     """Serve only versions whose manifest one of `trusted_keys` has signed."""

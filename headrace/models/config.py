@@ -492,6 +492,12 @@ class ModelConfig(_Group):
         return self.transform.record if isinstance(self.transform, TransformTable) else None
 
     @property
+    def opens_with_code(self) -> bool:
+        """True if opening a version runs its Python files, or a library reads its tokenizer."""
+        imports_model = self.backend == "python" and not self.inputs
+        return imports_model or self.transform == "python" or self.tokens is not None
+
+    @property
     def cores(self) -> str:
         """The process' part of the machine's cores, as in the settings (`executor.cores`)."""
         return self._cores

@@ -25,7 +25,13 @@ from headrace.models.cores import Cores
 from headrace.models.memory import ModelMemory
 from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.repositories import open_repository
-from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner, has_retired_version
+from headrace.models.scan import (
+    KnownVersions,
+    OpenedModel,
+    TryOpening,
+    VersionScanner,
+    has_retired_version,
+)
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.stores.cache import CacheSize
 from headrace.models.user_code import run_on_daemon_thread
@@ -106,6 +112,7 @@ class Models:
         scanner: reads the repository; by default that of the settings.
         registry: has the schemas of framed records; open while they are served.
         observer: notified of each change; `open` calls it on its own thread.
+        try_opening: see `headrace.models.scan.VersionScanner`.
         tuning: passed on to the versions.
 
     Attributes:
@@ -126,6 +133,7 @@ class Models:
         scanner: VersionScanner | None = None,
         registry: SchemaRegistry | None = None,
         observer: ModelObserver | None = None,
+        try_opening: TryOpening | None = None,
         tuning: ModelTuning = TUNING.models,
     ) -> None:
         self._executes = executes
@@ -134,7 +142,7 @@ class Models:
         if registry is None and settings.schema_registry is not None:
             registry = SchemaRegistry(settings.schema_registry)
         self._scanner = scanner or VersionScanner(
-            open_repository(settings, tuning), tuning, registry
+            open_repository(settings, tuning), tuning, registry, try_opening
         )
         self._awaited = awaited
         self._observer = observer or NoObserver()

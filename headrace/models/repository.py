@@ -294,8 +294,8 @@ def compute_checksum(directory: Path, chunk_bytes: int = TUNING.models.checksum_
     return f"sha256:{digest.hexdigest()}"
 
 
-def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = True) -> Signature:
-    """Check a version's files and read its signature.
+def check_files(found: FoundVersion, config: ModelConfig, *, packed: bool = True) -> None:
+    """Check that a version's files are there, and are those of its manifest and checksum.
 
     Args:
         found: the version on disk.
@@ -303,7 +303,7 @@ def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = T
         packed: check the manifest, if there is one.
 
     Raises:
-        ConfigurationError: a file is missing or broken, or the checksum or the manifest differs.
+        ConfigurationError: a file is missing, or the checksum or the manifest differs.
     """
     if found.fault:
         raise ConfigurationError(found.fault)
@@ -318,6 +318,20 @@ def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = T
             raise ConfigurationError(
                 f"{found.directory}: checksum: expected {config.checksum}, got {checksum}"
             )
+
+
+def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = True) -> Signature:
+    """Check a version's files and read its signature.
+
+    Args:
+        found: the version on disk.
+        config: configuration of its model.
+        packed: check the manifest, if there is one.
+
+    Raises:
+        ConfigurationError: a file is missing or broken, or the checksum or the manifest differs.
+    """
+    check_files(found, config, packed=packed)
     path = found.directory / MODEL_FILES[config.backend]
     if not path.is_file():
         raise ConfigurationError(f"{path}: expected the model here, got no file")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError, describe_error
 from headrace.models.repositories import ModelRepository
-from headrace.models.repository import FoundModel, WantedModels
+from headrace.models.repository import FoundModel, FoundVersion, WantedModels
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.stores.cache import CacheSize
 from headrace.models.user_code import StillImporting
@@ -16,6 +16,9 @@ from headrace.tuning import TUNING, ModelTuning
 
 KnownVersions: TypeAlias = Mapping[tuple[str, str], ModelVersion]
 """Versions that are already open, by model and number."""
+
+TryOpening: TypeAlias = Callable[[FoundModel, FoundVersion, ModelTuning], None]
+"""See `VersionScanner`."""
 
 
 class UnfinishedImport(NamedTuple):
@@ -53,6 +56,8 @@ class VersionScanner:
     Args:
         repository: the repository to scan.
         tuning, registry: passed on to the versions.
+        try_opening: called for each version before it is opened; raises `ConfigurationError` if
+            that would end this process. None: versions are not tried.
     """
 
     def __init__(
@@ -60,8 +65,10 @@ class VersionScanner:
         repository: ModelRepository,
         tuning: ModelTuning = TUNING.models,
         registry: SchemaRegistry | None = None,
+        try_opening: TryOpening | None = None,
     ) -> None:
         self._repository = repository
+        self._try_opening = try_opening
         self._registry = registry
         self._tuning = tuning
         self._importings: UnfinishedImports = {}
@@ -135,6 +142,8 @@ class VersionScanner:
                 faults[each.version] = fault
                 continue
             try:
+                if self._try_opening is not None and not each.fault:
+                    self._try_opening(found, each, self._tuning)
                 versions[each.version] = ModelVersion(found, each, self._tuning, self._registry)
             except ConfigurationError as error:
                 faults[each.version] = self.shorten(str(error))

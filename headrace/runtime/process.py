@@ -37,6 +37,7 @@ from headrace.runtime.polling import RepositoryPoller
 from headrace.runtime.shutdown import Stop, stop_on_signals
 from headrace.runtime.stage_group import StageGroup, group_stages
 from headrace.runtime.topic_plan import check_topics, is_controlled
+from headrace.services.executor.trial import make_trials
 from headrace.telemetry.collector import open_tracing
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
@@ -103,6 +104,7 @@ class Pipeline:
         self._is_apart = is_controlled(settings) and bool(stages) and self._stages != STAGES
         sends = Stage.INGEST in stages or Stage.BATCHER in stages
         awaits = self._is_apart and sends and Stage.EXECUTOR not in stages
+        trials = make_trials(settings, tuning.executor)
         self.models = Models(
             settings,
             registry=self._schema_registry,
@@ -112,6 +114,7 @@ class Pipeline:
             binds=Stage.INGEST in stages,
             awaited=self._awaited if awaits else None,
             observer=self._make_model_spans(instruments),
+            try_opening=None if trials is None else trials.try_opening,
             tuning=tuning.models,
         )
         catalog = self.models.catalog

@@ -41,7 +41,7 @@ from headrace.protocol.headers import is_payload
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
-from headrace.services.executor.trial import TrialLoads
+from headrace.services.executor.trial import make_trials
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.decode_cache import DecodeCache
 from headrace.services.ingest.service import IngestService
@@ -452,16 +452,10 @@ class _Composition:
             self._instruments,
             heartbeat,
             self._source.quarantine,
-            self._make_trials(),
+            make_trials(self._settings, self._tuning.executor),
             self._tuning.executor,
         )
         stages.functions["executor"] = stages.executor.run
-
-    def _make_trials(self) -> TrialLoads | None:
-        models = self._settings.models
-        if models.mode == "all" or not models.trial_load:
-            return None
-        return TrialLoads(self._settings, self._tuning.executor)
 
     async def _add_dispatcher(
         self, stages: _Stages, batcher: BatcherService, producer: Producer, answers: _HasWriters

@@ -1,9 +1,11 @@
-"""Trial loads: a version is loaded in a child process first, which it may crash.
+"""Trial loads: a version is opened and loaded in child processes first, which it may crash.
 
-Loading runs native code and user code, and either may end its process. A version that does so in a
-process that serves would end every executor that is to load it, and again after each restart. So a
-child loads the version, probes it and compares its golden samples, with the same code and settings,
-and ends. Its memory is free again before the version is loaded in this process.
+Both run native code and user code, and either may end its process. A version that does so in a
+process that serves would end every process that is to serve it, and again after each restart. So in
+each process that opens versions, a child imports their Python files first (`try_opening`); and in
+an executor another child loads the version, probes it and compares its golden samples (`try_out`).
+Each runs with the same code and settings, and ends. Its memory is free again before the same is
+done in this process.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ import msgspec
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig
+from headrace.models.packing.signatures import Trust
+from headrace.models.repository import FoundModel, FoundVersion, check_files
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion
 from headrace.primitives.bounded_cache import BoundedCache
 from headrace.primitives.child_process import describe_exit, start_child
 from headrace.services.executor.trial_child import TrialReply, TrialTask
-from headrace.tuning import TUNING, ExecutorTuning
+from headrace.tuning import TUNING, ExecutorTuning, ModelTuning
 
 _MODULE = "headrace.services.executor.trial_child"
 _decode_reply = msgspec.json.Decoder(TrialReply).decode
 
 
 class TrialLoads:
-    """Tries versions, one at a time, so that at most one is in memory beside what serves.
+    """Tries versions, one load at a time, so that at most one is in memory beside what serves.
 
     Args:
         settings: of the process.
@@ -49,6 +53,29 @@ class TrialLoads:
             tuning.max_trial_refusals
         )
 
+    def try_opening(self, model: FoundModel, found: FoundVersion, tuning: ModelTuning) -> None:
+        """Open a version in a child process, if that runs code of the version. Blocks.
+
+        The files are compared with the manifest before any of their code runs.
+
+        Args:
+            model: the model on disk, with its configuration.
+            found: the version on disk.
+            tuning: for the version.
+
+        Raises:
+            ConfigurationError: it could not be opened, ended its process, or took too long; see
+                `try_out`.
+        """
+        config = model.config
+        assert config is not None
+        if not config.opens_with_code:
+            return
+        check_files(found, config)
+        self._require_not_refused(model.name, found, config)
+        child = self._make_child(model._replace(versions=()), found, tuning, loads=False)
+        self._conclude(model.name, found, config, child.run())
+
     async def try_out(self, version: ModelVersion) -> None:
         """Load one instance of a version in a child process, and unload it.
 
@@ -58,48 +85,59 @@ class TrialLoads:
         Raises:
             ConfigurationError: it could not be loaded, ended its process, or took too long.
         """
-        key = (version.name, version.version)
-        refusal = self._refusals.get(key)
-        if refusal is not None and refusal.concerns(version):
-            raise ConfigurationError(refusal.fault)
         model, found = version.source
-        task = TrialTask(
-            model,
-            found,
-            version.tuning,
-            self._tuning,
-            self._settings.executor.cores,
-            self._settings.schema_registry,
-        )
-        limit_s = version.config.max_load_s + self._tuning.trial_start_s
+        self._require_not_refused(version.name, found, version.config)
         async with self._turn:
-            child = _TrialChild(pickle.dumps(task), limit_s)
+            child = self._make_child(model, found, version.tuning, loads=True)
             try:
                 # The child is killed when the thread that started it ends: this one waits for it.
                 reply = await run_on_daemon_thread(child.run)
             finally:
                 child.kill()
+        self._conclude(version.name, found, version.config, reply)
+
+    def _make_child(
+        self, model: FoundModel, found: FoundVersion, tuning: ModelTuning, *, loads: bool
+    ) -> _TrialChild:
+        assert model.config is not None
+        task = TrialTask(
+            model,
+            found._replace(trust=Trust()),  # checked here, so that the child needs no keys
+            tuning,
+            self._tuning,
+            self._settings.executor.cores,
+            self._settings.schema_registry,
+            loads,
+        )
+        limit_s = model.config.max_load_s + self._tuning.trial_start_s
+        return _TrialChild(pickle.dumps(task), limit_s)
+
+    def _require_not_refused(self, model: str, found: FoundVersion, config: ModelConfig) -> None:
+        refusal = self._refusals.get((model, found.version))
+        if refusal is not None and (refusal.stamp, refusal.config) == (found.stamp, config):
+            raise ConfigurationError(refusal.fault)
+
+    def _conclude(
+        self, model: str, found: FoundVersion, config: ModelConfig, reply: TrialReply | str
+    ) -> None:
+        """Raise `ConfigurationError` unless the reply says that the trial succeeded."""
         if isinstance(reply, str):
-            self._refusals.add(key, _Refusal(version.stamp, version.config, reply))
+            self._refusals.add((model, found.version), _Refusal(found.stamp, config, reply))
             raise ConfigurationError(reply)
-        if not reply.is_loaded:
+        if not reply.succeeded:
             raise ConfigurationError(reply.fault)
 
 
 class _Refusal(NamedTuple):
-    """A version that ended its trial load, or took too long."""
+    """A version that ended its trial, or took too long, with the stamp that it had."""
 
     stamp: str
     config: ModelConfig
     fault: str
 
-    def concerns(self, version: ModelVersion) -> bool:
-        """Return True if nothing has changed about the version."""
-        return (self.stamp, self.config) == (version.stamp, version.config)
-
 
 class _TrialChild:
-    """A child that loads a version.
+    """A child that opens or loads a version.
 
     Args:
         task: pickled `TrialTask`.
@@ -126,7 +164,7 @@ class _TrialChild:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return (
-                    "trial load: expected the child process that loads the version to end within "
+                    "trial load: expected the child process of the version to end within "
                     f"max_load_s and the time to start it, {self._limit_s:g} s, got no end"
                 )
         return _read_reply(process.returncode, output)
@@ -147,6 +185,14 @@ def _read_reply(code: int, output: bytes) -> TrialReply | str:
             return _decode_reply(output)
     preposition = "by" if code < 0 else "with"
     return (
-        "trial load: expected the child process to load the version, but it ended "
+        "trial load: expected the child process of the version to reply, but it ended "
         f"{preposition} {describe_exit(code)}"
     )
+
+
+def make_trials(settings: Settings, tuning: ExecutorTuning = TUNING.executor) -> TrialLoads | None:
+    """Return what tries the versions of a process; None if the settings say that nothing does."""
+    models = settings.models
+    if models.mode == "all" or not models.trial_load:
+        return None
+    return TrialLoads(settings, tuning)

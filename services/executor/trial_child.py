@@ -3,7 +3,8 @@
     python -m headrace.services.executor.trial_child PARENT_PID
 
 The parent writes a pickled `TrialTask` to stdin; the child writes a `TrialReply` in JSON to stdout
-when it has unloaded the version again. What code of the version prints goes to stderr.
+when it has opened the version, or unloaded it again. What code of the version prints goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from headrace.tuning import ExecutorTuning, ModelTuning
 
 
 class TrialTask(NamedTuple):
-    """A version to load, as the parent has found it.
+    """A version to open, as the parent has found it.
 
     Attributes:
         cores: `executor.cores` of the settings.
         schema_registry: has the schemas of framed records; nothing is requested from it.
+        loads: load the version as well.
     """
 
     model: FoundModel
@@ -44,28 +46,30 @@ class TrialTask(NamedTuple):
     executor: ExecutorTuning
     cores: str
     schema_registry: SchemaRegistrySettings | None
+    loads: bool
 
 
 class TrialReply(msgspec.Struct):
-    """Outcome of a trial load; `fault` says why the version could not be loaded."""
+    """Outcome of a trial; `fault` says why the version could not be opened or loaded."""
 
-    is_loaded: bool
+    succeeded: bool
     fault: str = ""
 
 
-async def _load(task: TrialTask) -> TrialReply:
-    """Load one instance as an executor does, and unload it."""
+async def _try(task: TrialTask) -> TrialReply:
+    """Open the version, and load one instance as an executor does, and unload it."""
     registry = None if task.schema_registry is None else SchemaRegistry(task.schema_registry)
     try:
         version = ModelVersion(task.model, task.found, task.models, registry)
-        loader = BackendLoader(version, Cores.of_process(task.cores))
-        async with make_instance(version, 0, loader, task.executor):
-            pass
+        if task.loads:
+            loader = BackendLoader(version, Cores.of_process(task.cores))
+            async with make_instance(version, 0, loader, task.executor):
+                pass
     except HeadraceError as error:
-        return TrialReply(is_loaded=False, fault=str(error))
+        return TrialReply(succeeded=False, fault=str(error))
     except Exception as error:  # noqa: BLE001 - a version may fail in any way
-        return TrialReply(is_loaded=False, fault=describe_error(error))
-    return TrialReply(is_loaded=True)
+        return TrialReply(succeeded=False, fault=describe_error(error))
+    return TrialReply(succeeded=True)
 
 
 def _yield_to_parent(niceness: int) -> None:
@@ -76,7 +80,7 @@ def _yield_to_parent(niceness: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Load the version on stdin, and reply on stdout."""
+    """Try the version on stdin, and reply on stdout."""
     [parent] = map(int, arguments)
     if not end_with_parent(parent):
         return
@@ -85,7 +89,7 @@ def main(arguments: list[str]) -> None:
     # From the parent alone, over a pipe that nothing else can open.
     task: TrialTask = pickle.load(sys.stdin.buffer)  # noqa: S301
     _yield_to_parent(task.executor.trial_niceness)
-    reply = asyncio.run(_load(task))
+    reply = asyncio.run(_try(task))
     with os.fdopen(stdout, "wb") as file:
         file.write(msgspec.json.encode(reply))
     # Threads of the version that hang, and its handlers at exit, must not keep it from ending.

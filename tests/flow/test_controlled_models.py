@@ -668,6 +668,8 @@ ENDING = """
 import os
 import signal
 
+%s
+
 
 class Model:
     inputs = [("x", "FP32", (-1, 1))]
@@ -679,24 +681,31 @@ class Model:
     def run(self, inputs):
         return {"y": inputs["x"]}
 """
+EXIT, CRASH, HANG = "os._exit(3)", "os.kill(os.getpid(), signal.SIGSEGV)", "while True: pass"
+ENDINGS = {
+    "exits-at-load": ("pass", EXIT, "ended with exit code 3"),
+    "crashes-at-load": ("pass", CRASH, "ended by SIGSEGV"),
+    "crashes-at-import": (CRASH, "pass", "ended by SIGSEGV"),
+    "hangs-at-import": (HANG, "pass", "max_load_s"),
+}
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("os._exit(3)", "ended with exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
-    ],
-    ids=["exits", "crashes"],
-)
-async def test_version_that_ends_its_process_at_load_is_refused_while_old_one_answers(
-    tmp_path: Path, code: str, reason: str
+TRIALS_S = 4 * DEADLINE_S
+"""Deadline of what waits for several child processes, one after the other."""
+
+
+@pytest.mark.timeout(3 * TRIALS_S)
+@pytest.mark.parametrize(("imported", "loaded", "reason"), ENDINGS.values(), ids=ENDINGS)
+async def test_version_that_ends_or_stops_its_process_is_refused_while_old_one_answers(
+    tmp_path: Path, imported: str, loaded: str, reason: str
 ) -> None:
     """It ends the child process of its trial; a process that starts later serves likewise."""
-    for number, statement in ((1, "pass"), (2, code)):
+    for number, code in ((1, ("pass", "pass")), (2, (imported, loaded))):
         (tmp_path / "model" / str(number)).mkdir(parents=True)
-        (tmp_path / "model" / str(number) / "model.py").write_text(ENDING % statement)
-    (tmp_path / "model" / "model.toml").write_text('backend = "python"\nprobe = false\n')
+        (tmp_path / "model" / str(number) / "model.py").write_text(ENDING % code)
+    (tmp_path / "model" / "model.toml").write_text(
+        'backend = "python"\nprobe = false\nmax_load_s = 2\n'
+    )
     settings = controlled(tmp_path)
     trying = settings.models.model_copy(update={"trial_load": True})
     settings = settings.model_copy(update={"models": trying})
@@ -704,18 +713,17 @@ async def test_version_that_ends_its_process_at_load_is_refused_while_old_one_an
     ones = {"x": np.ones((1, 1), np.float32)}
     answered_by: list[str | None] = []
     async with deployment(settings, log, 1) as (operator, client):
-        await operator.change(load("model", "1"))
+        await operator.change(load("model", "1"), wait=False)
+        await eventually(operator.followed, deadline_s=TRIALS_S)
         await operator.change(load("model", "2"), wait=False)
         await operator.change(set_default("model", "2"), wait=False)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(TRIALS_S):
             while reason not in "".join(operator.unready()):
                 answered_by.append((await client.infer("model", ones)).model_version)
         answered_by.append((await client.infer("model", ones)).model_version)
-        # The change of the default loads it again, which is refused without another trial.
-        await eventually(lambda: reason in "".join(operator.unready()))
         state = [each["state"] for each in operator.models_of("model") if each["version"] == "2"]
     async with deployment(settings, log, 1) as (operator, client):
-        await eventually(lambda: reason in "".join(operator.unready()))
+        await eventually(lambda: reason in "".join(operator.unready()), deadline_s=TRIALS_S)
         restarted = (await client.infer("model", ones, version="1")).model_version
     assert set(answered_by) == {"1"}
     assert len(answered_by) > 1

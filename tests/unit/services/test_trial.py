@@ -1,21 +1,28 @@
-"""Trial loads in child processes: a version that ends its process is refused with the reason."""
+"""Trials in child processes: a version that ends its process is refused with the reason."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import ConfigurationError
+from headrace.models.config import make_model_config
+from headrace.models.packing.files import make_manifest, write_manifest
 from headrace.models.registry import Models
+from headrace.models.repository import Repository
+from headrace.models.scan import VersionScanner
+from headrace.models.signature import Signature
 from headrace.models.version import ModelVersion
 from headrace.services.executor.trial import TrialLoads
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
-from tests.support.models import settings_for
+from tests.support.models import add_version, digits, settings_for
 from tests.support.services import digits_models
 
 MODEL = """
@@ -147,3 +154,109 @@ async def test_cancelled_trial_leaves_no_child(tmp_path: Path) -> None:
     await eventually(lambda: not Path(f"/proc/{loaded_by.read_text()}").exists())
     with pytest.raises(asyncio.CancelledError):
         await trial
+
+
+def scanner_of(repository: Path, trials: TrialLoads | None = None) -> VersionScanner:
+    """A scanner that tries versions before it opens them."""
+    settings = settings_for(repository)
+    trials = trials or TrialLoads(settings)
+    return VersionScanner(Repository(repository, settings), try_opening=trials.try_opening)
+
+
+def add_imported(repository: Path, code: str, *, config: str = "") -> Path:
+    """A version in Python whose file runs some statements when it is imported."""
+    directory = repository / "model" / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.py").write_text(
+        f"import os, signal, time\n{code}\n{MODEL % ('pass', 'pass')}"
+    )
+    config = f'backend = "python"\nprobe = false\nmax_load_s = 0.5\n{config}'
+    (repository / "model" / "model.toml").write_text(config)
+    return directory
+
+
+IMPORTS = {
+    "exits": ("os._exit(3)", "ended with exit code 3"),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+    "raises": ('raise ValueError("no weights")', "ValueError: no weights"),
+    "leaves": ("raise SystemExit(4)", "SystemExit: 4"),
+    "never-ends": ("while True: pass", r"within max_load_s = 0\.5 s, got no end"),
+    "stops": ("os.kill(os.getpid(), signal.SIGSTOP)", "time to start it, 1 s, got no end"),
+}
+
+
+@pytest.mark.parametrize(("code", "reason"), IMPORTS.values(), ids=IMPORTS)
+def test_version_that_fails_at_import_is_refused_with_reason(
+    tmp_path: Path, code: str, reason: str
+) -> None:
+    """Its file ends a child process, and this one opens the other model."""
+    add_imported(tmp_path, code)
+    add_version(tmp_path, "digits", 1, digits())
+    tuning = STOPPED if "SIGSTOP" in code else TUNING.executor
+    trials = TrialLoads(settings_for(tmp_path), tuning)
+
+    opened = scanner_of(tmp_path, trials).scan({})
+
+    [good, bad] = opened
+    assert [*good.versions] == ["1"]
+    assert bad.versions == {}
+    assert re.search(reason, bad.faults["1"])
+
+
+def test_transform_that_ends_process_at_import_is_refused_with_reason(tmp_path: Path) -> None:
+    """Every process with ingest imports it, whether it has an executor or not."""
+    add_version(tmp_path, "digits", 1, digits(), 'transform = "python"')
+    (tmp_path / "digits" / "transform.py").write_text("import os\nos._exit(3)\n")
+
+    [opened] = scanner_of(tmp_path).scan({})
+
+    assert "ended with exit code 3" in opened.faults["1"]
+
+
+def test_version_that_ended_its_process_at_import_is_opened_when_changed(tmp_path: Path) -> None:
+    """Until then no scan runs its code again."""
+    tries = tmp_path / "tries"
+    directory = add_imported(tmp_path, f"open({str(tries)!r}, 'a').write('x')\nos._exit(3)")
+    scanner = scanner_of(tmp_path)
+    for _ in range(2):
+        [opened] = scanner.scan({})
+        assert "ended with exit code 3" in opened.faults["1"]
+    assert tries.read_text() == "x"
+
+    (directory / "model.py").write_text(MODEL % ("pass", "pass"))
+    [opened] = scanner.scan({})
+    assert opened.faults == {}
+
+
+def test_code_that_differs_from_its_manifest_never_runs(tmp_path: Path) -> None:
+    """The files are compared before the child starts."""
+    ran = tmp_path / "ran"
+    directory = add_imported(tmp_path, f"open({str(ran)!r}, 'w').close()")
+    config = make_model_config({"backend": "python"}, settings_for(tmp_path))
+    signature = Signature((), (), batched=False)
+    write_manifest(directory, make_manifest(directory, config, signature, datetime.now(UTC), {}))
+    with (directory / "model.py").open("a") as file:
+        file.write("# changed\n")
+
+    [opened] = scanner_of(tmp_path).scan({})
+
+    assert "model.py: expected" in opened.faults["1"]
+    assert not ran.exists()
+
+
+def test_version_whose_configuration_has_its_signature_is_opened_without_trial(
+    tmp_path: Path,
+) -> None:
+    """Nothing of it is imported before it is loaded, which has its own trial."""
+    add_imported(
+        tmp_path,
+        "os._exit(3)",
+        config="""
+inputs = [{name = "x", datatype = "FP32", shape = [-1, 1]}]
+outputs = [{name = "y", datatype = "FP32", shape = [-1, 1]}]
+""",
+    )
+
+    [opened] = scanner_of(tmp_path).scan({})
+
+    assert opened.faults == {}
