@@ -156,9 +156,11 @@ class SoundTransform(_Group):
     """Order of the axes of a spectrum, where the input's dimensions do not say it."""
     frames: SoundFrames | None = None
     max_rows: Annotated[int, Field(ge=1, le=100_000), NOT_BOOL] = 4096
-    """Most frames of a sound."""
+    """Most frames of a payload."""
     max_samples: Annotated[int, Field(ge=1, le=2**28), NOT_BOOL] = 16_777_216
-    """Most samples of a file, over all its channels; checked before they are decoded."""
+    """Most samples of a payload, over all channels; checked before they are decoded."""
+    max_sounds: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 32
+    """Most sounds of a payload."""
 
     @model_validator(mode="after")
     def _values_agree(self) -> Self:

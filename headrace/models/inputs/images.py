@@ -1,9 +1,9 @@
 """Conversion of images to a model's input: JPEG, PNG, WebP, BMP and TIFF.
 
-A payload is one image, or several in the parts of a MIME multipart body (RFC 2046, section 5.1),
-which become rows. The header of a file is checked before its pixels are decoded, see
-`headrace.models.inputs.image_files`. Pillow decodes and resizes; simplejpeg, if it is installed,
-decodes JPEGs, to the same values.
+A payload is one image, or several in the parts of a MIME multipart body
+(`headrace.models.inputs.multipart`), which become rows. The header of a file is checked before its
+pixels are decoded, see `headrace.models.inputs.image_files`. Pillow decodes and resizes;
+simplejpeg, if it is installed, decodes JPEGs, to the same values.
 
 Images are turned upright, converted to 8 bits a channel without transparency, resized by Pillow's
 filters (which average over all source pixels when they make an image smaller), and normalized.
@@ -26,6 +26,7 @@ from headrace.models.inputs.image_files import (
     ImageLimits,
     read_image_header,
 )
+from headrace.models.inputs.multipart import split_parts
 from headrace.models.media_config import ImageTransform
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.messages import InputTensor
@@ -146,7 +147,8 @@ class Images:
         if not content_type.startswith("multipart/"):
             yield payload, content_type, "payload"
             return
-        for number, (named_type, content) in enumerate(_parts(payload, self._config.max_images)):
+        parts = split_parts(payload, self._config.max_images, "max_images")
+        for number, (named_type, content) in enumerate(parts):
             yield content, named_type, f"payload: part {number}"
 
     def _read_header(self, content: bytes, content_type: str, where: str) -> ImageHeader:
@@ -450,49 +452,3 @@ def _to_8_bits(image: Image, pillow: Any) -> Image:
     if image.mode in ("I", "F"):
         raise ValueError("32 bits a channel, of which images for models have 8 or 16")
     return image
-
-
-# --- several images -----------------------------------------------------------------------------
-
-
-def _parts(payload: bytes, max_parts: int) -> list[tuple[str, bytes]]:
-    """Return content type and content of each part of a multipart body.
-
-    The boundary is that of the first line, so that a header of Kafka needs no parameter for it.
-
-    Raises:
-        Rejected: `INVALID_REQUEST` for another body, `TOO_LARGE` for too many parts.
-    """
-    line, line_end, _ = payload.partition(b"\r\n")
-    boundary = line.rstrip()
-    if not (line_end and boundary.startswith(b"--") and 2 < len(boundary) <= 72):
-        raise _no_parts("a line with a boundary, --..., at byte 0", f"{payload[:12]!r}")
-    *contents, rest = (b"\r\n" + payload).split(b"\r\n" + boundary, max_parts + 2)
-    if len(contents) > max_parts + 1:
-        raise Rejected.mismatch(
-            Code.TOO_LARGE, "payload", expected=f"at most max_images = {max_parts}", got="more"
-        )
-    if not rest.startswith(b"--"):
-        raise _no_parts(
-            f"the boundary {boundary.decode('ascii', 'replace')}-- at the end",
-            f"a body that ends at byte {len(payload)}",
-        )
-    if len(contents) < 2:
-        raise _no_parts("at least one part", "none")
-    return [_read_part(content, number) for number, content in enumerate(contents[1:])]
-
-
-def _read_part(content: bytes, number: int) -> tuple[str, bytes]:
-    head, found, body = content.partition(b"\r\n\r\n")
-    if not found:
-        raise _no_parts(f"headers and an empty line in part {number}", "none")
-    named_type = ""
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == b"content-type":
-            named_type = value.decode("ascii", "replace").partition(";")[0].strip().lower()
-    return named_type, body
-
-
-def _no_parts(expected: str, got: str) -> Rejected:
-    return Rejected.mismatch(Code.INVALID_REQUEST, "payload: multipart", expected=expected, got=got)

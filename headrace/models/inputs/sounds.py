@@ -1,10 +1,11 @@
 """Conversion of sounds to a model's input: WAV, FLAC, OGG and MP3.
 
-A payload is one sound. Its file is checked before samples are made, see
-`headrace.models.inputs.sound_files`. libsndfile decodes it in blocks, as floats from -1 to 1, of
+A payload is one sound, or several in the parts of a MIME multipart body
+(`headrace.models.inputs.multipart`). All files are checked before samples are made, see
+`headrace.models.inputs.sound_files`. libsndfile decodes each in blocks, as floats from -1 to 1, of
 which each is mixed to one channel, the mean of all; soxr resamples the whole. The result is padded
-with silence, and is the input as it is, cut into frames, or as a log-mel spectrum, see
-`headrace.models.inputs.mel`.
+with silence, and is a row of the input as it is, or rows if it is cut into frames, or as a log-mel
+spectrum, see `headrace.models.inputs.mel`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.inputs.mel import MelSpectrum
+from headrace.models.inputs.multipart import split_parts
 from headrace.models.inputs.sound_files import (
     CONTENT_TYPES,
     SoundHeader,
@@ -68,24 +70,21 @@ class Sounds:
         Raises:
             Rejected: `TOO_LARGE` over a limit, `INVALID_REQUEST` for what is no whole sound.
         """
-        expected = CONTENT_TYPES.get(content_type)
-        if expected is None and content_type not in _ANY_SOUND:
-            raise Rejected.mismatch(
-                Code.INVALID_REQUEST,
-                "header content-type",
-                expected=f"one of {', '.join(CONTENT_TYPES)}",
-                got=content_type,
-            )
-        header = read_sound_header(payload, "payload", self._limits, self._tuning)
-        if expected not in (None, header.format):
-            raise Rejected.mismatch(
-                Code.INVALID_REQUEST,
-                "payload",
-                expected=f"{expected}, as content-type {content_type} says",
-                got=header.format,
-            )
-        samples = self._resample(self._decode(payload, header), header.rate)
-        array = self._input.arrange(self._make_rows(samples))
+        sounds = self._read_headers(payload, content_type)
+        made: list[NDArray[np.float32]] = []
+        rows_left = self._config.max_rows
+        for content, where, header in sounds:
+            samples = self._decode(content, where, header)
+            made.append(self._make_rows(self._resample(samples, where, header.rate), rows_left))
+            rows_left -= len(made[-1])
+            if made[-1].shape[1:] != made[0].shape[1:]:
+                raise Rejected.mismatch(
+                    Code.INVALID_TENSOR,
+                    where,
+                    expected=f"{made[0].shape[1]} samples or columns, as the first sound has",
+                    got=str(made[-1].shape[1]),
+                )
+        array = self._input.arrange(made[0] if len(made) == 1 else np.concatenate(made))
         tensor = from_array(self._input.name, array)
         return [
             InputTensor(
@@ -109,14 +108,67 @@ class Sounds:
             return 0
         return self._mel.count_samples(steps) if self._mel is not None else steps
 
+    def _read_headers(
+        self, payload: bytes, content_type: str
+    ) -> list[tuple[bytes, str, SoundHeader]]:
+        """Return content, place and header of each sound; all samples are within the limits."""
+        found = [(payload, content_type, "payload")]
+        if content_type.startswith("multipart/"):
+            parts = split_parts(payload, self._config.max_sounds, "max_sounds")
+            found = [
+                (content, named_type, f"payload: part {number}")
+                for number, (named_type, content) in enumerate(parts)
+            ]
+        sounds: list[tuple[bytes, str, SoundHeader]] = []
+        samples = 0
+        for content, named_type, where in found:
+            header = self._read_header(content, named_type, where)
+            own = min(header.samples, self._most(header))
+            samples += own * header.channels
+            if sounds:
+                # Silence and resampling make more of a sound; `max_sounds` must not multiply that.
+                becomes = self._length or own * self._config.sample_rate // header.rate
+                samples += max(0, becomes - own * header.channels)
+            if samples > self._config.max_samples:
+                raise Rejected.mismatch(
+                    Code.TOO_LARGE,
+                    "payload",
+                    expected=f"at most max_samples = {self._config.max_samples} in all sounds",
+                    got="more",
+                )
+            sounds.append((content, where, header))
+        return sounds
+
+    def _read_header(self, content: bytes, content_type: str, where: str) -> SoundHeader:
+        expected = CONTENT_TYPES.get(content_type)
+        if expected is None and content_type not in _ANY_SOUND:
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                "header content-type" if where == "payload" else f"{where}: content-type",
+                expected=f"one of {', '.join(CONTENT_TYPES)}, multipart/mixed",
+                got=content_type,
+            )
+        header = read_sound_header(content, where, self._limits, self._tuning)
+        if expected not in (None, header.format):
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                where,
+                expected=f"{expected}, as content-type {content_type} says",
+                got=header.format,
+            )
+        return header
+
+    def _most(self, header: SoundHeader) -> int:
+        """Return a number of samples that no sound within the limits exceeds."""
+        if not self._limits.truncate and header.is_exact:
+            return header.samples
+        return int(self._limits.seconds * header.rate) + 1
+
     # --- samples ---------------------------------------------------------------------------------
 
-    def _decode(self, payload: bytes, header: SoundHeader) -> NDArray[np.float32]:
+    def _decode(self, payload: bytes, where: str, header: SoundHeader) -> NDArray[np.float32]:
         """Return the samples of a sound, mixed to one channel."""
-        limits = self._limits
-        most = int(limits.seconds * header.rate) + 1
-        if not limits.truncate and header.is_exact:
-            most = header.samples
+        limits, most = self._limits, self._most(header)
         parts: list[NDArray[np.float32]] = []
         count = 0
         try:
@@ -136,27 +188,27 @@ class Sounds:
                 f"{describe_error(error)} after {count} samples of a file that ends at byte "
                 f"{len(payload)}"
             )
-            raise _damaged(header, "one without damage", got) from error
+            raise _damaged(where, header, "one without damage", got) from error
         if limits.truncate and count >= most:
             return np.concatenate(parts)[: max(1, most - 1)]
-        self._check_count(payload, header, count, most)
+        self._check_count(payload, where, header, count)
         return np.concatenate(parts)
 
-    def _check_count(self, payload: bytes, header: SoundHeader, count: int, most: int) -> None:
+    def _check_count(self, payload: bytes, where: str, header: SoundHeader, count: int) -> None:
         if not count or (header.is_exact and count != header.samples):
             expected = f"{header.samples} samples" if header.is_exact else "at least one sample"
             got = f"{count} samples in a file that ends at byte {len(payload)}"
-            raise _damaged(header, expected, got)
+            raise _damaged(where, header, expected, got)
         extra = 0 if header.format != "MP3" else header.rate // 10  # of the decoder's delay
-        if count > most + extra:
+        if count > self._most(header) + extra:
             raise Rejected.mismatch(
                 Code.TOO_LARGE,
-                f"payload: {header.format}",
+                f"{where}: {header.format}",
                 expected=f"at most {self._limits.setting} = {self._limits.seconds:g}",
                 got="more",
             )
 
-    def _resample(self, samples: NDArray[np.float32], rate: int) -> NDArray[np.float32]:
+    def _resample(self, samples: NDArray[np.float32], where: str, rate: int) -> NDArray[np.float32]:
         config = self._config
         if rate != config.sample_rate:
             samples = self._soxr.resample(samples, rate, config.sample_rate, config.quality)
@@ -164,7 +216,7 @@ class Sounds:
             samples = _padded(samples[: self._length], self._length)
         if not np.isfinite(samples).all():
             raise Rejected.mismatch(
-                Code.INVALID_REQUEST, "payload", expected="finite samples", got="NaN or infinity"
+                Code.INVALID_REQUEST, where, expected="finite samples", got="NaN or infinity"
             )
         if config.normalize:
             samples = (samples - samples.mean()) / np.sqrt(samples.var() + _VARIANCE_FLOOR)
@@ -172,8 +224,8 @@ class Sounds:
 
     # --- rows ------------------------------------------------------------------------------------
 
-    def _make_rows(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the input's rows: [rows, steps], or [rows, steps, bands]."""
+    def _make_rows(self, samples: NDArray[np.float32], most: int) -> NDArray[np.float32]:
+        """Return the rows of a sound, at most so many: [rows, steps], or [rows, steps, bands]."""
         frames = self._config.frames
         if frames is None:
             return self._make_steps(samples, 1)[np.newaxis]
@@ -181,12 +233,12 @@ class Sounds:
         steps = mel.count_columns(len(samples)) if mel is not None else len(samples)
         left = max(0, steps - frames.length)
         rows = 1 + (math.ceil(left / frames.hop) if frames.tail == "pad" else left // frames.hop)
-        if rows > self._config.max_rows:
+        if rows > most:
             raise Rejected.mismatch(
                 Code.TOO_LARGE,
                 "payload",
                 expected=f"at most max_rows = {self._config.max_rows} frames",
-                got=str(rows),
+                got=str(self._config.max_rows - most + rows),
             )
         made = self._make_steps(samples, (rows - 1) * frames.hop + frames.length)
         cut = np.lib.stride_tricks.sliding_window_view(made, frames.length, axis=0)
@@ -217,9 +269,9 @@ def _padded(samples: NDArray[np.float32], length: int) -> NDArray[np.float32]:
     return np.pad(samples, (0, length - len(samples))) if len(samples) < length else samples
 
 
-def _damaged(header: SoundHeader, expected: str, got: str) -> Rejected:
+def _damaged(where: str, header: SoundHeader, expected: str, got: str) -> Rejected:
     return Rejected.mismatch(
-        Code.INVALID_REQUEST, f"payload: {header.format}", expected=expected, got=got
+        Code.INVALID_REQUEST, f"{where}: {header.format}", expected=expected, got=got
     )
 
 
@@ -263,6 +315,10 @@ class _SoundInput:
         if self._is_mel_first:
             rows = np.swapaxes(rows, 1, 2)
         if not self._has_rows:
+            if len(rows) > 1:
+                raise Rejected.mismatch(
+                    Code.INVALID_TENSOR, "payload", expected="one sound", got=str(len(rows))
+                )
             rows = rows[0]
         elif spec.shape[0] not in (-1, len(rows)):
             raise Rejected.mismatch(

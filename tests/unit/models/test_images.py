@@ -26,6 +26,7 @@ from headrace.models.inputs.images import Images
 from headrace.models.signature import make_signature
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import to_array
+from tests.support.multipart import multipart
 from tests.unit.models.requests import spec
 
 FORMATS = {
@@ -242,12 +243,6 @@ def test_missing_pillow_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
 
 
 # --- several images -----------------------------------------------------------------------------
-
-
-def multipart(*contents: bytes, head: bytes = b"Content-Type: image/png\r\n") -> bytes:
-    """A body with parts."""
-    parts = [b"--x7\r\n" + head + b"\r\n" + content + b"\r\n" for content in contents]
-    return b"".join(parts) + b"--x7--\r\n"
 
 
 def test_parts_become_rows() -> None:

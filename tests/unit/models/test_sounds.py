@@ -22,6 +22,7 @@ from headrace.models.inputs.sounds import Sounds
 from headrace.models.signature import make_signature
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import to_array
+from tests.support.multipart import multipart
 from tests.unit.models.requests import spec
 
 KINDS = [
@@ -130,6 +131,91 @@ def test_frames_are_rows() -> None:
     np.testing.assert_array_equal(padded, expected)
     expected = np.stack([whole[start : start + 1000] for start in (0, 600, 1200)])
     np.testing.assert_array_equal(convert(cut, payload), expected[:, np.newaxis])
+
+
+def test_hundred_payloads_of_several_sounds_are_those_that_the_libraries_give() -> None:
+    """Rows of all formats, rates and numbers of channels, in the order of the parts."""
+    sounds, rng = sounds_of([-1, 1, 16_000]), np.random.default_rng(8)
+    for number in range(100):
+        payloads = []
+        for part in range(1 + number % 5):
+            kind, subtype = KINDS[int(rng.integers(len(KINDS)))]
+            sound = noise(int(rng.integers(1500, 4000)), 1 + part % 2, 10 * number + part)
+            payloads.append(written(sound, int(rng.choice(RATES)), kind, subtype))
+
+        given = convert(sounds, multipart(*payloads, head=b""), "multipart/mixed")
+
+        expected = [directly(each, 16_000) for each in payloads]
+        rows = [np.pad(each, (0, 16_000 - len(each))) for each in expected]
+        np.testing.assert_array_equal(given, np.stack(rows)[:, np.newaxis])
+
+
+def test_frames_of_several_sounds_follow_each_other() -> None:
+    """All of the first sound, then all of the second."""
+    first, second = written(noise(900)), written(noise(2100, seed=3))
+    sounds = sounds_of([-1, 500], frames={"length": 500, "hop": 500, "tail": "drop"})
+
+    given = convert(sounds, multipart(first, second, head=b""), "multipart/mixed")
+
+    one, two = directly(first, 16_000), directly(second, 16_000)
+    expected = [one[:500], two[:500], two[500:1000], two[1000:1500], two[1500:2000]]
+    np.testing.assert_array_equal(given, np.stack(expected))
+
+
+def test_spectra_of_several_sounds_are_those_of_each_alone() -> None:
+    """With a spectrum, and each sound normalized by itself."""
+    payloads = [written(noise(1600, seed=seed)) for seed in range(3)]
+    sounds = sounds_of([-1, 80, 10], log_mel=WHISPER, normalize=True)
+
+    given = convert(
+        sounds, multipart(*payloads, head=b"Content-Type: audio/wav\r\n"), "multipart/x"
+    )
+
+    expected = np.concatenate([convert(sounds, each) for each in payloads])
+    np.testing.assert_array_equal(given, expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "code", "message"),
+    [
+        ([800, 801], Code.INVALID_TENSOR, "part 1: expected 800 samples or columns, as the first"),
+        ([800] * 33, Code.TOO_LARGE, "expected at most max_sounds = 32, got more"),
+        ([16_000, 80_000], Code.TOO_LARGE, "at most max_samples = 90000 in all sounds, got more"),
+    ],
+)
+def test_sounds_that_are_too_many_or_differ_are_refused(
+    parts: list[int], code: Code, message: str
+) -> None:
+    """The part is named, or the setting."""
+    payload = multipart(*[written(noise(samples)) for samples in parts], head=b"")
+    error = refusal(payload, "multipart/mixed", max_samples=90_000)
+    assert error.code == code
+    assert message in error.message
+
+
+def test_silence_behind_several_short_sounds_counts_as_samples() -> None:
+    """Ten sounds of one sample would become ten of a minute each."""
+    payload = multipart(*[written(noise(1))] * 10, head=b"")
+    with pytest.raises(Rejected, match="at most max_samples = 2000000 in all sounds") as caught:
+        sounds_of([-1, -1], seconds=60, max_samples=2_000_000)(payload, "multipart/mixed")
+    assert caught.value.code == Code.TOO_LARGE
+
+
+def test_several_sounds_for_an_input_without_rows_are_refused() -> None:
+    """None is left out in silence."""
+    payload = multipart(written(noise(800)), written(noise(800)), head=b"")
+    with pytest.raises(Rejected, match="payload: expected one sound, got 2") as caught:
+        sounds_of([-1])(payload, "multipart/mixed")
+    assert caught.value.code == Code.INVALID_TENSOR
+
+
+def test_damaged_part_is_named_with_the_byte_where_it_ends() -> None:
+    """The first one is whole."""
+    payload = multipart(written(noise(800)), written(noise(800), kind="FLAC")[:50], head=b"")
+    error = refusal(payload, "multipart/mixed")
+    assert error.code == Code.INVALID_REQUEST
+    assert error.message.startswith("payload: part 1: FLAC: expected")
+    assert "a file that ends at byte 50" in error.message
 
 
 def test_length_of_the_input_is_kept() -> None:
