@@ -125,7 +125,8 @@ class Assignments:
         self._reader.leaving = frozenset(partitions)
         self._ready.drop(self._reader.leaving)
         deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
-        await self._drain_leaving(partitions)
+        self.leave(partitions)
+        await self.drain(partitions, self._revocation_drain_s)
         if self._settings.commits:
             async with self.last_commit(deadline):
                 await self._committer.commit(self.consumer, self._reader.leaving)
@@ -154,18 +155,14 @@ class Assignments:
                 assignment.leaving = True
         self._on_revoked()
 
-    async def _drain_leaving(self, partitions: Sequence[TopicPartition]) -> None:
-        # With an order, answers are held until those before them are written: if these were left
-        # in the log, the drain would wait for the held ones until its deadline.
-        if not self._settings.shares:
-            self.leave(partitions)
-        await self.drain(partitions, self._revocation_drain_s)
-
     async def drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:
-        """Wait until no record of `partitions`, or of all, is in flight, up to a deadline."""
+        """Wait until no record of `partitions`, or of all, is in flight, up to a deadline.
+
+        Answers that are held behind a request which is not in flight here are not waited for.
+        """
         try:
             async with asyncio.timeout(deadline_s):
-                while self._tracker.in_flight(partitions):
+                while self._tracker.unfinished(partitions):
                     await self._acked.wait(deadline_s)
         except TimeoutError:
             log.warning(Event.DRAIN_INCOMPLETE, in_flight=self._tracker.in_flight(partitions))
@@ -216,7 +213,8 @@ class Assignments:
         former = {each: self._tracker.get(each) for each in partitions}
         deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
         self._ready.drop(frozenset(partitions))
-        await self._drain_leaving(partitions)
+        self.leave(partitions)
+        await self.drain(partitions, self._revocation_drain_s)
         if self._settings.commits:
             async with self.last_commit(deadline):
                 await self._committer.commit(self.consumer, frozenset(partitions))

@@ -18,7 +18,7 @@ The module is synchronous and does no I/O; `headrace.consumer.source` drives it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -157,6 +157,7 @@ class AssignedPartition:
         last_delivered: the offset of the record admitted last, or the base minus one.
         last_read: the offset of the record read last, or the base minus one.
         in_flight: number of records read and not acknowledged.
+        held: number of these whose answers all wait for earlier ones.
         ages: ages of the chunks read.
         chains: predecessor of each record, where answers are ordered by key.
         deferred: records left in the log, by offset.
@@ -172,6 +173,7 @@ class AssignedPartition:
         "committed",
         "deferred",
         "epoch",
+        "held",
         "in_flight",
         "last_delivered",
         "last_read",
@@ -199,6 +201,7 @@ class AssignedPartition:
         self.last_delivered = progress.base - 1
         self.last_read = progress.base - 1
         self.in_flight = 0
+        self.held = 0
         self.ages = RecordAges(tuning.max_age_marks)
         self.committed = NEVER_COMMITTED
         self.chains: KeyChains | None = None
@@ -266,6 +269,7 @@ class InFlightAck(Struct, eq=False, gc=False):
     size_bytes: int
     parts: int = 1
     share: Share | None = None
+    held_parts: int = 0
 
     @property
     def revoked(self) -> bool:
@@ -291,15 +295,35 @@ class InFlightAck(Struct, eq=False, gc=False):
         assignment.notify()
         return deferred
 
+    def hold(self) -> None:
+        """Note that the answer to one part waits for an earlier answer."""
+        self.held_parts += 1
+        if self.held_parts == self.parts:
+            self._hold_record()
+
+    def release(self) -> None:
+        """Note that the answer to a held part may be written now."""
+        if self.held_parts == self.parts:
+            self.assignment.held -= 1
+        self.held_parts -= 1
+
     def ack(self) -> None:
         """Acknowledge one part; the last part acknowledges the record."""
         # One commit stands for the whole record, so the last answer of its batch decides.
         self.parts -= 1
         if self.parts:
+            if self.parts == self.held_parts:
+                self._hold_record()
             return
         if self.share is not None:
             self.share.charge(-self.size_bytes)
         self.assignment.acked(self.previous, self.offset, 1, self.size_bytes)
+
+    def _hold_record(self) -> None:
+        self.assignment.held += 1
+        if self.assignment.leaving:
+            # A drain may wait for this record alone.
+            self.assignment.notify()
 
 
 def ack_all(ack_handles: Iterable[AckHandle]) -> None:
@@ -385,6 +409,18 @@ class InFlightTracker:
             assignment.in_flight
             for partition in partitions
             if (assignment := self._assigned.get(partition)) is not None
+        )
+
+    def unfinished(self, partitions: Collection[TopicPartition] | None = None) -> int:
+        """Return the number of records in flight whose answers do not only wait for earlier ones.
+
+        When it is 0, an earlier one is no longer in flight here, so that no held answer can be
+        written before the partition has its next owner.
+        """
+        return self.in_flight(partitions) - sum(
+            assignment.held
+            for partition, assignment in self._assigned.items()
+            if partitions is None or partition in partitions
         )
 
     def committable(self) -> dict[TopicPartition, Committed]:

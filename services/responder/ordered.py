@@ -142,6 +142,9 @@ class PartitionSequencer:
             before = request.after if request.after >= 0 else None
         ready = queue.order.ended(request.offset, before, outgoing)
         ack_handle = request.ack_handle
+        if not ready and isinstance(ack_handle, InFlightAck):
+            ack_handle.hold()
+        _release(ready[1:])  # the first is this one, which was not held
         # The predecessor may still have to be read: bytes of the answers that wait for it would
         # fill the budget, and the reader would pause before it.
         if not (ready or self._charges_held) and isinstance(ack_handle, InFlightAck):
@@ -182,7 +185,9 @@ class PartitionSequencer:
         finally:
             self._queued_bytes.release(size_bytes)
         # A recovery within the step may have found answers written by another owner.
-        self._enqueue(queue, queue.order.release_answered())
+        released = queue.order.release_answered()
+        _release(released)
+        self._enqueue(queue, released)
 
     def _is_current(self, queue: _PartitionAnswers) -> bool:
         return self._queues.get(queue.number) is queue
@@ -198,12 +203,20 @@ class PartitionSequencer:
         if queue.task is None:
             left += queue.waiting
             queue.waiting = []
-        for request, _ in left + queue.order.drop():
+        held = queue.order.drop()
+        _release(held)
+        for request, _ in left + held:
             self._drop(request)
 
     def _drop(self, request: Request) -> None:
         self._metrics.revoked.inc()
         request.ack_handle.ack()
+
+
+def _release(outgoing: Sequence[PendingAnswer]) -> None:
+    for request, _ in outgoing:
+        if isinstance(request.ack_handle, InFlightAck):
+            request.ack_handle.release()
 
 
 def _size_bytes(outgoing: Sequence[PendingAnswer]) -> int:

@@ -29,6 +29,7 @@ from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.protocol.compression import compress
 from headrace.protocol.headers import JSON, MSGPACK
 from headrace.protocol.messages import ErrorResponse
+from headrace.runtime.process import Pipeline
 from headrace.tools.dead_letters import Redrive, RedriveJob
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.tools.replay.jobs import RecordingSource
@@ -40,6 +41,7 @@ from headrace.tuning import TUNING, ClaimTuning, Tuning
 from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
 from tests.support.gateways import gateway_of
+from tests.support.logs import read as read_records
 from tests.support.logs import write_to
 from tests.support.models import add_version, digits
 from tests.support.pipelines import Caller, log_for, serving
@@ -615,15 +617,18 @@ async def test_claims_that_wait_at_stop_are_answered_by_next_process(
     assert answered == 5 or guarantee == "exactly_once"  # transactions have markers
 
 
+@pytest.mark.parametrize("order", ["none", "key", "partition"])
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
-async def test_claims_that_wait_at_rebalance_do_not_hold_it(tmp_path: Path, guarantee: str) -> None:
+async def test_claims_that_wait_at_rebalance_do_not_hold_it(
+    tmp_path: Path, guarantee: str, order: str
+) -> None:
     """They are left in the log, and fetched by who owns their partitions then."""
     async with StandInStore() as store:
         settings = claiming(
             tmp_path,
             store,
             limits={"drain_timeout_s": 3600},
-            delivery={"guarantee": guarantee},
+            delivery={"guarantee": guarantee, "order": order},
         )
         statuses, ended = await rebalanced(settings, store, PATIENT)
 
@@ -631,21 +636,45 @@ async def test_claims_that_wait_at_rebalance_do_not_hold_it(tmp_path: Path, guar
     assert ended == 5
 
 
-async def test_claims_in_order_are_fetched_until_their_partitions_are_revoked(
-    tmp_path: Path,
+@pytest.mark.parametrize("order", ["key", "partition"])
+@pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
+async def test_answers_held_behind_claim_do_not_hold_stop(
+    tmp_path: Path, guarantee: str, order: str
 ) -> None:
-    """Answers held behind them would keep a drain waiting, so they have its time."""
+    """They stay in the log with it, and the next process answers in order."""
     async with StandInStore() as store:
         settings = claiming(
             tmp_path,
             store,
-            limits={"drain_timeout_s": 0.1},
-            delivery={"order": "key"},
+            limits={"drain_timeout_s": 3600},
+            delivery={"guarantee": guarantee, "order": order},
         )
-        statuses, ended = await rebalanced(settings, store, QUICK)
+        log = await log_for(settings)
+        inputs = {"pixels": np.ones((1, 64), np.float32)}
+        plain = NewRecord(b"key", encode_request(MSGPACK, "digits", inputs))
+        place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
+        store.holds = True
+        async with serving(settings, log, TOGETHER, QUICK) as (pipeline,):
+            await write_to(log, place, record_of(put(store, "a", 1)), plain, plain)
+            await eventually(lambda: store.reads == 1, what="the object is fetched")
+            await eventually(lambda: runs_of(pipeline) == 2, what="the others have run")
+        store.held.set()
+        responses = TopicPartition(settings.topic(Topic.RESPONSES), 0)
+        written = log.faults.partitions.end_offset(responses)
+        async with log.reader([responses]) as reader, serving(settings, log, TOGETHER, QUICK):
+            answers = await read_records(reader, 3)
 
-    assert statuses == ["ok"] * 5
-    assert ended == 5
+    assert written == 0
+    assert [read(answer, 1) for answer in answers] == ["ok"] * 3
+    requests = [dict(answer.headers)["x-request"] for answer in answers]
+    assert requests == [f"{place.topic}/0/{offset}".encode() for offset in range(3)]
+
+
+def runs_of(pipeline: Pipeline) -> float:
+    """How many requests have run."""
+    labels = {"model": "digits", "version": "1"}
+    counted = pipeline.metrics.registry.get_sample_value("headrace_batch_rows_sum", labels)
+    return counted or 0.0
 
 
 async def test_claim_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
