@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mimetypes
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from headrace.cli.settings import Invocation, pass_invocation
 from headrace.client import Client, Response
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.protocol.codec import RECORD, bytes_to_data
-from headrace.protocol.headers import PNG, HeaderName
+from headrace.protocol.codec import bytes_to_data
+from headrace.protocol.headers import JSON, OCTETS
+from headrace.protocol.negotiation import media_type
 from headrace.protocol.tensors import datatype_of, from_array, to_array
 from headrace.runtime.log_factory import open_log
 
@@ -37,6 +39,7 @@ class OutgoingRequest(NamedTuple):
     inputs: dict[str, NDArray[Any]]
     payload: bytes | None = None
     content_type: str = ""
+    accept: str = ""
 
 
 @click.command()
@@ -83,8 +86,8 @@ class OutgoingRequest(NamedTuple):
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write the outputs there whole: arrays in FILE.npz, an image in FILE.png, otherwise the "
-    "answer in JSON.",
+    help="Write the outputs there whole: arrays in FILE.npz, the answer in JSON in FILE.json, or "
+    "the answer as it is if the model can give one of the file's content type, such as FILE.png.",
 )
 @pass_invocation
 def command(
@@ -117,7 +120,13 @@ def command(
         raise click.UsageError("--content-type goes with --file")
     if explains and (file is None or output is not None):
         raise click.UsageError("--explain goes with --file, and not with --output")
-    question = OutgoingRequest(model, version, timeout_s, inputs)
+    accept = "" if output is None else _accepted_for(output)
+    if accept and file is None:
+        raise click.UsageError(
+            f"--output {output}: expected a name that ends in .npz or .json, since --input is "
+            f"answered with tensors, got one of {accept}"
+        )
+    question = OutgoingRequest(model, version, timeout_s, inputs, accept=accept)
     if file is not None:
         question = question._replace(
             payload=file.read(), content_type=content_type or guess_content_type(file.name)
@@ -127,7 +136,7 @@ def command(
         return
     response = run(_ask(invocation, question))
     if output is not None:
-        write_output(output, response)
+        write_output(output, response, accept)
         return
     say(json.dumps(as_protocol(response)) if as_json else as_text(response))
 
@@ -146,6 +155,7 @@ async def _ask(invocation: Invocation, question: OutgoingRequest) -> Response:
             question.model,
             question.payload,
             question.content_type,
+            accept=question.accept,
             timeout_s=question.timeout_s,
             version=question.version,
         )
@@ -188,12 +198,30 @@ async def _open_client(settings: Settings) -> AsyncIterator[Client]:
         yield client
 
 
-def write_output(path: Path, response: Response) -> None:
-    """Write all outputs: arrays by name as `numpy.savez` does, a PNG, or the protocol's JSON.
+def _accepted_for(path: Path) -> str:
+    """Return the content type that a file's name asks for; empty for arrays and the protocol's
+    JSON, which hold any answer, and for names that say nothing.
+    """
+    if path.suffix in ("", ".npz"):
+        return ""
+    content_type = guess_content_type(path.name)
+    return "" if content_type in (JSON, OCTETS) else content_type
+
+
+def write_output(path: Path, response: Response, content_type: str) -> None:
+    """Write all outputs: arrays by name as `numpy.savez` does, the answer itself if it has the
+    content type, or the protocol's JSON.
 
     Raises:
-        ConfigurationError: the file cannot be written.
+        ConfigurationError: the file cannot be written, or the answer is none of the content type.
     """
+    payload = response.payload
+    # A service of an earlier release answers in the usual content type, whatever is accepted.
+    if content_type and (payload is None or media_type(payload.content_type) != content_type):
+        got = "tensors" if payload is None else payload.content_type
+        raise ConfigurationError(
+            f"--output: {path}: expected an answer in {content_type}, got {got}; name a .json file"
+        )
     try:
         if path.suffix == ".npz":
             arrays = {
@@ -201,8 +229,8 @@ def write_output(path: Path, response: Response) -> None:
                 for name, array in response.outputs.items()
             }
             np.savez(path, allow_pickle=False, **arrays)
-        elif path.suffix == ".png" and _is_png(response):
-            path.write_bytes(response.outputs[RECORD].item())
+        elif content_type and payload is not None:
+            path.write_bytes(payload.content)
         else:
             path.write_text(json.dumps(as_protocol(response)) + "\n", encoding="utf-8")
     except OSError as error:
@@ -218,18 +246,18 @@ def _is_text(array: NDArray[Any]) -> bool:
     return array.dtype == object and all(isinstance(each, str) for each in array.ravel())
 
 
-def _is_png(response: Response) -> bool:
-    return dict(response.headers).get(HeaderName.CONTENT_TYPE) == PNG.encode()
-
-
 def as_text(response: Response) -> str:
-    """Format the outputs, see `as_lines`; a record with outputs in it stays as it is."""
-    if HeaderName.RECORD_OF in dict(response.headers):
-        record: bytes = response.outputs[RECORD].item()
-        if _is_png(response):
-            return f"{PNG}, {len(record)} bytes; --output FILE.png writes it to a file"
-        return record.decode("utf-8", "replace").rstrip()
-    return as_lines(response.outputs)
+    """Format the outputs, see `as_lines`; an answer without tensors stays as it is, if it is no
+    image or sound.
+    """
+    payload = response.payload
+    if payload is None:
+        return as_lines(response.outputs)
+    content, content_type = payload
+    if content_type.startswith(("image/", "audio/", "video/")):
+        suffix = mimetypes.guess_extension(media_type(content_type)) or ""
+        return f"{content_type}, {len(content)} bytes; --output FILE{suffix} writes it to a file"
+    return content.decode("utf-8", "replace").rstrip()
 
 
 def as_lines(arrays: Mapping[str, NDArray[Any]]) -> str:

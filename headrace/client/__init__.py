@@ -13,6 +13,7 @@ from headrace.client.client import (
     Client,
     InferenceError,
     InferenceTimeout,
+    Payload,
     Response,
 )
 from headrace.client.rpc import ClientClosed
@@ -23,6 +24,7 @@ __all__ = [
     "ClientClosed",
     "InferenceError",
     "InferenceTimeout",
+    "Payload",
     "Response",
     "SyncClient",
 ]

@@ -25,7 +25,7 @@ from headrace.config import KafkaSettings, Settings, check_namespace, make_setti
 from headrace.errors import Code, ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.log.port import Log, NewRecord, Record
 from headrace.protocol import headers as envelope
-from headrace.protocol.codec import decode_response, encode_request
+from headrace.protocol.codec import RECORD, decode_response, encode_request
 from headrace.protocol.compression import CODINGS, compress
 from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import ErrorResponse, Parameter
@@ -60,6 +60,13 @@ class InferenceTimeout(Retriable):
     """No answer arrived in time. The request may have been served; its answer is dropped."""
 
 
+class Payload(NamedTuple):
+    """Answer that is no response with tensors, such as an image."""
+
+    content: bytes
+    content_type: str
+
+
 class Response(NamedTuple):
     """Answer to a request.
 
@@ -76,6 +83,15 @@ class Response(NamedTuple):
     outputs: dict[str, NDArray[Any]]
     parameters: dict[str, Parameter]
     headers: Sequence[tuple[str, bytes | None]]
+
+    @property
+    def payload(self) -> Payload | None:
+        """The answer itself, if it is no response with tensors; None if it is one."""
+        headers = dict(self.headers)
+        if HeaderName.RECORD_OF not in headers:
+            return None
+        content_type = (headers.get(HeaderName.CONTENT_TYPE) or b"").decode("ascii", "replace")
+        return Payload(self.outputs[RECORD].item(), content_type)
 
 
 class Client:
@@ -234,6 +250,7 @@ class Client:
         payload: bytes,
         content_type: str,
         *,
+        accept: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         version: str | None = None,
         priority: int = 0,
@@ -244,10 +261,13 @@ class Client:
         """Run a model on a raw payload, such as a file; the model's configuration says how.
 
         `payload` becomes the record's value, and `content_type` (such as `image/jpeg` or
-        `text/plain`) its header. For other arguments and errors see `infer`.
+        `text/plain`) its header. `accept` names content types for the answer as in HTTP, such as
+        `image/png`; any by default. For other arguments and errors see `infer`.
         """
         named = (HeaderName.MODEL, _named(model, version))
         about = [*headers, *_urgency(priority, tenant), named]
+        if accept:
+            about.append((HeaderName.ACCEPT, accept.encode()))
         return await self._call(NewRecord(key, payload, about), content_type, timeout_s)
 
     async def _call(self, request: NewRecord, content_type: str, timeout_s: float) -> Response:

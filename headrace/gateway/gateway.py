@@ -27,7 +27,7 @@ from headrace.gateway.spans import ServerSpan, ServerSpans
 from headrace.gateway.statistics import Statistics
 from headrace.log.port import Log
 from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
-from headrace.protocol.headers import MAX_HEADER_BYTES, MAX_PRIORITY, OWN_HEADERS, HeaderName
+from headrace.protocol.headers import ALL_HEADERS, MAX_HEADER_BYTES, MAX_PRIORITY, HeaderName
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
 from headrace.telemetry.http_listener import Connections
@@ -165,7 +165,7 @@ class UnderWay:
 
 
 _CREDENTIALS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
-_NOT_FORWARDED = OWN_HEADERS | _CREDENTIALS
+_NOT_FORWARDED = ALL_HEADERS | _CREDENTIALS
 _NOT_FORWARDED_PREFIXES = ("content-", "grpc-", "x-replay-")
 
 
@@ -396,10 +396,14 @@ class Gateway:
         version: str | None,
         payload: bytes,
         content_type: str,
+        accept: str,
         urgency: Urgency,
         headers: list[tuple[str, bytes]],
     ) -> Response:
-        """Send a payload for the model's transform; otherwise as `infer`."""
+        """Send a payload for the model's transform; otherwise as `infer`.
+
+        `accept` names content types for the answer as its record carries it; empty: any.
+        """
         return await self.statistics.counted(
             model,
             version,
@@ -407,6 +411,7 @@ class Gateway:
                 model,
                 payload,
                 content_type,
+                accept=accept,
                 version=version,
                 timeout_s=urgency.timeout_s,
                 priority=urgency.priority,

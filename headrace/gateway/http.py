@@ -73,7 +73,14 @@ from headrace.protocol.compression import (
     read_coding,
     too_large,
 )
-from headrace.protocol.headers import JSON, HeaderName
+from headrace.protocol.headers import JSON, MSGPACK, OCTETS, HeaderName
+from headrace.protocol.messages import Envelope
+from headrace.protocol.negotiation import (
+    choose_content_type,
+    media_type,
+    read_accept,
+    require_content_type,
+)
 from headrace.telemetry.http_listener import HttpListener, credentials_of
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
@@ -106,7 +113,11 @@ _STATUS = {
 }
 _DENIED = frozenset({401, 403})
 _RETRY_AFTER = frozenset({429, 503})
-OCTETS = "application/octet-stream"
+ALL_BINARY = InferCall(None, {}, None, {}, 0, {}, binary_by_default=True)
+_RECORD_TYPES = {JSON: "", OCTETS: MSGPACK}
+"""Content types for the record of an answer by those over HTTP; others are the same. JSON of the
+protocol can hold any answer.
+"""
 
 _JSON_TYPES = frozenset({"", JSON, OCTETS, "application/x-www-form-urlencoded"})
 """Content types of a body that begins with JSON: clients call any body octets, and `curl -d` calls
@@ -114,12 +125,16 @@ it a form. Every other type is a payload for the model's transform.
 """
 
 
-class UnreadableBody(Rejected):
-    """The body has a coding that the door does not know, or never came in whole."""
+class RefusedAtDoor(Rejected):
+    """The request is refused with a status of its own."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(Code.INVALID_REQUEST, message)
         self.status = status
+
+
+class UnreadableBody(RefusedAtDoor):
+    """The body has a coding that the door does not know, or never came in whole."""
 
 
 class HttpDoor:
@@ -323,13 +338,17 @@ class HttpDoor:
             content_type = _content_type(request)
             regions = gateway.access(counted)
             json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
+            accept = _accepted(request)
             call: InferCall | None = None
-            if json_bytes is None and _media_type(content_type) not in _JSON_TYPES:
+            if json_bytes is None and media_type(content_type) not in _JSON_TYPES:
+                wanted = self._choose_answer(request, accept, content_type)
+                call = ALL_BINARY if wanted == OCTETS else None
                 answer = await gateway.infer_payload(
                     model,
                     version,
                     body,
                     content_type,
+                    _RECORD_TYPES.get(wanted, wanted),
                     self._urgency(request),
                     self._record_headers(request, span),
                 )
@@ -341,18 +360,24 @@ class HttpDoor:
                         partial(decode_call, body, json_bytes, regions),
                         takes_long=conversions.decoding_takes_long(body, json_bytes),
                     )
+                wanted = _require_accepted(accept, (JSON, OCTETS))
+                if wanted == OCTETS:
+                    call = call._replace(binary_by_default=True)
                 urgency = self._urgency(request, call.timeout_us)
                 answer = await gateway.infer(
                     model, version, call, urgency, self._record_headers(request, span)
                 )
             span.answered(answer)
+            if wanted not in (JSON, OCTETS) and (payload := answer.payload):
+                headers = _typed(payload.content_type)
+                return await self._compressed(request, payload.content, headers)
             body, json_bytes = await conversions.run(
                 partial(encode_answer, answer, call, regions),
                 takes_long=conversions.encoding_takes_long(answer, call),
             )
-            headers = {"Content-Type": JSON}
+            headers = _typed(JSON)
             if json_bytes is not None:
-                headers = {"Content-Type": OCTETS, JSON_BYTES: str(json_bytes)}
+                headers = {**_typed(OCTETS), JSON_BYTES: str(json_bytes)}
             return await self._compressed(request, body, headers)
 
     async def _take_predict(self, request: web.Request, span: ServerSpan) -> web.Response:
@@ -361,6 +386,7 @@ class HttpDoor:
         model, version = request.match_info["model"], request.match_info.get("version")
         with gateway.under_way.counting(request.get(_CALLER)) as counted:
             body = await self._read_body(request, counted)
+            _require_accepted(_accepted(request), (JSON,))
             predict = await conversions.run(
                 partial(decode_predict, body, self._find_version(request).signature),
                 takes_long=conversions.decoding_takes_long(body),
@@ -374,7 +400,27 @@ class HttpDoor:
                 partial(encode_predictions, answer, predict),
                 takes_long=conversions.encoding_takes_long(answer, None),
             )
-            return await self._compressed(request, answered, {"Content-Type": JSON})
+            return await self._compressed(request, answered, _typed(JSON))
+
+    def _choose_answer(self, request: web.Request, accept: str, content_type: str) -> str:
+        """Return the content type in which a payload is to be answered over HTTP: JSON of the
+        protocol by default, its binary form (`OCTETS`), or what the model answers instead.
+
+        Raises:
+            RefusedAtDoor: the caller accepts none of these.
+            Rejected: it does not accept JSON, and the model is not known here.
+        """
+        if not accept:
+            return JSON
+        try:
+            version = self._find_version(request)
+        except Rejected:
+            if not choose_content_type(accept, (JSON,)):
+                raise
+            return JSON  # the stages decide whether there is such a model
+        envelope = Envelope(content_type=media_type(content_type), model=version.name)
+        others = [each for each in version.whole_types(envelope) if each != JSON]
+        return _require_accepted(accept, (JSON, *others, OCTETS))
 
     async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
@@ -585,10 +631,6 @@ def _content_type(request: web.Request) -> str:
     return content_type
 
 
-def _media_type(content_type: str) -> str:
-    return content_type.partition(";")[0].strip().lower()
-
-
 def _coding_of(request: web.Request) -> str:
     """Return the coding of a body, empty for none. Raises `UnreadableBody`."""
     given = request.headers.get("Content-Encoding", "")
@@ -615,9 +657,26 @@ def _damage_as_unreadable() -> Iterator[None]:
 # --- answers ------------------------------------------------------------------------------------
 
 
+def _accepted(request: web.Request) -> str:
+    """Return the header Accept; empty if it is absent, or accepts all alike."""
+    return read_accept(", ".join(request.headers.getall("Accept", ())))
+
+
+def _require_accepted(accept: str, offers: tuple[str, ...]) -> str:
+    """Return the content type that the caller prefers. Raises `RefusedAtDoor`."""
+    try:
+        return require_content_type(accept, offers)
+    except Rejected as error:
+        raise RefusedAtDoor(406, error.message) from error
+
+
+def _typed(content_type: str) -> dict[str, str]:
+    return {"Content-Type": content_type}
+
+
 def _error_response(error: Exception, answer: ErrorAnswer, retry_after_s: int) -> web.Response:
     status = _STATUS.get(answer.code) or (503 if answer.retriable else 500)
-    if isinstance(error, UnreadableBody):
+    if isinstance(error, RefusedAtDoor):
         status = error.status
     headers: dict[str, str] = {}
     if status in _RETRY_AFTER:

@@ -34,9 +34,8 @@ from headrace.gateway.predict import PredictRequest, PredictResponse
 from headrace.gateway.shared_memory import RegionStatus
 from headrace.models.index import IndexEntry
 from headrace.models.metadata import ModelConfiguration, ModelMetadata
-from headrace.protocol.headers import JSON, MAX_PRIORITY
+from headrace.protocol.headers import JSON, MAX_PRIORITY, OCTETS
 
-OCTETS = "application/octet-stream"
 PATH = Path("schemas/openapi.json")
 
 _INTEGER = {"type": "integer", "minimum": 0}
@@ -226,13 +225,14 @@ def _describe_operation(operation: Operation, schemas: dict[Any, Any]) -> dict[s
             "description": "Too many requests, of this caller or of all",
             "headers": _RETRY_AFTER,
         }
+        answers["406"] = error | {"description": "The caller accepts no content type of the answer"}
     if operation.answer is not None:
         answers["200"] = {"description": "OK", "content": _json(schemas[operation.answer])}
     if operation.answer in (Live, Ready):
         answers["503"] = answers["200"] | {"description": "Not now"}
     if operation.binary:
         described["requestBody"]["content"] |= {OCTETS: {}, "*/*": {}}
-        answers["200"]["content"][OCTETS] = {}
+        answers["200"]["content"] |= {OCTETS: {}, "*/*": {}}
         answers["200"]["headers"] = {"Inference-Header-Content-Length": _JSON_BYTES}
     if parameters:
         described["parameters"] = parameters

@@ -19,6 +19,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import BoxesAnswer, ClassesAnswer, MaskAnswer
 from headrace.models.inputs.images import Images, Placement
 from headrace.models.signature import Signature, TensorSpec
+from headrace.protocol.headers import JSON, PNG
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -34,6 +35,8 @@ class ClassAnswers:
     Raises:
         ConfigurationError: there is no such output of numbers.
     """
+
+    content_type = JSON
 
     def __init__(
         self, config: ClassesAnswer, signature: Signature, labels: Mapping[str, Sequence[bytes]]
@@ -78,6 +81,8 @@ class BoxAnswers:
     Raises:
         ConfigurationError: the outputs do not fit.
     """
+
+    content_type = JSON
 
     def __init__(
         self,
@@ -231,6 +236,8 @@ class MaskAnswers:
     Raises:
         ConfigurationError: the output does not fit.
     """
+
+    content_type = PNG
 
     def __init__(self, config: MaskAnswer, signature: Signature, images: Images) -> None:
         spec = _find_output(signature, config.output, "answer.mask.output")

@@ -22,6 +22,9 @@ from headrace.models.profiling.latency import Latency
 from headrace.models.repository import FoundModel, FoundVersion, read_signature
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, without_batching
+from headrace.protocol.headers import JSON, is_payload, tensor_types
+from headrace.protocol.messages import Envelope
+from headrace.protocol.negotiation import require_content_type
 from headrace.tuning import TUNING, ModelTuning
 
 
@@ -135,6 +138,34 @@ class ModelVersion:
     def rewrites_answers(self) -> bool:
         """True if payloads get other answers than the outputs as tensors."""
         return self.answers is not None or (self.records is not None and self.records.pass_through)
+
+    def whole_types(self, envelope: Envelope) -> tuple[str, ...]:
+        """Return the content types, other than those of tensors, in which a request can be
+        answered; none for a request with tensors.
+        """
+        if not is_payload(envelope) or (
+            envelope.content_type == JSON and not self.config.takes_json
+        ):
+            return ()
+        if self.answers is not None:
+            return (self.answers.content_type,)
+        if self.records is not None and self.records.pass_through:
+            return (envelope.content_type,)
+        return ()
+
+    def choose_whole_type(self, envelope: Envelope) -> str:
+        """Return which of the `whole_types` is the answer's, as the caller accepts them; empty if
+        the answer has tensors. What is no tensors is preferred.
+
+        Raises:
+            Rejected: `INVALID_REQUEST`: the caller accepts nothing that the version can answer.
+        """
+        whole = self.whole_types(envelope)
+        if not envelope.accept:
+            return whole[0] if whole else ""
+        offers = (*whole, *tensor_types(envelope.content_type))
+        chosen = require_content_type(envelope.accept, offers)
+        return chosen if chosen in whole else ""
 
     @property
     def depends_on_values(self) -> bool:

@@ -14,6 +14,7 @@ import cramjam
 import numpy as np
 
 from headrace.errors import Code, Rejected
+from headrace.protocol.negotiation import read_qualities
 from headrace.tuning import TUNING
 
 GZIP = "gzip"
@@ -43,21 +44,11 @@ def choose_coding(accepted: str) -> str:
     `*` stands for the codings that are not named. Among equal qualities zstd is preferred, then
     gzip.
     """
-    qualities = dict(_quality(each) for each in accepted.lower().split(","))
+    qualities = read_qualities(accepted)
     others = qualities.get("*", 0.0)
     best = max(CODINGS, key=lambda coding: qualities.get(coding, others))
     quality = qualities.get(best, others)
     return best if quality > 0 and quality >= qualities.get("identity", 0.0) else ""
-
-
-def _quality(item: str) -> tuple[str, float]:
-    """Return a coding and its quality, 0 if that cannot be read."""
-    name, _, weight = item.partition(";")
-    _, given, value = weight.partition("q=")
-    try:
-        return name.strip(), float(value) if given else 1.0
-    except ValueError:
-        return name.strip(), 0.0
 
 
 def compress(content: bytes, coding: str) -> bytes:

@@ -17,13 +17,13 @@ from typing import Any, Final, NoReturn
 from headrace.protocol.compression import CODINGS, choose_coding, read_coding
 from headrace.protocol.messages import (
     MAX_NAME_LENGTH,
-    PNG_ANSWER,
-    RECORD_ANSWER,
-    WHOLE_ANSWERS,
     Envelope,
     Failure,
     Request,
+    is_whole_answer,
+    whole_answer_type,
 )
+from headrace.protocol.negotiation import choose_content_type, media_type, read_accept
 from headrace.tuning import TUNING
 
 
@@ -33,6 +33,7 @@ class HeaderName:
     # of requests
     CONTENT_TYPE: Final = "content-type"
     CONTENT_ENCODING: Final = "content-encoding"
+    ACCEPT: Final = "accept"
     ACCEPT_ENCODING: Final = "accept-encoding"
     CORRELATION_ID: Final = "kafka_correlationId"
     REPLY_TOPIC: Final = "kafka_replyTopic"
@@ -73,7 +74,7 @@ class HeaderName:
     """Identity of the dead letter that was copied."""
 
 
-OWN_HEADERS = frozenset(
+ALL_HEADERS = frozenset(
     value.lower() for name, value in vars(HeaderName).items() if not name.startswith("_")
 )
 """All of `HeaderName`, in lower case."""
@@ -81,9 +82,11 @@ OWN_HEADERS = frozenset(
 MSGPACK: Final = "application/msgpack"
 JSON: Final = "application/json"
 PNG: Final = "image/png"
+OCTETS: Final = "application/octet-stream"
 MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/x-msgpack"})
 """An absent header means MessagePack."""
 
+_TENSOR_TYPES = (JSON, MSGPACK, *sorted(MSGPACK_TYPES - {"", MSGPACK}))
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
 """Any other type is a payload that only the model's transform can read."""
 
@@ -251,7 +254,7 @@ def _content_type_fault(content_type: str, model: str) -> str | None:
 
 @lru_cache(maxsize=_TUNING.cached_content_types)
 def _content_type(value: bytes) -> str:
-    return value.decode("ascii", "replace").partition(";")[0].strip().lower()
+    return media_type(value.decode("ascii", "replace"))
 
 
 @lru_cache(maxsize=_TUNING.cached_header_values)
@@ -335,6 +338,11 @@ def _accept_encoding(value: bytes) -> str:
     return choose_coding(value.decode("ascii", "replace"))
 
 
+@lru_cache(maxsize=_TUNING.cached_header_values)
+def _accept(value: bytes) -> str:
+    return read_accept(value.decode("ascii", "replace"))
+
+
 def _too_long(value: bytes) -> NoReturn:
     raise ValueError(f"expected at most {MAX_HEADER_BYTES} bytes, got {len(value)}")
 
@@ -346,7 +354,7 @@ def _shown(value: bytes) -> str:
 _Parse = Callable[[bytes], Any]
 
 # Index of each header among the fields of `parse_envelope`, and its parser, if it has one.
-# The first sixteen fields are those of `Envelope`; the last two are merged into them.
+# The first seventeen fields are those of `Envelope`; the last two are merged into them.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.CONTENT_TYPE: (0, _content_type),
     HeaderName.CORRELATION_ID: (1, None),
@@ -361,8 +369,9 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.CONTENT_ENCODING: (13, _content_encoding),
     HeaderName.ACCEPT_ENCODING: (14, _accept_encoding),
     HeaderName.CLAIM: (15, None),  # parsed where it is used: most processes never do
-    HeaderName.TIMEOUT_MS: (16, _milliseconds(0)),
-    HeaderName.MODEL: (17, _model),
+    HeaderName.ACCEPT: (16, _accept),
+    HeaderName.TIMEOUT_MS: (17, _milliseconds(0)),
+    HeaderName.MODEL: (18, _model),
 }
 _DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
 _BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
@@ -406,6 +415,19 @@ def answer_content_type(request_content_type: str) -> str:
     return JSON
 
 
+def tensor_types(request_content_type: str) -> tuple[str, ...]:
+    """Return the content types of answers with tensors, the one without `accept` first."""
+    usual = answer_content_type(request_content_type)
+    return (usual, *[each for each in _TENSOR_TYPES if each != usual])
+
+
+def tensors_content_type(envelope: Envelope) -> str:
+    """Return the content type of an answer with tensors; the usual one if `accept` accepts none."""
+    content_type, accept = envelope.content_type, envelope.accept
+    chosen = choose_content_type(accept, tensor_types(content_type)) if accept else ""
+    return chosen or answer_content_type(content_type)
+
+
 def begins_as_json(value: bytes | memoryview | None) -> bool:
     """Return True if a value can only be a JSON object: no MessagePack map begins with a brace."""
     return value is not None and bytes(value[:_LOOKED_AT_BYTES]).lstrip()[:1] == b"{"
@@ -416,7 +438,9 @@ def error_content_type(request: Request) -> str:
 
     JSON without its content type is answered in JSON, the only format that its caller reads.
     """
-    content_type = request.envelope.content_type
+    content_type, accept = request.envelope.content_type, request.envelope.accept
+    if accept and (chosen := choose_content_type(accept, tensor_types(content_type))):
+        return chosen
     if content_type in MSGPACK_TYPES and begins_as_json(request.value):
         return JSON
     return answer_content_type(content_type)
@@ -442,7 +466,12 @@ def answers_headers(
     first, second = _first_two(content_type, status)
     for request in requests:
         envelope = request.envelope
-        own_type = envelope.content_type if status == "ok" else error_content_type(request)
+        if status != "ok":
+            own_type = error_content_type(request)
+        elif envelope.accept:
+            own_type = tensors_content_type(envelope)
+        else:
+            own_type = envelope.content_type
         if own_type != content_type:
             content_type = own_type
             first, second = _first_two(content_type, status)
@@ -458,7 +487,7 @@ def answers_headers(
 
 def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
     """Add the headers of an answer that come from the caller's."""
-    if request.failure is None and request.output_metadata in WHOLE_ANSWERS:
+    if request.failure is None and is_whole_answer(request.output_metadata):
         _describe_whole(headers, request)
     if request.failure is None and (request.compressed or request.stored):
         _add_coding(headers, request, envelope)
@@ -488,12 +517,11 @@ def _add_coding(headers: list[Header], request: Request, envelope: Envelope) -> 
 
 
 def _describe_whole(headers: list[Header], request: Request) -> None:
-    """Add the headers of an answer that is a record, JSON or a PNG instead of tensors."""
-    if request.output_metadata == RECORD_ANSWER:
+    """Add the headers of an answer that is a record, JSON or a file instead of tensors."""
+    content_type = whole_answer_type(request.output_metadata).encode()
+    if not content_type:
         content_type = dict(request.headers).get(HeaderName.CONTENT_TYPE) or b""
-        headers[0] = (HeaderName.CONTENT_TYPE, content_type)
-    elif request.output_metadata == PNG_ANSWER:
-        headers[0] = (HeaderName.CONTENT_TYPE, PNG.encode())
+    headers[0] = (HeaderName.CONTENT_TYPE, content_type)
     record_of = f"{request.model}/{request.version}"
     headers.append((HeaderName.RECORD_OF, record_of.encode()))
 

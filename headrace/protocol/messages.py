@@ -353,12 +353,22 @@ RECORD_ANSWER: tuple[TensorMetadata, ...] = (("", "BYTES", (1,)),)
 """Metadata of the outputs of a request whose answer is the only element, as it is; no output of a
 model has an empty name.
 """
-JSON_ANSWER: tuple[TensorMetadata, ...] = (("\0application/json", "BYTES", (1,)),)
-"""The same for an answer that is JSON, whatever the request was."""
-PNG_ANSWER: tuple[TensorMetadata, ...] = (("\0image/png", "BYTES", (1,)),)
-"""The same for an answer that is a PNG."""
-WHOLE_ANSWERS = RECORD_ANSWER, JSON_ANSWER, PNG_ANSWER
-"""Metadata of all answers that are the only element."""
+_OF_TYPE = "\0"
+
+
+def whole_answer(content_type: str) -> tuple[TensorMetadata, ...]:
+    """Return the same for an answer of a content type of its own, whatever the request's is."""
+    return ((_OF_TYPE + content_type, "BYTES", (1,)),)
+
+
+def is_whole_answer(metadata: tuple[TensorMetadata, ...]) -> bool:
+    """Return True for `RECORD_ANSWER` and the metadata of `whole_answer`."""
+    return len(metadata) == 1 and metadata[0][0][:1] in ("", _OF_TYPE)
+
+
+def whole_answer_type(metadata: tuple[TensorMetadata, ...]) -> str:
+    """Return the content type in the metadata of a whole answer; empty for `RECORD_ANSWER`."""
+    return metadata[0][0][1:]
 
 
 class Failure(NamedTuple):
@@ -400,6 +410,8 @@ class Envelope(NamedTuple):
         content_encoding: coding of the value; empty for none.
         answer_encoding: coding that the caller wants for the answer; empty for none.
         claim: reference to the value, which is in a store, see `headrace.protocol.claims`.
+        accept: content types that the caller wants for the answer, in lower case, see
+            `headrace.protocol.negotiation.choose_content_type`; empty for any.
     """
 
     content_type: str = ""
@@ -418,6 +430,7 @@ class Envelope(NamedTuple):
     content_encoding: str = ""
     answer_encoding: str = ""
     claim: bytes | None = None
+    accept: str = ""
 
 
 class BatchSummary(Struct, frozen=True):

@@ -17,15 +17,13 @@ from headrace.models.inputs.records import Records
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Pauses
 from headrace.protocol.codec import plain_value
-from headrace.protocol.headers import JSON, is_payload
 from headrace.protocol.messages import (
-    JSON_ANSWER,
-    PNG_ANSWER,
     RECORD_ANSWER,
     Failure,
     Request,
     Tensor,
     TensorMetadata,
+    whole_answer,
 )
 from headrace.protocol.tensors import to_array
 from headrace.telemetry.logs import Event
@@ -41,14 +39,29 @@ async def rewrite_answers(
     tuning: ExecutorTuning = TUNING.executor,
     clock: Clock = wall_clock_us,
 ) -> None:
-    """Replace the outputs of requests that were payloads by what the version's model answers them.
+    """Replace the outputs of requests that were payloads by what the version's model answers them,
+    unless they accept tensors alone.
 
     A request whose answer cannot be written fails.
     """
+    chosen = [request for request in requests if _gets_whole_answer(request, version)]
+    if not chosen:
+        return
     if version.answers is not None:
-        await _write_answers(requests, version, version.answers, tuning)
+        await _write_answers(chosen, version, version.answers, tuning)
     elif version.records is not None:
-        await pass_through(requests, version.records, tuning, clock)
+        await pass_through(chosen, version.records, tuning, clock)
+
+
+def _gets_whole_answer(request: Request, version: ModelVersion) -> bool:
+    """Return whether an ended request has outputs that are to be replaced."""
+    if request.output_data is None or request.failure is not None:
+        return False
+    try:
+        return bool(version.choose_whole_type(request.envelope))
+    except Rejected as error:  # ingest has looked at another version
+        _fail(request, rejection(error, Stage.EXECUTOR))
+        return False
 
 
 async def _write_answers(
@@ -57,22 +70,13 @@ async def _write_answers(
     answers: ClassAnswers | BoxAnswers | MaskAnswers,
     tuning: ExecutorTuning,
 ) -> None:
-    takes_json, batched = version.config.takes_json, version.signature.batched
-    chosen = [
-        request
-        for request in requests
-        if request.output_data is not None
-        and request.failure is None
-        and is_payload(request.envelope)
-        and (takes_json or request.envelope.content_type != JSON)
-    ]
-    size_bytes = sum([len(data) for request in chosen for data in request.output_data or ()])
-    rows = sum([request.rows for request in chosen])
-
-    metadata = PNG_ANSWER if isinstance(answers, MaskAnswers) else JSON_ANSWER
+    batched = version.signature.batched
+    size_bytes = sum([len(data) for request in requests for data in request.output_data or ()])
+    rows = sum([request.rows for request in requests])
+    metadata = whole_answer(answers.content_type)
 
     def write_all() -> None:
-        for request in chosen:
+        for request in requests:
             outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
             try:
                 if isinstance(answers, ClassAnswers):
@@ -108,31 +112,24 @@ async def pass_through(
     tuning: ExecutorTuning = TUNING.executor,
     clock: Clock = wall_clock_us,
 ) -> None:
-    """Replace the outputs of requests that were records by the records with the outputs in them.
+    """Replace the outputs of requests, all records, by the records with the outputs in them.
 
     Many bytes are written on a thread, and so are records that came compressed, whose sizes are not
     known. A request whose record cannot be written fails. While the schema registry is away,
     requests whose schemas this process does not know wait, at most until their deadlines.
     """
-    chosen = [
-        request
-        for request in requests
-        if request.output_data is not None
-        and request.failure is None
-        and is_payload(request.envelope)
-    ]
     if records.framed is not None:
-        await _learn_schemas(chosen, records.framed, clock)
-        chosen = [request for request in chosen if request.failure is None]
-    size_bytes = sum([len(request.value or b"") for request in chosen])
+        await _learn_schemas(requests, records.framed, clock)
+        requests = [request for request in requests if request.failure is None]
+    size_bytes = sum([len(request.value or b"") for request in requests])
     is_compressed = any(
         request.envelope.content_encoding or records.expands(request.envelope.content_type)
-        for request in chosen
+        for request in requests
     )
     if size_bytes <= tuning.inline_record_bytes and not is_compressed:
-        _pass_all_through(chosen, records)
+        _pass_all_through(requests, records)
     else:
-        await asyncio.to_thread(_pass_all_through, chosen, records)
+        await asyncio.to_thread(_pass_all_through, requests, records)
 
 
 async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas, clock: Clock) -> None:

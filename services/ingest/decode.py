@@ -27,6 +27,7 @@ from headrace.protocol.headers import (
     MSGPACK_TYPES,
     NO_HEADERS,
     parse_envelope,
+    tensor_types,
 )
 from headrace.protocol.messages import (
     Envelope,
@@ -36,6 +37,7 @@ from headrace.protocol.messages import (
     Request,
     Tensor,
 )
+from headrace.protocol.negotiation import require_content_type
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
 from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.schemas import find_unknown
@@ -215,7 +217,7 @@ def _is_plain(envelope: Envelope, now_us: int) -> bool:
     """Return True if the headers need no special handling and the deadline has not passed."""
     if envelope.fault is not None or envelope.cancels is not None or envelope.model:
         return False
-    if envelope.content_encoding or envelope.claim is not None:
+    if envelope.content_encoding or envelope.claim is not None or envelope.accept:
         return False
     deadline_ms = envelope.deadline_ms
     in_time = not deadline_ms or now_us < deadline_ms * 1000
@@ -310,6 +312,7 @@ def _take_claim(request: Request, header: bytes, rules: IngestRules) -> Request:
             # Its share of the budget is charged before the object is here.
             raise refuse_claim("a header x-model beside it", "none")
         version = rules.models.lookup(envelope.model, envelope.version or None)
+        version.choose_whole_type(envelope)  # raises before the object is fetched
         claim = rules.read_claim(header)
     except Rejected as error:
         _refuse(request, error, None)
@@ -468,6 +471,8 @@ def _bind(
     envelope: Envelope,
     rules: IngestRules,
 ) -> None:
+    if envelope.accept:
+        require_content_type(envelope.accept, tensor_types(envelope.content_type))
     # Only a value that names its model itself determines the request.
     cacheable: bytes | None = None
     if type(value) is bytes and not envelope.model and envelope.content_type in MSGPACK_TYPES:
@@ -515,6 +520,7 @@ def _bind_payload(
 ) -> None:
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
+    version.choose_whole_type(envelope)  # raises before anything of the payload is converted
     if rules.learn_later is not None and find_unknown(version, payload) is not None:
         rules.learn_later(PendingTransform(request, version, payload, envelope.content_type))
         return

@@ -19,7 +19,7 @@ from headrace.protocol.headers import HeaderName
 from headrace.topics import STAGES, Stage
 from tests.support.command_line import Call
 from tests.support.gateways import gateway_of
-from tests.support.models import add_version, identity, make_model
+from tests.support.models import add_version, identity, make_model, segmenter
 from tests.support.pipelines import log_for, serving
 
 CONFIG = """
@@ -135,23 +135,6 @@ fit = "letterbox"
 max_images = 1
 [answer.mask]
 """
-
-
-def segmenter() -> onnx.ModelProto:
-    """Gives each pixel of 8 x 8 the number of its column as class, whatever it is."""
-    classes = np.tile(np.arange(8, dtype=np.int64), (1, 8, 1))
-    constants = {"classes": classes, "at": [0], "size": [8, 8]}
-    return make_model(
-        [
-            helper.make_node("Shape", ["x"], ["shape"]),
-            helper.make_node("Gather", ["shape", "at"], ["rows"]),
-            helper.make_node("Concat", ["rows", "size"], ["wanted"], axis=0),
-            helper.make_node("Expand", ["classes", "wanted"], ["y"]),
-        ],
-        [("x", TensorProto.UINT8, ["batch", 8, 8, 3])],
-        [("y", TensorProto.INT64, ["batch", 8, 8])],
-        [numpy_helper.from_array(np.array(value), name) for name, value in constants.items()],
-    )
 
 
 @pytest.mark.parametrize("groups", [[list(STAGES)], [[stage] for stage in STAGES]])

@@ -518,8 +518,12 @@ async def test_only_named_headers_of_http_caller_reach_request(repository: Path)
 
 
 @pytest.mark.parametrize(
-    "name", ["authorization", "x-tenant", "x-claim", "content-type", "X-Upper", "kafka_replyTopic"]
-)
+    "name",
+    [
+        "authorization", "x-tenant", "x-claim", "content-type", "X-Upper", "kafka_replyTopic",
+        "kafka_replytopic", "traceparent", "accept", "accept-encoding",
+    ],
+)  # fmt: skip
 async def test_header_that_is_not_callers_to_forward_is_refused(
     repository: Path, name: str
 ) -> None:

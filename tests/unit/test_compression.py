@@ -63,6 +63,9 @@ def test_coding_is_read_without_case(text: str, coding: str | None) -> None:
         ("gzip, deflate, br", "gzip"),
         ("compress", ""),
         ("gzip;q=soon", ""),
+        ("gzip;q=nan, br;q=0.1", "br"),
+        ("gzip ; q=0.2, br;q=-1", "gzip"),
+        ("gzip;seq=5;q=0.5, br;q=0.6", "br"),
     ],
 )
 def test_answer_coding_has_highest_quality(accepted: str, coding: str) -> None:

@@ -10,9 +10,8 @@ import msgspec
 from headrace.errors import Code
 from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.codec.json_data import bytes_to_data
-from headrace.protocol.headers import MSGPACK_TYPES, error_content_type
+from headrace.protocol.headers import MSGPACK_TYPES, error_content_type, tensors_content_type
 from headrace.protocol.messages import (
-    WHOLE_ANSWERS,
     ErrorDetails,
     ErrorResponse,
     Failure,
@@ -23,6 +22,7 @@ from headrace.protocol.messages import (
     Request,
     Tensor,
     TensorMetadata,
+    is_whole_answer,
 )
 from headrace.protocol.tensors import split_elements
 from headrace.tuning import TUNING
@@ -65,21 +65,20 @@ _packed_timings: BoundedCache[tuple[int, ...], bytes] = BoundedCache(_TUNING.cac
 def encode_response(request: Request, now_us: int) -> bytes:
     """Return the value of the response record of a request with outputs.
 
-    MessagePack for a request in MessagePack, the element itself for `WHOLE_ANSWERS`,
-    otherwise JSON.
-    `parameters` has the timings:
-    `queue_us` from ingest until the batch was formed, `compute_us` in the model, and `batch_us`
-    for the rest of the batch's time until `now_us`.
+    The element itself for a whole answer; otherwise MessagePack or JSON, as the request accepts,
+    by default its own format. `parameters` has the timings: `queue_us` from ingest until the batch
+    was formed, `compute_us` in the model, and `batch_us` for the rest of the batch's time until
+    `now_us`.
 
     Args:
         request: a request that has `outputs`.
         now_us: epoch microseconds.
     """
-    timings = _timings(request, now_us)
-    if request.envelope.content_type in MSGPACK_TYPES:
-        return _framed(request, timings)
-    if request.output_metadata in WHOLE_ANSWERS:
+    if is_whole_answer(request.output_metadata):
         return split_elements(_outputs(request)[0])[0]
+    timings = _timings(request, now_us)
+    if tensors_content_type(request.envelope) in MSGPACK_TYPES:
+        return _framed(request, timings)
     return _encode_json(
         JsonInferenceResponse(
             model_name=request.model,
@@ -116,6 +115,7 @@ def encode_responses(requests: Sequence[Request], now_us: int) -> list[bytes]:
             template is None
             or request.id is not None
             or request.envelope.content_type not in MSGPACK_TYPES
+            or request.envelope.accept
         ):
             append(encode_response(request, now_us))
         else:
@@ -259,7 +259,9 @@ def _json_output(tensor: Tensor) -> JsonOutputTensor:
 
 
 def encode_error(request: Request, failure: Failure) -> bytes:
-    """Return the value of the response record of a failed request, in its request's format."""
+    """Return the value of the response record of a failed request, in its request's format,
+    or the one that it accepts.
+    """
     response = ErrorResponse(
         id=request.id,
         error=failure.message,

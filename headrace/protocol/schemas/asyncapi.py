@@ -223,6 +223,11 @@ def _request_headers() -> _Node:
             "or a payload's own type. Matched without regard to case and parameters."
         ),
         "content-encoding": _coding("Of the value; it is not compressed when absent."),
+        "accept": _text(
+            "Content types of the answer that the caller reads, with qualities as in HTTP: "
+            f"{MSGPACK} or {JSON}, or what [answer] or pass_through in model.toml makes of a "
+            "payload. As if absent, */* means any."
+        ),
         "accept-encoding": _text(
             f"Codings that the caller reads, of {', '.join(CODINGS)}, with qualities as in HTTP. "
             "The answer is not compressed when absent."
@@ -250,8 +255,9 @@ def _request_headers() -> _Node:
 def _response_headers() -> _Node:
     return {
         "content-type": _text(
-            f"As the request's; {JSON} for a raw payload, or {PNG} if [answer.mask] in model.toml "
-            f"answers it, and {JSON} for the error of a value that begins with a brace."
+            f"As accept chooses. Otherwise as the request's; {JSON} for a raw payload, or {PNG} if "
+            f"[answer.mask] in model.toml answers it, and {JSON} for the error of a value that "
+            "begins with a brace."
         ),
         "x-record-of": _text(
             "Only if the value is no response with tensors: name and version of the model, with a "

@@ -135,6 +135,11 @@ def test_infer_uses_given_content_type(call: Call, client: ScriptedClient, png: 
         (("--input", "x=[1]", "--input", "x=[2]"), "x: expected each input once"),
         (("--input", "x=[1]", "--timeout", "0"), "0.0 is not in the range x>0"),
         (("--file", "nowhere.png"), "No such file or directory"),
+        (
+            ("--input", "x=[1]", "--output", "y.png"),
+            "--output y.png: expected a name that ends in .npz or .json, since --input is answered "
+            "with tensors, got one of image/png",
+        ),
     ],
 )
 def test_wrong_infer_usage_exits_with_2(
@@ -144,6 +149,35 @@ def test_wrong_infer_usage_exits_with_2(
     result = call("infer", "m", *arguments)
     assert (result.exit_code, client.calls) == (Exit.USAGE, [])
     assert said in result.stderr
+
+
+def test_answer_of_another_content_type_is_not_written(
+    call: Call, client: ScriptedClient, png: str, tmp_path: Path
+) -> None:
+    """A service of an earlier release knows nothing of what is accepted."""
+    result = call("infer", "m", "--file", png, "--output", "mask.png")
+
+    assert client.calls[0][1]["accept"] == "image/png"
+    assert result.exit_code == Exit.USAGE
+    assert result.stderr.strip().endswith(
+        "--output: mask.png: expected an answer in image/png, got tensors; name a .json file"
+    )
+    assert not (tmp_path / "mask.png").exists()
+
+
+def test_image_is_written_as_it_is_and_shown_by_its_size(
+    call: Call, client: ScriptedClient, png: str, tmp_path: Path
+) -> None:
+    """Whatever parameters its content type has."""
+    headers = [("content-type", b"image/jpeg; quality=90"), ("x-record-of", b"m/1")]
+    record = np.array([b"\xff\xd8"], object)
+    client.outcome = Response("m", "1", None, {"record": record}, {}, headers)
+    shown = call("infer", "m", "--file", png)
+    written = call("infer", "m", "--file", png, "--output", "drawn.jpg")
+
+    assert shown.stdout.startswith("image/jpeg; quality=90, 2 bytes; --output FILE.jp")
+    assert written.exit_code == Exit.DONE
+    assert (tmp_path / "drawn.jpg").read_bytes() == b"\xff\xd8"
 
 
 def test_infer_failure_is_one_line(call: Call, client: ScriptedClient) -> None:

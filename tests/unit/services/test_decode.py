@@ -31,6 +31,8 @@ UNLIKE: list[tuple[bytes | None, list[tuple[str, bytes | None]]]] = [
     (digits_value(), [("content-type", b"application/json")]),
     (digits_value(), [("x-cancel", b"headrace.requests/0/0")]),
     (digits_value(), [("x-cancel", b"")]),
+    (digits_value(), [("accept", b"application/json")]),
+    (digits_value(), [("accept", b"image/png")]),
     (digits_value(rows=3), []),
     (digits_value(id="mine"), []),
     (digits_value(version="1"), []),
