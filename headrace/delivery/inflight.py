@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.budget import Budget, Share
+from headrace.delivery.budget import Budget, Share, Usage
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.protocol.ack import AckHandle
@@ -276,6 +276,13 @@ class InFlightAck(Struct, eq=False, gc=False):
         """True if the partition was revoked: work on the record is wasted."""
         return self.assignment.revoked
 
+    @property
+    def leaving(self) -> bool:
+        """True if a request that waits long is left in the log: its partition is about to be
+        revoked, or was, or the process stops.
+        """
+        return self.assignment.leaving or self.assignment.revoked
+
     def resize(self, size_bytes: int) -> None:
         """Correct the charge once the size really kept is known."""
         self.assignment.budget.used_bytes += size_bytes - self.size_bytes
@@ -294,6 +301,16 @@ class InFlightAck(Struct, eq=False, gc=False):
         assignment.deferred[self.offset] = deferred
         assignment.notify()
         return deferred
+
+    def leave(self, envelope: Envelope) -> None:
+        """Leave the record in the log, unanswered, for the next owner of its partition."""
+        if self.revoked:
+            self.ack()
+            return
+        if self.share is not None:
+            self.share.charge(-self.size_bytes)
+        # Nothing reads it again here, so it waits for no room.
+        self.defer(Share(Usage(), None), 0, envelope)
 
     def hold(self) -> None:
         """Note that the answer to one part waits for an earlier answer."""

@@ -129,6 +129,7 @@ class _Stages:
     Attributes:
         functions: by the names of their tasks.
         ingest, batcher, executor, responder: None without that stage.
+        source_values: those that read the values of requests here.
     """
 
     def __init__(self) -> None:
@@ -137,6 +138,7 @@ class _Stages:
         self.batcher: BatcherService | None = None
         self.executor: ExecutorService | None = None
         self.responder: ResponderService | None = None
+        self.source_values: list[SourceValues] = []
 
     def refusal(self, envelope: Envelope, rows: int = 0) -> Failure | None:
         """Return the failure of a request that would be late behind those that wait."""
@@ -147,6 +149,8 @@ class _Stages:
         """Notify the stages that partitions were revoked, or are leaving."""
         if self.ingest is not None:
             self.ingest.revoked()
+        for values in self.source_values:
+            values.revoked()
         if self.responder is not None:
             self.responder.revoked()
 
@@ -310,7 +314,7 @@ class _Composition:
         if Stage.INGEST in self._here:
             self._add_ingest(stages, producer, answers)
         elif stages.batcher is not None:
-            values = self._make_source_values(Stage.BATCHER, self._needs_value)
+            values = self._make_source_values(stages, Stage.BATCHER, self._needs_value)
             items = item_receiver(self._source, answers.writer(), values)
             stages.functions["read-items"] = partial(
                 values.pump, items, stages.batcher, answers.writer()
@@ -347,7 +351,7 @@ class _Composition:
         stages.responder = responder
         stages.functions["responder"] = responder.run
         if self._source_offsets is not None:
-            values = self._make_source_values(Stage.RESPONDER, _needs_dead_letter)
+            values = self._make_source_values(stages, Stage.RESPONDER, _needs_dead_letter)
             receiver = result_receiver(self._source, values)
             stages.functions["read-results"] = partial(values.pump, receiver, responder.writer())
         return responder
@@ -440,7 +444,7 @@ class _Composition:
                 self._models.catalog.lookup_bound,
                 heartbeat,
                 self._rebinder.rebind,
-                self._make_source_values(Stage.EXECUTOR, self._needs_value),
+                self._make_source_values(stages, Stage.EXECUTOR, self._needs_value),
             )
             stages.functions["read-batches"] = batches.run
             stages.functions["heartbeat"] = heartbeat.run
@@ -477,9 +481,9 @@ class _Composition:
         stages.functions["write-batches"] = dispatcher.run
 
     def _make_source_values(
-        self, stage: Stage, is_needed: Callable[[Request], bool]
+        self, stages: _Stages, stage: Stage, is_needed: Callable[[Request], bool]
     ) -> SourceValues:
-        return SourceValues(
+        values = SourceValues(
             self._log,
             self._settings.topic(Topic.REQUESTS),
             is_needed,
@@ -489,6 +493,8 @@ class _Composition:
             self._tuning.transport,
             self._fetcher,
         )
+        stages.source_values.append(values)
+        return values
 
     def _needs_value(self, request: Request) -> bool:
         """Return True if models run here and a request's inputs are in its value, or if the request

@@ -25,6 +25,7 @@ from headrace.claims.stores import ClaimUnavailable
 from headrace.clock import wall_clock_us
 from headrace.crash_isolation.isolation import is_isolated
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
+from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Code, Rejected, Retriable
 from headrace.log.errors import UnknownPartition
 from headrace.log.port import Log, Record, TopicPartition
@@ -85,6 +86,8 @@ class SourceValues:
         self._tuning = tuning
         self._backoff = Backoff(tuning.source_retry_first_s, tuning.source_retry_max_s)
         self._surplus = _Surplus(tuning.source_surplus_bytes)
+        self._fetching: dict[Request, asyncio.Timeout] = {}
+        self._held: dict[Request, InFlightAck] = {}
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests whose values have to be read."""
@@ -95,6 +98,13 @@ class SourceValues:
         as soon as those are admitted, so that nothing else takes their room.
         """
         return sum([request.referenced for request in self.missing(requests)])
+
+    def revoked(self) -> None:
+        """End the fetches of claims whose partitions were revoked. A drain does not wait for those
+        of partitions that are leaving.
+        """
+        for request, within in self._fetching.items():
+            self._note_revocation(request, within)
 
     async def pump(
         self,
@@ -277,15 +287,36 @@ class SourceValues:
             claim = self._fetcher.read_claim(request.envelope.claim)
             due_ms = request.envelope.deadline_ms
             left_s = due_ms / 1000 - wall_clock_us() / 1e6
-            async with asyncio.timeout(left_s if due_ms else None):
+            async with asyncio.timeout(left_s if due_ms else None) as within:
+                self._fetching[request] = within
+                self._note_revocation(request, within)
                 content = await self._fetcher.fetch(claim)
             restore_value(request, content)
         except TimeoutError:
-            self._end_claim(request, deadline_exceeded(due_ms, 0.0, self._stage))
+            is_revoked = request.ack_handle.revoked
+            late = REVOKED if is_revoked else deadline_exceeded(due_ms, 0.0, self._stage)
+            self._end_claim(request, late)
         except ClaimUnavailable as error:
             self._end_claim(request, Failure(Code.INTERNAL, str(error), self._stage))
         except Rejected as error:
             self._end_claim(request, rejection(error, self._stage))
+        finally:
+            self._fetching.pop(request, None)
+            held = self._held.pop(request, None)
+            if held is not None:
+                held.release()
+
+    def _note_revocation(self, request: Request, within: asyncio.Timeout) -> None:
+        ack_handle = request.ack_handle
+        if ack_handle.revoked:
+            within.reschedule(asyncio.get_running_loop().time())
+        elif (
+            isinstance(ack_handle, InFlightAck)
+            and ack_handle.assignment.leaving
+            and request not in self._held
+        ):
+            self._held[request] = ack_handle
+            ack_handle.hold()
 
     def _end_claim(self, request: Request, failure: Failure) -> None:
         request.referenced = 0

@@ -27,7 +27,7 @@ from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Failure, Request
 from headrace.services.ingest.decode import IngestRules, PendingClaim, decode_claimed
-from headrace.services.ingest.schemas import leave_in_log
+from headrace.services.ingest.schemas import is_leaving, leave_in_log
 from headrace.services.ingest.transforms import PendingTransform, PendingValue
 from headrace.topics import Stage
 from headrace.tuning import TUNING, IngestTuning
@@ -167,8 +167,7 @@ class ClaimWaits:
 
     def _is_left(self, request: Request) -> bool:
         """Return True if a request whose object is not here is left in the log."""
-        assignment = _ack_of(request).assignment
-        return self._closing.is_set() or assignment.leaving or assignment.revoked
+        return self._closing.is_set() or is_leaving(request)
 
     def _wake(self, request: Request) -> None:
         """End the fetch of a request early."""

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from headrace.clock import Clock
-from headrace.delivery.budget import Share, Usage
 from headrace.delivery.failures import REVOKED, deadline_passed
 from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Rejected, Retriable
@@ -57,6 +56,7 @@ class SchemaWaits:
         self._clock = clock
         self._tuning = tuning
         self._waiting: OrderedDict[tuple[ModelVersion, int], list[PendingTransform]] = OrderedDict()
+        self._alone: dict[PendingTransform, asyncio.Timeout] = {}
         self._next_deadline_ms = 0
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -94,8 +94,23 @@ class SchemaWaits:
             except TimeoutError:
                 pass
 
-    async def learn_alone(self, payload: PendingTransform) -> None:
-        """Wait for the schema of one payload, whose request runs alone."""
+    async def learn_alone(self, payload: PendingTransform) -> bool:
+        """Wait for the schema of one payload, whose request runs alone; return False if it was
+        left in the log.
+        """
+        try:
+            async with asyncio.timeout(None) as within:
+                self._alone[payload] = within
+                self.revoked()  # it may have left before
+                await self._learn_alone(payload)
+        except TimeoutError:
+            leave_in_log(payload.request)
+            return False
+        finally:
+            del self._alone[payload]
+        return True
+
+    async def _learn_alone(self, payload: PendingTransform) -> None:
         pauses = Pauses(self._tuning.backoff)
         while not self._end(payload):
             try:
@@ -107,6 +122,19 @@ class SchemaWaits:
                 await pauses.sleep()
                 continue
             return
+
+    def revoked(self) -> None:
+        """Leave payloads whose partitions were revoked, or are leaving, in the log."""
+        for payload, within in self._alone.items():
+            if is_leaving(payload.request):
+                within.reschedule(asyncio.get_running_loop().time())
+        for key, payloads in list(self._waiting.items()):
+            self._waiting[key] = [each for each in payloads if not is_leaving(each.request)]
+            if not self._waiting[key]:
+                del self._waiting[key]
+            for payload in payloads:
+                if is_leaving(payload.request):
+                    leave_in_log(payload.request)
 
     async def close(self) -> None:
         """Leave the payloads that still wait in the log, for the next owners of their partitions;
@@ -205,13 +233,13 @@ def _framed(version: ModelVersion) -> FramedSchemas:
 
 
 def leave_in_log(request: Request) -> None:
-    """Leave a request that waits unanswered in the log, for the next owner of its partition."""
+    """Leave a request that waits in the log, for the next owner of its partition."""
     ack_handle = request.ack_handle
     assert isinstance(ack_handle, InFlightAck)
-    if ack_handle.revoked:
-        ack_handle.ack()
-        return
-    if ack_handle.share is not None:
-        ack_handle.share.charge(-ack_handle.size_bytes)
-    # Nothing reads it again here, so it waits for no room.
-    ack_handle.defer(Share(Usage(), None), request.rows, request.envelope)
+    ack_handle.leave(request.envelope)
+
+
+def is_leaving(request: Request) -> bool:
+    """Return True if a request that still waits is left in the log."""
+    ack_handle = request.ack_handle
+    return isinstance(ack_handle, InFlightAck) and ack_handle.leaving

@@ -132,7 +132,8 @@ class IngestService:
             self._answers.close()
 
     def revoked(self) -> None:
-        """End the fetches of claims whose partitions were revoked, or are leaving."""
+        """Leave requests that wait, of partitions that were revoked or are leaving, in the log."""
+        self._schemas.revoked()
         if self._claims is not None:
             self._claims.revoked()
 
@@ -296,8 +297,11 @@ class IngestService:
         if polled.is_isolated:
             # Nothing else runs until it has been answered.
             for payload in payloads:
-                await self._schemas.learn_alone(payload)
-            self._pending += payloads
+                if await self._schemas.learn_alone(payload):
+                    self._pending.append(payload)
+                else:
+                    assert polled.isolation is not None
+                    polled.isolation.leave()
             return
         for payload in payloads:
             _charge_decompressed(payload, 1)

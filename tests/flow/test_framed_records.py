@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ import pytest
 
 from headrace.client import Client, InferenceError, InferenceTimeout
 from headrace.config import Settings, make_settings
-from headrace.topics import STAGES
+from headrace.crash_isolation.markers import NOBODY, CrashMarkers
+from headrace.crash_isolation.poison_search import CrashMarker
+from headrace.log.port import NewRecord, TopicPartition
+from headrace.runtime.process import Pipeline
+from headrace.topics import STAGES, Topic
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
+from tests.support.logs import write_to
 from tests.support.pipelines import Caller, log_for, serving
 from tests.support.schema_registry import StandInRegistry
 from tests.support.tree import ROOT
@@ -218,6 +225,58 @@ async def test_orders_that_wait_at_stop_are_answered_once_by_next_process(
 
     assert [each["id"] for each in found] == [each["id"] for each in ORDERS]
     assert list(answers.values()) == [1] * len(ORDERS)
+
+
+async def test_order_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
+    """It is left in the log while the registry is away, and accused as before: it has not run."""
+    async with registry_of() as registry:
+        settings = settings_of(tmp_path, registry, limits={"drain_timeout_s": 3600})
+        registry.is_away = True
+        log = await log_for(settings)
+        caller = Caller(settings, log)
+        place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
+        headers = [("x-model", b"framed"), ("content-type", b"application/avro")]
+        await write_to(log, place, NewRecord(None, framed(ORDERS[0]), headers))
+        markers = CrashMarkers(log, settings.namespace)
+        await markers.write({place: CrashMarker(is_open=True, accused=((0, 1),))}, NOBODY)
+        async with serving(settings, log, TOGETHER):
+            await eventually(lambda: bool(registry.requests), what="the registry was asked")
+        marker, _ = (await markers.read([place]))[place]
+        written = caller.answered()
+        registry.is_away = False
+        async with serving(settings, log, TOGETHER):
+            await eventually(lambda: caller.answered() == 1, what="the order is answered")
+
+    assert written == 0
+    assert (marker.is_open, marker.accused) == (False, ((0, 1),))
+
+
+async def test_orders_that_wait_at_rebalance_do_not_hold_it(tmp_path: Path) -> None:
+    """They are left in the log for the next owner of their partitions."""
+    async with registry_of() as registry:
+        settings = settings_of(tmp_path, registry, limits={"drain_timeout_s": 3600})
+        registry.is_away = True
+        log = await log_for(settings)
+        tuning = replace(TUNING, consumer=replace(TUNING.consumer, revocation_timeout_s=3600))
+        async with (
+            Client(log=log, settings=settings) as client,
+            asyncio.TaskGroup() as tasks,
+            serving(settings, log, TOGETHER, tuning) as (pipeline,),
+        ):
+            waiting = [tasks.create_task(enriched(client, framed(order))) for order in ORDERS]
+            await eventually(lambda: bool(registry.requests), what="the registry was asked")
+            log.faults.groups.force_rebalance(settings.namespace)
+            await eventually(lambda: rebalances(pipeline) == 2, what="the rebalance has ended")
+            registry.is_away = False
+            await asyncio.wait(waiting)
+        found = [unframed(each.result(), registry) for each in waiting]
+
+    assert [each["id"] for each in found] == [each["id"] for each in ORDERS]
+
+
+def rebalances(pipeline: Pipeline) -> float | None:
+    """How often partitions were assigned to a process."""
+    return pipeline.metrics.registry.get_sample_value("headrace_rebalances_total")
 
 
 async def test_order_that_registry_cannot_place_is_refused_with_reason(tmp_path: Path) -> None:

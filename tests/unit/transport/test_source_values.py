@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from headrace.claims.fetcher import ClaimFetcher
+from headrace.config import ClaimSettings
+from headrace.delivery.acked_offsets import AckedOffsets
+from headrace.delivery.budget import Budget
 from headrace.delivery.failures import REVOKED
+from headrace.delivery.inflight import InFlightTracker
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
@@ -18,9 +23,10 @@ from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.source_values import SourceValues
 from headrace.tuning import TUNING, TransportTuning
+from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
 from tests.support.logs import write
-from tests.support.work import TestReceipt, Tray, receipt_of
+from tests.support.work import TestReceipt, Tray, make_request, receipt_of
 
 TOPIC = "requests"
 SOURCE = TopicPartition(TOPIC, 0)
@@ -171,6 +177,42 @@ async def test_revoked_request_is_no_longer_read_and_not_run() -> None:
         receipt_of(wanted[0]).revoked = True
     assert reading.done()
     assert (wanted[0].failure, wanted[0].inputs) == (REVOKED, ())
+
+
+async def test_claim_of_revoked_request_is_no_longer_fetched() -> None:
+    """Nor does a drain wait for its store before that."""
+    tracker = InFlightTracker(Budget(1 << 20), lambda: None)
+    place = TopicPartition("batches", 0)
+    assignment = tracker.assign(place, AckedOffsets(0))
+    async with StandInStore() as store:
+        store.holds = True
+        claim = store.put("/in/a", b"value")
+        settings = ClaimSettings(allowed=[f"{store.url}/in"])
+        async with ClaimFetcher(settings) as fetcher:
+            metrics = Metrics(CollectorRegistry())
+            values = SourceValues(
+                CountingLog(),
+                TOPIC,
+                lambda _: True,
+                Stage.EXECUTOR,
+                lambda _: None,
+                metrics,
+                fetcher=fetcher,
+            )
+            wanted = make_request(envelope=Envelope(claim=claim))
+            wanted.ack_handle, wanted.referenced = assignment.admit(0, 10), 5
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(values.read([wanted]))
+                await eventually(lambda: store.reads == 1, what="the object is fetched")
+                assert tracker.unfinished() == 1
+                assignment.leaving = True
+                values.revoked()
+                assert tracker.unfinished() == 0
+                assert not reading.done()
+                tracker.revoke(place)
+                values.revoked()
+
+    assert wanted.failure == REVOKED
 
 
 async def test_request_of_trimmed_record_fails() -> None:
