@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
@@ -49,6 +50,37 @@ def logging_as_it_was() -> Iterator[None]:
             root.removeHandler(handler)
     root.setLevel(level)
     structlog.reset_defaults()
+
+
+class _LostErrors(logging.Handler):
+    """Collects what asyncio logs of tasks and futures whose errors nobody has read."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message with its task, and with the error."""
+        message = record.getMessage()
+        if "never retrieved" in message:
+            self.found.append(
+                message + logging.Formatter().formatException(record.exc_info or (None, None, None))
+            )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_error_of_a_task_is_lost() -> Iterator[None]:
+    """Fail a file whose tests leave a task with an error that nobody has read.
+
+    asyncio only logs such an error, when the task is collected.
+    """
+    lost = _LostErrors()
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(lost)
+    yield
+    gc.collect(1)  # the young objects: a whole collection takes a tenth of a second
+    logger.removeHandler(lost)
+    assert not lost.found, "\n".join(lost.found)
 
 
 def _loggers() -> list[tuple[str, logging.Logger]]:

@@ -239,14 +239,14 @@ def command(
         raise Unsuccessful
 
 
-class _Login(NamedTuple):
-    """Login for the processes, and the authorities trusted to sign their certificates."""
+class _Access(NamedTuple):
+    """Headers of a login, and the authorities that may sign the certificates of processes."""
 
     headers: dict[str, str]
     context: ssl.SSLContext
 
 
-def _open_login(key_file: Path | None, ca_file: Path | None, cert_file: Path | None) -> _Login:
+def _open_login(key_file: Path | None, ca_file: Path | None, cert_file: Path | None) -> _Access:
     """Read the files. Raises `OSError` or `ValueError`: one of them cannot be used."""
     headers: dict[str, str] = {}
     if key_file is not None:
@@ -254,10 +254,10 @@ def _open_login(key_file: Path | None, ca_file: Path | None, cert_file: Path | N
     context = ssl.create_default_context(cafile=ca_file)
     if cert_file is not None:
         context.load_cert_chain(cert_file, password="")  # else OpenSSL would ask for one
-    return _Login(headers, context)
+    return _Access(headers, context)
 
 
-async def _watch(urls: Sequence[str], interval_s: float, login: _Login, *, once: bool) -> bool:
+async def _watch(urls: Sequence[str], interval_s: float, login: _Access, *, once: bool) -> bool:
     """Show all processes until cancelled; with `once`, return whether all of them answered."""
     from aiohttp import ClientSession, ClientTimeout, TCPConnector
 

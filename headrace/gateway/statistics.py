@@ -65,7 +65,7 @@ class ModelStatistics(TypedDict):
 
 
 @dataclass(slots=True)
-class _Runs:
+class _RunsOfSize:
     """Runs of one size: how many, and their durations."""
 
     executions: float = 0.0
@@ -86,7 +86,7 @@ class _Version:
     queue_us: int = 0
     input_us: int = 0
     infer_us: int = 0
-    runs: dict[int, _Runs] = field(default_factory=dict)
+    runs: dict[int, _RunsOfSize] = field(default_factory=dict)
 
     def add(self, answer: Response) -> None:
         """Count the rows and durations in an answer."""
@@ -101,7 +101,7 @@ class _Version:
         self.queue_us += queue_us
         self.input_us += input_us
         self.infer_us += infer_us
-        runs = self.runs.setdefault(size, _Runs())
+        runs = self.runs.setdefault(size, _RunsOfSize())
         runs.executions += share
         runs.input_us += share * input_us
         runs.infer_us += share * infer_us

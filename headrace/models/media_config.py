@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from headrace.config import NOT_BOOL, Real
 
 
-class _Group(BaseModel):
+class _MediaTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -22,7 +22,7 @@ _Finite = Annotated[Real, Field(ge=-1e30, le=1e30), NOT_BOOL]
 _Positive = Annotated[Real, Field(gt=0, le=1e30), NOT_BOOL]
 
 
-class ImageTransform(_Group):
+class ImageTransform(_MediaTable):
     """Conversion of images to an input of 4 dimensions, one row for each image."""
 
     color: Literal["RGB", "BGR", "gray"] = "RGB"
@@ -72,7 +72,7 @@ class ImageTransform(_Group):
 _Count = Annotated[int, Field(ge=1, le=2**24), NOT_BOOL]
 
 
-class LogMel(_Group):
+class LogMel(_MediaTable):
     """Spectrum in mel bands, see `headrace.models.inputs.mel`."""
 
     n_fft: Annotated[int, Field(ge=2, le=65_536), NOT_BOOL] = 400
@@ -118,7 +118,7 @@ class LogMel(_Group):
         return self
 
 
-class SoundFrames(_Group):
+class SoundFrames(_MediaTable):
     """Frames that a sound is cut into, which become rows. A step is a sample, or a column of
     `log_mel`.
     """
@@ -131,7 +131,7 @@ class SoundFrames(_Group):
     """Follow the last frame by silence, or leave out what fills none."""
 
 
-class SoundTransform(_Group):
+class SoundTransform(_MediaTable):
     """Conversion of a sound to the input of a model."""
 
     sample_rate: Annotated[int, Field(ge=1000, le=384_000), NOT_BOOL] = 16_000
@@ -179,7 +179,7 @@ class SoundTransform(_Group):
         return self
 
 
-class TokensTransform(_Group):
+class TokensTransform(_MediaTable):
     """Conversion of texts to token ids, one row for each text or pair."""
 
     tokenizer: Annotated[str, Field(min_length=1)] = "tokenizer.json"

@@ -76,7 +76,9 @@ async def test_no_request_is_lost_or_crossed_while_children_are_killed(settings:
 
     async def ask(client: Client, number: int) -> list[int]:
         nonlocal answered, killed
-        answer = await client.infer_raw("numbers", b"%d" % number, "text/plain")
+        answer = await client.infer_raw(
+            "numbers", b"%d" % number, "text/plain", timeout_s=3 * DEADLINE_S
+        )
         answered += 1
         if answered % 100 == 0 and (children := transform_children()):
             os.kill(int(rng.choice(children)), signal.SIGKILL)

@@ -177,7 +177,7 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
     Raises:
         ConfigurationError: no answer has these timings.
     """
-    seen: defaultdict[str, _Runs] = defaultdict(_Runs)
+    seen: defaultdict[str, _ReportedRuns] = defaultdict(_ReportedRuns)
     async with aclosing(answers.chunks()) as chunks:
         async for chunk in chunks:
             for record in chunk:
@@ -194,7 +194,7 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
     return {model: runs.fitted() for model, runs in seen.items()}
 
 
-class _Runs:
+class _ReportedRuns:
     """Runs reconstructed from answers, of which up to b report the same run of b rows."""
 
     def __init__(self) -> None:

@@ -49,6 +49,7 @@ class KeepingSink:
         acknowledged = asyncio.get_running_loop().create_future()
         if self.failure is not None:
             acknowledged.set_exception(self.failure)
+            acknowledged.exception()  # as the log's producers do: nobody has to await it
         else:
             acknowledged.set_result(None)
         return [SentBatch(len(records), acknowledged)]
