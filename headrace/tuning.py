@@ -227,6 +227,8 @@ class TransportTuning:
     """Interval of an executor's announcements without news."""
     assignment_check_s: float = 0.1
     """Longest delay of announcing partitions that were assigned or revoked."""
+    version_check_s: float = 0.05
+    """Interval at which batches that wait for a version to load are looked at."""
     completion_delay_s: float = 0.01
     """Longest delay of announcing completions. A batch that took longer is announced at once."""
     events_poll_s: float = 0.2

@@ -35,6 +35,37 @@ def drop_revoked(requests: Sequence[Request], metrics: Metrics) -> Sequence[Requ
     return assigned
 
 
+def split_ended(
+    requests: list[Request], now_us: int, stage: str
+) -> tuple[list[Request], list[Request]]:
+    """Fail the requests that have expired, or whose partition was revoked.
+
+    Args:
+        requests: waiting requests.
+        now_us: epoch microseconds.
+        stage: where they wait.
+
+    Returns:
+        The requests that have ended, and the others.
+    """
+    deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
+    in_time = not deadlines or now_us < min(deadlines) * 1000
+    if in_time and not any_revoked(requests):
+        return [], requests
+    ended: list[Request] = []
+    remaining: list[Request] = []
+    for request in requests:
+        failure = REVOKED if request.ack_handle.revoked else None
+        if request.envelope.deadline_ms:
+            failure = failure or deadline_passed(request, now_us, stage)
+        if failure is None:
+            remaining.append(request)
+        else:
+            request.fail(failure)
+            ended.append(request)
+    return ended, remaining
+
+
 def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None:
     """Return the failure of an expired request; None before its deadline."""
     deadline_ms = request.envelope.deadline_ms

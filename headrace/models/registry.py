@@ -190,6 +190,18 @@ class Models:
                     found.append(f"{name}/{number}: {reason}")
         return found
 
+    def is_on_its_way(self, name: str, number: str) -> bool:
+        """Return True for a version that is loading, or wanted and not read yet."""
+        model = self._models.get(name, ModelEntry())
+        version = model.selected.get(number)
+        if version is not None and version.state is State.LOADING:
+            return True
+        wanted = None if self._wanted is None else self._wanted.get(name)
+        if wanted is None or number not in wanted.versions:
+            return False
+        has_fault = number in model.faults or "" in model.faults
+        return not model.was_read_as(wanted) or (version is None and not has_fault)
+
     def _set_names(self, name: str, model: ModelEntry) -> None:
         if self._wanted is not None and name in self._wanted:
             wanted = self._wanted[name]
@@ -365,7 +377,12 @@ class Models:
         return self._wanted is not None
 
     def look_at_announcements(self) -> None:
-        """Let opened versions take requests for which nothing is awaited any more."""
+        """Let opened versions take requests for which nothing is awaited any more.
+
+        It has no effect in a process that loads its versions itself.
+        """
+        if self._executes:
+            return
         waiting = [
             version
             for model in self._models.values()

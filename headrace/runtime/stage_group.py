@@ -445,6 +445,9 @@ class _Composition:
                 heartbeat,
                 self._rebinder.rebind,
                 self._make_source_values(stages, Stage.EXECUTOR, self._needs_value),
+                self._models.is_on_its_way,
+                self._instruments.clock,
+                self._tuning.transport,
             )
             stages.functions["read-batches"] = batches.run
             stages.functions["heartbeat"] = heartbeat.run

@@ -129,8 +129,8 @@ RUNS = (
         "headrace_rebound_requests",
         "counter",
         (),
-        "Requests that name no version and were bound to another version here, because the one "
-        "that ingest chose was missing.",
+        "Requests that name no version, or a label, and were bound to another version here, "
+        "because the one that ingest chose was missing.",
     ),
     MetricSpec(
         "headrace_batch_comparisons",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from headrace.clock import wall_clock_us
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
-from headrace.delivery.failures import poisoned_failure, rejection
+from headrace.delivery.failures import poisoned_failure, rejection, split_ended
 from headrace.delivery.inflight import AssignedPartition, ack_all
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
@@ -29,6 +31,7 @@ from headrace.transport.topic_io import (
     decode_or_ack,
     refuse_oversized,
 )
+from headrace.tuning import TUNING, TransportTuning
 
 
 class BatchWriter:
@@ -107,12 +110,17 @@ def split_batch(batch: Batch) -> list[Batch]:
 class BatchReceiver:
     """Read `batches` and hand each batch to an executor instance of its model.
 
+    A batch whose version is being loaded here waits for it, until its deadlines: another executor,
+    whose partitions this one has taken over, had the version already.
+
     Args:
         check: raises `Rejected` for a model version that does not run here.
         answers: receives the requests whose model does not run here, as failures.
         heartbeat: notified of each batch, and of the requests that end here.
         rebind: binds a request to another version if its own is gone, or raises `Rejected`.
         values: reads values that are not in the batches; None if all are.
+        is_on_its_way: returns True for a version that does not run here yet, but is about to.
+        clock: wall clock, in epoch microseconds.
     """
 
     def __init__(
@@ -123,8 +131,16 @@ class BatchReceiver:
         heartbeat: ExecutorHeartbeat | None = None,
         rebind: Rebind = refuse_to_rebind,
         values: SourceValues | None = None,
+        is_on_its_way: Callable[[str, str], bool] = lambda _name, _version: False,
+        clock: Callable[[], int] = wall_clock_us,
+        tuning: TransportTuning = TUNING.transport,
     ) -> None:
         self._values = values
+        self._is_on_its_way = is_on_its_way
+        self._clock = clock
+        self._tuning = tuning
+        self._waiting: list[Batch] = []
+        self._is_watching = False
         self._tasks = StageTasks()
         self._source = source
         self._rebind = rebind
@@ -199,10 +215,47 @@ class BatchReceiver:
         """Queue a batch, with another version if its own does not run here. Return the requests
         that cannot run, as failures.
         """
+        if self._must_wait(batch):
+            self._waiting.append(batch)
+            if not self._is_watching:
+                self._is_watching = True
+                self._tasks.start(self._watch_waiting(), "wait-for-versions")
+            return []
         batches, refused = self._split_servable(batch)
         for each in batches:
             self._ready.setdefault((each.model, each.version), deque()).append(each)
         return refused
+
+    def _must_wait(self, batch: Batch) -> bool:
+        """Return True if the version of a batch does not run here yet, but is about to."""
+        try:
+            self._check(batch.model, batch.version)
+        except Rejected:
+            return self._is_on_its_way(batch.model, batch.version)
+        return False
+
+    async def _watch_waiting(self) -> None:
+        """Queue or refuse batches that wait when their versions are ready or have failed; end the
+        requests whose deadlines pass meanwhile. Return when none waits.
+        """
+        while self._waiting:
+            await asyncio.sleep(self._tuning.version_check_s)
+            waiting, self._waiting = self._waiting, []
+            ended: list[Request] = []
+            for batch in waiting:
+                late, left = split_ended(batch.requests, self._clock(), Stage.EXECUTOR)
+                if late and self._heartbeat is not None:
+                    self._heartbeat.finished(batch.batch_id, late)
+                ended += late
+                rest = Batch(batch.batch_id, left, batch.reason)
+                if left and self._must_wait(rest):
+                    self._waiting.append(rest)
+                elif left:
+                    ended += self._enqueue(rest)
+            self.batch_queue.notify()
+            if ended:
+                await self._answers.send(ended)
+        self._is_watching = False
 
     def _split_servable(self, batch: Batch) -> tuple[list[Batch], list[Request]]:
         """Split a batch into (batches of one version each that run here, refused requests)."""

@@ -2,9 +2,9 @@
 
 Ingest binds a request to a version of its model. Batcher and executor may be other processes,
 which read the repository at other times: they may not have the version yet, or not any more. A
-request that names no version is rebound to the version that this process would choose. A request
-that names its version, or does not fit the other one, is answered with a retriable code: when it
-is sent again, ingest decides with what it knows by then.
+request that names no version, or a label, is rebound to the version that this process would choose.
+A request that names the number of its version, or does not fit the other one, is answered with a
+retriable code: when it is sent again, ingest decides with what it knows by then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 from headrace.errors import Code, Rejected
 from headrace.models.version import ModelVersion
-from headrace.protocol.codec import names_version
+from headrace.protocol.codec import find_label
 from headrace.protocol.messages import IngestedRequest, InputTensor, RequestedOutput
 from headrace.tuning import TUNING
 
@@ -48,14 +48,16 @@ class Rebinder:
             gone: error of the look-up of that version.
 
         Raises:
-            Rejected: `MODEL_NOT_READY`: the request names its version, or may do so in a value that
-                is not here; there is no other version, or the request does not fit it.
+            Rejected: `MODEL_NOT_READY`: the request names the number of its version, or may do so
+                in a value that is not here; there is no other version, or the request does not fit
+                it.
         """
-        if request.referenced or names_version(request.value, request.envelope):
+        label = None if request.referenced else find_label(request.value, request.envelope)
+        if label is None:
             raise version_not_ready(gone.message, gone)
         wanted = request.wanted
         try:
-            version = self._models.lookup(request.model)
+            version = self._models.lookup(f"{request.model}@{label}" if label else request.model)
             bound = version.bind(
                 [
                     InputTensor(

@@ -20,7 +20,7 @@ import structlog
 
 from headrace.crash_isolation.isolation import alone_of, is_isolated, places_of
 from headrace.crash_isolation.run_gate import RunGate
-from headrace.delivery.failures import REVOKED, any_revoked, deadline_passed, rejection
+from headrace.delivery.failures import rejection, split_ended
 from headrace.errors import Code, Fatal, Rejected, Retriable, describe_error
 from headrace.models.backends.port import Arrays
 from headrace.models.registry import Models
@@ -390,23 +390,7 @@ class Worker:
 
     def _drop_expired(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
         """Split into (ended, remaining): expired requests and those of revoked partitions end."""
-        now_us = self._clock()
-        deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
-        in_time = not deadlines or now_us < min(deadlines) * 1000
-        if in_time and not any_revoked(requests):
-            return [], requests
-        ended: list[Request] = []
-        remaining: list[Request] = []
-        for request in requests:
-            failure = REVOKED if request.ack_handle.revoked else None
-            if request.envelope.deadline_ms:
-                failure = failure or deadline_passed(request, now_us, Stage.EXECUTOR)
-            if failure is None:
-                remaining.append(request)
-            else:
-                request.fail(failure)
-                ended.append(request)
-        return ended, remaining
+        return split_ended(requests, self._clock(), Stage.EXECUTOR)
 
     # --- before, after and beside a run ------------------------------------------------------
 

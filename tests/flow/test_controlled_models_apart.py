@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.client import Client
 from headrace.config import Settings
 from headrace.control.topic import ControlTopic
 from headrace.log.memory import MemoryLog
+from headrace.models.version import State
 from headrace.models.wanted import (
     Author,
     fold,
@@ -29,6 +31,7 @@ from headrace.topics import Stage
 from tests.flow.test_controlled_models import Operator, controlled, version_of_answer
 from tests.support.conditions import eventually
 from tests.support.pipelines import Grouping, log_for, serving
+from tests.support.python_models import GATE, STEPS, shut_gate
 
 APART: Grouping = [(Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
 ROUNDS = 3
@@ -143,3 +146,72 @@ async def test_requests_wait_for_executor_that_is_started_again(tmp_path: Path) 
             assert set(await asyncio.gather(*asking)) <= {"1", "2"}
             await eventually(operator.followed, what="all have followed")
             assert await version_of_answer(client, "digits") == "2"
+
+
+STEPPED = """
+from tests.support.python_models import GATE, STEPS
+
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+
+    def load(self):
+        STEPS.acquire()
+
+    def warm_up(self):
+        pass
+
+    def run(self, inputs):
+        GATE.wait()
+        return {"y": inputs["x"] * 2}
+"""
+
+
+async def test_batches_of_version_that_still_loads_wait_at_new_owner_of_their_partitions(
+    tmp_path: Path,
+) -> None:
+    """Of two executors one has the version, and ends without a drain while batches wait for it."""
+    (tmp_path / "stepped" / "1").mkdir(parents=True)
+    (tmp_path / "stepped" / "1" / "model.py").write_text(STEPPED)
+    (tmp_path / "stepped" / "model.toml").write_text(
+        'backend = "python"\nprobe = false\nmax_batch_size = 1\n'
+    )
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    ones = {"x": np.ones((1, 1), np.float32)}
+    with shut_gate():
+        async with (
+            serving(settings, log, [(Stage.INGEST,), (Stage.BATCHER,), (Stage.RESPONDER,)]) as rest,
+            Client(log=log, settings=settings) as client,
+        ):
+            executors = [Pipeline(settings, log, (Stage.EXECUTOR,)) for _ in range(2)]
+            running = [asyncio.create_task(each.run(Stop())) for each in executors]
+            operator = Operator(settings, log, rest)
+            await eventually(lambda: all(each.ready.is_set() for each in executors))
+            await operator.change(load("stepped", "1"), wait=False)
+            STEPS.release()
+            await eventually(operator.followed, what="one executor has the version")
+            owner = next(
+                place
+                for place, each in enumerate(executors)
+                if each.models.catalog.versions(State.READY)
+            )
+            asking = [asyncio.create_task(client.infer("stepped", ones)) for _ in range(8)]
+            await eventually(
+                lambda: executors[owner].state.status()["sources"][0]["in_flight_records"] > 1,
+                what="batches wait for the run at the gate",
+            )
+            running[owner].cancel()
+            other = executors[1 - owner]
+            await eventually(
+                lambda: other.state.status()["sources"][0]["in_flight_records"] > 1,
+                what="the other one has read them",
+            )
+            assert not any(each.done() for each in asking)
+            GATE.set()
+            STEPS.release()
+            answers = await asyncio.gather(*asking)
+            running[1 - owner].cancel()
+            await asyncio.wait(running)
+    assert [float(each.outputs["y"][0, 0]) for each in answers] == [2.0] * 8

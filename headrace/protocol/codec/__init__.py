@@ -13,7 +13,7 @@ from headrace.protocol.codec.requests import (
     callers_id,
     check_value,
     decode_request,
-    names_version,
+    find_label,
     plain_value,
     takes_long,
 )
@@ -53,7 +53,7 @@ __all__ = [
     "encode_response",
     "encode_responses",
     "encode_results",
-    "names_version",
+    "find_label",
     "plain_value",
     "refer_to_source",
     "restore_value",

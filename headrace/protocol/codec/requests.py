@@ -325,19 +325,25 @@ def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | No
         return None
 
 
-def names_version(value: bytes | memoryview | None, envelope: Envelope) -> bool:
-    """Return True if a request that `decode_request` accepted names a version of its model, by
-    number or by label.
+def find_label(value: bytes | memoryview | None, envelope: Envelope) -> str | None:
+    """Return the label by which a request that `decode_request` accepted names a version.
+
+    Returns:
+        "" if it names no version; None if it names one by number, or may do so.
     """
     content_type = envelope.content_type
-    if envelope.version or "@" in envelope.model:
-        return True
-    if not value or content_type not in MSGPACK_TYPES | {JSON}:
-        return False
-    decode = _decode_version_json if content_type == JSON else _decode_version_msgpack
-    try:
-        plain = plain_value(value, envelope, TUNING.protocol.max_decompressed_bytes)
-        named = decode(plain or b"")
-        return bool(named.model_version) or "@" in named.model_name
-    except (*DECODE_ERRORS, Rejected):  # not the caller's fault: assume that it names one
-        return True
+    if envelope.version:
+        return None
+    _, sign, label = envelope.model.partition("@")
+    if value and content_type in MSGPACK_TYPES | {JSON}:
+        decode = _decode_version_json if content_type == JSON else _decode_version_msgpack
+        try:
+            plain = plain_value(value, envelope, TUNING.protocol.max_decompressed_bytes)
+            named = decode(plain or b"")
+        except (*DECODE_ERRORS, Rejected):  # not the caller's fault: assume that it names one
+            return None
+        if named.model_version:
+            return None
+        if not sign:
+            _, _, label = named.model_name.partition("@")
+    return label

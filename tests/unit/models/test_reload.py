@@ -329,6 +329,37 @@ async def test_wanted_reading_finds_version_changed_in_place(tmp_path: Path) -> 
     assert models.catalog.lookup("digits") is not before
 
 
+async def test_announcements_of_others_do_not_make_version_ready_that_still_loads(
+    tmp_path: Path,
+) -> None:
+    """An executor says that a version is ready when it has loaded it, and not before."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.models.look_at_announcements()
+    assert executor.loading().state is State.LOADING
+    assert executor.models.is_on_its_way("digits", "1")
+    executor.load()
+    assert not executor.models.is_on_its_way("digits", "1")
+
+
+async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path: Path) -> None:
+    """Also before the repository is read, which may take long where files are downloaded."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    models = executor.models
+    models.want({"digits": WantedModel(versions=["1"], default="1")})
+    await models.reload()
+    executor.load()
+    add_version(tmp_path, "digits", 2, digits())
+    models.want({"digits": WantedModel(versions=["1", "2", "3"], default="1")})
+    assert [models.is_on_its_way("digits", each) for each in "1234"] == [False, True, True, False]
+    assert not models.is_on_its_way("other", "1")
+    await models.reload()
+    assert [models.is_on_its_way("digits", each) for each in "123"] == [False, True, False]
+    models.mark_failed(executor.loading(), "no memory")
+    assert not models.is_on_its_way("digits", "2")
+
+
 class InterruptedScanner(VersionScanner):
     """A scanner during whose next scan something happens."""
 

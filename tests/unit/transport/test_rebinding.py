@@ -13,6 +13,7 @@ import pytest
 from headrace.errors import Code, Rejected
 from headrace.models.registry import Models
 from headrace.protocol.codec import encode_request
+from headrace.protocol.control import WantedModel
 from headrace.protocol.messages import Envelope, Request
 from headrace.transport.rebinding import Rebinder
 from tests.support.models import add_version, digits, embedding, settings_for
@@ -24,16 +25,22 @@ PIXELS = np.ones((3, 64), np.float32)
 
 
 class RebinderHarness:
-    """A process that has version 2 of `digits` alone.
+    """A process that has version 2 of `digits`, and version 3 under the label `canary`.
 
     Args:
         model: the version's; None: `digits` has gone.
     """
 
     def __init__(self, repository: Path, model: MakeModel | None = digits) -> None:
+        wanted = {}
         if model is not None:
-            add_version(repository, "digits", 2, model())
+            for number in (2, 3):
+                add_version(repository, "digits", number, model())
+            wanted = {
+                "digits": WantedModel(versions=["2", "3"], default="2", labels={"canary": "3"})
+            }
         models = Models(settings_for(repository))
+        models.want(wanted)
         models.open()
         self.rebound = 0
         self._rebinder = Rebinder(models.catalog, self._count)
@@ -47,12 +54,16 @@ class RebinderHarness:
 
 
 def bound_to_first(
-    version: str | None = None, content_type: str = "application/msgpack", header_version: str = ""
+    version: str | None = None,
+    content_type: str = "application/msgpack",
+    header_version: str = "",
+    name: str = "digits",
+    header_name: str = "",
 ) -> Request:
-    """A request that ingest has bound to version 1; it may name that."""
-    envelope = Envelope(content_type=content_type, model="digits", version=header_version)
+    """A request that ingest has bound to version 1; it may name that, or a label."""
+    envelope = Envelope(content_type=content_type, model=header_name, version=header_version)
     request = make_request(inputs={"pixels": PIXELS}, envelope=envelope)
-    request.value = encode_request(content_type, "digits", {"pixels": PIXELS}, version=version)
+    request.value = encode_request(content_type, name, {"pixels": PIXELS}, version=version)
     request.wanted, request.item = ("scores",), b"names version 1"
     return request
 
@@ -71,14 +82,48 @@ def test_request_without_version_is_rebound_to_current_one(
     assert (request.wanted, request.item, bench.rebound) == (("scores",), None, 1)
 
 
+@pytest.mark.parametrize("content_type", ["application/msgpack", "application/json"])
+@pytest.mark.parametrize(
+    ("name", "header_name"),
+    [("digits@canary", ""), ("digits", "digits@canary"), ("digits@canary", "digits@canary")],
+    ids=["value", "header", "both"],
+)
+def test_request_with_label_is_rebound_to_version_that_label_means_now(
+    tmp_path: Path, name: str, header_name: str, content_type: str
+) -> None:
+    """It stands in the value or in the header."""
+    bench = RebinderHarness(tmp_path)
+    request = bound_to_first(content_type=content_type, name=name, header_name=header_name)
+    bench.rebind(request)
+    assert (request.version, bench.rebound) == ("3", 1)
+
+
+def test_payload_with_label_is_rebound_to_version_that_label_means_now(tmp_path: Path) -> None:
+    """Its value names nothing."""
+    bench = RebinderHarness(tmp_path)
+    request = bound_to_first(header_name="digits@canary")
+    request.envelope = request.envelope._replace(content_type="image/png")
+    bench.rebind(request)
+    assert (request.version, bench.rebound) == ("3", 1)
+
+
+def test_request_whose_label_was_removed_is_refused(tmp_path: Path) -> None:
+    """The default is another version than the one that its caller wanted."""
+    bench = RebinderHarness(tmp_path)
+    with pytest.raises(Rejected, match="expected one of canary as a label of digits") as caught:
+        bench.rebind(bound_to_first(name="digits@beta"))
+    assert caught.value.code == Code.MODEL_NOT_READY
+
+
 @pytest.mark.parametrize(
     "request_",
     [
         bound_to_first(version="1"),
+        bound_to_first(version="1", header_name="digits@canary"),
         bound_to_first(version="1", content_type="application/json"),
         bound_to_first(header_version="1"),
     ],
-    ids=["msgpack", "json", "header"],
+    ids=["msgpack", "beside-label", "json", "header"],
 )
 def test_request_with_replaced_version_is_refused(tmp_path: Path, request_: Request) -> None:
     """It may be sent again: ingest decides then."""

@@ -28,6 +28,7 @@ from headrace.transport.topic_io import (
     result_receiver,
     result_sender,
 )
+from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import write_to
 from tests.support.work import Tray, make_request, receipt_of
@@ -348,6 +349,102 @@ async def test_received_batch_of_unknown_model_is_answered() -> None:
 
     assert {one.failure.code for one in answers.requests if one.failure} == {Code.MODEL_NOT_READY}
     assert source.tracker.in_flight() == 0
+
+
+class LoadingVersion:
+    """A version that an executor does not have yet.
+
+    Attributes:
+        is_loading: it is on its way.
+        is_ready: it runs here.
+    """
+
+    def __init__(self) -> None:
+        self.is_loading, self.is_ready = True, False
+
+    def check(self, name: str, version: str) -> None:
+        """Raise `Rejected` while it is not ready."""
+        if not self.is_ready:
+            raise Rejected(Code.MODEL_NOT_READY, f"{name}/{version}: out of memory")
+
+    def is_on_its_way(self, _name: str, _version: str) -> bool:
+        """Whether it is loading."""
+        return self.is_loading
+
+
+@asynccontextmanager
+async def receiving(
+    version: LoadingVersion, *sent: Request
+) -> AsyncIterator[tuple[Source, BatchReceiver, Tray]]:
+    """A receiver that has read a batch of a version, and what it has answered."""
+    log = await make_log()
+    await write_batches(log, Batch("b-1", [*sent], "full"))
+    answers = Tray()
+    async with reading(log) as source:
+        feed = BatchReceiver(source, answers, version.check, is_on_its_way=version.is_on_its_way)
+        running = asyncio.create_task(feed.run())
+        await eventually(lambda: source.tracker.in_flight() == 1)
+        yield source, feed, answers
+        source.stop_reading()
+        await running
+
+
+async def test_batch_waits_for_its_version_to_load() -> None:
+    """It goes to the consumer as soon as the version is ready, also after reading has stopped."""
+    version, sent = LoadingVersion(), [make_request(inputs=PIXELS) for _ in range(2)]
+
+    async with receiving(version, *sent) as (source, feed, answers):
+        pulling = asyncio.create_task(feed.batch_queue.consumer(("digits", "1")).pull())
+        source.stop_reading()
+        version.is_ready = True
+        batch = await pulling
+        assert batch is not None
+        for request in batch.requests:
+            request.ack_handle.ack()
+
+    assert [one.offset for one in batch.requests] == [one.offset for one in sent]
+    assert answers.requests == []
+
+
+async def test_waiting_batch_of_version_that_fails_is_answered() -> None:
+    """With the reason; another version may run those that name none."""
+    version = LoadingVersion()
+
+    async with receiving(version, make_request(), make_request()) as (_, _, answers):
+        version.is_loading = False
+        await eventually(lambda: len(answers.requests) == 2)
+        for request in answers.requests:
+            request.ack_handle.ack()
+
+    assert {one.failure for one in answers.requests} == {
+        Failure(
+            Code.MODEL_NOT_READY,
+            "digits/1: out of memory",
+            Stage.EXECUTOR,
+            TUNING.transport.rebind_retry_after_ms,
+        )
+    }
+
+
+async def test_request_that_waits_for_its_version_ends_at_its_deadline() -> None:
+    """The others of its batch go on waiting."""
+    version = LoadingVersion()
+    late = make_request(inputs=PIXELS, deadline_ms=1)
+    other = make_request(inputs=PIXELS)
+
+    async with receiving(version, late, other) as (_, feed, answers):
+        await eventually(lambda: answers.requests)
+        [expired] = answers.requests
+        expired.ack_handle.ack()
+        version.is_ready = True
+        batch = await feed.batch_queue.consumer(("digits", "1")).pull()
+        assert batch is not None
+        [waited] = batch.requests
+        waited.ack_handle.ack()
+
+    assert expired.failure is not None
+    assert (expired.failure.code, expired.offset) == (Code.DEADLINE_EXCEEDED, late.offset)
+    assert waited.offset == other.offset
 
 
 async def test_record_of_many_items_is_done_with_last_of_them() -> None:
