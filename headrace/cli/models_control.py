@@ -95,6 +95,11 @@ _with_manner = options_as(
     is_flag=True,
     help="Serve VERSION even if its inputs and outputs break callers of the default version.",
 )
+@click.option(
+    "--again",
+    is_flag=True,
+    help="Read the files of MODEL again, and load versions of it that failed once more.",
+)
 @_with_manner
 @pass_settings
 def load_command(
@@ -104,6 +109,7 @@ def load_command(
     overrides: tuple[str, ...],
     no_overrides: bool,
     allow_breaking: bool,
+    again: bool,
     given: Manner,
 ) -> None:
     """Load MODEL's VERSION beside those that are loaded.
@@ -115,7 +121,7 @@ def load_command(
     if overrides and no_overrides:
         raise ConfigurationError("--override, --no-overrides: expected one of them, got both")
     values = _parse_overrides(overrides) if overrides or no_overrides else None
-    change = load(model, version, values, allow_breaking=allow_breaking)
+    change = load(model, version, values, allow_breaking=allow_breaking, again=again)
     _change(settings, given, lambda _: change)
 
 

@@ -2,12 +2,14 @@
 
 Two tasks: one reads the topic, and moves labels and defaults at once; the other scans the
 repository after each change, which may take long where versions are downloaded. A change that comes
-during a scan is followed by another scan, so the last state is reached however many there were.
+during a scan is followed by another scan, so the last state is reached however many there were. A
+version that failed is tried again when its files change, or when a change loads it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Protocol, Self
@@ -17,7 +19,7 @@ import structlog
 from headrace.control.topic import ControlReader, ControlTopic
 from headrace.errors import ConfigurationError, Fatal
 from headrace.log.errors import OffsetOutOfRange
-from headrace.models.wanted import Deployment, Wanted, fold
+from headrace.models.wanted import Deployment, Wanted, find_requested, fold
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.control import ControlRecord
 from headrace.telemetry.logs import Event
@@ -39,7 +41,7 @@ class FollowingModels(Protocol):
     """The part of `headrace.models.registry.Models` that follows a wanted state."""
 
     def want(self, wanted: Wanted) -> None: ...
-    async def reload(self) -> ScanResult: ...
+    async def reload(self, *, retry: Collection[tuple[str, str]]) -> ScanResult: ...
 
 
 class ControlFollower:
@@ -71,6 +73,7 @@ class ControlFollower:
         self._stack = AsyncExitStack()
         self._reader: ControlReader | None = None
         self._changed = asyncio.Event()
+        self._requested: set[tuple[str, str]] = set()
         self.state = Deployment()
 
     async def __aenter__(self) -> Self:
@@ -114,6 +117,7 @@ class ControlFollower:
                 continue
             for record in records:
                 self.state = self.state.after(record)
+                self._requested |= find_requested(record)
                 _log_change(record)
             # The names first: they need no scan, and a scan may take long.
             self._models.want(self.state.models)
@@ -124,8 +128,11 @@ class ControlFollower:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            # A version that failed is not loaded again because something else changes: each try
+            # takes time and memory.
+            requested, self._requested = self._requested, set()
             try:
-                reloaded = await self._models.reload()
+                reloaded = await self._models.reload(retry=requested)
             except ConfigurationError as error:
                 log.error(Event.MODELS_RELOAD_FAILED, reason=str(error))
             else:
@@ -139,6 +146,7 @@ class ControlFollower:
                     self._pauses.reset()
                     continue
             await self._pauses.sleep()
+            self._requested |= requested
             self._changed.set()
 
 

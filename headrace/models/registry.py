@@ -28,9 +28,11 @@ from headrace.models.repositories import open_repository
 from headrace.models.scan import (
     KnownVersions,
     OpenedModel,
+    Retry,
     TryOpening,
     VersionScanner,
     has_retired_version,
+    is_retried,
 )
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.stores.cache import CacheSize
@@ -218,11 +220,12 @@ class Models:
         wanted = self._wanted
         return self._apply(self._scanner.scan({}, wanted), wanted)
 
-    async def reload(self, *, retry: bool = True) -> Reloaded:
+    async def reload(self, *, retry: Retry = True) -> Reloaded:
         """Scan the repository again.
 
         Args:
-            retry: try failed versions again even if their files have not changed.
+            retry: try failed versions again even if their files have not changed: all, none, or
+                these, by model and number.
 
         Raises:
             ConfigurationError: the repository is missing; nothing has changed then.
@@ -233,11 +236,12 @@ class Models:
                 for version in self.catalog.versions()
                 if version.state is not State.FAILED
             }
-            if not retry:  # what failed last, rather than a predecessor that serves
+            if retry is not True:  # what failed last, rather than a predecessor that serves
                 known |= {
                     (name, number): version
                     for name, model in self._models.items()
                     for number, version in model.selected.items()
+                    if not is_retried(name, number, retry)
                 }
             wanted = self._wanted
             opened = await self._scan(known, wanted, retry=retry)
@@ -252,7 +256,7 @@ class Models:
         return self._scanner.cache_size
 
     async def _scan(
-        self, known: KnownVersions, wanted: Wanted | None, *, retry: bool = True
+        self, known: KnownVersions, wanted: Wanted | None, *, retry: Retry = True
     ) -> list[OpenedModel]:
         # Use a daemon thread: an import that hangs must not keep the process from ending.
         return await run_on_daemon_thread(lambda: self._scanner.scan(known, wanted, retry=retry))

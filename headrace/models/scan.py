@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError, describe_error
@@ -19,6 +19,14 @@ KnownVersions: TypeAlias = Mapping[tuple[str, str], ModelVersion]
 
 TryOpening: TypeAlias = Callable[[FoundModel, FoundVersion, ModelTuning], None]
 """See `VersionScanner`."""
+
+Retry: TypeAlias = bool | Collection[tuple[str, str]]
+"""Failed versions to try again although nothing of them has changed; True: all of them."""
+
+
+def is_retried(name: str, number: str, retry: Retry) -> bool:
+    """Return whether a version is among those to try again."""
+    return retry if isinstance(retry, bool) else (name, number) in retry
 
 
 class UnfinishedImport(NamedTuple):
@@ -76,20 +84,22 @@ class VersionScanner:
         """Stamps and faults of versions that could not be opened, by model and number."""
 
     def scan(
-        self, known: KnownVersions, wanted: WantedModels | None = None, *, retry: bool = True
+        self, known: KnownVersions, wanted: WantedModels | None = None, *, retry: Retry = True
     ) -> list[OpenedModel]:
         """Scan the repository and open new or changed versions. Blocks; any thread may call it.
 
         Args:
             known: open versions, which are kept if they have not changed.
             wanted: see `headrace.models.repositories.ModelRepository.scan`.
-            retry: also open versions again that could not be opened, and have not changed.
+            retry: versions to open again that could not be opened, and have not changed: all,
+                none, or these, by model and number.
 
         Raises:
             ConfigurationError: the repository is missing. Faults of single models are returned.
         """
-        if retry:
-            self._refused.clear()
+        self._refused = {
+            key: why for key, why in self._refused.items() if not is_retried(*key, retry)
+        }
         opened: list[OpenedModel] = []
         repository = self._repository.scan(wanted)
         absent = (wanted or {}).keys() - {found.name for found in repository}

@@ -177,6 +177,30 @@ def make_record(
     )
 
 
+def find_requested(record: ControlRecord) -> set[tuple[str, str]]:
+    """Return the versions, by model and number, that a change loads, or loads again.
+
+    A change of a label or the default loads nothing.
+    """
+    return {
+        (name, number)
+        for name, after in record.after.items()
+        if after is not None
+        for number in after.versions
+        if _is_requested(number, record.before.get(name), after)
+    }
+
+
+def _is_requested(number: str, before: WantedModel | None, after: WantedModel) -> bool:
+    if before is None or number not in before.versions:
+        return True
+    return (before.overrides, before.reads, before.compatible.get(number)) != (
+        after.overrides,
+        after.reads,
+        after.compatible.get(number),
+    )
+
+
 # --- changes ----------------------------------------------------------------------------------
 
 
@@ -186,6 +210,7 @@ def load(
     overrides: Mapping[str, Any] | None = None,
     *,
     allow_breaking: bool = False,
+    again: bool = False,
 ) -> Change:
     """Return the change that loads a version. The first one of a model becomes its default.
 
@@ -195,6 +220,7 @@ def load(
         overrides: values for keys of `model.toml`, for all versions of the model; None leaves those
             that there are.
         allow_breaking: the version's inputs and outputs may break callers of the default.
+        again: read the files of a known model again, and load versions that failed once more.
     """
 
     def apply(models: Wanted) -> Wanted:
@@ -209,10 +235,14 @@ def load(
         compatible = {**_pair_with_default(known, [version]), **known.compatible}
         if allow_breaking:
             compatible.pop(version, None)
-        return {
-            **models,
-            model: replace(known, versions=versions, overrides=dict(given), compatible=compatible),
-        }
+        loaded = replace(
+            known,
+            versions=versions,
+            overrides=dict(given),
+            compatible=compatible,
+            reads=known.reads + (again and model in models),
+        )
+        return {**models, model: loaded}
 
     return Change("load", apply)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,7 +17,16 @@ from headrace.control.topic import ControlTopic
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicPartition
-from headrace.models.wanted import Author, BrokenHistory, Wanted, load, make_record
+from headrace.models.wanted import (
+    Author,
+    BrokenHistory,
+    Wanted,
+    load,
+    make_record,
+    set_default,
+    set_label,
+    unload,
+)
 from headrace.models.wanted import Deployment as State
 from headrace.protocol.codec.control import UnknownFormat, encode_control
 from headrace.runtime.topic_plan import plan_topics
@@ -49,13 +58,15 @@ class NotingModels:
     def __init__(self, *failures: Scan | ConfigurationError) -> None:
         self.wanted: list[list[str]] = []
         self.scanned: list[list[str]] = []
+        self.retried: list[set[tuple[str, str]]] = []
         self.failed = 0
         self._failures = list(failures)
 
     def want(self, wanted: Wanted) -> None:
         self.wanted.append(sorted(wanted))
 
-    async def reload(self) -> Scan:
+    async def reload(self, *, retry: Collection[tuple[str, str]]) -> Scan:
+        self.retried.append({*retry})
         if self._failures:
             self.failed += 1
             failure = self._failures.pop(0)
@@ -119,6 +130,31 @@ async def test_failed_scan_is_repeated(failure: Scan | ConfigurationError) -> No
         await write(log, "a")
         await eventually(lambda: models.scanned == [["a"]])
     assert models.failed == 2
+    assert models.retried == [{("a", "1")}] * 3
+
+
+async def test_only_versions_that_a_change_loads_are_tried_again() -> None:
+    """Neither a label nor another model makes a process load what has failed."""
+    log, models = await new_log(), NotingModels()
+    topic = ControlTopic(log, SETTINGS)
+    changes = {
+        load("a", "1"): {("a", "1")},
+        load("a", "2"): {("a", "2")},
+        load("b", "1"): {("b", "1")},
+        set_label("a", "canary", "2"): set(),
+        set_default("a", "2"): set(),
+        load("a", "2", again=True): {("a", "1"), ("a", "2")},
+        load("a", "1", {"instances": 2}): {("a", "1"), ("a", "2")},
+        load("a", "3"): {("a", "3")},
+        load("a", "3", allow_breaking=True): {("a", "3")},
+        unload("a", "3"): set(),
+        unload("b"): set(),
+    }
+    async with following(log, models):
+        for generation, change in enumerate(changes):
+            await topic.write(change, generation, ADA, 0)
+            await eventually(lambda count=generation + 1: len(models.retried) == count)  # type: ignore[misc]
+    assert models.retried == [*changes.values()]
 
 
 async def test_fault_of_version_is_logged_once() -> None:

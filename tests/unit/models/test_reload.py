@@ -13,7 +13,7 @@ import pytest
 from headrace.errors import Code, ConfigurationError
 from headrace.models.registry import Models
 from headrace.models.repository import Repository, WantedModels
-from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner
+from headrace.models.scan import KnownVersions, OpenedModel, Retry, VersionScanner
 from headrace.models.version import State
 from headrace.protocol.control import WantedModel
 from tests.support.models import add_version, digits, identity, settings_for
@@ -172,6 +172,31 @@ async def test_failed_version_waits_for_change_without_retry(tmp_path: Path) -> 
     replace(tmp_path / "digits" / "1", 3.0)
     await executor.models.reload(retry=False)
     assert executor.told() == [("load", "1")]
+
+
+async def test_only_requested_version_is_loaded_again(tmp_path: Path) -> None:
+    """Of two that have failed; likewise of two that could not be read."""
+    for number in (1, 2):
+        add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
+        add_version(tmp_path, "broken", number, digits(), 'versions = "all"')
+    paths = [tmp_path / "broken" / str(number) / "model.onnx" for number in (1, 2)]
+    content = [path.read_bytes() for path in paths]
+    times = [path.stat().st_mtime_ns for path in paths]
+    for path in paths:
+        path.write_bytes(bytes(len(content[0])))
+        os.utime(path, ns=(0, times[0]))
+    executor = Executor(tmp_path)
+    for version in executor.models.catalog.versions(State.LOADING):
+        executor.models.mark_failed(version, "no memory")
+    for path, whole in zip(paths, content, strict=True):  # in a way that only reading would notice
+        path.write_bytes(whole)
+        os.utime(path, ns=(0, times[0]))
+
+    await executor.models.reload(retry={("digits", "2"), ("broken", "1")})
+
+    loading = executor.models.catalog.versions(State.LOADING)
+    assert [(each.name, each.version) for each in loading] == [("broken", "1"), ("digits", "2")]
+    assert [*executor.models.catalog.faults("broken")] == ["2"]
 
 
 async def test_unreadable_version_is_not_read_again_without_retry(tmp_path: Path) -> None:
@@ -366,7 +391,7 @@ class InterruptedScanner(VersionScanner):
     after_scan: Callable[[], object] | None = None
 
     def scan(
-        self, known: KnownVersions, wanted: WantedModels | None = None, *, retry: bool = True
+        self, known: KnownVersions, wanted: WantedModels | None = None, *, retry: Retry = True
     ) -> list[OpenedModel]:
         opened = super().scan(known, wanted, retry=retry)
         if self.after_scan is not None:
