@@ -319,6 +319,11 @@ class KafkaTuning:
     unmeasured_batch_bytes: int = 512 * 1024
     """The records of a batch up to this size are not measured one by one for the bytes of a
     poll."""
+    small_checksum_bytes: int = 2048
+    """The checksum of a batch up to this size is computed by aiokafka, which needs no copy."""
+    checksum_part_bytes: int = 64 * 1024
+    """The checksum of larger ones is computed in parts, which are copied within the processor's
+    cache."""
     max_gaps_per_poll: int = 100
     """A poll that has found this many gaps returns no more records, so that its report is
     bounded."""

@@ -21,6 +21,7 @@ from headrace.log.kafka.record_batches import (
     UnreadableBatch,
     careful_records,
     guarded_records,
+    is_intact,
     plain_batch,
 )
 from headrace.log.kafka.topic_cache import TopicCache
@@ -145,7 +146,7 @@ class DirectFetch:
         while batches.has_next():
             try:
                 batch = batches.next_batch()
-                if not batch.validate_crc():
+                if not is_intact(batch, batches.content):
                     raise UnreadableBatch("expected the checksum of the batch, got another one")
                 following = batch.next_offset
                 if not batch.is_control_batch:

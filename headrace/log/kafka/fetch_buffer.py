@@ -38,6 +38,7 @@ from headrace.log.kafka.record_batches import (
     UnreadableBatch,
     careful_records,
     guarded_records,
+    is_intact,
     plain_batch,
     read_header,
 )
@@ -143,7 +144,7 @@ class UnreadPart:
                 decompressed.
         """
         batch = batches.next_batch()
-        if not batch.validate_crc():
+        if not is_intact(batch, batches.content):
             if self._state.is_damaged_again(self._partition, self.next_fetch_offset):
                 raise UnreadableBatch("expected the checksum of the batch, got another one")
             raise ChecksumError

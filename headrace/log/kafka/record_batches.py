@@ -24,6 +24,7 @@ from aiokafka.record.legacy_records import LegacyRecordBatch
 
 from headrace.errors import Code
 from headrace.log.kafka._aiokafka import replace_record_sets
+from headrace.log.kafka.checksum import crc32c
 
 DEFAULT_DECOMPRESSED_BYTES: Final = 128 * 1024 * 1024
 """The limit on a decompressed batch if the settings give none."""
@@ -35,7 +36,8 @@ _LARGE_RECORD_BYTES: Final = 2 * MAX_HEADERS
 
 _FRAME = struct.Struct(">qi")  # base offset, and the number of bytes that follow
 _HEADER = struct.Struct(">qiibIhiqqqhii")
-_LENGTH_AT, _MAGIC_AT, _ATTRIBUTES_AT = 8, 16, 21
+_CRC = struct.Struct(">I")
+_LENGTH_AT, _MAGIC_AT, _CRC_AT, _ATTRIBUTES_AT = 8, 16, 17, 21
 _CODEC, _LOG_APPEND_TIME = 0x07, 0x08
 _NONE, _GZIP, _SNAPPY, _LZ4, _ZSTD = range(5)
 _LEGACY_MIN_BYTES = 26
@@ -147,6 +149,19 @@ class RecordSet:
 
 # aiokafka's fetcher creates one for each partition of a fetch response.
 replace_record_sets(RecordSet)
+
+
+def is_intact(batch: Any, content: memoryview) -> bool:
+    """Return whether the checksum of a batch is right.
+
+    Args:
+        batch: aiokafka's object for it.
+        content: its bytes.
+    """
+    if content[_MAGIC_AT] < 2:
+        return bool(batch.validate_crc())
+    (expected,) = _CRC.unpack_from(content, _CRC_AT)
+    return bool(crc32c(content[_ATTRIBUTES_AT:]) == expected)
 
 
 def plain_batch(batch: Any, content: memoryview, most_bytes: int) -> tuple[Any, memoryview]:
