@@ -711,6 +711,11 @@ class ExecutorTuning:
     """Versions that ended their trial loads, and are not tried again."""
     trial_niceness: int = 10
     """Niceness of such a child, in addition to that of its parent: what serves goes first."""
+    memory_wait_s: float = 30.0
+    """How long a version for which requests wait itself waits for memory that busy versions hold.
+    """
+    memory_check_s: float = 0.05
+    """Interval at which it looks for versions that have become idle."""
     max_host_layouts: int = 256
     """Combinations of input shapes for which a host block keeps its arrays."""
     copy_each_min_bytes: int = 4096

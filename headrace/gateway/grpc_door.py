@@ -51,7 +51,6 @@ from headrace.gateway.gateway import (
 from headrace.gateway.grpc_codec import decode_call, encode_answer, is_decoded_by_element
 from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.models.metadata import describe_config, describe_model
-from headrace.models.version import State
 from headrace.protocol.headers import HeaderName
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
@@ -411,7 +410,7 @@ class GrpcDoor:
     def _show_model(self, request: messages.ModelMetadataRequest) -> Message:
         models = self._gateway.models
         version = models.lookup(request.name, request.version or None)
-        described: dict[str, Any] = {**describe_model(version, models.versions(State.READY))}
+        described: dict[str, Any] = {**describe_model(version, models.servable())}
         del described["batching"]
         return messages.ModelMetadataResponse(**described)
 

@@ -62,7 +62,7 @@ from headrace.gateway.predict import decode_predict, encode_predictions
 from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.gateway.spans import ServerSpan
 from headrace.models.metadata import describe_config, describe_model
-from headrace.models.version import ModelVersion, State
+from headrace.models.version import ModelVersion
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.compression import (
@@ -502,11 +502,11 @@ class HttpDoor:
         )
 
     async def _show_models(self, request: web.Request) -> web.Response:
-        names = {version.name for version in self._gateway.models.versions(State.READY)}
+        names = {version.name for version in self._gateway.models.servable()}
         return _json_response(ModelNames(models=sorted(names)))
 
     async def _show_model(self, request: web.Request) -> web.Response:
-        ready = self._gateway.models.versions(State.READY)
+        ready = self._gateway.models.servable()
         return _json_response(describe_model(self._find_version(request), ready))
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:

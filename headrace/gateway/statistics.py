@@ -16,7 +16,6 @@ from typing import TypedDict
 
 from headrace.client import Response
 from headrace.errors import Rejected
-from headrace.models.version import State
 from headrace.protocol.messages import Parameter
 from headrace.telemetry.http import ServedModels
 
@@ -184,7 +183,7 @@ class Statistics:
             self._versions.get((each.name, each.version), _Version()).describe(
                 each.name, each.version
             )
-            for each in self._models.versions(State.READY)
+            for each in self._models.servable()
             if (not model or each.name == model) and (not version or each.version == version)
         ]
 

@@ -6,6 +6,7 @@ It answers requests from the event loop's thread. `headrace.models.registry.Mode
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from headrace.errors import Code, Rejected
@@ -16,7 +17,7 @@ from headrace.tuning import TUNING, ModelTuning
 LABEL_SIGN = "@"
 """Between the name of a model and a label of one of its versions; names of models have none."""
 
-_REASON = "replaced; kept while requests that are bound to it may come"
+REPLACED = "replaced; kept while requests that are bound to it may come"
 
 
 class _Kept:
@@ -46,7 +47,7 @@ class ReplacedVersions:
         """Keep a version from now on; return False if none are kept."""
         if not self._keep_s:
             return False
-        version.reason = _REASON
+        version.reason = REPLACED
         self._kept[version.name, version.version] = _Kept(version, self._clock_s())
         return True
 
@@ -151,6 +152,7 @@ class ModelCatalog:
         replaced: versions that are no longer selected, but kept for requests bound to them.
         binds: this process binds requests to versions.
         passes_on: this process sends requests to executors in other processes.
+        on_demand: called with an unloaded version when a request comes for it.
         tuning: texts and retry times of refusals.
 
     Attributes:
@@ -163,9 +165,11 @@ class ModelCatalog:
         *,
         binds: bool = False,
         passes_on: bool = False,
+        on_demand: Callable[[ModelVersion], None] = lambda _: None,
         tuning: ModelTuning = TUNING.models,
     ) -> None:
         self._passes_on = passes_on
+        self._on_demand = on_demand
         self._replaced = replaced
         self._binds = binds
         self._tuning = tuning
@@ -194,11 +198,16 @@ class ModelCatalog:
     def lookup_bound(self, name: str, version: str) -> ModelVersion:
         """Return the version that a request was bound to, and keep it if it was replaced.
 
+        If it was unloaded while it was idle, it is loaded again, and the request waits.
+
         Raises:
             Rejected: see `lookup`.
         """
         self._replaced.note_use(name, version)
-        return self.find(name, version) or self.lookup(name, version)
+        found = self.find(name, version) or self.lookup(name, version)
+        if found.state is State.UNLOADED:
+            self._on_demand(found)
+        return found
 
     def note_use(self, name: str, version: str) -> None:
         """Extend the life of a replaced version, since requests bound to it still come."""
@@ -216,6 +225,12 @@ class ModelCatalog:
             version for version in self._replaced.versions() if state in (None, version.state)
         ]
         return sorted(found, key=lambda version: (version.name, int(version.version)))
+
+    def servable(self) -> list[ModelVersion]:
+        """Return the versions whose requests are run: those that are ready, and those that are
+        loaded again when a request comes.
+        """
+        return [version for version in self.versions() if version.is_servable]
 
     def names(self) -> list[str]:
         """Return the names of all models, including those with faults."""
@@ -343,6 +358,73 @@ class ModelCatalog:
         listed = ", ".join(names[: self._tuning.listed_names])
         more = len(names) - self._tuning.listed_names
         return f"one of {listed}" + (f" and {more} more" if more > 0 else "")
+
+
+class RequestedVersions:
+    """Look-up of versions for requests that have not begun to wait for one yet.
+
+    A request for an unloaded version of a model that does not let requests wait is refused, and
+    has the version loaded again. Any thread may look up.
+
+    Args:
+        catalog: the versions.
+        schedule: calls a function on the event loop, from any thread.
+        on_demand: see `ModelCatalog`.
+        tuning: retry time of a version that was never loaded.
+    """
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        schedule: Callable[[Callable[[], None]], object],
+        on_demand: Callable[[ModelVersion], None],
+        tuning: ModelTuning = TUNING.models,
+    ) -> None:
+        self._catalog = catalog
+        self._schedule = schedule
+        self._on_demand = on_demand
+        self._tuning = tuning
+
+    def lookup(self, name: str, version: str | None = None) -> ModelVersion:
+        """Return the version that a new request gets. Raises `Rejected`, see `ModelCatalog`."""
+        found = self._catalog.lookup(name, version)
+        refusal = self._refusal(found)
+        if refusal is not None:
+            raise refusal
+        return found
+
+    def refusal_of_bound(self, name: str, number: str) -> Rejected | None:
+        """Return why a request that was bound to a version is refused; None if it is not."""
+        found = self._catalog.find(name, number)
+        return None if found is None else self._refusal(found)
+
+    def require_loaded(self, name: str, number: str) -> None:
+        """Check that a version is in memory; if it was unloaded, have it loaded again.
+
+        Raises:
+            Rejected: it is not, or it is not served.
+        """
+        found = self._catalog.lookup_bound(name, number)
+        if found.state is State.UNLOADED:
+            raise refuse_unloaded(found, found.reason, self._tuning)
+
+    def _refusal(self, version: ModelVersion) -> Rejected | None:
+        if version.state is not State.UNLOADED or version.config.unload_idle != "refuse":
+            return None
+        self._schedule(partial(self._on_demand, version))
+        return refuse_unloaded(version, version.reason, self._tuning)
+
+
+def refuse_unloaded(version: ModelVersion, reason: str, tuning: ModelTuning) -> Rejected:
+    """Return the refusal of a request whose version is not in memory.
+
+    The retry time is how long the version took to load before.
+    """
+    return Rejected(
+        Code.MODEL_NOT_READY,
+        f"model {version.name}/{version.version}: {reason}",
+        retry_after_ms=max(tuning.loading_retry_after_ms, int(1000 * (version.load_s or 0))),
+    )
 
 
 def _refuse_unready(model: ModelEntry, name: str, number: str, retry_after_ms: int) -> NoReturn:

@@ -347,6 +347,11 @@ class ModelConfig(_Group):
     """Time limit of a run, after which it counts as hung."""
     max_load_s: _Seconds = 600.0
     """Time limit for loading and warming up, after which the version has failed."""
+    unload_idle: Literal["never", "wait", "refuse"] = "never"
+    """Whether a version may be unloaded while it is idle, where `models.memory_bytes` leaves too
+    little for another one; and whether the requests that come then wait until it is loaded again,
+    or are refused.
+    """
     allow_breaking_versions: bool = False
     """Serve a version even if its signature breaks callers of the version in service."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None

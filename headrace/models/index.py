@@ -123,6 +123,8 @@ def _state_of(entry: Mapping[str, Any]) -> str:
     match State(entry["state"]):
         case State.READY:
             return "UNLOADING" if entry["reason"] else "READY"
+        case State.UNLOADED:  # it is loaded again when a request comes
+            return "READY"
         case State.FAILED:
             return "UNAVAILABLE"
         case state:

@@ -21,17 +21,18 @@ class BackendLoader:
     Args:
         version: the version of the backends.
         cores: cores of the process, for pinned instances.
+        is_known: the same files were loaded before by this process, so nothing is probed.
 
     Attributes:
         signature: signature of the version's backends, as corrected by the probe.
         verdict: whether the version's requests may share runs; None if it was not probed.
     """
 
-    def __init__(self, version: ModelVersion, cores: Cores) -> None:
+    def __init__(self, version: ModelVersion, cores: Cores, *, is_known: bool = False) -> None:
         self._version = version
         self._cores = cores
         self._reserved: list[frozenset[int]] = []
-        self._is_first = True
+        self._is_first = not is_known
         self.signature = version.signature
         self.verdict: Verdict | None = None
 

@@ -14,6 +14,19 @@ from pathlib import Path
 from headrace.errors import ConfigurationError
 from headrace.models.repository import list_files
 
+
+class MemoryShort(ConfigurationError):
+    """A version does not fit the budget; the message has all figures.
+
+    Attributes:
+        missing_bytes: what the other versions would have to release.
+    """
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+
+
 _NOT_LOADED = frozenset({"golden", "samples", "warmup"})
 
 
@@ -53,6 +66,16 @@ class ModelMemory:
         """Bytes that all versions hold."""
         return sum(share.held_bytes for share in self._shares)
 
+    def held_by(self) -> dict[str, int]:
+        """Return the bytes that each version holds, by `name/version`.
+
+        Versions of one name are added up: a version that was changed, and its predecessor.
+        """
+        held: dict[str, int] = {}
+        for share in self._shares:
+            held[share.name] = held.get(share.name, 0) + share.held_bytes
+        return held
+
     def reserve(self, name: str, stamp: str, files_bytes: int) -> MemoryShare:
         """Reserve what a version is expected to need; `release` it when the version is gone.
 
@@ -63,7 +86,7 @@ class ModelMemory:
                 measured before.
 
         Raises:
-            ConfigurationError: it does not fit; the message has all figures.
+            MemoryShort: it does not fit.
         """
         measured_stamp, measured_bytes = self._measured.get(name, ("", 0))
         if measured_stamp != stamp:
@@ -79,7 +102,7 @@ class ModelMemory:
         """Hold what a version has taken up to now, if that is more than its estimate.
 
         Raises:
-            ConfigurationError: it is more than is left; the message has all figures.
+            MemoryShort: it is more than is left.
         """
         stamp, largest_bytes = self._measured.get(share.name, ("", 0))
         if stamp == share.stamp:
@@ -99,10 +122,11 @@ class ModelMemory:
             return
         others.sort(key=lambda share: -share.held_bytes)
         holders = ", ".join(f"{each.name} ({_format_mib(each.held_bytes)})" for each in others)
-        raise ConfigurationError(
+        raise MemoryShort(
             f"models.memory_bytes: the version needs {_format_mib(need_bytes)} ({source}), and "
             f"{_format_mib(in_use_bytes)} of {_format_mib(self.limit_bytes)} are in use"
-            + (f", held by {holders}" if holders else "")
+            + (f", held by {holders}" if holders else ""),
+            need_bytes + in_use_bytes - self.limit_bytes,
         )
 
 

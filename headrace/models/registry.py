@@ -19,7 +19,15 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from headrace.config import Settings
-from headrace.models.catalog import ModelCatalog, ModelEntry, ReplacedVersions
+from headrace.errors import Rejected
+from headrace.models.catalog import (
+    REPLACED,
+    ModelCatalog,
+    ModelEntry,
+    ReplacedVersions,
+    RequestedVersions,
+    refuse_unloaded,
+)
 from headrace.models.compatibility import find_breaking_changes
 from headrace.models.cores import Cores
 from headrace.models.memory import ModelMemory
@@ -44,10 +52,16 @@ from headrace.tuning import TUNING, ModelTuning
 
 
 class VersionChange(NamedTuple):
-    """A task for an executor: load a new version, or unload a retired one."""
+    """A task for an executor: load a version, or unload a retired one. Or for what has requests
+    that wait for a version which cannot be loaded: decide about them anew, or refuse them.
 
-    action: Literal["load", "unload"]
+    Attributes:
+        refusal: why they are refused.
+    """
+
+    action: Literal["load", "unload", "reassign", "refuse"]
     version: ModelVersion
+    refusal: Rejected | None = None
 
 
 class Reloaded(NamedTuple):
@@ -149,8 +163,14 @@ class Models:
         self._awaited = awaited
         self._observer = observer or NoObserver()
         self.catalog = ModelCatalog(
-            self._replaced, binds=binds, passes_on=awaited is not None, tuning=tuning
+            self._replaced,
+            binds=binds,
+            passes_on=awaited is not None,
+            on_demand=self.load_again,
+            tuning=tuning,
         )
+        self._tuning = tuning
+        self._demanded: set[ModelVersion] = set()
         self.cores = Cores.of_process(settings.executor.cores)
         self.memory = ModelMemory(settings.models.memory_bytes)
         self._models = self.catalog.models
@@ -193,7 +213,12 @@ class Models:
         return found
 
     def is_on_its_way(self, name: str, number: str) -> bool:
-        """Return True for a version that is loading, or wanted and not read yet."""
+        """Return True for a version that is loading, for the first time or again, or wanted and not
+        read yet.
+        """
+        found = self.catalog.find(name, number)
+        if found is not None:
+            return found.state is State.UNLOADED
         model = self._models.get(name, ModelEntry())
         version = model.selected.get(number)
         if version is not None and version.state is State.LOADING:
@@ -321,7 +346,7 @@ class Models:
         model = self._models.pop(name)
         self.catalog.publish(name)
         for version in model.versions().values():
-            if version.state is State.READY:
+            if version.is_servable:
                 self._retain_or_unload(version)
             elif version.state is not State.FAILED:
                 self._unload(version)
@@ -338,8 +363,14 @@ class Models:
         """Let a version take requests; they may share runs unless the verdict forbids it.
 
         Its predecessor with the same number is unloaded; other numbers are retired once no selected
-        version is loading. A version that is no longer selected is ignored.
+        version is loading. A version that is no longer selected is ignored, unless it was ready
+        before and is still needed.
         """
+        self._demanded.discard(version)
+        if version.state is State.UNLOADED:
+            self._observer.load_ended(version, "ready", "")
+            version.state, version.reason = State.READY, self._reason_while_ready(version)
+            return
         model = self._models.get(version.name)
         if model is None or model.selected.get(version.version) is not version:
             return
@@ -362,16 +393,52 @@ class Models:
         """Record that a version cannot take requests (any more); its predecessor stays."""
         state = version.state
         version.state, version.reason = State.FAILED, self._scanner.shorten(reason)
-        if state is State.LOADING:
+        self._demanded.discard(version)
+        if state in (State.LOADING, State.UNLOADED):
             self._observer.load_ended(version, "failed", version.reason)
         elif state is State.READY:
             self._observer.unloaded(version, version.reason)
+        if self._replaced.find(version.name, version.version) is version:
+            self._replaced.take(version.name, version.version)
         model = self._models.get(version.name)
-        if model is None:
-            return
-        if model.serving.get(version.version) is version:
-            del model.serving[version.version]
-        self._publish_and_retire(version.name)
+        if model is not None:
+            if model.serving.get(version.version) is version:
+                del model.serving[version.version]
+            self._publish_and_retire(version.name)
+        if state is not State.LOADING:  # requests may wait for it
+            self._notify(VersionChange("reassign", version))
+
+    # --- versions that are unloaded while they are idle -------------------------------------------
+
+    def mark_unloaded(self, version: ModelVersion, reason: str) -> None:
+        """Record that a ready version is not in memory until a request comes for it."""
+        self._observer.unloaded(version, "")
+        version.state, version.reason = State.UNLOADED, reason
+
+    def load_again(self, version: ModelVersion) -> None:
+        """Have an unloaded version loaded, since a request has come for it."""
+        if version.state is State.UNLOADED and version not in self._demanded:
+            self._demanded.add(version)
+            self._observer.load_began(version)
+            self._notify(VersionChange("load", version))
+
+    def requested_versions(
+        self, schedule: Callable[[Callable[[], None]], object]
+    ) -> RequestedVersions:
+        """Return the look-up for new requests; for `schedule` see there."""
+        return RequestedVersions(self.catalog, schedule, self.load_again, self._tuning)
+
+    def refuse_waiting(self, version: ModelVersion, reason: str) -> None:
+        """Refuse the requests that wait for an unloaded version; a later one has it loaded again.
+
+        Args:
+            version: could not be loaded now.
+            reason: why not.
+        """
+        self._demanded.discard(version)
+        self._observer.load_ended(version, "failed", reason)
+        refusal = refuse_unloaded(version, reason, self._tuning)
+        self._notify(VersionChange("refuse", version, refusal))
 
     # --- executors of other processes -------------------------------------------------------------
 
@@ -428,6 +495,11 @@ class Models:
         for version in self._replaced.take_unused():
             self._unload(version)
 
+    def _reason_while_ready(self, version: ModelVersion) -> str:
+        """Return the reason of a version that is ready: it has one if it was replaced."""
+        is_kept = self._replaced.find(version.name, version.version) is version
+        return REPLACED if is_kept else ""
+
     def _retain_or_unload(self, version: ModelVersion) -> None:
         """Keep a version that is no longer selected, or unload it at once if none are kept."""
         if not self._replaced.add(version):
@@ -464,6 +536,7 @@ class Models:
             self._observer.load_ended(version, "withdrawn", "")
         elif version.state is State.READY:
             self._observer.unloaded(version, "")
+        self._demanded.discard(version)
         version.state = State.UNLOADING
         self._notify(VersionChange("unload", version))
 

@@ -265,6 +265,11 @@ def list_files(directory: Path) -> Iterator[Path]:
     )
 
 
+def stamp_files(directory: Path) -> str:
+    """Return what changes when a file below a directory does, by name, size or time."""
+    return _compute_stamp(list_files(directory))
+
+
 def _compute_stamp(files: Iterator[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:

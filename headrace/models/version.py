@@ -29,10 +29,13 @@ from headrace.tuning import TUNING, ModelTuning
 
 
 class State(StrEnum):
-    """State of a version. Only a ready version is given to a request."""
+    """State of a version. A request is given to one that is ready, or waits for one that was
+    unloaded while it was idle.
+    """
 
     LOADING = "loading"
     READY = "ready"
+    UNLOADED = "unloaded"
     FAILED = "failed"
     UNLOADING = "unloading"
 
@@ -67,6 +70,8 @@ class ModelVersion:
         reason: why it failed; empty otherwise.
         load_s: how long loading took, from its start until the version was ready; None before that,
             and in a process without an executor.
+        loaded_stamp: of the files that were loaded last; empty before that.
+        last_used_us: steady time at which its last run ended, or it became ready.
         memory_bytes: what each of its instances has taken while it was loaded, by device (`host`,
             `cuda:0`); without what could not be measured.
         warm_up_omitted: why it was not warmed up, and how to fix that; empty otherwise.
@@ -120,6 +125,8 @@ class ModelVersion:
         self.state = State.LOADING
         self.reason = ""
         self.load_s: float | None = None
+        self.loaded_stamp = ""
+        self.last_used_us = 0
         self.memory_bytes: dict[str, list[int]] = {}
         self.warm_up_omitted = ""
         if self.max_batch_size == 1:
@@ -171,6 +178,11 @@ class ModelVersion:
     def depends_on_values(self) -> bool:
         """True if `bind` depends on the values of inputs, not only on their shapes."""
         return bool(self.config.range) or self.config.finite_inputs
+
+    @property
+    def is_servable(self) -> bool:
+        """True if its requests are run, perhaps once it is loaded again."""
+        return self.state in (State.READY, State.UNLOADED)
 
     @property
     def may_inline(self) -> bool:

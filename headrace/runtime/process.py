@@ -29,7 +29,6 @@ from headrace.models.index import RepositoryIndex
 from headrace.models.registry import UNDER_WAY, Models, Reloaded
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
-from headrace.models.version import State
 from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
@@ -301,7 +300,7 @@ class Pipeline:
                 producer,
                 TopicPartition(name, partitions),
                 f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
-                lambda: self.models.catalog.versions(State.READY),
+                self.models.catalog.servable,
                 lambda: (follower.state.generation, self._unready()),
                 self.tuning.transport,
                 self._stages,

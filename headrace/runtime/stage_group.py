@@ -35,8 +35,8 @@ from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.models.answers import ClassAnswers
+from headrace.models.catalog import RequestedVersions
 from headrace.models.registry import Models
-from headrace.models.version import State
 from headrace.protocol.headers import is_payload
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
@@ -366,6 +366,7 @@ class _Composition:
             self._source.quarantine.has_run,
             self._tuning.batcher,
         )
+        self._models.subscribe(stages.batcher.apply_change)
         stages.functions["batcher"] = stages.batcher.run
 
     def _add_ingest(self, stages: _Stages, producer: Producer, answers: _HasWriters) -> None:
@@ -386,7 +387,7 @@ class _Composition:
             items = sender.writer()
         tuning = self._tuning.ingest
         rules = IngestRules(
-            self._models.catalog,
+            self._requested_versions(),
             self._settings.limits,
             # A batcher in this process refuses what would be late.
             stages.refusal if stages.batcher is not None else None,
@@ -438,17 +439,20 @@ class _Composition:
             batch_queue = stages.batcher.batch_queue
         else:
             heartbeat = self._make_heartbeat(producer, await self._describe_topic(Topic.EVENTS))
+            requested = self._requested_versions()
             batches = BatchReceiver(
                 self._source,
                 answers.writer(),
-                self._models.catalog.lookup_bound,
+                requested.require_loaded,
                 heartbeat,
                 self._rebinder.rebind,
                 self._make_source_values(stages, Stage.EXECUTOR, self._needs_value),
                 self._models.is_on_its_way,
                 self._instruments.clock,
                 self._tuning.transport,
+                requested.refusal_of_bound,
             )
+            self._models.subscribe(batches.apply_change)
             stages.functions["read-batches"] = batches.run
             stages.functions["heartbeat"] = heartbeat.run
             batch_queue = batches.batch_queue
@@ -463,6 +467,9 @@ class _Composition:
             self._tuning.executor,
         )
         stages.functions["executor"] = stages.executor.run
+
+    def _requested_versions(self) -> RequestedVersions:
+        return self._models.requested_versions(asyncio.get_running_loop().call_soon_threadsafe)
 
     async def _add_dispatcher(
         self, stages: _Stages, batcher: BatcherService, producer: Producer, answers: _HasWriters
@@ -522,7 +529,7 @@ class _Composition:
             events,
             ExecutorIdentity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
             lambda: sorted(each.partition.partition for each in self._source.tracker.assignments),
-            lambda: self._models.catalog.versions(State.READY),
+            self._models.catalog.servable,
             self._tuning.transport,
         )
 

@@ -34,7 +34,7 @@ from headrace.config import AccessSettings, TelemetrySettings
 from headrace.errors import Code, Rejected, Retriable
 from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
 from headrace.models.metadata import describe_model
-from headrace.models.version import ModelVersion, State
+from headrace.models.version import ModelVersion
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.telemetry.file_refresh import refreshing
 from headrace.telemetry.health import Health
@@ -60,7 +60,7 @@ class ServedModels(Protocol):
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
     def lookup_bound(self, name: str, version: str) -> ModelVersion: ...
-    def versions(self, state: State | None = None) -> list[ModelVersion]: ...
+    def servable(self) -> list[ModelVersion]: ...
     def status(self) -> list[dict[str, Any]]: ...
 
 
@@ -230,7 +230,7 @@ class HttpServer:
 
     async def _show_model(self, request: web.Request) -> web.Response:
         version = self._find_version(request)
-        ready = self._models.versions(State.READY)
+        ready = self._models.servable()
         return web.json_response(describe_model(version, ready))
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:

@@ -67,6 +67,7 @@ class Event(StrEnum):
     MODEL_FAILED = "model.failed"
     MODEL_NOT_WARMED_UP = "model.not_warmed_up"
     MODEL_CONTRADICTED = "model.contradicted"
+    MODEL_UNLOADED = "model.unloaded"
     MODEL_UNLOAD_FAILED = "model.unload_failed"
     MODEL_WITHOUT_RING = "model.without_ring"
     MODEL_BATCHING_DECIDED = "model.batching_decided"

@@ -223,6 +223,18 @@ ENDS = (
         "Results whose request had already been answered.",
     ),
     MetricSpec(
+        "headrace_model_loads",
+        "counter",
+        (*_MODEL, "reason"),
+        "Versions that were loaded: added, or requested after they were unloaded.",
+    ),
+    MetricSpec(
+        "headrace_model_unloads",
+        "counter",
+        (*_MODEL, "reason"),
+        "Versions that were unloaded: removed, or idle while memory was short for another one.",
+    ),
+    MetricSpec(
         "headrace_cancellations",
         "counter",
         ("outcome",),

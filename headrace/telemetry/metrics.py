@@ -73,6 +73,8 @@ class Metrics:
         self._runs = self._bulk_counter("runs")
         self._rows = self._bulk_counter("rows")
         self._comparisons = self._bulk_counter("batch_comparisons")
+        self._model_loads = self._bulk_counter("model_loads")
+        self._model_unloads = self._bulk_counter("model_unloads")
         self._durations = {name: self._bulk(f"{name}_seconds", SECONDS) for name in _TIMES}
         self._slack = self._bulk("answer_slack_seconds", SECONDS)
         self._counted: dict[VersionKey, int] = {}
@@ -254,7 +256,7 @@ class Metrics:
         by_version: tuple[BatchedCounter | BatchedHistogram, ...] = (
             *(self._requests, self._batches, self._runs, self._rows, self._comparisons),
             *(self._durations.values()),
-            *(self._slack, self._batch_rows),
+            *(self._slack, self._batch_rows, self._model_loads, self._model_unloads),
         )
         totals: dict[VersionKey, int] = {}
         for each in by_version:
@@ -284,6 +286,14 @@ class Metrics:
     def tried_together(self, model: str, version: str, outcome: str) -> None:
         """Count a batch-safety comparison of a version: agreed, differed or inconclusive."""
         self._comparisons.add((model, version, outcome))
+
+    def model_loaded(self, model: str, version: str, reason: str) -> None:
+        """Count a version that was loaded: `added`, or `requested` after it was unloaded."""
+        self._model_loads.add((model, version, reason))
+
+    def model_unloaded(self, model: str, version: str, reason: str) -> None:
+        """Count a version that was unloaded: `removed`, or idle while `memory` was short."""
+        self._model_unloads.add((model, version, reason))
 
     def cancelled(self, records: int, ended: int) -> None:
         """Count cancelling records, and the waiting requests that they ended."""

@@ -15,6 +15,7 @@ from headrace.delivery.inflight import AssignedPartition, ack_all
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
+from headrace.models.registry import VersionChange
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.codec import decode_batch, encode_batch, refer_to_source
 from headrace.protocol.messages import Batch, Request
@@ -23,7 +24,7 @@ from headrace.topics import Stage
 from headrace.transport.channels import BatchQueue, Demand, SendStream
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorHeartbeat
-from headrace.transport.rebinding import Rebind, refuse_to_rebind
+from headrace.transport.rebinding import Rebind, refuse_to_rebind, version_not_ready
 from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     admit_record,
@@ -121,6 +122,8 @@ class BatchReceiver:
         values: reads values that are not in the batches; None if all are.
         is_on_its_way: returns True for a version that does not run here yet, but is about to.
         clock: wall clock, in epoch microseconds.
+        refusal: returns why requests for a version are refused although it can be loaded; None if
+            they are not.
     """
 
     def __init__(
@@ -134,7 +137,9 @@ class BatchReceiver:
         is_on_its_way: Callable[[str, str], bool] = lambda _name, _version: False,
         clock: Callable[[], int] = wall_clock_us,
         tuning: TransportTuning = TUNING.transport,
+        refusal: Callable[[str, str], Rejected | None] = lambda _model, _version: None,
     ) -> None:
+        self._refusal = refusal
         self._values = values
         self._is_on_its_way = is_on_its_way
         self._clock = clock
@@ -148,7 +153,7 @@ class BatchReceiver:
         self._check = check
         self._heartbeat = heartbeat
         self._ready: dict[ModelKey, deque[Batch]] = {}
-        self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
+        self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply, self._has_waiting)
 
     async def run(self) -> None:
         """Read until the source stops. A batch whose values are read first is queued later."""
@@ -215,6 +220,9 @@ class BatchReceiver:
         """Queue a batch, with another version if its own does not run here. Return the requests
         that cannot run, as failures.
         """
+        refusal = self._refusal(batch.model, batch.version)
+        if refusal is not None:
+            return self._refuse(batch, refusal)
         if self._must_wait(batch):
             self._waiting.append(batch)
             if not self._is_watching:
@@ -326,6 +334,40 @@ class BatchReceiver:
                 added_bytes += self._values.missing_bytes(batch.requests)
             ack_handle.resize(ack_handle.size_bytes + added_bytes)
         return batch
+
+    def apply_change(self, change: VersionChange) -> None:
+        """Take back the batches that wait for a version that cannot be loaded."""
+        if change.action not in ("reassign", "refuse"):
+            return
+        key = (change.version.name, change.version.version)
+        isolated = self.batch_queue.take_first(key)
+        refused: list[Request] = []
+        for batch in isolated:
+            refused += self._refuse(
+                batch, change.refusal or version_not_ready(change.version.reason)
+            )
+            self._source.quarantine.has_run(batch.requests)
+        # Others that wait are looked at again every so often, and then find what has become of it.
+        if change.refusal is not None:
+            for batch in self._waiting:
+                if (batch.model, batch.version) == key:
+                    refused += self._refuse(batch, change.refusal)
+            self._waiting = [each for each in self._waiting if each.requests[0].failure is None]
+        self.batch_queue.notify()
+        if refused:
+            self._tasks.start(self._answers.send(refused), "send-refused")
+
+    def _refuse(self, batch: Batch, refusal: Rejected) -> list[Request]:
+        """Fail the requests of a batch, and return them."""
+        for request in batch.requests:
+            request.fail(rejection(refusal, Stage.EXECUTOR))
+        if self._heartbeat is not None:
+            self._heartbeat.finished(batch.batch_id, batch.requests)
+        return batch.requests
+
+    def _has_waiting(self, key: ModelKey) -> bool:
+        waiting = ((batch.model, batch.version) for batch in self._waiting)
+        return bool(self._ready.get(key)) or key in waiting
 
     def _supply(self, key: ModelKey | None, _demand: Demand) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None

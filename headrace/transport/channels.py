@@ -120,10 +120,12 @@ class BatchQueue(Generic[K, T]):
         supply: called synchronously; returns the next batch for a key (None: for any key), or
             None while there is none. The owner calls `notify` whenever that may have changed, and
             when the time `due_us` has come.
+        waits: returns whether something waits in the supply for a key, due or not.
     """
 
-    def __init__(self, supply: Supply[K, T]) -> None:
+    def __init__(self, supply: Supply[K, T], waits: Callable[[K], bool] = lambda _: False) -> None:
         self._supply = supply
+        self._waits = waits
         self._first: dict[K, deque[T]] = {}
         self._waiting: deque[_WaitingConsumer[K, T]] = deque()
         self._closed = asyncio.Event()
@@ -140,6 +142,14 @@ class BatchQueue(Generic[K, T]):
         """Hand out a batch for this key ahead of everything in the supply."""
         self._first.setdefault(key, deque()).append(batch)
         self.notify()
+
+    def take_first(self, key: K) -> list[T]:
+        """Remove and return the batches of `put_first` for a key, which nothing will run."""
+        return [*self._first.pop(key, ())]
+
+    def has_waiting(self, key: K) -> bool:
+        """Return whether anything waits for a key, whether a batch is due or not."""
+        return key in self._first or self._waits(key)
 
     def _next(self, key: K | None, demand: Demand) -> T | None:
         if self._first and key is not None and (batches := self._first.get(key)):
@@ -176,6 +186,9 @@ class BatchQueue(Generic[K, T]):
             consumer, waiter, run_now = waiting
             if waiter.done():  # its consumer was cancelled
                 continue
+            if consumer.is_stopped:
+                waiter.set_result(None)
+                continue
             asked = (consumer.key, consumer.demand)
             batch = None if asked in empty else self._next(*asked)
             # One batch at most is run in this turn, so that it does not become a long one.
@@ -208,15 +221,22 @@ class _WaitingConsumer(NamedTuple, Generic[K, T]):
 
 
 class BatchConsumer(Generic[K, T]):
-    """Consumer of the batches of one key, one at a time."""
+    """Consumer of the batches of one key, one at a time.
+
+    Attributes:
+        is_stopped: it takes nothing more; see `stop`.
+    """
 
     def __init__(self, queue: BatchQueue[K, T], key: K | None) -> None:
         self._queue = queue
         self.key = key
         self.demand = IDLE
+        self.is_stopped = False
 
     def pull_nowait(self) -> T | None:
         """Return the next batch without waiting; None if there is none."""
+        if self.is_stopped:
+            return None
         self.demand = Demand(self.demand.is_last)
         return self._queue.pull_nowait(self)
 
@@ -226,6 +246,8 @@ class BatchConsumer(Generic[K, T]):
         Args:
             close_at_us: see `Demand`.
         """
+        if self.is_stopped:
+            return None
         self.demand = Demand(self.demand.is_last, close_at_us)
         batch = self._queue.pull_nowait(self)
         if batch is not None or self.demand.is_last:
@@ -240,7 +262,9 @@ class BatchConsumer(Generic[K, T]):
                 returns True, it has worked on the batch, and this goes on waiting; if False, the
                 batch is returned here.
         """
-        return None if self.demand.is_last else await self._queue.wait(self, run_now)
+        if self.demand.is_last or self.is_stopped:
+            return None
+        return await self._queue.wait(self, run_now)
 
     def now_idle(self) -> None:
         """Withdraw `close_at_us`: the consumer is idle now, so a pending `pull` returns at once if
@@ -253,4 +277,9 @@ class BatchConsumer(Generic[K, T]):
     def release(self) -> None:
         """Stop waiting: from now on return only what is already there."""
         self.demand = Demand(is_last=True)
+        self._queue.notify()
+
+    def stop(self) -> None:
+        """Take nothing more, not even what is already there: it waits for another consumer."""
+        self.is_stopped = True
         self._queue.notify()

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import structlog
 
 from headrace.models.registry import Models
-from headrace.models.version import State
 from headrace.protocol.events import Completion, ExecutorEvent
 from headrace.protocol.messages import Batch
 from headrace.telemetry.logs import Event
@@ -198,8 +197,7 @@ class BatchDispatcher:
             return {ExecutorSlot(ANY_EXECUTOR, None): self._tuning.max_undirected_batches}
         hosted = {slot.key for slot in slots}
         unhosted = {
-            (version.name, version.version)
-            for version in self._models.catalog.versions(State.READY)
+            (version.name, version.version) for version in self._models.catalog.servable()
         } - hosted
         if self._models.is_controlled:
             # An executor that had the version is gone, and others still load it: its requests wait.

@@ -79,7 +79,7 @@ class Rebinder:
 
 def version_not_ready(
     message: str,
-    error: Rejected,
+    error: Rejected | None = None,
     retry_after_ms: int = TUNING.transport.rebind_retry_after_ms,
 ) -> Rejected:
     """Return the error for a request that passed ingest but whose version is not here.
@@ -88,7 +88,9 @@ def version_not_ready(
     loaded, or was removed.
     """
     return Rejected(
-        Code.MODEL_NOT_READY, message, retry_after_ms=error.retry_after_ms or retry_after_ms
+        Code.MODEL_NOT_READY,
+        message,
+        retry_after_ms=(error and error.retry_after_ms) or retry_after_ms,
     )
 
 

@@ -208,6 +208,11 @@ class DynamicBatcher:
         """Return the number of waiting requests."""
         return sum([queue.count for queue in self._queues.values()])
 
+    def has_waiting(self, key: ModelKey) -> bool:
+        """Return whether requests wait for a version."""
+        queue = self._queues.get(key)
+        return queue is not None and queue.count > 0
+
     # --- arrivals -----------------------------------------------------------------------------
 
     def add(self, request: Request, now_us: int | None = None) -> None:
@@ -281,6 +286,24 @@ class DynamicBatcher:
         for request in found:
             self._end(request, Failure(Code.CANCELLED, "the caller cancelled it", Stage.BATCHER))
         return cancelling, len(found)
+
+    def refuse(self, key: ModelKey, failure: Failure) -> None:
+        """End all requests that wait for a version."""
+        queue = self._queues.get(key)
+        for request in [] if queue is None else queue.waiting():
+            self._end(request, failure)
+
+    def reassign(self, key: ModelKey) -> None:
+        """Decide anew about all requests that wait for a version, since it has gone.
+
+        They keep their age and their deadlines. One that no other version takes has ended
+        afterwards.
+        """
+        queue = self._queues.pop(key, None)
+        if queue is None:
+            return
+        for request in sorted(queue.waiting(), key=lambda one: one.arrived_us):
+            self.add(request, request.arrived_us)
 
     # --- batches ------------------------------------------------------------------------------
 
@@ -359,7 +382,8 @@ class DynamicBatcher:
             if limits is None:
                 return None
             key, known = bound, self._queues.get(bound)
-        if known is None or known.limits is not limits:
+        # A queue with requests keeps the limits that it has: a new one would lose them.
+        if known is None or (known.limits is not limits and not known.count):
             known = self._queues[key] = ModelQueue(limits, self._tuning)
         return known
 

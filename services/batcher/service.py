@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from headrace.crash_isolation.isolation import is_isolated
+from headrace.delivery.failures import rejection
+from headrace.models.registry import VersionChange
 from headrace.protocol.messages import Batch, BatchSummary, Envelope, Failure, Request
 from headrace.services.batcher.batcher import DynamicBatcher, ModelKey
 from headrace.services.batcher.fair_queue import BatchLimits
@@ -52,7 +54,9 @@ class BatcherService:
         self._prefix = prefix
         self._changed = asyncio.Event()
         self._alarm_us: int | None = None
-        self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
+        self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(
+            self._supply, self._batcher.has_waiting
+        )
 
     def waiting(self) -> QueueSnapshot:
         """Return the number of waiting requests and the time to the earliest deadline."""
@@ -99,6 +103,26 @@ class BatcherService:
         if batcher.cancellations:
             self._cancel()
         self.batch_queue.notify()
+        self._wake(now_us)
+
+    def apply_change(self, change: VersionChange) -> None:
+        """Take back the requests that wait for a version that cannot be loaded."""
+        if change.action not in ("reassign", "refuse"):
+            return
+        key, now_us = (change.version.name, change.version.version), self._now_us()
+        isolated = [one for batch in self.batch_queue.take_first(key) for one in batch.requests]
+        if change.refusal is not None:
+            failure = rejection(change.refusal, Stage.BATCHER)
+            self._batcher.refuse(key, failure)
+            for request in isolated:
+                request.fail(failure)
+                self._batcher.ended.append(request)
+            self._has_run(isolated)
+        else:
+            self._batcher.reassign(key)
+            for request in isolated:
+                self._form_alone(request, now_us)
+            self.batch_queue.notify()
         self._wake(now_us)
 
     # --- batches -----------------------------------------------------------------------------

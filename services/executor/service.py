@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import cache, partial
+from typing import NamedTuple, TypeVar
 
 import structlog
 
 from headrace.errors import ConfigurationError
 from headrace.models.loader import BackendLoader
-from headrace.models.memory import GrowthMeter, loaded_files_bytes
+from headrace.models.memory import GrowthMeter, MemoryShort, loaded_files_bytes
 from headrace.models.registry import Models, VersionChange
+from headrace.models.repository import stamp_files
 from headrace.models.version import ModelVersion, State
 from headrace.primitives.resident_memory import resident_bytes
 from headrace.protocol.messages import Batch, Request
@@ -36,6 +38,24 @@ from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.tuning import TUNING, ExecutorTuning
 
 log = structlog.get_logger(__name__)
+
+
+T = TypeVar("T")
+
+
+class _ServedVersion(NamedTuple):
+    """The consumers of a version's instances, and the task that loads, runs and unloads them."""
+
+    consumers: list[BatchConsumer[ModelKey, Batch]]
+    task: asyncio.Task[None]
+
+
+def _key_of(version: ModelVersion) -> ModelKey:
+    return version.name, version.version
+
+
+def _log_failed(version: ModelVersion, error: Exception) -> None:
+    log.error(Event.MODEL_FAILED, model=version.name, version=version.version, reason=str(error))
 
 
 class ExecutorService:
@@ -71,7 +91,9 @@ class ExecutorService:
         self._models = models
         self._announcer = announcer
         self._instruments = instruments
+        self._metrics = instruments.metrics
         self._loading: set[ModelVersion] = set()
+        self._served: dict[ModelVersion, _ServedVersion] = {}
         self._workers: set[Worker] = set()
         self._growth = GrowthMeter(resident_bytes)
         # With a budget, versions are loaded one after the other: otherwise their growth could not
@@ -110,32 +132,57 @@ class ExecutorService:
         self, changes: asyncio.Queue[VersionChange], tasks: asyncio.TaskGroup
     ) -> None:
         """Apply model changes: start serving added versions, release removed ones."""
-        serving: dict[ModelVersion, list[BatchConsumer[ModelKey, Batch]]] = {}
         while True:
             change = await changes.get()
             version = change.version
+            served = self._served.get(version)
             if change.action == "load":
-                key = (version.name, version.version)
-                consumers = [
-                    self._batch_queue.consumer(key) for _ in range(version.config.instances)
-                ]
-                serving[version] = consumers
-                tasks.create_task(self._serve(version, consumers), name=f"serve {version!r}")
-            else:
-                for consumer in serving.pop(version, ()):
+                self._served[version] = self._start(version, served, tasks)
+            elif change.action == "unload" and served is not None:
+                del self._served[version]
+                self._metrics.model_unloaded(version.name, version.version, "removed")
+                for consumer in served.consumers:
                     consumer.release()
 
+    def _start(
+        self, version: ModelVersion, before: _ServedVersion | None, tasks: asyncio.TaskGroup
+    ) -> _ServedVersion:
+        """Start to load and serve a version; `before`: as it was served until it was unloaded."""
+        consumers = [
+            self._batch_queue.consumer(_key_of(version)) for _ in range(version.config.instances)
+        ]
+        ended = None if before is None else before.task
+        work = self._serve(version, consumers, ended)
+        return _ServedVersion(consumers, tasks.create_task(work, name=f"serve {version!r}"))
+
     async def _serve(
-        self, version: ModelVersion, consumers: list[BatchConsumer[ModelKey, Batch]]
+        self,
+        version: ModelVersion,
+        consumers: list[BatchConsumer[ModelKey, Batch]],
+        before: asyncio.Task[None] | None,
     ) -> None:
-        """Try a version, load it, run its instances, and unload it."""
+        """Try a version, load it, run its instances, and unload it.
+
+        Args:
+            version: the version.
+            consumers: one for each instance.
+            before: serves the same version until it is unloaded; awaited first.
+        """
         name = f"{version.name}-{version.version}"
-        loader = BackendLoader(version, self._models.cores)
+        if before is not None:
+            await asyncio.wait([before])
         try:
-            if self._trials is not None:
+            stamp = await asyncio.to_thread(stamp_files, version.directory)
+            is_known = stamp == version.loaded_stamp
+            loader = BackendLoader(version, self._models.cores, is_known=is_known)
+            if self._trials is not None and not is_known:
                 await self._trials.try_out(version)
             stack, instances = await self._load(version, loader, len(consumers))
             async with stack:
+                version.loaded_stamp = stamp
+                version.last_used_us = self._instruments.steady()
+                reason = "requested" if version.state is State.UNLOADED else "added"
+                self._metrics.model_loaded(version.name, version.version, reason)
                 self._models.mark_ready(version, loader.verdict)
                 log_ready(version)
                 self._note_loaded(version)
@@ -145,12 +192,20 @@ class ExecutorService:
                     for instance, consumer in zip(instances, consumers, strict=True):
                         worker = self._make_worker(version, instance, consumer, comparison)
                         tasks.create_task(self._work(worker), name=name)
+        except MemoryShort as error:
+            if version.state is not State.UNLOADED:
+                self._fail(version, error)
+                return
+            # Not its fault: other versions are busy. A later request has it loaded again.
+            _log_failed(version, error)
+            self._models.refuse_waiting(version, str(error))
         except ConfigurationError as error:
-            log.error(
-                Event.MODEL_FAILED, model=version.name, version=version.version, reason=str(error)
-            )
-            self._models.mark_failed(version, str(error))
-            self._note_loaded(version)
+            self._fail(version, error)
+
+    def _fail(self, version: ModelVersion, error: ConfigurationError) -> None:
+        _log_failed(version, error)
+        self._models.mark_failed(version, str(error))
+        self._note_loaded(version)
 
     async def _load(
         self, version: ModelVersion, loader: BackendLoader, count: int
@@ -161,8 +216,8 @@ class ExecutorService:
             The stack that unloads them, and the instances.
 
         Raises:
-            ConfigurationError: one cannot be loaded, or the memory of all does not suffice; they
-                are unloaded then.
+            MemoryShort: the memory of all does not suffice, and no idle version can be unloaded.
+            ConfigurationError: one cannot be loaded; they are unloaded then.
         """
         memory = self._models.memory
         # The turn ends after a version that failed is unloaded, so that its memory is free before
@@ -171,8 +226,11 @@ class ExecutorService:
             began_s = time.monotonic()
             stack.callback(loader.release_cores)
             size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
-            share = memory.reserve(
-                f"{version.name}/{version.version}", version.stamp, size_bytes * count
+            share = await self._fit(
+                version,
+                lambda: memory.reserve(
+                    f"{version.name}/{version.version}", version.stamp, size_bytes * count
+                ),
             )
             stack.callback(memory.release, share)
             taken: dict[str, list[int]] = {}
@@ -186,9 +244,63 @@ class ExecutorService:
                     grown["host"] = growth.grown_bytes
                 for device, grown_bytes in grown.items():
                     taken.setdefault(device, []).append(grown_bytes)
-                memory.apply_measured(share, sum(taken.get("host", ())))
+                measured_bytes = sum(taken.get("host", ()))
+                await self._fit(version, partial(memory.apply_measured, share, measured_bytes))
             version.load_s, version.memory_bytes = time.monotonic() - began_s, taken
             return stack.pop_all(), instances
+
+    async def _fit(self, version: ModelVersion, take: Callable[[], T]) -> T:
+        """Take memory of the budget, and unload idle versions for it if there is too little.
+
+        A version for which requests wait waits for others to become idle; a new one does not.
+
+        Raises:
+            MemoryShort: there is too little.
+        """
+        end_s = time.monotonic() + self._tuning.memory_wait_s
+        while True:
+            try:
+                return take()
+            except MemoryShort as short:
+                if await self._unload_idle(short.missing_bytes):
+                    continue
+                if version.state is not State.UNLOADED or time.monotonic() >= end_s:
+                    raise
+            await asyncio.sleep(self._tuning.memory_check_s)
+
+    async def _unload_idle(self, missing_bytes: int) -> bool:
+        """Unload the versions that have been idle for the longest time; return False if all that
+        may be unloaded have less than so many bytes.
+        """
+        held = self._models.memory.held_by()
+        idle = [each for each in self._served if self._may_unload(each)]
+        chosen: list[ModelVersion] = []
+        for version in sorted(idle, key=lambda each: each.last_used_us):
+            if missing_bytes <= 0:
+                break
+            chosen.append(version)
+            missing_bytes -= held.get(f"{version.name}/{version.version}", 0)
+        if missing_bytes > 0 or not chosen:
+            return False
+        for version in chosen:
+            self._unload_for_memory(version)
+        # They end soon: a run that has begun meanwhile has a time limit.
+        await asyncio.wait([self._served[version].task for version in chosen])
+        return True
+
+    def _may_unload(self, version: ModelVersion) -> bool:
+        if version.state is not State.READY or version.config.unload_idle == "never":
+            return False
+        is_busy = any(each.is_running for each in self._workers if each.version is version)
+        return not is_busy and not self._batch_queue.has_waiting(_key_of(version))
+
+    def _unload_for_memory(self, version: ModelVersion) -> None:
+        log.info(Event.MODEL_UNLOADED, model=version.name, version=version.version)
+        self._metrics.model_unloaded(version.name, version.version, "memory")
+        self._models.mark_unloaded(version, "unloaded while idle; a request has it loaded again")
+        # After the state, so that whatever comes from now on has it loaded again.
+        for consumer in self._served[version].consumers:
+            consumer.stop()
 
     def _note_loaded(self, version: ModelVersion | None) -> None:
         """Note that a version has loaded or failed; set `loaded` after the last initial one."""

@@ -163,6 +163,16 @@ class Worker:
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
 
+    @property
+    def version(self) -> ModelVersion:
+        """The version that it runs."""
+        return self._version
+
+    @property
+    def is_running(self) -> bool:
+        """True during a run."""
+        return self.activity.for_s() is not None
+
     def device_memory(self) -> DeviceSnapshot | None:
         """Return the memory of the instance's device; None if that is the host."""
         return self._instance.device_memory()
@@ -371,6 +381,7 @@ class Worker:
             request.batch = summary
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
         self._models.catalog.note_use(version.name, version.version)
+        version.last_used_us = run.ended_steady_us
         if run.batch.end_us:
             version.latency.observe_lateness(run.ended_steady_us - run.batch.end_us)
         self._metrics.ran(

@@ -7,47 +7,20 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from headrace.client import Client
-from headrace.config import Settings, make_settings
 from headrace.models.version import State
 from headrace.runtime.process import Pipeline, running
 from tests.support.conditions import eventually
-from tests.support.pipelines import PARTITIONS, log_for
-from tests.support.python_models import add_whole_model
-
-MIB = 2**20
-MODEL_BYTES = 96 * MIB
-LIMIT_BYTES = 280 * MIB
-CODE = """
-import numpy as np
-
-class Model:
-    inputs = [("x", "FP32", (-1, 1))]
-    outputs = [("y", "FP32", (-1, 1))]
-
-    def load(self):
-        self.weights = np.ones({taken}, np.uint8)
-
-    def run(self, inputs):
-        return {{"y": inputs["x"] * 2}}
-"""
-
-
-def add_model(repository: Path, name: str, *, taken: int = MODEL_BYTES, on_disk: int = 0) -> None:
-    """Add a model that takes so many bytes of memory, with a file of so many bytes."""
-    add_whole_model(repository, name, CODE.format(taken=taken))
-    with (repository / name / "1" / "weights.bin").open("wb") as weights:
-        weights.truncate(on_disk)
-
-
-def settings_with_budget(repository: Path) -> Settings:
-    """Settings with memory for two of the models."""
-    models: dict[str, Any] = {"repository": repository, "memory_bytes": LIMIT_BYTES}
-    return make_settings({"topics": {"partitions": PARTITIONS}, "models": models})
+from tests.support.pipelines import log_for
+from tests.support.sized_models import (
+    MODEL_BYTES,
+    add_model,
+    answers,
+    held_bytes,
+    settings_with_budget,
+    states,
+)
 
 
 @asynccontextmanager
@@ -58,27 +31,6 @@ async def serving(repository: Path) -> AsyncIterator[tuple[Pipeline, Client]]:
     pipeline = Pipeline(settings, log)
     async with running(pipeline), Client(log=log, settings=settings) as client:
         yield pipeline, client
-
-
-async def answers(client: Client, name: str) -> bool:
-    """Whether a model answers, and rightly."""
-    response = await client.infer(name, {"x": np.array([[21]], np.float32)}, timeout_s=30)
-    return bool(response.outputs["y"] == 42)
-
-
-def states(pipeline: Pipeline) -> dict[str, tuple[str, str]]:
-    """State and reason of each version."""
-    return {
-        f"{entry['name']}/{entry['version']}": (entry["state"], entry["reason"])
-        for entry in pipeline.models.catalog.status()
-    }
-
-
-def held_bytes(pipeline: Pipeline) -> int:
-    """What the loaded versions hold of the budget, as `/status` shows it."""
-    budget: dict[str, int] = pipeline.state.status()["model_memory"]
-    assert budget["limit_bytes"] == LIMIT_BYTES
-    return budget["held_bytes"]
 
 
 async def test_third_model_is_refused_with_figures_and_first_two_answer(tmp_path: Path) -> None:

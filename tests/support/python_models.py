@@ -91,12 +91,12 @@ def add_python_model(
     (repository / name / "model.toml").write_text(f'backend = "python"\n{config}\n')
 
 
-def add_whole_model(repository: Path, name: str, code: str) -> None:
-    """Add a model whose whole `model.py` is given."""
+def add_whole_model(repository: Path, name: str, code: str, config: str = "") -> None:
+    """Add a model whose whole `model.py` is given, and further lines of `model.toml`."""
     directory = repository / name / "1"
     directory.mkdir(parents=True)
     (directory / "model.py").write_text(code)
-    (repository / name / "model.toml").write_text('backend = "python"\nprobe = false\n')
+    (repository / name / "model.toml").write_text(f'backend = "python"\nprobe = false\n{config}\n')
 
 
 @contextmanager

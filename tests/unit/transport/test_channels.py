@@ -243,3 +243,29 @@ async def test_released_or_closed_consumer_does_not_wait() -> None:
     other = batch_queue.consumer("a")
     batch_queue.close()
     assert await other.wait() is None
+
+
+async def test_stopped_consumer_leaves_batches_to_another() -> None:
+    """Whether it waits or pulls: even what is already there is not for it."""
+    shelf = Shelf()
+    batch_queue: BatchQueue[str, str] = BatchQueue(shelf.supply, lambda key: bool(shelf.pieces))
+    stopped, other = batch_queue.consumer("a"), batch_queue.consumer("a")
+    waiting = asyncio.create_task(stopped.pull())
+    await ack()
+    stopped.stop()
+    assert await waiting is None
+
+    shelf.pieces["a"] = ["one"]
+    batch_queue.put_first("a", "first")
+    assert batch_queue.has_waiting("a")
+    assert [stopped.pull_nowait(), await stopped.pull(), await stopped.wait()] == [None] * 3
+    assert [await other.pull(), await other.pull()] == ["first", "one"]
+
+
+async def test_batches_put_first_can_be_taken_back() -> None:
+    """They are gone then, and nothing waits."""
+    batch_queue: BatchQueue[str, str] = BatchQueue(Shelf().supply)
+    batch_queue.put_first("a", "one")
+    assert batch_queue.take_first("a") == ["one"]
+    assert batch_queue.take_first("a") == []
+    assert not batch_queue.has_waiting("a")
