@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from benchmarks.cluster import a_port
 from benchmarks.machine import describe_machine
-from benchmarks.named_load import REFUSED, LoadPlan, NamedLoad, Note
+from benchmarks.named_load import REFUSED, LoadPlan, NamedLoad, Note, NoteColumns
 from benchmarks.results import RESULTS, record
 from headrace.config import Settings, make_settings
 from headrace.control.topic import ControlTopic
@@ -481,7 +481,7 @@ async def measure(plan: Plan, bootstrap_servers: str, namespace: str, scratch: P
     return Found(
         plan=plan._asdict(),
         sent=called.sent,
-        answered=int((notes[:, Note._fields.index("version")] != REFUSED).sum()),
+        answered=int((NoteColumns(*notes.T).version != REFUSED).sum()),
         refusals=_count(called.refusals),
         wrong=find_wrong_answers(notes, meanings),
         made=operator.made,
@@ -543,7 +543,7 @@ def find_wrong_answers(notes: NDArray[np.int64], meanings: Sequence[Meaning]) ->
         notes: rows of `Note`.
         meanings: periods in which names may have had versions.
     """
-    columns = Note(*notes.T)
+    columns = NoteColumns(*notes.T)
     right = columns.version == REFUSED  # those are counted elsewhere
     for each in meanings:
         right |= (
@@ -560,7 +560,7 @@ def find_wrong_answers(notes: NDArray[np.int64], meanings: Sequence[Meaning]) ->
 
 
 def _with_latencies(period: Period, notes: NDArray[np.int64]) -> Period:
-    columns = Note(*notes.T)
+    columns = NoteColumns(*notes.T)
     due_s = columns.due_ns / 1e9
     within = (due_s >= period.from_s) & (due_s < period.until_s)
     times_ms = (columns.done_ns - columns.due_ns)[within] / 1e6

@@ -67,6 +67,16 @@ class Note(NamedTuple):
     version: int
 
 
+class NoteColumns(NamedTuple):
+    """The fields of many notes, each as an array."""
+
+    name: NDArray[np.int64]
+    due_ns: NDArray[np.int64]
+    sent_ns: NDArray[np.int64]
+    done_ns: NDArray[np.int64]
+    version: NDArray[np.int64]
+
+
 class Report(NamedTuple):
     """Requests that have ended since the last report, as rows of `Note`, and refusals in words."""
 

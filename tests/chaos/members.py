@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -150,17 +152,29 @@ class Member:
 
     async def save_status(self) -> None:
         """Keep what `/status` says beside the log, for whoever asks why nothing goes on."""
+        text = await self._read_status()
+        if text:
+            self._log.with_suffix(".status.json").write_text(text, encoding="utf-8")
+
+    async def status(self) -> dict[str, Any]:
+        """What `/status` says; nothing if it does not answer."""
+        try:
+            found: dict[str, Any] = json.loads(await self._read_status())
+        except ValueError:
+            return {}
+        return found
+
+    async def _read_status(self) -> str:
         found = HTTP_PORT.search(self._log.read_text(encoding="utf-8", errors="replace"))
         if found is None:
-            return
+            return ""
         url = f"http://127.0.0.1:{found[1]}/status"
         limit = aiohttp.ClientTimeout(STATUS_DEADLINE_S)
         try:
             async with aiohttp.ClientSession(timeout=limit) as session, session.get(url) as answer:
-                text = await answer.text()
+                return await answer.text()
         except (aiohttp.ClientError, TimeoutError) as error:
-            text = f"no answer: {error!r}"
-        self._log.with_suffix(".status.json").write_text(text, encoding="utf-8")
+            return f"no answer: {error!r}"
 
     @property
     def is_ready(self) -> bool:
