@@ -480,6 +480,10 @@ class ModelTuning:
     """Pause after the first failed attempt; later ones double."""
     store_retry_max_s: float = 5.0
     """Longest pause between two attempts."""
+    store_cached_s: float = 10.0
+    """Longest wait for a store, with all attempts, where the cache of the machine can stand in for
+    it: a process that starts while a store takes requests and does not answer waits no longer.
+    """
     store_read_bytes: int = 8 * 1024 * 1024
     """Size of the ranges in which files are downloaded; one must come within 30 s."""
     store_error_chars: int = 300

@@ -128,4 +128,4 @@ def _open(location: Path | str, settings: Settings, tuning: ModelTuning) -> Mode
         return Repository(location, settings)
     models = settings.models
     cache = ModelCache(models.cache_dir.expanduser(), models.cache_bytes, tuning)
-    return RemoteRepository(open_store(location, tuning), cache, settings)
+    return RemoteRepository(open_store(location, tuning), cache, settings, tuning)

@@ -525,12 +525,12 @@ async def run_trial(trial: Trial, directory: Path, kafka: LocalKafka | None = No
     async with start as (settings, processes):
         operators = Operators(trial, settings, processes)
         await operators.begin()
+        await _require_followed(trial, processes, 1 + len(LABELS))
         async with Client(log=processes.log, settings=settings) as client:
             callers = Callers(client)
             async with asyncio.TaskGroup() as calling:
                 for name in NAMES:
                     calling.create_task(callers.run(name), name=f"calls-{name}")
-                await _require_followed(trial, processes, 1 + len(LABELS))
                 for _ in range(trial.changes):
                     await operators.make_change()
                 records = await operators.read()

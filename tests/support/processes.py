@@ -31,11 +31,17 @@ class Process:
         stages: as on the command line; none for `headrace gateway`.
         environment: settings, as `HEADRACE_…` variables.
         options: before the stages on the command line.
+        start_deadline_s: longest time until it is ready.
     """
 
     def __init__(
-        self, stages: str, environment: dict[str, str], options: Sequence[str] = ()
+        self,
+        stages: str,
+        environment: dict[str, str],
+        options: Sequence[str] = (),
+        start_deadline_s: float = START_DEADLINE_S,
     ) -> None:
+        self._start_deadline_s = start_deadline_s
         self._stages = stages or "gateway"
         self._arguments = ["run", *options, stages] if stages else ["gateway", *options]
         self._environment = {
@@ -62,7 +68,7 @@ class Process:
             stderr=self._output,
         )
         try:
-            await eventually(self._is_ready, deadline_s=START_DEADLINE_S, recheck_s=0.05)
+            await eventually(self._is_ready, deadline_s=self._start_deadline_s, recheck_s=0.05)
         except AssertionError as error:
             await self.kill()
             raise AssertionError(

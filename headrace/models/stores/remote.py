@@ -31,6 +31,7 @@ from headrace.models.repository import (
 from headrace.models.stores.cache import CacheSize, ModelCache
 from headrace.models.stores.store import Store, StoreUnavailable
 from headrace.protocol.control import WantedModel
+from headrace.tuning import TUNING, ModelTuning
 
 
 class Described(NamedTuple):
@@ -52,14 +53,22 @@ class RemoteRepository:
         store: has the models.
         cache: of this machine.
         settings: defaults of `model.toml`, and who is trusted.
+        tuning: the longest wait where the cache can stand in for the store.
 
     Attributes:
         away: why the store could not be reached by the last scan; empty if it could.
         cache_size: as the last scan left it; None before the first one.
     """
 
-    def __init__(self, store: Store, cache: ModelCache, settings: Settings) -> None:
+    def __init__(
+        self,
+        store: Store,
+        cache: ModelCache,
+        settings: Settings,
+        tuning: ModelTuning = TUNING.models,
+    ) -> None:
         self.name = store.name
+        self._tuning = tuning
         self._store = store
         self._cache = cache
         self._settings = settings
@@ -141,8 +150,10 @@ class RemoteRepository:
 
     def _list(self) -> dict[str, list[int]]:
         self.away = ()
+        # What is cached serves if the store does not answer, so nobody waits for it for long.
+        within_s = self._tuning.store_cached_s if self._digests else None
         try:
-            return self._store.list_versions()
+            return self._store.list_versions(within_s)
         except FileNotFoundError as error:
             raise ConfigurationError(f"models.repository: {error}") from error
         except StoreUnavailable as error:
@@ -219,8 +230,9 @@ class RemoteRepository:
         """Return a version's manifest, from the cache while the store is away."""
         content = None
         if not self.away:
+            within_s = self._tuning.store_cached_s if str(number) in known else None
             try:
-                content = self._store.read(f"{name}/{number}/{MANIFEST_NAME}")
+                content = self._store.read(f"{name}/{number}/{MANIFEST_NAME}", within_s)
             except StoreUnavailable as error:
                 self._note_absence(error)
         if content is None:

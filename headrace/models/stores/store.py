@@ -10,7 +10,9 @@ import json
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.errors import ConfigurationError, Retriable, describe_error
@@ -27,6 +29,7 @@ INDEX_NAME = "index.json"
 """Object that lists the versions, `{"digits": ["1", "2"]}`: HTTPS itself has no listings."""
 
 _MANIFEST = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/{re.escape(MANIFEST_NAME)}")
+_DURATION = re.compile(r" in [0-9.]+(?:ns|µs|ms|s)(?= )")
 
 
 class StoreUnavailable(Retriable):
@@ -42,6 +45,7 @@ class Store:
         has_index: list versions by `INDEX_NAME`.
         tuning: number of attempts, and pauses between them.
         sleep: waits between attempts, in seconds.
+        clock_s: monotonic.
     """
 
     def __init__(
@@ -52,36 +56,41 @@ class Store:
         has_index: bool = False,
         tuning: ModelTuning = TUNING.models,
         sleep: Callable[[float], None] = time.sleep,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._objects = objects
         self._has_index = has_index
         self._tuning = tuning
         self._sleep = sleep
+        self._clock_s = clock_s
 
-    def list_versions(self) -> dict[str, list[int]]:
+    def list_versions(self, within_s: float | None = None) -> dict[str, list[int]]:
         """Return the versions whose manifest is there, by model, ascending.
 
+        Args:
+            within_s: longest time for all attempts; None bounds only each request (30 s).
+
         Raises:
-            StoreUnavailable: the store cannot be reached.
+            StoreUnavailable: the store cannot be reached, or did not answer in time.
             ConfigurationError: the store refuses, or its index cannot be used.
         """
-        keys = self._list_index() if self._has_index else self._list_keys()
+        keys = self._list_index(within_s) if self._has_index else self._list_keys(within_s)
         found: dict[str, list[int]] = {}
         for match in filter(None, map(_MANIFEST.fullmatch, keys)):
             found.setdefault(match[1], []).append(int(match[2]))
         return {name: sorted(found[name]) for name in sorted(found)}
 
-    def _list_keys(self) -> list[str]:
+    def _list_keys(self, within_s: float | None) -> list[str]:
         import obstore
 
         def collect() -> list[str]:
             return [each["path"] for page in obstore.list(self._objects) for each in page]
 
-        return self._attempt("", collect)
+        return self._attempt("", collect, within_s)
 
-    def _list_index(self) -> list[str]:
-        content = self.read(INDEX_NAME)
+    def _list_index(self, within_s: float | None) -> list[str]:
+        content = self.read(INDEX_NAME, within_s)
         try:
             index = json.loads(content)
             return [
@@ -92,12 +101,16 @@ class Store:
                 f'{self.name}/{INDEX_NAME}: expected {{"MODEL": ["VERSION"]}}, got something else'
             ) from error
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, within_s: float | None = None) -> bytes:
         """Return a small object, of at most `MAX_MANIFEST_BYTES`.
+
+        Args:
+            key: of the object.
+            within_s: see `list_versions`.
 
         Raises:
             FileNotFoundError: there is no such object.
-            StoreUnavailable: the store cannot be reached.
+            StoreUnavailable: the store cannot be reached, or did not answer in time.
             ConfigurationError: the store refuses, or the object is too large.
         """
         import obstore
@@ -111,7 +124,7 @@ class Store:
                 )
             return bytes(result.bytes())
 
-        return self._attempt(key, get)
+        return self._attempt(key, get, within_s)
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """Return a part of an object; see `read`."""
@@ -128,7 +141,7 @@ class Store:
 
         self._attempt(key, lambda: obstore.put(self._objects, key, content))
 
-    def _attempt(self, key: str, call: Callable[[], T]) -> T:
+    def _attempt(self, key: str, call: Callable[[], T], within_s: float | None = None) -> T:
         """Call the library, again after pauses while the store cannot be reached."""
         from obstore import exceptions
 
@@ -140,23 +153,54 @@ class Store:
         )
         place = f"{self.name}/{key}" if key else self.name
         pauses = Pauses(Backoff(self._tuning.store_retry_first_s, self._tuning.store_retry_max_s))
+        end_s = None if within_s is None else self._clock_s() + within_s
         for left in range(self._tuning.store_attempts - 1, -1, -1):
             try:
-                return call()
+                return call() if end_s is None else _call_within(end_s - self._clock_s(), call)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 raise FileNotFoundError(f"{place}: expected an object, got none") from error
             except refusals as error:
                 raise ConfigurationError(f"{place}: {_describe(error, self._tuning)}") from error
             except (exceptions.BaseError, OSError) as error:
-                if not left:
+                if not left or (end_s is not None and self._clock_s() >= end_s):
                     raise StoreUnavailable(f"{place}: {_describe(error, self._tuning)}") from error
             self._sleep(pauses.next_s())
         raise AssertionError("at least one attempt is made")
 
 
+def _call_within(limit_s: float, call: Callable[[], T]) -> T:
+    """Return the result of a call, which goes on in its own thread if it takes longer.
+
+    The time limits of the library are set for a whole store, where large files need longer.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            future.set_exception(error)
+
+    Thread(target=run, name="store-request", daemon=True).start()
+    try:
+        return future.result(max(0.0, limit_s))
+    except TimeoutError as error:
+        if future.done():
+            raise
+        raise TimeoutError("no answer in time") from error
+
+
 def _describe(error: Exception, tuning: ModelTuning) -> str:
-    """Describe an error of the library by the first of its many lines."""
-    return describe_error(error, tuning.store_error_chars).splitlines()[0]
+    """Describe an error of the library by the first of its many lines.
+
+    How long the request took is left out, so that equal errors have equal texts: each is logged
+    once.
+    """
+    first = describe_error(error, tuning.store_error_chars).splitlines()[0]
+    return _DURATION.sub("", first)
 
 
 def open_store(location: str | Path, tuning: ModelTuning = TUNING.models) -> Store:

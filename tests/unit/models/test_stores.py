@@ -53,13 +53,13 @@ class Away(Store):
         self.reads_left = 1_000_000
         self.starts: list[int] = []
 
-    def list_versions(self) -> dict[str, list[int]]:
+    def list_versions(self, within_s: float | None = None) -> dict[str, list[int]]:
         self._require()
-        return super().list_versions()
+        return super().list_versions(within_s)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, within_s: float | None = None) -> bytes:
         self._require()
-        return super().read(key)
+        return super().read(key, within_s)
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         self._require()
@@ -396,19 +396,58 @@ def test_unreachable_store_is_asked_again_after_pauses() -> None:
     tuning = ModelTuning(store_attempts=3)
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # bound, so that nobody else gets the port, but not listening
-        objects = S3Store(
-            "models",
-            endpoint=f"http://127.0.0.1:{deaf.getsockname()[1]}",
-            access_key_id="a",
-            secret_access_key="b",
-            region="us-east-1",
-            client_options={"allow_http": True},
-            retry_config={"max_retries": 0},
-        )
-        store = Store(objects, "s3://models", tuning=tuning, sleep=pauses.append)
+        endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        store = Store(s3(endpoint), "s3://models", tuning=tuning, sleep=pauses.append)
         with pytest.raises(StoreUnavailable, match="s3://models"):
             store.read("index.json")
     assert len(pauses) == 2
+
+
+def test_equal_errors_of_store_have_equal_texts() -> None:
+    """The library says how long each request took, and a poll logs what is new."""
+    tuning = ModelTuning(store_attempts=1)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        store = Store(s3(f"http://127.0.0.1:{deaf.getsockname()[1]}"), "s3://models", tuning=tuning)
+        texts = set()
+        for _ in range(5):
+            with pytest.raises(StoreUnavailable) as raised:
+                store.list_versions()
+            texts.add(str(raised.value))
+    assert len(texts) == 1
+
+
+def test_process_started_while_store_does_not_answer_serves_from_cache(
+    store: Away, tmp_path: Path
+) -> None:
+    """A store that takes connections and says nothing is waited for only for the given time."""
+    upload(store, tmp_path / "made")
+    open_models(store, tmp_path / "cache").open()
+    tuning = ModelTuning(store_cached_s=0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        hanging = Store(s3(endpoint), "s3://models", tuning=tuning)
+        cache = ModelCache(tmp_path / "cache", 10**9, TUNING)
+        remote = RemoteRepository(hanging, cache, Settings(), tuning)
+        models = Models(Settings(), scanner=VersionScanner(remote))
+        models.open()
+    assert states(models) == {"digits/1": ""}
+    assert remote.away == ("s3://models: TimeoutError: no answer in time",)
+
+
+def s3(endpoint: str) -> S3Store:
+    """The library's store for a bucket at an address."""
+    return S3Store(
+        "models",
+        endpoint=endpoint,
+        access_key_id="a",
+        secret_access_key="b",
+        region="us-east-1",
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
 
 
 def cached(digest: str, used_s: float, size: int, *, in_use: bool = False) -> Cached:

@@ -1,0 +1,272 @@
+"""A store of models that is away for long: `python -m tests.chaos.store_away --minutes 10`.
+
+A process serves a model from an S3 bucket, which then refuses connections, fails, and says nothing,
+each for a third of the time. In the middle of each third the process is started again. Callers go
+on all the time. In the end the bucket is back, and has a new version.
+
+The bucket is that of the tests, or with `--versitygw PROGRAM` a real gateway to a directory
+(https://github.com/versity/versitygw), which is killed, and held (SIGSTOP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import aiohttp
+import click
+
+from benchmarks.cluster import a_port
+from tests.support.conditions import eventually
+from tests.support.models import add_version, digits
+from tests.support.processes import Process, headrace
+from tests.support.s3_bucket import BUCKET, HOST, Absence, S3Bucket
+
+CALL_EVERY_S = 0.1
+CALL_TIMEOUT_S = 30.0
+POLL_INTERVAL_MS = 1000
+NEW_VERSION_S = 120.0
+START_S = 180.0
+EVERY = "ingest,batcher,executor,responder"
+
+
+class Store(Protocol):
+    """A bucket that can go away."""
+
+    @property
+    def environment(self) -> dict[str, str]: ...
+    async def go_away(self, absence: Absence) -> None: ...
+    async def come_back(self) -> None: ...
+
+
+class Versitygw:
+    """A gateway to a directory, in a process of its own."""
+
+    def __init__(self, program: Path, directory: Path) -> None:
+        self._program = program
+        self._directory = directory
+        self._port = a_port()
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which the library finds it."""
+        return {
+            "AWS_ACCESS_KEY_ID": "accesskey",
+            "AWS_SECRET_ACCESS_KEY": "secretkey",
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ENDPOINT_URL": f"http://{HOST}:{self._port}",
+        }
+
+    async def go_away(self, absence: Absence) -> None:
+        """Be killed, or held if it is to be silent."""
+        assert self._process is not None
+        if absence is Absence.SILENT:
+            self._process.send_signal(signal.SIGSTOP)
+        else:
+            self._process.kill()
+            await self._process.wait()
+
+    async def come_back(self) -> None:
+        """Go on, or start again, and wait until it answers."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGCONT)
+        else:
+            (self._directory / BUCKET).mkdir(parents=True, exist_ok=True)
+            self._process = await asyncio.create_subprocess_exec(
+                self._program,
+                "--port",
+                f"{HOST}:{self._port}",
+                "posix",
+                self._directory,
+                env={**os.environ, "ROOT_ACCESS_KEY": "accesskey", "ROOT_SECRET_KEY": "secretkey"},
+                stdout=asyncio.subprocess.DEVNULL,
+            )
+        await eventually(self._answers, what="versitygw answers", recheck_s=0.05)
+
+    async def _answers(self) -> bool:
+        try:
+            async with aiohttp.ClientSession() as http, http.get(f"http://{HOST}:{self._port}/"):
+                return True
+        except aiohttp.ClientError:
+            return False
+
+    def end(self) -> None:
+        """Kill it."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+
+@asynccontextmanager
+async def open_store(versitygw: Path | None, directory: Path) -> AsyncIterator[Store]:
+    """Serve a bucket."""
+    if versitygw is None:
+        async with S3Bucket() as bucket:
+            yield bucket
+        return
+    gateway = Versitygw(versitygw, directory)
+    try:
+        await gateway.come_back()
+        yield gateway
+    finally:
+        gateway.end()
+
+
+class Restart(NamedTuple):
+    """A start of the process while the store was away, and when it was ready."""
+
+    absence: Absence
+    ready_s: float
+
+
+class Found(NamedTuple):
+    """What was seen.
+
+    Attributes:
+        answers: calls that were answered, all by the first version while the store was away.
+        wrong: what callers got instead; nothing while the process is being started counts.
+        new_version_s: from the end of the upload until the new version answered.
+    """
+
+    answers: int
+    wrong: list[str]
+    restarts: list[Restart]
+    new_version_s: float
+
+
+class Caller:
+    """Calls the model through the process' gateway."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://{HOST}:{port}/v2/models/digits/infer"
+        pixels = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1 / 64] * 64}
+        self._body = {"inputs": [pixels]}
+        self.is_up = asyncio.Event()
+        self.answers = 0
+        self.wrong: list[str] = []
+
+    async def call(self) -> str:
+        """Return the version that answers. Raises `aiohttp.ClientError`."""
+        limit = aiohttp.ClientTimeout(CALL_TIMEOUT_S)
+        async with (
+            aiohttp.ClientSession(timeout=limit) as http,
+            http.post(self._url, json=self._body) as answer,
+        ):
+            if answer.status != 200:
+                return f"{answer.status}: {await answer.text()}"
+            found = await answer.json()
+        version: str = found["model_version"]
+        computed = f"{found['outputs'][0]['data'][1]:.0f}"
+        return version if version == computed else f"outputs of {computed} by {version}"
+
+    async def run(self) -> None:
+        """Call until cancelled, but not while the process is down."""
+        while True:
+            await self.is_up.wait()
+            version = await self.call()
+            if version == "1":
+                self.answers += 1
+            else:
+                self.wrong.append(version)
+            await asyncio.sleep(CALL_EVERY_S)
+
+
+async def measure(
+    minutes: float, versitygw: Path | None, scratch: Path, say: Callable[[str], None]
+) -> Found:
+    """Run it. Raises `AssertionError` if something does not come."""
+    port = a_port()
+    async with open_store(versitygw, scratch / "store") as store:
+        environment = {
+            **store.environment,
+            "HEADRACE_MODELS__REPOSITORY": f"s3://{BUCKET}",
+            "HEADRACE_MODELS__CACHE_DIR": str(scratch / "cache"),
+            "HEADRACE_MODELS__MODE": "poll",
+            "HEADRACE_MODELS__POLL_INTERVAL_MS": str(POLL_INTERVAL_MS),
+            "HEADRACE_MODELS__KEEP_REPLACED_S": "1",
+            "HEADRACE_GATEWAY__HTTP_PORT": str(port),
+            "HEADRACE_GATEWAY__GRPC_PORT": "off",
+        }
+        await upload(scratch / "made", 1, environment)
+        async with (
+            Process(EVERY, environment, ["--gateway"], START_S) as process,
+            asyncio.TaskGroup() as tasks,
+        ):
+            caller = Caller(port)
+            calling = tasks.create_task(caller.run(), name="caller")
+            caller.is_up.set()
+            restarts = []
+            for absence in (Absence.REFUSES, Absence.FAILS, Absence.SILENT):
+                await store.go_away(absence)
+                await asyncio.sleep(minutes * 60 / 6)
+                ready_s = await restart(process, caller)
+                restarts.append(Restart(absence, ready_s))
+                say(f"{absence.name}: ready again after {ready_s:.1f} s, {caller.answers} answers")
+                await asyncio.sleep(minutes * 60 / 6)
+                await store.come_back()
+            await _stop_calling(caller, calling)
+            new_version_s = await _take_new_version(
+                caller, lambda: upload(scratch / "made", 2, environment)
+            )
+    return Found(caller.answers, caller.wrong, restarts, new_version_s)
+
+
+async def restart(process: Process, caller: Caller) -> float:
+    """End the process and start it again; return the time until it was ready."""
+    caller.is_up.clear()
+    await process.terminate()
+    began_s = time.monotonic()
+    await process.start()
+    caller.is_up.set()
+    return time.monotonic() - began_s
+
+
+async def _stop_calling(caller: Caller, calling: asyncio.Task[None]) -> None:
+    calling.cancel()
+    await asyncio.wait([calling])
+
+
+async def _take_new_version(caller: Caller, upload_it: Callable[[], Awaitable[None]]) -> float:
+    await upload_it()
+    began_s = time.monotonic()
+
+    async def answers() -> bool:
+        return await caller.call() == "2"
+
+    await eventually(answers, deadline_s=NEW_VERSION_S, what="the new version", recheck_s=0.05)
+    return time.monotonic() - began_s
+
+
+async def upload(made: Path, number: int, environment: dict[str, str]) -> None:
+    """Make a version, pack it, and push it to the store by the commands."""
+    add_version(made, "digits", number, digits(number), "probe = false")
+    local = {**environment, "HEADRACE_MODELS__REPOSITORY": str(made)}
+    await headrace(["models", "pack", "digits", str(number)], local)
+    await headrace(["models", "push", "digits", str(number), "--to", f"s3://{BUCKET}"], local)
+
+
+@click.command()
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True)
+@click.option("--versitygw", type=click.Path(path_type=Path, exists=True), help="The program.")
+def main(minutes: float, versitygw: Path | None) -> None:
+    """Keep a store away; exit code 1 if a caller noticed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = asyncio.run(measure(minutes, versitygw, Path(scratch), click.echo))
+    click.echo(f"{found.answers} answers, {len(found.wrong)} wrong: {found.wrong[:3]}")
+    click.echo(
+        f"new version after {found.new_version_s:.1f} s, of which up to 1 s to the next poll"
+    )
+    sys.exit(1 if found.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

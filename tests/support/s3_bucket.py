@@ -1,0 +1,141 @@
+"""A bucket in S3's protocol, as far as model repositories need it, that can go away."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from enum import Enum, auto
+from types import TracebackType
+from typing import Self
+from xml.sax.saxutils import escape
+
+from aiohttp import web
+
+HOST = "127.0.0.1"
+BUCKET = "models"
+MODIFIED = "2026-01-01T00:00:00.000Z"
+MODIFIED_HTTP = "Thu, 01 Jan 2026 00:00:00 GMT"
+
+
+class Absence(Enum):
+    """How a bucket is away."""
+
+    REFUSES = auto()
+    """Nobody listens at its address."""
+    ABORTS = auto()
+    """Connections are reset when a request comes."""
+    FAILS = auto()
+    """Each request gets 503."""
+    SILENT = auto()
+    """Requests are taken, and not answered."""
+
+
+class S3Bucket:
+    """Objects by key, served while the context lasts (ListObjectsV2, GetObject, PutObject).
+
+    Attributes:
+        requests: number of requests that came, answered or not.
+        environment: variables with which the library finds it, as `s3://models`.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.requests = 0
+        self._absence: Absence | None = None
+        self._back = asyncio.Event()
+        self._site: web.TCPSite | None = None
+        self._port = 0
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await self._listen()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._back.set()
+        await self._runner.cleanup()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """See the class."""
+        return {
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ENDPOINT_URL": f"http://{HOST}:{self._port}",
+        }
+
+    async def go_away(self, absence: Absence) -> None:
+        """Be away from now on."""
+        self._absence = absence
+        self._back.clear()
+        if absence is Absence.REFUSES and self._site is not None:
+            await self._site.stop()
+            self._site = None
+            for connection in self._runner.server.connections if self._runner.server else ():
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+    async def come_back(self) -> None:
+        """Answer again."""
+        self._absence = None
+        self._back.set()
+        if self._site is None:
+            await self._listen()
+
+    async def _listen(self) -> None:
+        self._site = web.TCPSite(self._runner, HOST, self._port, reuse_address=True)
+        await self._site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.requests += 1
+        if self._absence is Absence.SILENT:
+            await self._back.wait()
+        if self._absence is Absence.ABORTS and request.transport is not None:
+            request.transport.abort()
+        if self._absence is not None:
+            return web.Response(status=503)
+        bucket, _, key = request.path.lstrip("/").partition("/")
+        if request.method == "PUT":
+            self.objects[key] = await request.read()
+            return web.Response(headers={"ETag": _tag(self.objects[key])})
+        if bucket == BUCKET and not key:
+            return self._list(request.query.get("prefix", ""))
+        if bucket != BUCKET or key not in self.objects:
+            return web.Response(status=404)
+        return _read(self.objects[key], request.headers.get("Range", ""))
+
+    def _list(self, prefix: str) -> web.Response:
+        contents = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{MODIFIED}</LastModified>"
+            f"<ETag>{escape(_tag(content))}</ETag><Size>{len(content)}</Size></Contents>"
+            for key, content in sorted(self.objects.items())
+            if key.startswith(prefix)
+        )
+        listed = f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>"
+        return web.Response(text=listed, content_type="application/xml")
+
+
+def _read(content: bytes, asked: str) -> web.Response:
+    headers = {"ETag": _tag(content), "Last-Modified": MODIFIED_HTTP}
+    found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked)
+    if found is None:
+        return web.Response(body=content, headers=headers)
+    start, end = int(found[1]), min(int(found[2]), len(content) - 1)
+    headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
+    return web.Response(status=206, body=content[start : end + 1], headers=headers)
+
+
+def _tag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'
