@@ -42,9 +42,9 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import NO_HEADERS
 from headrace.protocol.messages import Request
-from headrace.services.ingest.transform_process import TransformProcess
-from headrace.services.ingest.transforms import PendingTransform, TransformPool, TransformThread
 from headrace.telemetry.metrics import Metrics
+from headrace.transforms.process import TransformProcess
+from headrace.transforms.workers import PendingTransform, TransformPool, TransformThread
 
 IMAGES = 50
 SIDE = 224

@@ -40,7 +40,7 @@ from headrace.errors import ConfigurationError
 from headrace.models import triton_config
 from headrace.models.media_config import ImageTransform, SoundTransform, TokensTransform
 from headrace.models.signature import TensorSpec
-from headrace.protocol.messages import MAX_RANK
+from headrace.protocol.messages import MAX_OUTPUTS, MAX_RANK
 from headrace.protocol.tensors import DATATYPES
 
 OWN_FILE = "model.toml"
@@ -270,18 +270,56 @@ class MaskAnswer(_Group):
     """Class of pixels that were cropped, and so not seen by the model."""
 
 
-class AnswerTable(_Group):
-    """Form of the answers to payloads: one of these."""
+_ContentType = Annotated[str, Field(pattern=r"^[a-z0-9.+_-]+/[a-z0-9.+_-]+$", max_length=128)]
 
+
+class PythonAnswer(_Group):
+    """A user's function behind the model, in `postprocess.py` beside `model.toml`."""
+
+    outputs: Annotated[tuple[DeclaredTensor, ...], Field(max_length=MAX_OUTPUTS)] = ()
+    """Arrays that it returns; by default those of the model."""
+    content_types: Annotated[tuple[_ContentType, ...], Field(max_length=16)] = ()
+    """Content types of the answers that it returns itself; empty: it returns arrays."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where it runs: on a thread, or in a child process of each instance."""
+
+    @model_validator(mode="after")
+    def _returns_one_kind(self) -> Self:
+        if self.outputs and self.content_types:
+            raise ValueError("expected one of outputs and content_types")
+        return self
+
+
+class AnswerTable(_Group):
+    """Form of the answers to payloads: one of the forms, a user's function, or this before one."""
+
+    python: PythonAnswer | None = None
     classes: ClassesAnswer | None = None
     boxes: BoxesAnswer | None = None
     mask: MaskAnswer | None = None
 
+    @property
+    def forms(self) -> set[str]:
+        """The forms that are set, without the user's function."""
+        return self.model_fields_set - {"python"}
+
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if len(self.model_fields_set) != 1:
-            raise ValueError("expected one of answer.classes, answer.boxes or answer.mask")
+        if len(self.forms) > 1 or not self.model_fields_set:
+            raise ValueError(
+                "expected one of answer.classes, answer.boxes or answer.mask, or answer.python"
+            )
+        if self.forms and self.returns_answers:
+            raise ValueError(
+                f"answer.{min(self.forms)}: expected no answer.python.content_types beside it, "
+                "whose answers are made by the function itself"
+            )
         return self
+
+    @property
+    def returns_answers(self) -> bool:
+        """True if a user's function returns the answers themselves."""
+        return self.python is not None and bool(self.python.content_types)
 
 
 def _transform_form(value: object) -> str:
@@ -470,7 +508,12 @@ class ModelConfig(_Group):
                 "answer.mask: expected transform.image with max_images = 1 beside it, as an answer "
                 "has one mask"
             )
-        if self.answer is not None and self.record is not None and self.record.pass_through:
+        if (
+            self.answer is not None
+            and (self.answer.forms or self.answer.returns_answers)
+            and self.record is not None
+            and self.record.pass_through
+        ):
             faults.append("answer: expected no transform.record.pass_through beside it")
         if any(step != "softmax" for step in self.postprocess[:-1]):
             faults.append(
@@ -500,7 +543,18 @@ class ModelConfig(_Group):
     def opens_with_code(self) -> bool:
         """True if opening a version runs its Python files, or a library reads its tokenizer."""
         imports_model = self.backend == "python" and not self.inputs
-        return imports_model or self.transform == "python" or self.tokens is not None
+        return imports_model or bool(self.code_beside) or self.tokens is not None
+
+    @property
+    def code_beside(self) -> set[str]:
+        """Names of the Python files beside `model.toml` that the configuration uses."""
+        files = {"transform.py": self.transform == "python", "postprocess.py": bool(self.python)}
+        return {name for name, is_used in files.items() if is_used}
+
+    @property
+    def python(self) -> PythonAnswer | None:
+        """The user's function behind the model; None if there is none."""
+        return None if self.answer is None else self.answer.python
 
     @property
     def cores(self) -> str:

@@ -16,6 +16,7 @@ from headrace.models.inputs.padding import add_padding
 from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import TransformSource, make_transform
 from headrace.models.packing.signatures import Trust
+from headrace.models.postprocess import Postprocess, PostprocessSource, plan_returned
 from headrace.models.processing import read_output_labels
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.latency import Latency
@@ -62,6 +63,9 @@ class ModelVersion:
         transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.
         transform_source: what another process makes the same transform of.
         records: the transform, if it is one of records.
+        postprocess: user code that outputs pass before answers to payloads are made of them; None
+            if there is none.
+        postprocess_source: what another process makes the same postprocess of.
         answers: writes the answers to payloads; None if they have tensors.
         max_batch_size: in rows; 1 if batching is off, for the reason `batching_off`.
         verdict: whether its requests may share runs; None if that was not tested.
@@ -96,24 +100,39 @@ class ModelVersion:
         self.source = (model._replace(versions=()), found._replace(trust=Trust()))
         self.config: ModelConfig = model.config
         self.signature = add_padding(read_signature(found, model.config), model.config)
-        self.labels = read_output_labels(self.directory, self.config.output_labels, self.signature)
+        answered = plan_returned(self.signature, self.config.python)
+        # Labels may be of an output of the model as well as of one that its postprocess returns.
+        labelled = {each.name: each for each in (*self.signature.outputs, *answered.outputs)}
+        self.labels = read_output_labels(
+            self.directory,
+            self.config.output_labels,
+            self.signature._replace(outputs=tuple(labelled.values())),
+        )
         self.bind = self._binder().bind
+        # Only records are answered by their transform.
+        converted = self.signature if self.config.record is None else answered
         self.transform = make_transform(
-            model.directory, model.config, self.signature, self.directory, registry
+            model.directory, model.config, converted, self.directory, registry
         )
         self.transform_source = TransformSource(
-            model.directory, model.config, self.signature, self.directory
+            model.directory, model.config, converted, self.directory
         )
+        self.postprocess: Postprocess | None = None
+        self.postprocess_source = PostprocessSource(
+            model.directory, answered, model.config.max_load_s
+        )
+        if self.config.python is not None:
+            self.postprocess = self.postprocess_source.make()
         self.answers: ClassAnswers | BoxAnswers | MaskAnswers | None = None
         table = model.config.answer
         if table is not None and table.classes is not None:
-            self.answers = ClassAnswers(table.classes, self.signature, self.labels)
+            self.answers = ClassAnswers(table.classes, answered, self.labels)
         elif table is not None and table.boxes is not None:
             assert isinstance(self.transform, Images)
-            self.answers = BoxAnswers(table.boxes, self.signature, self.labels, self.transform)
+            self.answers = BoxAnswers(table.boxes, answered, self.labels, self.transform)
         elif table is not None and table.mask is not None:
             assert isinstance(self.transform, Images)
-            self.answers = MaskAnswers(table.mask, self.signature, self.transform)
+            self.answers = MaskAnswers(table.mask, answered, self.transform)
         self.records = self.transform if isinstance(self.transform, Records) else None
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes
@@ -144,16 +163,32 @@ class ModelVersion:
     @property
     def rewrites_answers(self) -> bool:
         """True if payloads get other answers than the outputs as tensors."""
-        return self.answers is not None or (self.records is not None and self.records.pass_through)
+        return (
+            self.answers is not None
+            or self.postprocess is not None
+            or (self.records is not None and self.records.pass_through)
+        )
+
+    @property
+    def answers_with_payload(self) -> bool:
+        """True if answers to payloads are made of these as well."""
+        if self.postprocess is None and isinstance(self.answers, ClassAnswers):
+            return False
+        return self.rewrites_answers
+
+    def takes_payload(self, envelope: Envelope) -> bool:
+        """Return whether the value of a request is a payload, and no tensors."""
+        is_tensors = envelope.content_type == JSON and not self.config.takes_json
+        return is_payload(envelope) and not is_tensors
 
     def whole_types(self, envelope: Envelope) -> tuple[str, ...]:
         """Return the content types, other than those of tensors, in which a request can be
         answered; none for a request with tensors.
         """
-        if not is_payload(envelope) or (
-            envelope.content_type == JSON and not self.config.takes_json
-        ):
+        if not self.takes_payload(envelope):
             return ()
+        if self.config.python is not None and self.config.python.content_types:
+            return self.config.python.content_types
         if self.answers is not None:
             return (self.answers.content_type,)
         if self.records is not None and self.records.pass_through:

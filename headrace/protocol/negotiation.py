@@ -9,7 +9,6 @@ from headrace.tuning import TUNING
 
 ANY_TYPE = "*/*"
 """Range of all content types."""
-_MAX_SHOWN = 80
 
 
 def read_qualities(text: str) -> dict[str, float]:
@@ -80,7 +79,7 @@ def require_content_type(accept: str, offers: tuple[str, ...]) -> str:
     """
     chosen = choose_content_type(accept, offers)
     if not chosen:
-        shown = accept[:_MAX_SHOWN] + ("..." if len(accept) > _MAX_SHOWN else "")
+        shown = accept[:80] + ("..." if len(accept) > 80 else "")
         raise Rejected.mismatch(
             Code.INVALID_REQUEST,
             "header accept",

@@ -34,25 +34,25 @@ from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.log.port import Log, Producer, TopicPartition
-from headrace.models.answers import ClassAnswers
 from headrace.models.catalog import RequestedVersions
 from headrace.models.registry import Models
 from headrace.protocol.headers import is_payload
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
+from headrace.services.executor.postprocessing import PostprocessOptions
 from headrace.services.executor.service import ExecutorService
 from headrace.services.executor.trial import make_trials
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.decode_cache import DecodeCache
 from headrace.services.ingest.service import IngestService
-from headrace.services.ingest.transform_process import TransformProcess
-from headrace.services.ingest.transforms import TransformPool, TransformThread
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import DeviceSnapshot, QueueSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
+from headrace.transforms.process import TransformProcess
+from headrace.transforms.workers import TransformPool, TransformThread
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
 from headrace.transport.channels import SendStream
 from headrace.transport.dispatcher import BatchDispatcher
@@ -465,6 +465,11 @@ class _Composition:
             self._source.quarantine,
             make_trials(self._settings, self._tuning.executor),
             self._tuning.executor,
+            PostprocessOptions(
+                self._settings.delivery.max_attempts,
+                self._settings.limits.max_in_flight_bytes,
+                self._tuning.ingest,
+            ),
         )
         stages.functions["executor"] = stages.executor.run
 
@@ -516,8 +521,8 @@ class _Composition:
             version = self._models.catalog.lookup_bound(request.model, request.version)
         except Rejected:
             return True
-        is_used = version.rewrites_answers and not isinstance(version.answers, ClassAnswers)
-        return is_used and Stage.EXECUTOR in self._here and is_payload(request.envelope)
+        is_used = version.answers_with_payload and is_payload(request.envelope)
+        return is_used and Stage.EXECUTOR in self._here
 
     def _make_heartbeat(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka

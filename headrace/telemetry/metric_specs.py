@@ -292,7 +292,7 @@ ENDS = (
         "headrace_transform_restarts",
         "counter",
         ("reason",),
-        "Child processes of transforms that were replaced: crash (it ended), hang (it was killed), "
+        "Child processes of user code that were replaced: crash (it ended), hang (it was killed), "
         "start (it ended before it was ready).",
     ),
     MetricSpec(

@@ -26,6 +26,7 @@ from headrace.protocol.messages import (
     whole_answer,
 )
 from headrace.protocol.tensors import to_array
+from headrace.services.executor.postprocessing import Postprocessor
 from headrace.telemetry.logs import Event
 from headrace.topics import Stage
 from headrace.tuning import TUNING, ExecutorTuning
@@ -36,14 +37,21 @@ log = structlog.get_logger(__name__)
 async def rewrite_answers(
     requests: Sequence[Request],
     version: ModelVersion,
+    postprocessor: Postprocessor | None = None,
     tuning: ExecutorTuning = TUNING.executor,
     clock: Clock = wall_clock_us,
 ) -> None:
     """Replace the outputs of requests that were payloads by what the version's model answers them,
     unless they accept tensors alone.
 
-    A request whose answer cannot be written fails.
+    A request whose answer cannot be written fails. If the version has a postprocess, that is run
+    before.
+
+    Raises:
+        Fatal: see `Postprocessor.run`.
     """
+    if postprocessor is not None:
+        await postprocessor.run(requests)
     chosen = [request for request in requests if _gets_whole_answer(request, version)]
     if not chosen:
         return

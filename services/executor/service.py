@@ -26,6 +26,11 @@ from headrace.primitives.resident_memory import resident_bytes
 from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
 from headrace.services.executor.loading import log_ready, make_instance
+from headrace.services.executor.postprocessing import (
+    DEFAULT_OPTIONS,
+    PostprocessOptions,
+    Postprocessor,
+)
 from headrace.services.executor.safety import BatchSafetySampler
 from headrace.services.executor.trial import TrialLoads
 from headrace.services.executor.worker import ModelKey, NoQuarantine, Quarantine, Worker
@@ -67,6 +72,7 @@ class ExecutorService:
         announcer: notified of ended requests if the batcher is in another process.
         quarantine: decides how runs begin, and is notified of requests that ran alone.
         trials: tries each version before it is loaded here; None: versions are not tried.
+        postprocess_options: of user code behind models.
 
     Attributes:
         loaded: set when every version known at the start has loaded or failed.
@@ -82,8 +88,10 @@ class ExecutorService:
         quarantine: Quarantine | None = None,
         trials: TrialLoads | None = None,
         tuning: ExecutorTuning = TUNING.executor,
+        postprocess_options: PostprocessOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._tuning = tuning
+        self._postprocess_options = postprocess_options
         self._quarantine = quarantine or NoQuarantine()
         self._batch_queue = batch_queue
         self._answers = answers
@@ -326,7 +334,13 @@ class ExecutorService:
             comparison,
             self._announcer,
             self._tuning,
+            self._make_postprocessor(version),
         )
+
+    def _make_postprocessor(self, version: ModelVersion) -> Postprocessor | None:
+        if version.postprocess is None:
+            return None
+        return Postprocessor(version, self._postprocess_options, self._instruments.metrics)
 
     async def _work(self, worker: Worker) -> None:
         """Run a worker, and list it meanwhile."""

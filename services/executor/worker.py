@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -29,6 +30,7 @@ from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
 from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import DeadlinePassed, Instance
 from headrace.services.executor.passing_through import rewrite_answers
+from headrace.services.executor.postprocessing import Postprocessor
 from headrace.services.executor.prefetch import (
     Prefetch,
     PreparedBatch,
@@ -128,6 +130,7 @@ class Worker:
         quarantine: decides how runs begin, and is notified of requests that ran alone.
         comparison: returns what decides whether the version can be batched, if that is open.
         announcer: notified of ended requests if the batcher is in another process.
+        postprocessor: of the version, if it has a postprocess; closed when `run` ends.
 
     Attributes:
         activity: the current run.
@@ -145,8 +148,10 @@ class Worker:
         comparison: Callable[[], BatchSafetySampler],
         announcer: ExecutorHeartbeat | None = None,
         tuning: ExecutorTuning = TUNING.executor,
+        postprocessor: Postprocessor | None = None,
     ) -> None:
         self._version = version
+        self._postprocessor = postprocessor
         self._instance = instance
         self._consumer = consumer
         self._answers = answers
@@ -179,6 +184,10 @@ class Worker:
 
     async def run(self) -> None:
         """Run until there are no more batches; parts of failed ones alternate with fresh ones."""
+        with nullcontext() if self._postprocessor is None else closing(self._postprocessor):
+            await self._run_batches()
+
+    async def _run_batches(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             prefetch = Prefetch(
                 self._consumer, self._gather_ahead, tasks, self.run_now, self._tuning
@@ -329,7 +338,9 @@ class Worker:
                 prefetch.start_prefetch(self._steady(), predicted_us)
             self._scatter(run, await self._run_watched(arrays))
             if version.rewrites_answers:
-                await rewrite_answers(run.requests, version, self._tuning, self._clock)
+                await rewrite_answers(
+                    run.requests, version, self._postprocessor, self._tuning, self._clock
+                )
         except (Fatal, Retriable, DeadlinePassed):
             raise
         except Rejected as error:

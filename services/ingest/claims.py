@@ -28,8 +28,8 @@ from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Failure, Request
 from headrace.services.ingest.decode import IngestRules, PendingClaim, decode_claimed
 from headrace.services.ingest.schemas import is_leaving, leave_in_log
-from headrace.services.ingest.transforms import PendingTransform, PendingValue
 from headrace.topics import Stage
+from headrace.transforms.workers import PendingTransform, PendingValue
 from headrace.tuning import TUNING, IngestTuning
 
 _CANCELLED = Failure(Code.CANCELLED, "the caller cancelled it", Stage.INGEST)

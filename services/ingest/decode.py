@@ -41,8 +41,8 @@ from headrace.protocol.negotiation import require_content_type
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
 from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.schemas import find_unknown
-from headrace.services.ingest.transforms import PendingRequest, PendingTransform, PendingValue
 from headrace.topics import Stage
+from headrace.transforms.workers import PendingRequest, PendingTransform, PendingValue
 from headrace.tuning import TUNING
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}

@@ -21,9 +21,9 @@ from headrace.models.inputs.framing import FramedSchemas
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Pauses
 from headrace.protocol.messages import Request
-from headrace.services.ingest.transforms import PendingTransform
 from headrace.telemetry.logs import Event
 from headrace.topics import Stage
+from headrace.transforms.workers import PendingTransform
 from headrace.tuning import TUNING, SchemaTuning
 
 log = structlog.get_logger(__name__)

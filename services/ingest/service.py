@@ -40,13 +40,13 @@ from headrace.services.ingest.decode import (
 )
 from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.schemas import SchemaWaits
-from headrace.services.ingest.transforms import (
+from headrace.telemetry.instruments import Instruments
+from headrace.transforms.workers import (
     PendingTransform,
     PendingValue,
     TransformPool,
     TransformThread,
 )
-from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import SendStream
 from headrace.tuning import TUNING, IngestTuning
 

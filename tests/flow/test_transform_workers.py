@@ -143,6 +143,6 @@ def transform_children() -> list[int]:
                 line = Path(f"/proc/{child}/cmdline").read_bytes()
             except FileNotFoundError:
                 continue
-            if b"transform_child" in line:
+            if b"headrace.transforms.child" in line:
                 found.append(int(child))
     return found

@@ -21,6 +21,7 @@ from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
 from headrace.topics import Stage, Topic
+from headrace.tuning import TUNING, Tuning
 from tests.support.claim_store import StandInStore
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS, Grouping
@@ -124,6 +125,7 @@ async def restart_until(
     log: MemoryLog,
     grouping: Grouping,
     strike: Callable[[Lives], Awaitable[None]] | None = None,
+    tuning: Tuning = TUNING,
 ) -> int:
     """Run a pipeline for each group of stages, and another whenever one ends by itself, until
     `done`; then drain them.
@@ -133,7 +135,7 @@ async def restart_until(
     Returns:
         How often one was started again.
     """
-    lives = Lives(settings, log)
+    lives = Lives(settings, log, tuning)
     stops = [Stop() for _ in grouping]
     async with asyncio.TaskGroup() as tasks:
         for stages, stop in zip(grouping, stops, strict=True):
@@ -153,8 +155,9 @@ class Lives:
         restarts: how often one was.
     """
 
-    def __init__(self, settings: Settings, log: MemoryLog) -> None:
+    def __init__(self, settings: Settings, log: MemoryLog, tuning: Tuning = TUNING) -> None:
         self._settings = settings
+        self._tuning = tuning
         self._log = log
         self.restarts = 0
 
@@ -165,7 +168,7 @@ class Lives:
     async def live(self, stages: Sequence[Stage], stop: Stop) -> None:
         """Run one process after the other, until asked to stop."""
         while not stop.requested.is_set():
-            pipeline = Pipeline(self._settings, self._log, stages)
+            pipeline = Pipeline(self._settings, self._log, stages, tuning=self._tuning)
             serving = asyncio.create_task(pipeline.run(stop), name="pipeline")
             await asyncio.wait([serving])
             if serving.exception() is not None:

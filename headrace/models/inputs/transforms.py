@@ -48,6 +48,10 @@ class TransformSource(NamedTuple):
     signature: Signature
     version_directory: Path
 
+    def make(self) -> Transform:
+        """Return the transform. Raises `ConfigurationError`, see `make_transform`."""
+        return make_transform(*self)
+
 
 def make_transform(
     model_directory: Path,

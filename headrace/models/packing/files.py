@@ -94,7 +94,7 @@ def name_model_files(config: ModelConfig) -> set[str]:
         columns = [each for some in config.record.inputs.values() for each in some]
         names |= {each.vocabulary for each in columns if isinstance(each.vocabulary, str)}
     names.discard("")
-    return names | {"transform.py"} if config.transform == "python" else names
+    return names | config.code_beside
 
 
 def read_model_files(directory: Path, names: Iterable[str]) -> dict[str, str | None]:

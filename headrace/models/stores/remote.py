@@ -252,7 +252,7 @@ class RemoteRepository:
 
 def _refuse_python(manifest: Manifest, config: ModelConfig) -> None:
     names = [name for name in (*manifest.files, *manifest.model_files) if name.endswith(".py")]
-    uses = "python" in (config.backend, config.transform)
+    uses = config.backend == "python" or bool(config.code_beside)
     if names or uses:
         raise ConfigurationError(
             "models.allow_python: expected a version without Python code, got "

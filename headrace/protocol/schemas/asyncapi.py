@@ -256,13 +256,14 @@ def _response_headers() -> _Node:
     return {
         "content-type": _text(
             f"As accept chooses. Otherwise as the request's; {JSON} for a raw payload, or {PNG} if "
-            f"[answer.mask] in model.toml answers it, and {JSON} for the error of a value that "
-            "begins with a brace."
+            "[answer.mask] in model.toml answers it, or the type of what the model's own code "
+            f"returns, and {JSON} for the error of a value that begins with a brace."
         ),
         "x-record-of": _text(
             "Only if the value is no response with tensors: name and version of the model, with a "
             "slash between. The value is the request's record with the outputs of the model in it, "
-            "in the request's content type, or what [answer] in model.toml says, as JSON or PNG."
+            "in the request's content type, or what [answer] in model.toml says: JSON, a PNG, or "
+            "what the model's own code returns."
         ),
         "content-encoding": _coding("Of the value, as the request accepts it; absent for none."),
         "x-claim": _claim("Refers to the value, which is in a store; the record has none then."),

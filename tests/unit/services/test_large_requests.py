@@ -17,8 +17,8 @@ from headrace.protocol.messages import Request
 from headrace.protocol.tensors import to_array
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
-from headrace.services.ingest.transform_process import TransformProcess
-from headrace.services.ingest.transforms import TransformPool, TransformThread
+from headrace.transforms.process import TransformProcess
+from headrace.transforms.workers import TransformPool, TransformThread
 from headrace.tuning import TUNING
 from tests.support.models import add_version, identity, settings_for
 from tests.support.services import RecordSource, counted, delivery, make_instruments

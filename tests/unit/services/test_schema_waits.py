@@ -17,7 +17,7 @@ from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Backoff
 from headrace.services.ingest.schemas import SchemaWaits
-from headrace.services.ingest.transforms import PendingTransform
+from headrace.transforms.workers import PendingTransform
 from headrace.tuning import SchemaTuning
 from tests.support.conditions import eventually
 from tests.support.schema_registry import StandInRegistry

@@ -20,9 +20,9 @@ from headrace.primitives.backoff import Backoff
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import NO_HEADERS
 from headrace.protocol.messages import Request
-from headrace.services.ingest.transform_process import TransformProcess
-from headrace.services.ingest.transforms import PendingTransform, TransformPool
 from headrace.telemetry.instruments import Instruments
+from headrace.transforms.process import TransformProcess
+from headrace.transforms.workers import PendingTransform, TransformPool
 from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.services import counted, digits_models, make_instruments

@@ -17,7 +17,7 @@ from headrace.protocol.headers import NO_HEADERS
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
-from headrace.services.ingest.transforms import PendingTransform, TransformPool, TransformThread
+from headrace.transforms.workers import PendingTransform, TransformPool, TransformThread
 from headrace.tuning import TUNING, IngestTuning
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.python_models import BEGUN, GATE, shut_gate

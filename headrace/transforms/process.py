@@ -32,27 +32,26 @@ from headrace.primitives.backoff import Pauses
 from headrace.primitives.child_process import describe_exit, start_child
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.messages import InferenceRequest, InputTensor
-from headrace.services.ingest.transform_child import (
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.transforms.child import (
     CALL_HEAD,
     REPLY_HEAD,
     TransformCall,
     TransformReply,
     receive_exactly,
 )
-from headrace.services.ingest.transforms import (
+from headrace.transforms.workers import (
     PayloadRound,
     PendingRequest,
-    PendingTransform,
     PendingValue,
     apply_transform,
 )
-from headrace.telemetry.logs import Event
-from headrace.telemetry.metrics import Metrics
 from headrace.tuning import TUNING, IngestTuning
 
 log = structlog.get_logger(__name__)
 
-_MODULE = "headrace.services.ingest.transform_child"
+_MODULE = "headrace.transforms.child"
 _Made: TypeAlias = tuple[list[InputTensor], InferenceRequest | None]
 _decode_reply = msgspec.msgpack.Decoder(TransformReply).decode
 
@@ -89,7 +88,7 @@ class TransformProcess:
         self._closing = threading.Event()
 
     async def run(self, payloads: PayloadRound) -> None:
-        """See `headrace.services.ingest.transforms.TransformWorker`."""
+        """See `headrace.transforms.workers.TransformWorker`."""
         if not self._worker.is_started:
             self._worker.start()
         await self._worker.call(lambda: self._transform_all(payloads)).done
@@ -125,7 +124,8 @@ class TransformProcess:
                 if failed_starts < self._tuning.transform_starts and not self._closing.is_set():
                     continue
                 payload.error = Rejected(
-                    Code.INTERNAL, f"transform: {failed_starts} processes ended at start ({how})"
+                    Code.INTERNAL,
+                    f"{payload.what}: {failed_starts} processes ended at start ({how})",
                 )
                 return
             try:
@@ -145,8 +145,8 @@ class TransformProcess:
                     continue
                 payload.error = Rejected(
                     Code.MODEL_FAILED,
-                    f"transform: each time that this payload was transformed, with nothing else in "
-                    f"its process, the process ended ({how}); it is not transformed again",
+                    f"{payload.what}: each time that it ran for this payload, with nothing else in "
+                    f"its process, the process ended ({how}); it does not run again",
                 )
             else:
                 self._pauses.reset()
@@ -211,20 +211,22 @@ class _Child:
         if isinstance(payload, PendingRequest):
             call = self._prepare(TransformCall(0, decoding=(payload.envelope, payload.limits)))
         else:
-            assert isinstance(payload, PendingTransform)
-            call = self._prepare(TransformCall(self._load(payload.version)))
+            assert payload.version is not None
+            call = self._prepare(TransformCall(self._load(payload.version, payload)))
         until_s = time.monotonic() + payload.limit_s
-        call = call._replace(content_type=payload.content_type)
+        call = call._replace(
+            content_type=payload.content_type, what=payload.what, users_fault=payload.users_fault
+        )
         payload.inputs, message = self._call(call, payload.value, until_s)
         if isinstance(payload, PendingRequest):
             payload.message = message
 
-    def _load(self, version: ModelVersion) -> int:
-        """Return the number of a version, whose transform the child has made by then."""
+    def _load(self, version: ModelVersion, payload: PendingValue) -> int:
+        """Return the number of a version, whose function the child has made by then."""
         if version not in self._keys:
             key = next(self._next_key)
             until_s = time.monotonic() + version.config.max_load_s
-            self._call(TransformCall(key, version.transform_source), b"", until_s)
+            self._call(TransformCall(key, payload.source, what=payload.what), b"", until_s)
             self._keys[version] = key
             weakref.finalize(version, self._forgotten.append, key)
         return self._keys[version]

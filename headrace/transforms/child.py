@@ -1,11 +1,11 @@
-"""Child process that transforms payloads, and what it exchanges with its parent.
+"""Child process that runs user code on payloads, and what it exchanges with its parent.
 
-    python -m headrace.services.ingest.transform_child SOCKET PARENT_PID
+    python -m headrace.transforms.child SOCKET PARENT_PID
 
-The parent writes one call at a time: to make a transform, to transform a payload, or to
-decode a request. Calls are
-pickled, since they hold the model's configuration; replies are MessagePack, followed by the bytes
-of the inputs, or sent with the descriptor of a memory file (memfd_create(2)) that has them.
+The parent writes one call at a time: to make a function of a user's, a transform or a postprocess,
+to call it with a payload, or to decode a request. Calls are pickled, since they hold the model's
+configuration; replies are MessagePack, followed by the bytes of the arrays, or sent with the
+descriptor of a memory file (memfd_create(2)) that has them.
 
 The child ends when its socket is closed, or its parent dies (`headrace.primitives.child_process`).
 """
@@ -17,14 +17,14 @@ import pickle
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from headrace.config import LimitSettings
 from headrace.errors import Code, HeadraceError, Rejected, describe_error
-from headrace.models.inputs.transforms import Transform, TransformSource, make_transform
 from headrace.primitives.child_process import end_with_parent
 from headrace.protocol.codec import decode_request
 from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor
@@ -35,30 +35,41 @@ REPLY_HEAD = struct.Struct("<QQ?")
 """Sizes of a reply and of its inputs; True if these are in a memory file."""
 
 
+class WorkerSource(Protocol):
+    """All that a child process makes a function of; it can be pickled."""
+
+    def make(self) -> Callable[[bytes, str], list[InputTensor]]:
+        """Return a function of a payload and its content type. Raises `ConfigurationError`."""
+        ...
+
+
 class TransformCall(NamedTuple):
     """A call of the child.
 
     Attributes:
         key: the parent's number of a version.
-        source: the transform to make, before payloads of the version are transformed.
+        source: makes the function, before it is called with payloads of the version.
         decoding: headers and limits of a request to decode, instead of a payload.
         content_type: of the payload.
         max_bytes: most bytes that its inputs may have.
         shared_bytes: inputs of at least this size are sent in a memory file.
         forgotten: versions that are not needed any more.
+        what, users_fault: see `headrace.transforms.workers.PendingValue`.
     """
 
     key: int
-    source: TransformSource | None = None
+    source: WorkerSource | None = None
     decoding: tuple[Envelope, LimitSettings] | None = None
     content_type: str = ""
     max_bytes: int = 0
     shared_bytes: int = 0
     forgotten: tuple[int, ...] = ()
+    what: str = "transform"
+    users_fault: Code = Code.INVALID_REQUEST
 
 
 class TransformReply(msgspec.Struct):
-    """Inputs, by name, datatype, shape and size in bytes; or the error of a request.
+    """Arrays, by name, datatype, shape and size in bytes; or the error of a request.
 
     Attributes:
         message: a decoded request, without its inputs.
@@ -87,7 +98,7 @@ class _Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._transforms: dict[int, Transform] = {}
+        self._functions: dict[int, Callable[[bytes, str], list[InputTensor]]] = {}
 
     def serve(self) -> None:
         """Answer calls until the parent closes its end."""
@@ -105,34 +116,34 @@ class _Server:
 
     def _answer(self, call: TransformCall, payload: bytes) -> None:
         for key in call.forgotten:
-            self._transforms.pop(key, None)
+            self._functions.pop(key, None)
         inputs: list[InputTensor] = []
         message: InferenceRequest | None = None
         try:
             if call.source is not None:
-                self._transforms[call.key] = make_transform(*call.source)
+                self._functions[call.key] = call.source.make()
             elif call.decoding is not None:
                 message = decode_request(payload, *call.decoding)
                 inputs, message.inputs = message.inputs, []
             else:
-                inputs = self._transforms[call.key](payload, call.content_type)
+                inputs = self._functions[call.key](payload, call.content_type)
                 made_bytes = sum(len(each.data) for each in inputs)
                 if made_bytes > call.max_bytes:
                     raise Rejected.mismatch(
                         Code.TOO_LARGE,
-                        "transform",
-                        expected=f"inputs of at most {call.max_bytes} bytes",
+                        call.what,
+                        expected=f"arrays of at most {call.max_bytes} bytes",
                         got=str(made_bytes),
                     )
         except Rejected as error:
             self._send(TransformReply(code=error.code, reason=error.message))
             return
         except HeadraceError as error:
-            self._send(TransformReply(code=Code.MODEL_FAILED, reason=f"transform: {error}"))
+            self._send(TransformReply(code=Code.MODEL_FAILED, reason=f"{call.what}: {error}"))
             return
         except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
-            reason = f"transform: {describe_error(error)}"
-            self._send(TransformReply(code=Code.INVALID_REQUEST, reason=reason))
+            reason = f"{call.what}: {describe_error(error)}"
+            self._send(TransformReply(code=call.users_fault, reason=reason))
             return
         described = [
             (each.name, each.datatype, list(each.shape), len(each.data)) for each in inputs

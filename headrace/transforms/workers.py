@@ -1,6 +1,6 @@
 """Workers that make inputs of payloads, with a time limit, so that none blocks the event loop.
 
-A worker is a thread, or a child process (`headrace.services.ingest.transform_process`). User code
+A worker is a thread, or a child process (`headrace.transforms.process`). User code
 may take long or never return. On a thread, a transform that exceeds its model's `max_execution_s`
 is interrupted by an exception, which ends any Python code. Native code does not notice the
 exception; then the process ends after a grace period, and the record is found like any other that
@@ -24,6 +24,7 @@ from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.codec import decode_request
 from headrace.protocol.headers import JSON, NO_HEADERS
 from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor, Request
+from headrace.transforms.child import WorkerSource
 from headrace.tuning import TUNING, IngestTuning
 
 
@@ -31,12 +32,17 @@ class PendingValue:
     """A value that waits for a worker, and what the worker has made of it.
 
     Attributes:
+        what: name of the work, for messages.
+        users_fault: code of what user code raises otherwise than as an `Exception`.
         inputs: the inputs; None if they could not be made.
         version: the version that the request is for, once that is known.
         bound: the inputs, checked; see `headrace.models.inputs.binding.Binder.bind`.
         error: why there is none of these.
         took_s: how long a worker was busy with it.
     """
+
+    what = "transform"
+    users_fault = Code.INVALID_REQUEST
 
     def __init__(self, request: Request, value: bytes | memoryview, content_type: str) -> None:
         self.request = request
@@ -66,6 +72,11 @@ class PendingValue:
         return False
 
     @property
+    def source(self) -> WorkerSource:
+        """What a child process makes the function of that it calls with the value."""
+        raise NotImplementedError
+
+    @property
     def made_bytes(self) -> int:
         """Size of the inputs."""
         return sum(len(given.data) for given in self.inputs or ())
@@ -82,7 +93,7 @@ class PendingValue:
         """Return the error of a value whose worker took too long."""
         return Rejected(
             Code.MODEL_FAILED,
-            f"transform: expected it to end within max_execution_s = {self.limit_s:g} s",
+            f"{self.what}: expected it to end within max_execution_s = {self.limit_s:g} s",
         )
 
 
@@ -105,6 +116,11 @@ class PendingTransform(PendingValue):
     def limit_s(self) -> float:
         """See `PendingValue`."""
         return self.version.config.max_execution_s
+
+    @property
+    def source(self) -> WorkerSource:
+        """See `PendingValue`."""
+        return self.version.transform_source
 
     @property
     def is_of_process(self) -> bool:
@@ -286,7 +302,8 @@ class TransformThread:
             if payload.is_interrupted:
                 grace_s = self._tuning.interrupt_grace_s
                 raise Fatal(
-                    f"transform of {payload.model or 'a large request'}: did not end {grace_s:g} s "
+                    f"{payload.what} of {payload.model or 'a large request'}: did not end "
+                    f"{grace_s:g} s "
                     "after it was interrupted"
                 )
             self._interrupt(payload)
@@ -349,4 +366,4 @@ def apply_transform(payload: PendingValue) -> None:
     except Interrupted:
         raise
     except BaseException as error:  # noqa: BLE001 - a user's code must not end the thread
-        payload.error = Rejected(Code.INVALID_REQUEST, f"transform: {describe_error(error)}")
+        payload.error = Rejected(payload.users_fault, f"{payload.what}: {describe_error(error)}")

@@ -1,0 +1,1 @@
+"""Workers that run user code on payloads and outputs: threads, or child processes."""

@@ -1,0 +1,189 @@
+"""A user's postprocess between a run and the answers to payloads, on a worker of the instance.
+
+One that raises, crashes or hangs fails its own request, as a transform does at ingest: the workers
+are the same (`headrace.transforms`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.config import DeliverySettings, LimitSettings
+from headrace.delivery.failures import rejection
+from headrace.errors import Code, Rejected
+from headrace.models.postprocess import PayloadRequest, Postprocess, pack
+from headrace.models.version import ModelVersion
+from headrace.protocol.codec import plain_value
+from headrace.protocol.messages import Envelope, InputTensor, Request, Tensor
+from headrace.protocol.tensors import to_array
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import Stage
+from headrace.transforms.child import WorkerSource
+from headrace.transforms.process import TransformProcess
+from headrace.transforms.workers import PayloadRound, PendingValue, TransformThread, TransformWorker
+from headrace.tuning import TUNING, IngestTuning
+
+
+class PendingPostprocess(PendingValue):
+    """The outputs of a request that wait for their postprocess; `inputs` are what it has made.
+
+    Args:
+        request: with outputs.
+        version: of the model that has run.
+        postprocess: of the version.
+        about: the request, as the user's function gets it.
+        packs: whether a child process gets the arguments.
+    """
+
+    what = "postprocess"
+    users_fault = Code.MODEL_FAILED
+
+    def __init__(
+        self,
+        request: Request,
+        version: ModelVersion,
+        postprocess: Postprocess,
+        about: PayloadRequest,
+        *,
+        packs: bool,
+    ) -> None:
+        rows = request.rows if version.signature.batched else None
+        packed = pack(request.outputs or (), about, rows) if packs else b""
+        super().__init__(request, packed, about.content_type)
+        self.version: ModelVersion = version
+        self._postprocess = postprocess
+        self._about = about
+        self._rows = rows
+
+    @property
+    def model(self) -> str:
+        """See `PendingValue`."""
+        return self.version.name
+
+    @property
+    def limit_s(self) -> float:
+        """See `PendingValue`."""
+        return self.version.config.max_execution_s
+
+    @property
+    def source(self) -> WorkerSource:
+        """See `PendingValue`."""
+        return self.version.postprocess_source
+
+    def make_inputs(self) -> list[InputTensor]:
+        """See `PendingValue`."""
+        outputs = {tensor.name: to_array(tensor) for tensor in self.request.outputs or ()}
+        return self._postprocess.apply(outputs, self._about, self._rows)
+
+    def bind(self) -> None:
+        """See `PendingValue`: what was made has been checked."""
+
+
+class PostprocessOptions(NamedTuple):
+    """How user code runs, in all models of a process.
+
+    Attributes:
+        max_attempts: number of child processes that may end with a request before it fails.
+        max_bytes: most bytes that one may make of the outputs of a request.
+        tuning: of threads and child processes.
+    """
+
+    max_attempts: int = DeliverySettings().max_attempts
+    max_bytes: int = LimitSettings().max_in_flight_bytes
+    tuning: IngestTuning = TUNING.ingest
+
+
+DEFAULT_OPTIONS = PostprocessOptions()
+"""Those of the default settings."""
+
+
+class Postprocessor:
+    """Runs the postprocess of a version for one instance; its worker starts with the first use.
+
+    Args:
+        version: one with a postprocess.
+        options: of the process.
+        metrics: count child processes that are replaced.
+
+    Raises:
+        ConfigurationError: it is to run in a child process, and the system is not Linux.
+    """
+
+    def __init__(
+        self, version: ModelVersion, options: PostprocessOptions, metrics: Metrics
+    ) -> None:
+        assert version.postprocess is not None
+        assert version.config.python is not None
+        self._version = version
+        self._postprocess = version.postprocess
+        self._in_child = version.config.python.isolation == "process"
+        self._worker: TransformWorker = (
+            TransformProcess(options.max_attempts, options.max_bytes, metrics, options.tuning)
+            if self._in_child
+            else TransformThread(options.tuning)
+        )
+
+    def close(self) -> None:
+        """End the worker after the request that it has."""
+        self._worker.close()
+
+    async def run(self, requests: Sequence[Request]) -> None:
+        """Replace the outputs of requests with payloads by what the user's function makes of them.
+
+        A request fails if that cannot be made.
+
+        Raises:
+            Fatal: the function hangs on a thread and could not be interrupted.
+        """
+        pending = [made for request in requests if (made := self._prepare(request)) is not None]
+        await self._worker.run(PayloadRound(pending, sys.maxsize))  # all in one round
+        for each in pending:
+            _take(each)
+
+    def _prepare(self, request: Request) -> PendingPostprocess | None:
+        """Return what the worker takes; None for a request that is not for it, or fails."""
+        version, envelope = self._version, request.envelope
+        if request.output_data is None or request.failure is not None:
+            return None
+        try:
+            if (answer_type := self._choose_type(envelope)) is None:
+                return None
+            payload = plain_value(request.value, envelope, TUNING.protocol.max_decompressed_bytes)
+            if payload is None:
+                raise Rejected(Code.INTERNAL, "expected the payload of the request, got none")
+            about = PayloadRequest(bytes(payload), envelope.content_type, answer_type)
+            return PendingPostprocess(
+                request, version, self._postprocess, about, packs=self._in_child
+            )
+        except Rejected as error:
+            _fail(request, error)
+            return None
+
+    def _choose_type(self, envelope: Envelope) -> str | None:
+        """Return the content type of the answer that is to be made, empty for arrays; None if the
+        answer has the outputs of the model. Raises `Rejected`.
+        """
+        if not self._version.takes_payload(envelope):
+            return None
+        table = self._version.config.answer
+        if table is None or not table.returns_answers:
+            return ""
+        return self._version.choose_whole_type(envelope) or None
+
+
+def _take(pending: PendingPostprocess) -> None:
+    """Set the outputs of a request that has ended."""
+    request, made = pending.request, pending.inputs
+    if pending.error is not None or made is None:
+        _fail(request, pending.error or Rejected(Code.INTERNAL, "postprocess: it was stopped"))
+        return
+    request.outputs = tuple(
+        [Tensor(each.name, each.datatype, tuple(each.shape), each.data) for each in made]
+    )
+
+
+def _fail(request: Request, error: Rejected) -> None:
+    request.outputs = None
+    request.fail(rejection(error, Stage.EXECUTOR))
