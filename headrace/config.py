@@ -452,8 +452,8 @@ class AccessSettings(_Section):
     """
     jwt: JwtSettings | None = None
     model_changes: Literal["login", "anyone", "off"] = "login"
-    """Callers that may load and unload models by Triton's repository API: those with a login that
-    opens *repository*, any for which that group is open, or none.
+    """Callers that may load and unload models by Triton's repository API: those with a login whose
+    groups name *repository*, any for which that group is open, or none.
     """
 
 

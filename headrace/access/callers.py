@@ -90,7 +90,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**40)]
 class _Entry(Struct, forbid_unknown_fields=True):
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
     certificate: Annotated[str, Meta(pattern="^(URI:|DNS:|CN=).{1,1000}$")] | None = None
-    groups: list[ApiGroup] = msgspec.field(default_factory=lambda: list(ApiGroup))
+    groups: list[ApiGroup] | None = None
     requests_per_second: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
     burst: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     max_in_flight: Count | None = None
@@ -109,8 +109,15 @@ class _KeysFile(Struct, forbid_unknown_fields=True):
 
 
 class _Login(NamedTuple):
+    """A caller that is known, and the groups that it opens.
+
+    Attributes:
+        may_change: it may change which models are served, which a login must say by name.
+    """
+
     caller: Caller
     groups: frozenset[str]
+    may_change: bool = False
 
 
 class _Keys(NamedTuple):
@@ -202,9 +209,17 @@ class Callers:
         return self._require_login(group, given, keys.public)
 
     def _require_login(
-        self, group: ApiGroup, given: Credentials, public: Collection[ApiGroup]
+        self,
+        group: ApiGroup,
+        given: Credentials,
+        public: Collection[ApiGroup],
+        *,
+        changes: bool = False,
     ) -> Caller:
-        """Return as `admit`, with these groups for callers without a login."""
+        """Return as `admit`, with these groups for callers without a login.
+
+        With `changes` the login has to be one that may change models.
+        """
         keys = _NO_KEYS if self._keys is None else self._keys.current()
         login: _Login | None = None
         fault = "none"
@@ -212,12 +227,18 @@ class Callers:
             login = self._log_in(keys, given)
         except Rejected as error:
             fault = error.message
-        if login is not None and group in login.groups:
+        if login is not None and group in login.groups and (login.may_change or not changes):
             return login.caller
         if group in public:
             return self._without_login(given)
         if login is not None:
-            got = f"that of {login.caller.tenant}"
+            got = f"that of {login.caller.tenant or 'any certificate'}"
+            if group in login.groups:
+                expected = f"a login whose groups name it ({self._section}.keys_file)"
+                got += ", which names no groups"
+                raise Denied(
+                    f"{group}: expected {expected} for changes of models, got {got}", is_known=True
+                )
             raise Denied(f"{group}: expected a login that opens it, got {got}", is_known=True)
         raise Denied(f"{group}: expected {self._expected}, got {fault}", is_known=False)
 
@@ -228,8 +249,9 @@ class Callers:
             given: by the call.
 
         Raises:
-            Denied: nobody may; or the caller has no login that opens *repository*, though one is
-                needed (`model_changes`).
+            Denied: nobody may; or the caller has no login whose groups name *repository*, though
+                one is needed (`model_changes`). One that opens all groups because it names none is
+                not enough: it was given for requests.
         """
         group, setting = ApiGroup.REPOSITORY, f"{self._section}.model_changes"
         if self._model_changes == "off":
@@ -241,7 +263,7 @@ class Callers:
             files = f"{self._section}.keys_file or {self._section}.jwt"
             expected = f'a login ({files}), or {setting} = "anyone"'
             raise Denied(f"{group}: expected {expected} for changes of models", is_known=True)
-        return self._require_login(group, given, frozenset())
+        return self._require_login(group, given, frozenset(), changes=True)
 
     def _log_in(self, keys: _Keys, given: Credentials) -> _Login | None:
         """Return the login of a call, None if it shows none.
@@ -264,7 +286,7 @@ class Callers:
         limits = self._limits if self._limits.are_set else None
         # Never counted as a key's caller of that name: its limits may be others.
         caller = Caller(claims.tenant, f"token of {claims.tenant}", limits)
-        return _Login(caller, claims.groups)
+        return _Login(caller, claims.groups, ApiGroup.REPOSITORY in claims.groups)
 
     def _log_in_by_certificate(self, keys: _Keys, names: tuple[str, ...]) -> _Login | None:
         if names and self._trusts_certificates:
@@ -338,5 +360,9 @@ def _load(section: str, file: Path, usual: Limits, has_certificates: bool) -> _K
                 f"{name} has that of {other}"
             )
         caller = Caller(name, f"caller {name}", entry.limits(usual))
-        logins[key] = _Login(caller, frozenset(entry.groups))
+        logins[key] = _Login(
+            caller,
+            frozenset(ApiGroup if entry.groups is None else entry.groups),
+            ApiGroup.REPOSITORY in (entry.groups or ()),
+        )
     return _Keys(frozenset(found.public), logins)

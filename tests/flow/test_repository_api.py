@@ -55,13 +55,14 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
-    """A file with one operator, and one who may only infer."""
+    """A file with one operator, one who may only infer, and one whose key names no groups."""
     file = tmp_path / "keys.toml"
-    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, "other")]
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, "other", "all")]
     file.write_text(
         'public = ["health", "metadata", "inference", "repository"]\n'
-        f'[callers.ada]\nsha256 = "{hashes[0]}"\n'
+        f'[callers.ada]\nsha256 = "{hashes[0]}"\ngroups = ["inference", "repository"]\n'
         f'[callers.bob]\nsha256 = "{hashes[1]}"\ngroups = ["inference"]\n'
+        f'[callers.eve]\nsha256 = "{hashes[2]}"\n'
     )
     return str(file)
 
@@ -184,12 +185,13 @@ async def test_change_without_login_is_refused_though_index_is_open(
         path = "/v2/repository/models/digits/load"
         replies = [
             await served.post(path, b"{}", headers=headers)
-            for headers in ({}, {"X-API-Key": "other"})
+            for headers in ({}, {"X-API-Key": "other"}, {"X-API-Key": "all"})
         ]
         index = await served.post("/v2/repository/index", b"")
         assert await topic_of(served).read() == []
 
-    assert [reply.status for reply in replies] == [401, 403]
+    assert [reply.status for reply in replies] == [401, 403, 403]
+    assert "a login whose groups name it (gateway.keys_file)" in replies[2].json["error"]
     assert index.status == 200
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.access.callers import ApiGroup, Callers, Credentials, Denied
 from headrace.access.limits import Limits
-from headrace.config import GatewaySettings
+from headrace.config import GatewaySettings, TelemetrySettings
 from headrace.tuning import TUNING
 
 
@@ -46,15 +46,18 @@ LOGIN = Credentials(key="secret")
 
 
 def callers_with(directory: Path, changes: str, *, keys: bool) -> Callers:
-    """Callers for whom *repository* is public, one with a login that opens it, and one without.
+    """Callers for whom *repository* is public: one with a login that names it, one with a login of
+    another group, and one whose login opens all groups without naming any.
 
     Without keys there are no logins.
     """
     file = directory / "keys.toml"
-    ada, bob = (hashlib.sha256(key).hexdigest() for key in (b"secret", b"other"))
+    keys_of = (b"secret", b"other", b"all")
+    ada, bob, eve = (hashlib.sha256(key).hexdigest() for key in keys_of)
     file.write_text(
-        f'public = ["repository"]\n[callers.ada]\nsha256 = "{ada}"\n'
+        f'public = ["repository"]\n[callers.ada]\nsha256 = "{ada}"\ngroups = ["repository"]\n'
         f'[callers.bob]\nsha256 = "{bob}"\ngroups = ["inference"]\n'
+        f'[callers.eve]\nsha256 = "{eve}"\n'
     )
     settings = {"keys_file": file if keys else None, "model_changes": changes}
     return Callers(GatewaySettings.model_validate(settings), TUNING.gateway.access)
@@ -87,6 +90,13 @@ def test_change_is_allowed_to_logins_or_where_setting_says_so(
             Credentials(key="other"),
             "expected a login that opens it, got that of bob",
         ),
+        (
+            "login",
+            True,
+            Credentials(key="all"),
+            "repository: expected a login whose groups name it (gateway.keys_file) for changes of "
+            "models, got that of eve, which names no groups",
+        ),
         ("login", False, Credentials(), 'gateway.jwt), or gateway.model_changes = "anyone"'),
         ("off", True, LOGIN, "expected gateway.model_changes other than off"),
         ("off", False, Credentials(), "expected gateway.model_changes other than off"),
@@ -95,6 +105,24 @@ def test_change_is_allowed_to_logins_or_where_setting_says_so(
 def test_change_is_refused_with_what_it_needs(
     tmp_path: Path, changes: str, keys: bool, given: Credentials, told: str
 ) -> None:
-    """A group that is public opens the index alone."""
+    """A group that is public opens the index alone, and so does a login without groups."""
     with pytest.raises(Denied, match=re.escape(told)):
         callers_with(tmp_path, changes, keys=keys).admit_change(given)
+
+
+@pytest.mark.parametrize("group", ApiGroup)
+def test_login_without_groups_opens_all_groups_for_reading(tmp_path: Path, group: ApiGroup) -> None:
+    """Changes of models are all that it does not open."""
+    callers = callers_with(tmp_path, "login", keys=True)
+    assert callers.admit(group, Credentials(key="all")).tenant == "eve"
+
+
+def test_any_certificate_opens_no_changes_of_models(tmp_path: Path) -> None:
+    """Without a file of keys an authority vouches for who calls, and not for what it may change."""
+    (tmp_path / "ca.pem").touch()
+    settings = TelemetrySettings.model_validate({"tls_client_ca_file": tmp_path / "ca.pem"})
+    callers = Callers(settings, TUNING.gateway.access, trust_certificates=True)
+    given = Credentials(certificate=("CN=ada",))
+    assert callers.admit(ApiGroup.REPOSITORY, given).tenant == ""
+    with pytest.raises(Denied, match=r"telemetry\.keys_file.* got that of any certificate"):
+        callers.admit_change(given)
