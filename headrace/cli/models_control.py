@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from headrace.control.topic import ControlTopic
 from headrace.errors import ConfigurationError
 from headrace.models.wanted import (
     Author,
+    Deployment,
     describe,
     fold,
     load,
@@ -37,6 +38,11 @@ from headrace.models.wanted import (
 from headrace.printable import printable
 from headrace.protocol.control import ControlRecord
 from headrace.runtime.log_factory import open_log
+
+NO_PROCESS = (
+    'no process was heard that runs with models.mode = "explicit", kafka.bootstrap_servers and '
+    "namespace as here"
+)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
@@ -214,7 +220,7 @@ def status_command(settings: Settings, as_json: bool) -> None:
     """Show which versions are wanted, and what each process serves and waits for.
 
     It listens for some seconds to what the processes announce. Exit code 1 when one of them has
-    not followed.
+    not followed, or none was heard.
     """
     _require_broker(settings)
     status = run(_status(settings))
@@ -227,8 +233,8 @@ def status_command(settings: Settings, as_json: bool) -> None:
         for name, report in status["processes"].items():
             for line in _process_lines(name, report, status["generation"]):
                 click.echo(printable(line))
-        if not status["processes"]:
-            click.echo('no process was heard that runs with models.mode = "explicit"')
+    if not status["processes"]:
+        click.echo(NO_PROCESS, err=True)
     if not status["followed"]:
         raise Unsuccessful
 
@@ -269,13 +275,13 @@ def _change(settings: Settings, given: Manner, choose: Choose) -> None:
         else:
             for line in _lines(outcome.record):
                 click.echo(printable(line))
-        for name, report in outcome.processes.items():
-            for line in _process_lines(name, report._asdict(), outcome.generation):
+        for name, report in _reports(outcome.processes).items():
+            for line in _process_lines(name, report, outcome.generation):
                 click.echo(printable(line))
         if given.wait and not outcome.followed:
             fault = f"not all processes have followed within {given.timeout_s:g} s"
             if not outcome.processes:
-                fault = 'no process was heard that runs with models.mode = "explicit"'
+                fault = NO_PROCESS
             click.echo(fault, err=True)
     if given.dry_run:
         click.echo("dry run: nothing was changed", err=True)
@@ -323,22 +329,37 @@ async def _status(settings: Settings) -> dict[str, Any]:
         async with open_processes(log, settings) as processes:
             await processes.listen()
             state = fold(await topic.read())
+    return describe_status(state, processes.reports)
+
+
+def describe_status(state: Deployment, reports: Mapping[str, ProcessReport]) -> dict[str, Any]:
+    """Return what `headrace models status --json` writes.
+
+    Args:
+        state: the wanted models.
+        reports: of the processes that were heard, by their names.
+    """
     return {
         "generation": state.generation,
         "models": {name: msgspec.to_builtins(each) for name, each in state.models.items()},
         "wanted": [describe(name, each) for name, each in sorted(state.models.items())],
-        "processes": _reports(processes.reports),
-        "followed": all(
-            report.has_followed(state.generation) for report in processes.reports.values()
-        ),
+        "processes": _reports(reports),
+        "followed": bool(reports)
+        and all(report.has_followed(state.generation) for report in reports.values()),
     }
 
 
 # --- output -----------------------------------------------------------------------------------
 
 
-def _reports(reports: dict[str, ProcessReport]) -> dict[str, dict[str, Any]]:
-    return {name: report._asdict() for name, report in sorted(reports.items())}
+def _reports(reports: Mapping[str, ProcessReport]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            **report._asdict(),
+            "memory_bytes": {version: {**taken} for version, taken in report.memory_bytes.items()},
+        }
+        for name, report in sorted(reports.items())
+    }
 
 
 def _entry(record: ControlRecord) -> dict[str, Any]:
@@ -374,5 +395,15 @@ def _process_lines(name: str, report: dict[str, Any], generation: int) -> list[s
     return [
         f"process {name}: generation {report['generation']}{behind}",
         f"  ready: {', '.join(report['ready']) or 'none'}",
+        *(
+            f"  memory of {version}: {_describe_memory(taken)}"
+            for version, taken in report["memory_bytes"].items()
+        ),
         *(f"  waits for {each}" for each in report["unready"]),
     ]
+
+
+def _describe_memory(taken: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{size_bytes / 2**20:,.1f} MiB on {device}" for device, size_bytes in taken.items()
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import NamedTuple
 
 from headrace.config import Settings
@@ -23,11 +24,13 @@ class ProcessReport(NamedTuple):
         generation: the last change that it has read.
         ready: versions that are ready, as `name/version`.
         unready: wanted versions that are not, each with the reason.
+        memory_bytes: measured memory of ready versions, by `name/version` and device.
     """
 
     generation: int
     ready: tuple[str, ...]
     unready: tuple[str, ...]
+    memory_bytes: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
     def has_followed(self, generation: int) -> bool:
         """Return whether it is at the generation, with all that is wanted ready."""
@@ -90,7 +93,12 @@ class Processes:
         if event.generation == NOT_CONTROLLED:
             return
         ready = tuple(f"{model.name}/{model.version}" for model in event.models)
-        report = ProcessReport(event.generation, ready, tuple(event.unready))
+        memory_bytes = {
+            f"{model.name}/{model.version}": model.memory_bytes
+            for model in event.models
+            if model.memory_bytes
+        }
+        report = ProcessReport(event.generation, ready, tuple(event.unready), memory_bytes)
         self.reports[event.executor] = report
         self._heard_s[event.executor] = now_s
 

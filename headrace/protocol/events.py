@@ -20,7 +20,9 @@ class HostedModel(Struct, kw_only=True, omit_defaults=True):
     """A model version that is ready on an executor.
 
     Each of the `instances` runs one batch at a time. `max_batch_size` is in rows; it is 1 if
-    requests must not share runs, for the reason in `batching_off`.
+    requests must not share runs, for the reason in `batching_off`. `memory_bytes` is what all its
+    instances have taken while they were loaded, by device (`host`, `cuda:0`), without what could
+    not be measured.
     """
 
     name: Name
@@ -28,6 +30,7 @@ class HostedModel(Struct, kw_only=True, omit_defaults=True):
     instances: int
     max_batch_size: int
     batching_off: str = ""
+    memory_bytes: dict[str, int] = {}
 
 
 class Completion(Struct, kw_only=True, omit_defaults=True):

@@ -166,6 +166,7 @@ def _hosted(version: ModelVersion) -> HostedModel:
         instances=version.config.instances,
         max_batch_size=version.max_batch_size,
         batching_off=version.batching_off,
+        memory_bytes={device: sum(taken) for device, taken in version.memory_bytes.items()},
     )
 
 

@@ -278,7 +278,9 @@ async def test_browser_shows_rates_of_doors(tmp_path: Path) -> None:
             return bool(re.search(r"http\s+[\d.]+/s\s+404 [\d.]+/s\s+[\d.]+ (ms|µs)", shown))
 
         await eventually(shows_rates)
+        models = await page.evaluate("document.getElementById('models').innerText")
 
+    assert re.search(r"digits\s+1\s+default\s+ready.*\s[\d.,]+ (B|[KM]iB)", models)
     assert page.complaints == []
 
 

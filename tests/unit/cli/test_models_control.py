@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 
-from headrace.cli.models_control import user_name
+from headrace.cli.models_control import describe_status, user_name
 from headrace.cli.outcome import Exit
+from headrace.control.processes import ProcessReport
+from headrace.models.wanted import Deployment
 from tests.support.command_line import Call
 
 
@@ -66,3 +69,30 @@ def test_user_without_name_is_recorded_by_number(error: type[Exception]) -> None
         raise error("getpwuid(): uid not found: 4711")
 
     assert user_name(look_up) == f"uid-{os.getuid()}"
+
+
+def test_status_without_processes_has_not_followed() -> None:
+    """Nobody serves what is wanted, or all are in another namespace."""
+    status = describe_status(Deployment(3), {})
+    assert (status["generation"], status["processes"], status["followed"]) == (3, {}, False)
+
+
+def test_status_has_memory_of_each_version_and_process() -> None:
+    """By device, as far as it was measured."""
+    taken = {"host": 1024, "cuda:0": 2048}
+    reports = {
+        "b": ProcessReport(3, ("digits/1",), (), {"digits/1": taken}),
+        "a": ProcessReport(3, ("digits/1",), ()),
+    }
+    status = describe_status(Deployment(3), reports)
+    assert status["followed"]
+    assert [(name, each["memory_bytes"]) for name, each in status["processes"].items()] == [
+        ("a", {}),
+        ("b", {"digits/1": taken}),
+    ]
+    assert json.loads(json.dumps(status)) == status | {
+        "processes": {
+            name: {**each, "ready": ["digits/1"], "unready": []}
+            for name, each in status["processes"].items()
+        }
+    }

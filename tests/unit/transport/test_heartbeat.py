@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
-from headrace.models.version import State
+from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
@@ -26,8 +26,11 @@ EVENTS = TopicPartition("events", 0)
 class HeartbeatHarness:
     """An announcer at work, and what it has said."""
 
-    def __init__(self, announcer: ExecutorHeartbeat, partitions: list[int]) -> None:
+    def __init__(
+        self, announcer: ExecutorHeartbeat, partitions: list[int], version: ModelVersion
+    ) -> None:
         self.announcer = announcer
+        self.version = version
         self.partitions = partitions
         self.said: list[ExecutorEvent] = []
 
@@ -59,7 +62,7 @@ async def announcing(
             lambda: models.catalog.versions(State.READY),
             tuning,
         )
-        bench = HeartbeatHarness(announcer, partitions)
+        bench = HeartbeatHarness(announcer, partitions, models.catalog.lookup("digits"))
 
         async def listen() -> None:
             while not (bench.said and bench.said[-1].leaving):
@@ -92,6 +95,15 @@ async def test_heartbeat_carries_identity_and_models(tmp_path: Path) -> None:
     first = bench.said[0]
     assert (first.executor, first.silent_after_ms) == ("me", 10_000)
     assert first.models == [HostedModel(name="digits", version="1", instances=1, max_batch_size=32)]
+
+
+async def test_heartbeat_carries_memory_of_all_instances_by_device(tmp_path: Path) -> None:
+    """As it was measured when they were loaded."""
+    async with announcing(tmp_path) as bench:
+        version = bench.version
+        version.memory_bytes = {"host": [1000, 200], "cuda:0": [5000, 5000]}
+        await eventually(lambda: bench.said and bench.said[-1].models[0].memory_bytes)
+    assert bench.said[-1].models[0].memory_bytes == {"host": 1200, "cuda:0": 10000}
 
 
 async def test_heartbeat_is_sent_when_partitions_change(tmp_path: Path) -> None:
