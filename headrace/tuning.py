@@ -303,7 +303,12 @@ class KafkaTuning:
     max_poll_interval_s: float = 300.0
     """A member that does not poll for this long is removed from its group."""
     fetch_max_wait_s: float = 0.05
-    """The longest that an idle fetch delays a partition that was resumed or sought."""
+    """How long a broker may hold a fetch for records to arrive (`fetch.max.wait.ms`). A partition
+    that is resumed or sought may wait for the end of that fetch."""
+    idle_fetch_max_wait_s: float = 0.5
+    """The same for an idle consumer; the default of Kafka's clients."""
+    idle_after_s: float = 0.25
+    """A consumer is idle after this time without a record, a seek or a change of what it reads."""
     fetch_max_bytes: int = 16 * 1024 * 1024
     """Limit of one fetch response."""
     partition_fetch_max_bytes: int = 1024 * 1024

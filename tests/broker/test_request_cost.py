@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.config import Settings, make_settings
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.port import NewRecord, TopicPartition
+from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import STAGES, Stage, Topic
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
+from tests.support.logs import PATIENT, polling, write_to
 from tests.support.models import add_version, digits
 from tests.support.services import digits_value
 
@@ -107,3 +110,37 @@ async def test_broker_requests_of_separate_stages_stay_under_ceiling(settings: S
 
     assert counted["Produce"] <= APART_PRODUCE_REQUESTS, counted
     assert counted["Fetch"] <= APART_FETCHES, counted
+
+
+async def test_idle_reader_fetches_more_rarely_and_still_gets_next_record(
+    settings: Settings, unique_name: str
+) -> None:
+    """Beside a reader that is never idle, of the same topic. A record ends the fetch under way."""
+    assert settings.kafka is not None
+    counts = {"idle": 0, "busy": 0}
+    tunings = {
+        "idle": replace(PATIENT, idle_after_s=0.0, idle_fetch_max_wait_s=5.0),
+        "busy": replace(PATIENT, idle_after_s=0.0, idle_fetch_max_wait_s=0.0),
+    }
+    partition = TopicPartition(unique_name, 0)
+    seen: dict[str, list[Record]] = {name: [] for name in tunings}
+
+    async with AsyncExitStack() as stack:
+        for name, tuning in tunings.items():
+
+            def count(api: str, name: str = name) -> None:
+                counts[name] += api == "Fetch"
+
+            log = KafkaLog(settings.kafka, tuning=tuning, on_request=count)
+            log = await stack.enter_async_context(log)
+            await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+            reader = await stack.enter_async_context(log.reader([partition]))
+            await stack.enter_async_context(polling(reader, seen[name]))
+        await eventually(lambda: counts["busy"] >= 40)
+
+        assert counts["idle"] <= counts["busy"] / 2
+
+        await write_to(log, partition, b"next")
+        await eventually(lambda: all(seen.values()))
+    assert [[record.value for record in records] for records in seen.values()] == [[b"next"]] * 2
+    assert TUNING.kafka.idle_fetch_max_wait_s > TUNING.kafka.fetch_max_wait_s

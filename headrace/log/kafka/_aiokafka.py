@@ -82,6 +82,7 @@ PRIVATE_NAMES: Final[Mapping[type | ModuleType, tuple[str, ...]]] = {
     Fetcher: (
         "_closed",
         "_create_fetch_waiter",
+        "_fetch_max_wait_ms",
         "_fetch_task",
         "_notify",
         "_pending_tasks",
@@ -438,6 +439,11 @@ def seek_by_policy(consumer: AIOKafkaConsumer, partition: aiokafka.TopicPartitio
     """Start a partition without a position at its beginning."""
     earliest = aiokafka_fetcher.OffsetResetStrategy.EARLIEST
     consumer._fetcher.request_offset_reset([partition], earliest)
+
+
+def set_fetch_wait(consumer: AIOKafkaConsumer, wait_s: float) -> None:
+    """Set how long brokers may hold the consumer's next fetches for records to arrive."""
+    consumer._fetcher._fetch_max_wait_ms = int(wait_s * 1000)
 
 
 def fetching_task(consumer: AIOKafkaConsumer) -> asyncio.Future[None]:

@@ -44,6 +44,7 @@ from headrace.log.kafka._aiokafka import (
     raise_coordination_error,
     reset_polling,
     seek_by_policy,
+    set_fetch_wait,
 )
 from headrace.log.kafka.admin import AdminClient
 from headrace.log.kafka.connection import Connection
@@ -57,6 +58,32 @@ from headrace.log.port import (
     Record,
     TopicPartition,
 )
+from headrace.tuning import KafkaTuning
+
+
+class FetchWait:
+    """Rule for how long brokers may hold a consumer's fetches for records to arrive; no I/O.
+
+    A fetch in progress delays partitions that are resumed or sought meanwhile, since a broker
+    answers the requests of a connection one after another. So brokers may hold a fetch longer only
+    if the consumer reads all of its partitions and nothing has happened for a while
+    (docs/decisions/0028-idle-fetches.md).
+    """
+
+    def __init__(self, tuning: KafkaTuning, now_s: float) -> None:
+        self._tuning = tuning
+        self._active_s = now_s
+
+    def note_activity(self, now_s: float) -> None:
+        """Note that a record was read, or that partitions were assigned, sought or resumed."""
+        self._active_s = now_s
+
+    def wait_s(self, now_s: float, *, is_any_paused: bool) -> float:
+        """Return the seconds for the next fetch."""
+        tuning = self._tuning
+        if is_any_paused or now_s - self._active_s < tuning.idle_after_s:
+            return tuning.fetch_max_wait_s
+        return max(tuning.fetch_max_wait_s, tuning.idle_fetch_max_wait_s)
 
 
 class ContactMonitor:
@@ -118,6 +145,7 @@ class KafkaConsumer:
         self._contact = ContactMonitor(connection)
         self._closed = False
         self._read_state = ReadState(connection.decompressed_bytes, connection.tuning)
+        self._fetch_wait = FetchWait(connection.tuning, time.monotonic())
 
     # Starting and closing
 
@@ -194,6 +222,7 @@ class KafkaConsumer:
                 return {}
             self._raise_failure()
             raise_coordination_error(consumer)
+            self._set_fetch_wait(consumer)
             with count_as_polling(consumer):
                 found = await take_records(
                     FetchBuffer(consumer), timeout_s, max_records, max_bytes, self._read_state
@@ -201,9 +230,20 @@ class KafkaConsumer:
         except KafkaError as error:
             self._handle_poll_error(consumer, error)
             return {}
-        if not found:
+        if found:
+            self._fetch_wait.note_activity(time.monotonic())
+        else:
             self._check_health(consumer)
         return found
+
+    def _set_fetch_wait(self, consumer: AIOKafkaConsumer) -> None:
+        wait_s = self._fetch_wait.wait_s(time.monotonic(), is_any_paused=bool(self._paused))
+        set_fetch_wait(consumer, wait_s)
+
+    def _note_change(self, consumer: AIOKafkaConsumer) -> None:
+        """Let no fetch that begins now wait long, since what is read changes."""
+        self._fetch_wait.note_activity(time.monotonic())
+        self._set_fetch_wait(consumer)
 
     def gaps(self) -> Sequence[Gap]:
         """See the port."""
@@ -274,18 +314,21 @@ class KafkaConsumer:
         """See the port. Records already fetched from these partitions are fetched again later."""
         self._check_owned(partitions)
         self._paused.update(partitions)
+        self._note_change(self._consumer)
         self._consumer.pause(*_to_aiokafka(partitions))
 
     def resume(self, partitions: Sequence[TopicPartition]) -> None:
         """See the port."""
         self._check_owned(partitions)
         self._paused.difference_update(partitions)
+        self._note_change(self._consumer)
         if self._open.is_set():
             self._consumer.resume(*_to_aiokafka(partitions))
 
     def seek(self, partition: TopicPartition, offset: int) -> None:
         """See the port."""
         self._check_owned([partition])
+        self._note_change(self._consumer)
         self._consumer.seek(aiokafka.TopicPartition(*partition), offset)
 
     async def position(self, partition: TopicPartition) -> int:
@@ -428,6 +471,7 @@ class KafkaMember(KafkaConsumer):
         if self._closed:
             return
         consumer = self._consumer
+        self._note_change(consumer)
         # Pause first: nothing may be read before the listener has returned.
         consumer.pause(*_to_aiokafka(partitions))
         self._paused.clear()
