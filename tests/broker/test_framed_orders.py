@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ import pytest
 from aiokafka import AIOKafkaConsumer
 
 from headrace.tools.local_kafka import LocalKafka, install
-from tests.support.apicurio import Apicurio, install_apicurio, install_avro
+from tests.support.apicurio import Apicurio, install_apicurio, install_avro, install_serdes
 from tests.support.processes import Process, environment, headrace
 from tests.support.tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "orders"
 COUNT = 4000
+FEW = 200
 STAGES = "ingest,batcher,executor,responder"
-JAVA_TIMEOUT_S = 60.0
+JAVA_TIMEOUT_S = 150.0
 DEADLINE_S = 60.0
 needs_java = pytest.mark.skipif(shutil.which("javac") is None, reason="not installed: javac")
 
@@ -88,11 +90,12 @@ class ScoredOrders:
         self.scores.setdefault(number, []).append(order["score"])
 
 
-async def run_java(folder: Path, class_path: str, settings: dict[str, str]) -> str:
-    """Run the producer of the example from its source; return what it prints."""
+async def run_java(file: Path, jars: Sequence[Path], settings: dict[str, str]) -> str:
+    """Run a program of the example from its source; return what it prints."""
+    class_path = os.pathsep.join(map(str, jars))
     process = await asyncio.create_subprocess_exec(
-        *("java", "-XX:TieredStopAtLevel=1", "-cp", class_path, "FramedOrders.java"),
-        cwd=folder,
+        *("java", "-XX:TieredStopAtLevel=1", "-cp", class_path, file.name),
+        cwd=file.parent,
         env={**os.environ, **settings},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -104,28 +107,39 @@ async def run_java(folder: Path, class_path: str, settings: dict[str, str]) -> s
     return printed.decode()
 
 
-@pytest.fixture(scope="module")
-def registry_program() -> Path:
-    """The registry, fetched before the test's time runs."""
-    install_avro()
-    return install_apicurio()
-
-
-@needs_java
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-async def test_framed_orders_of_java_producer_are_enriched_once_across_kill(
-    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry_program: Path
-) -> None:
-    """Exactly once: a process is killed amid them, and the next one goes on."""
-    shutil.copytree(EXAMPLE, tmp_path / "orders")
-    path = tmp_path / "orders" / "models" / "fraud" / "model.toml"
-    subject = f"{unique_name}.responses-value"
+def frame_orders(example: Path, subject: str) -> None:
+    """Let the example's model take orders behind the ids of their schemas."""
+    path = example / "models" / "fraud" / "model.toml"
     path.write_text(
         path.read_text().replace(
             'avro_schema = "order.avsc"', f'framing = "confluent"\nsubject = "{subject}"'
         )
     )
+
+
+def scores_in(printed: str) -> dict[int, float]:
+    """The scores that the program printed, by number of the order."""
+    lines = [line.split() for line in printed.splitlines()]
+    return {int(name.removeprefix("order-")): float(score) for name, score in lines}
+
+
+@pytest.fixture(scope="module")
+def registry_program() -> Path:
+    """The registry, fetched before the test's time runs, with what the programs need."""
+    install_serdes()
+    return install_apicurio()
+
+
+@needs_java
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+async def test_framed_orders_of_java_producer_are_enriched_once_across_kill(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry_program: Path
+) -> None:
+    """Exactly once: a process is killed amid them, and the next one goes on."""
+    shutil.copytree(EXAMPLE, tmp_path / "orders")
+    subject = f"{unique_name}.responses-value"
+    frame_orders(tmp_path / "orders", subject)
     async with Apicurio(registry_program) as registry:
         settings = environment(
             kafka.bootstrap_servers,
@@ -144,12 +158,11 @@ async def test_framed_orders_of_java_producer_are_enriched_once_across_kill(
         ) as consumer:
             topic = f"{unique_name}.responses"
             consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(4)])
-            class_path = os.pathsep.join([*map(str, install().jars), str(install_avro())])
             async with Process(STAGES, settings) as first, asyncio.TaskGroup() as tasks:
                 producing = tasks.create_task(
                     run_java(
-                        tmp_path / "orders" / "java",
-                        class_path,
+                        tmp_path / "orders" / "java" / "FramedOrders.java",
+                        [*install().jars, install_avro()],
                         {
                             "BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
                             "NAMESPACE": unique_name,
@@ -183,3 +196,65 @@ async def test_framed_orders_of_java_producer_are_enriched_once_across_kill(
 async def _get(url: str) -> Any:
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         return await response.json(content_type=None)
+
+
+@needs_java
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+async def test_orders_of_java_serializer_come_back_enriched_to_its_deserializer(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry_program: Path
+) -> None:
+    """Serializers that are not ours write Confluent's framing and read it, registry and all."""
+    shutil.copytree(EXAMPLE, tmp_path / "orders")
+    frame_orders(tmp_path / "orders", f"{unique_name}.responses-value")
+    async with Apicurio(registry_program) as registry:
+        settings = environment(
+            kafka.bootstrap_servers,
+            unique_name,
+            tmp_path / "orders" / "models",
+            SCHEMA_REGISTRY__URL=registry.url,
+        )
+        await headrace(["topics", "create"], settings)
+        async with Process(STAGES, settings):
+            printed = await score_orders(
+                kafka, unique_name, tmp_path / "orders", SCHEMA_REGISTRY=registry.own_url
+            )
+
+    check_scores(printed)
+
+
+@needs_java
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+async def test_plain_avro_orders_of_java_producer_come_back_enriched(
+    kafka: LocalKafka, unique_name: str, registry_program: Path
+) -> None:
+    """Avro alone, with the schema beside the model: the example as it is, without a registry."""
+    settings = environment(kafka.bootstrap_servers, unique_name, EXAMPLE / "models")
+    await headrace(["topics", "create"], settings)
+    async with Process(STAGES, settings):
+        printed = await score_orders(kafka, unique_name, EXAMPLE)
+
+    check_scores(printed)
+
+
+async def score_orders(kafka: LocalKafka, namespace: str, example: Path, **more: str) -> str:
+    """Run the program that sends orders and reads them back; return what it prints."""
+    settings = {"BOOTSTRAP_SERVERS": kafka.bootstrap_servers, "NAMESPACE": namespace, **more}
+    return await run_java(
+        example / "java" / "ScoredOrders.java",
+        [*install().jars, *install_serdes()],
+        {**settings, "COUNT": str(FEW)},
+    )
+
+
+def check_scores(printed: str) -> None:
+    """Each order was printed once, with its score."""
+    assert len(printed.splitlines()) == FEW
+    scores = scores_in(printed)
+    assert sorted(scores) == list(range(FEW))
+    np.testing.assert_allclose(
+        [scores[number] for number in range(FEW)],
+        [expected_score(number) for number in range(FEW)],
+        rtol=1e-4,
+    )

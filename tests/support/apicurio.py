@@ -33,6 +33,54 @@ AVRO = Jar(
     "1f5fbfff9b7427d6832cc3031a3c81413d3e21d9e2551847d9231c28493f9492",
 )
 """Avro for Java; what it needs besides is among Kafka's jars."""
+SERDES = tuple(
+    Jar("io.apicurio", f"apicurio-{artifact}", version, size_bytes, sha256)
+    for artifact, version, size_bytes, sha256 in (
+        (
+            "common-rest-client-common",
+            "0.1.18.Final",
+            31330,
+            "7e73da0b5bd1cff35ff24f2172d41b79ef55362dbbd6104c5d5108ffed87dcd7",
+        ),
+        (
+            "common-rest-client-jdk",
+            "0.1.18.Final",
+            12651,
+            "ef1feac9226e31722444f608ad5d998e0d0753ed886a6decad19effe23d9b734",
+        ),
+        (
+            "registry-client",
+            "2.6.13.Final",
+            117249,
+            "3b06edde267fbf98207fcab297679b25475d62f4b31aa54612eb0e44f1804ad2",
+        ),
+        (
+            "registry-common",
+            "2.6.13.Final",
+            268299,
+            "1f08d5cfdf183be38f53df9e4ed72cb11f7923405ba7f2b3043f334fe6c732df",
+        ),
+        (
+            "registry-schema-resolver",
+            "2.6.13.Final",
+            50484,
+            "171a974f39df803e0084c962b80b58a2e40645cb08e8297bdbbe34c2ef61a3c1",
+        ),
+        (
+            "registry-serde-common",
+            "2.6.13.Final",
+            57763,
+            "5f5e0e834699516be7b39ee6cdefa138a417758bbf66e28950158a7232014e76",
+        ),
+        (
+            "registry-serdes-avro-serde",
+            "2.6.13.Final",
+            30798,
+            "71e2a474b6ef82b94d161eed801bc6570a31b324e6872e7c19e09c3b10bc3ad1",
+        ),
+    )
+)
+"""Apicurio's serializers for Java, which can write and read Confluent's framing."""
 
 
 class Archive(Jar):
@@ -63,6 +111,11 @@ def install_avro() -> Path:
     return path
 
 
+def install_serdes() -> tuple[Path, ...]:
+    """Fetch the serializers and Avro for Java, unless that was done before."""
+    return ensure_jars([AVRO, *SERDES], _directory(), fetch_jars)
+
+
 def install_apicurio() -> Path:
     """Fetch the registry, unless that was done before; return its program."""
     directory = _directory()
@@ -88,11 +141,13 @@ class Apicurio:
 
     Attributes:
         url: where it speaks Confluent's protocol.
+        own_url: where it speaks its own, as its serializers do.
     """
 
     def __init__(self, program: Path) -> None:
         port = free_port([], HOST)
         self.url = f"http://{HOST}:{port}/apis/ccompat/v7"
+        self.own_url = f"http://{HOST}:{port}/apis/registry/v2"
         self._command = [
             str(find_java()),
             # A short life: little to compile, and little memory.
