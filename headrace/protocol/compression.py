@@ -90,8 +90,7 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
         end = len(content) - len(stream.unused_data)
         raise _damaged(where, f"one {coding} stream", f"other bytes from byte {end} on")
     if not stream.eof:
-        got = f"{len(content)} bytes that end early, after {len(plain)} decompressed ones"
-        raise _damaged(where, f"a whole {coding} stream", got)
+        raise _ends_early(where, coding, content, plain)
     return plain
 
 
@@ -111,7 +110,7 @@ def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str
     if len(plain) > limit_bytes:
         raise too_large(where, limit_bytes)
     if not stream.is_finished():
-        raise _damaged(where, "a whole br stream", "one that ends early")
+        raise _ends_early(where, BROTLI, content, plain)
     return plain
 
 
@@ -142,6 +141,11 @@ def _locate_damage(content: bytes | memoryview, coding: str) -> str:
         except zlib.error:
             return f"in bytes {start} to {min(start + step, len(content))} of {len(content)}"
     return f"in {len(content)} bytes"
+
+
+def _ends_early(where: str, coding: str, content: bytes | memoryview, plain: bytes) -> Rejected:
+    got = f"{len(content)} bytes that end early, after {len(plain)} decompressed ones"
+    return _damaged(where, f"a whole {coding} stream", got)
 
 
 def _damaged(where: str, expected: str, got: str) -> Rejected:

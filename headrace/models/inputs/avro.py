@@ -67,7 +67,10 @@ class AvroSchema:
         try:
             return self._fastavro.schemaless_reader(stream, self._schema, None)
         except Exception as error:  # whatever bytes may make the library raise is the caller's
+            end = len(stream.getbuffer())
             got = f"{describe_error(error)} at byte {stream.tell()}"
+            if isinstance(error, EOFError | IndexError) and stream.tell() == end:
+                got = f"a value that ends at byte {end}"
             raise _unreadable(f"Avro as in {self._name}", got) from error
 
     def write_container(self, rows: Sequence[Any], codec: str) -> bytes:
@@ -141,8 +144,8 @@ class AvroContainers:
             raise _unreadable(f"an Avro container, which begins with {_CONTAINER.hex()}", got)
         stream = io.BytesIO(payload)
         stream.seek(len(_CONTAINER))
-        metadata = self._maps.read_next(stream)
-        sync = stream.read(_SYNC_BYTES)
+        metadata = _read_part(self._maps, stream, "metadata")
+        sync = _read_bytes(stream, _SYNC_BYTES, "the mark behind the metadata")
         codec = metadata.get("avro.codec", b"null").decode("utf-8", "replace")
         if codec not in _CODECS:
             raise _unreadable(f"a container with one of the codecs {', '.join(_CODECS)}", codec)
@@ -150,10 +153,13 @@ class AvroContainers:
         rows: list[Any] = []
         left_bytes = self._limit_bytes
         while stream.tell() < len(payload):
-            count, size = self._longs.read_next(stream), self._longs.read_next(stream)
+            head = "the head of a block"
+            count = _read_part(self._longs, stream, head)
+            size = _read_part(self._longs, stream, head)
             start = stream.tell()
-            block = stream.read(max(0, size))
-            if len(block) != size or stream.read(_SYNC_BYTES) != sync or count < 0:
+            block = _read_bytes(stream, max(0, size), "a block")
+            mark = _read_bytes(stream, _SYNC_BYTES, "the mark behind a block")
+            if size < 0 or mark != sync or count < 0:
                 raise _unreadable("a whole block of an Avro container", f"none at byte {start}")
             if len(rows) + count > self._max_rows:
                 expected, got = f"at most max_rows = {self._max_rows} records", "more"
@@ -189,6 +195,30 @@ class AvroContainers:
                 raise _unreadable("a container of records", str(error)) from error
             self._schemas.put(key, found)
         return found
+
+
+def _read_part(schema: AvroSchema, stream: io.BytesIO, what: str) -> Any:
+    """Return the next value of a file. Raises `Rejected`."""
+    start = stream.tell()
+    try:
+        return schema.read_next(stream)
+    except Rejected as error:
+        end = len(stream.getbuffer())
+        if stream.tell() < end:
+            raise
+        expected = f"{what} from byte {start} on"
+        raise _unreadable(expected, f"a file that ends at byte {end}") from error
+
+
+def _read_bytes(stream: io.BytesIO, size: int, what: str) -> bytes:
+    """Return the next bytes of a file. Raises `Rejected` if it has fewer."""
+    start = stream.tell()
+    content = stream.read(size)
+    if len(content) < size:
+        end = start + len(content)
+        expected = f"{what} in bytes {start} to {start + size}"
+        raise _unreadable(expected, f"a file that ends at byte {end}")
+    return content
 
 
 def _inflate(block: bytes, codec: str, limit_bytes: int) -> bytes:

@@ -30,7 +30,7 @@ from headrace.models.inputs.protobuf import ProtobufSchema, follow
 from headrace.models.processing import read_beside, read_in_version
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
-from headrace.protocol.codec.faults import shown
+from headrace.protocol.codec.faults import describe_json_error, shown
 from headrace.protocol.headers import JSON
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import DATATYPES, from_array
@@ -338,7 +338,7 @@ def _read_json(payload: bytes, content_type: str) -> Table:
     try:
         found = decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _unreadable("JSON", str(error)) from error
+        raise _unreadable("JSON", describe_json_error(error, payload)) from error
     return _table_of(found, "lines" if content_type in JSON_LINES else "json")
 
 

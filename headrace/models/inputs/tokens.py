@@ -22,7 +22,7 @@ from headrace.models.inputs.records import JSON_LINES
 from headrace.models.media_config import TokensTransform
 from headrace.models.processing import read_in_version
 from headrace.models.signature import Signature, TensorSpec
-from headrace.protocol.codec.faults import shown
+from headrace.protocol.codec.faults import describe_json_error, shown
 from headrace.protocol.compression import too_large
 from headrace.protocol.headers import JSON
 from headrace.protocol.messages import InputTensor
@@ -176,6 +176,8 @@ class Tokens:
     def _read(self, payload: bytes, content_type: str) -> list[tuple[_Row, str]]:
         """Return the rows of a payload, and what each is called in messages."""
         if content_type == TEXT:
+            if len(payload) > self._max_bytes:  # before it is copied
+                raise too_large("payload", self._max_bytes, str(len(payload)))
             return [(_Row(_decode(payload)), "payload")]
         if content_type in JSON_LINES:
             lines = [line for line in payload.split(b"\n") if line.strip()]
@@ -235,7 +237,7 @@ def _parse(content: bytes, where: str) -> Any:
     try:
         return msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _unreadable(where, "JSON", str(error)) from error
+        raise _unreadable(where, "JSON", describe_json_error(error, content)) from error
 
 
 def _is_of_library(error: BaseException) -> bool:

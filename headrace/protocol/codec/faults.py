@@ -76,6 +76,15 @@ def refusal(error: Exception, value: bytes | memoryview, form: Format) -> Reject
     return _invalid("value", f"one {form.name} map", f"malformed {form.name}: {detail}")
 
 
+def describe_json_error(error: Exception, content: bytes) -> str:
+    """Return what msgspec says of JSON that it cannot read, and where content ends that is cut
+    short, of which it does not say that.
+    """
+    text = str(error)
+    is_cut = isinstance(error, msgspec.DecodeError) and "truncated" in text
+    return f"a value that ends at byte {len(content)}" if is_cut else text
+
+
 def _misfit(text: str, value: bytes | memoryview, form: Format) -> Rejected:
     match = _PLACE.fullmatch(text)
     assert match is not None
