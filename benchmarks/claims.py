@@ -1,10 +1,17 @@
 """Claims of 200 MB, 100 in flight, from a store that is slow and fails: answers, time and memory.
 
-    python -m benchmarks.claims [--count N] [--mb N] [--budget-mb N] [--timeout-ms N] [--out FILE]
+    python -m benchmarks.claims [--count N] [--mb N] [--budget-mb N] [--timeout-ms N] [--late-s N]
+        [--out FILE]
 
 The four services run in this process on the embedded log, the store in another one, over HTTP. It
-sends each object at `--mb-per-s`, answers one request in four with status 503, and breaks off one
-in ten. The model takes an object as a row of bytes. All requests are sent at once, with a deadline.
+sends each object at `--mb-per-s`, answers one request in four with status 503, breaks off one in
+ten, and sends one in twenty with a wrong byte. The model takes an object as a row of bytes. All
+requests are sent at once, with a deadline.
+
+Exits with 1 unless every request is answered or refused within `--late-s` of its deadline, only
+objects with a wrong byte are `INVALID_REQUEST`, the charged bytes stay within the budget, and the
+memory of this process grows by at most the budget and two objects: one that is put into a batch,
+and one that the store's connections hold.
 """
 
 from __future__ import annotations
@@ -13,18 +20,20 @@ import argparse
 import asyncio
 import hashlib
 import json
+import logging
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import uvloop
-from aiohttp import web
+from aiohttp import ClientSession, web
 from prometheus_client import CollectorRegistry
 
 from benchmarks.machine import describe_machine
@@ -48,8 +57,9 @@ class Model:
         return {"y": inputs["x"][:, :1]}
 """
 CHUNK = 1024 * 1024
-LATE_S = 1.0
-"""An answer that is written later than this after its deadline is late."""
+PATH_OF_FAULTS = "/faults"
+ANSWERS = frozenset({"ok", "DEADLINE_EXCEEDED", "OVERLOADED", "INVALID_REQUEST"})
+"""`OVERLOADED` refuses at once what would be late behind the others."""
 
 
 def content_of(megabytes: int) -> bytes:
@@ -60,12 +70,23 @@ def content_of(megabytes: int) -> bytes:
 
 def serve(megabytes: int, mb_per_s: float, seed: int) -> None:
     """Be the store: print the port, and send the object for any path."""
+    logging.disable()  # aiohttp logs each request whose caller has gone
     content, chance = content_of(megabytes), random.Random(seed)
+    faults: Counter[str] = Counter()
 
     async def get(request: web.Request) -> web.StreamResponse:
+        if request.path == PATH_OF_FAULTS:
+            return web.json_response(faults)
         if chance.random() < 0.25:
+            faults["status 503"] += 1
             return web.Response(status=503)
-        breaks_at = chance.randrange(len(content)) if chance.random() < 0.1 else len(content)
+        breaks_at = wrong_at = len(content)
+        if chance.random() < 0.1:
+            faults["broken off"] += 1
+            breaks_at = chance.randrange(len(content))
+        elif chance.random() < 0.05:
+            faults["wrong byte"] += 1
+            wrong_at = chance.randrange(len(content))
         response = web.StreamResponse()
         response.content_length = len(content)
         await response.prepare(request)
@@ -73,7 +94,11 @@ def serve(megabytes: int, mb_per_s: float, seed: int) -> None:
             if start > breaks_at and request.transport is not None:
                 request.transport.abort()
                 return response
-            await response.write(content[start : start + CHUNK])
+            part = content[start : start + CHUNK]
+            if start <= wrong_at < start + len(part):
+                at = wrong_at - start
+                part = part[:at] + bytes([part[at] ^ 1]) + part[at + 1 :]
+            await response.write(part)
             await asyncio.sleep(CHUNK / 1e6 / mb_per_s)
         return response
 
@@ -149,7 +174,7 @@ async def measure(settings: Settings, given: argparse.Namespace, url: str) -> di
         "budget_mb": given.budget_mb,
         "timeout_ms": given.timeout_ms,
         "answers": dict(Counter(status for status, _ in answers)),
-        "late": sum(each > given.timeout_ms / 1e3 + LATE_S for each in took),
+        "late": sum(each > given.timeout_ms / 1e3 + given.late_s for each in took),
         "last_answer_s": max(took),
         "rss_mb": {"before": observed.before_mb, "max": observed.rss_mb},
         "charged_mb_max": observed.charged_mb,
@@ -178,20 +203,23 @@ async def run(given: argparse.Namespace, repository: str) -> dict[str, Any]:
                 },
             }
         )
-        return await measure(settings, given, url)
+        report = await measure(settings, given, url)
+        async with ClientSession() as session, session.get(f"{url}{PATH_OF_FAULTS}") as answer:
+            return report | {"faults": await answer.json()}
     finally:
         store.terminate()
         await store.wait()
 
 
 def main() -> int:
-    """Measure and report; exit with 1 if an answer is missing, late or wrong."""
+    """Measure and report; exit with 1 if something is not as it should be."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--mb", type=int, default=200)
     parser.add_argument("--budget-mb", type=int, default=2000)
     parser.add_argument("--timeout-ms", type=int, default=60_000)
     parser.add_argument("--mb-per-s", type=float, default=200.0)
+    parser.add_argument("--late-s", type=float, default=1.0)
     parser.add_argument("--serve", action="store_true", help="be the store")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -209,8 +237,27 @@ def main() -> int:
     if given.out is not None:
         given.out.write_text(text)
     print(text)
-    known = report["answers"].get("ok", 0) + report["answers"].get("DEADLINE_EXCEEDED", 0)
-    return int(bool(report["late"]) or known < given.count)
+    broken = list(find_broken(report))
+    for each in broken:
+        print(each, file=sys.stderr)
+    return int(bool(broken))
+
+
+def find_broken(report: dict[str, Any]) -> Iterator[str]:
+    """Yield what a report does not have as it should."""
+    answers = report["answers"]
+    if sum(answers.values()) < report["requests"] or not ANSWERS.issuperset(answers):
+        yield f"expected {report['requests']} answers of {sorted(ANSWERS)}, got {answers}"
+    if report["late"]:
+        yield f"{report['late']} answers are late, the last at {report['last_answer_s']:.1f} s"
+    if answers.get("INVALID_REQUEST", 0) > report["faults"].get("wrong byte", 0):
+        yield "more requests are invalid than objects had a wrong byte"
+    if report["charged_mb_max"] > report["budget_mb"]:
+        yield f"{report['charged_mb_max']:.0f} MB were charged of {report['budget_mb']}"
+    grown_mb = report["rss_mb"]["max"] - report["rss_mb"]["before"]
+    allowed_mb = report["budget_mb"] + 2 * report["object_mb"]
+    if grown_mb > allowed_mb:
+        yield f"memory has grown by {grown_mb:.0f} MB, of which {allowed_mb} are allowed"
 
 
 if __name__ == "__main__":
