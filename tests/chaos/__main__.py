@@ -19,13 +19,23 @@ from aiokafka.errors import KafkaError
 from headrace.log.errors import LogUnavailable
 from headrace.tools.local_kafka import BrokerFailed
 from tests.chaos.checker import Guarantee, Order, duplicates
+from tests.chaos.clients import LogDiffers
 from tests.chaos.cluster import running_cluster
 from tests.chaos.deployment import FORMS
 from tests.chaos.story import tell
-from tests.chaos.trial import GUARANTEES, Outcome, Trial, draw_trial, run_trial
+from tests.chaos.trial import (
+    GUARANTEES,
+    WORKLOADS,
+    Outcome,
+    Trial,
+    Workload,
+    draw_trial,
+    run_trial,
+)
 
-BROKER_TROUBLE = (BrokerFailed, KafkaError, LogUnavailable, TimeoutError)
-"""What the harness itself meets where a broker does not come back: it says nothing of Headrace."""
+BROKER_TROUBLE = (BrokerFailed, KafkaError, LogDiffers, LogUnavailable, TimeoutError)
+"""What the harness itself meets where a broker does not come back, or holds something else than it
+was sent: it says nothing of Headrace."""
 SEEDS_PER_BROKER = 10
 """Killed, it looks through every partition of every seed before it is there again."""
 STORIES = 3
@@ -35,20 +45,22 @@ STORIES = 3
 @click.command()
 @click.option("--seeds", default=20, show_default=True, help="How many.")
 @click.option("--first-seed", default=1, show_default=True, help="The others follow it.")
-@click.option("--requests", default=5000, show_default=True, help="Of each seed.")
+@click.option("--requests", type=int, help="Of each seed; 5000, or 2000 with payloads.")
 @click.option("--form", type=click.Choice(list(FORMS)), help="Drawn by the seed if not given.")
 @click.option("--guarantee", type=click.Choice(GUARANTEES), help="In turns if not given.")
 @click.option("--order", type=click.Choice(get_args(Order)), help="Drawn by the seed if not given.")
+@click.option("--workload", type=click.Choice(WORKLOADS), help="Drawn by the seed if not given.")
 @click.option("--at-once", default=1, show_default=True, help="Seeds, each on its own broker.")
 @click.option("--minutes", type=float, help="After so many, no further seed is begun.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Where failures are kept.")
 def main(
     seeds: int,
     first_seed: int,
-    requests: int,
+    requests: int | None,
     form: str | None,
     guarantee: Guarantee | None,
     order: Order | None,
+    workload: Workload | None,
     at_once: int,
     minutes: float | None,
     keep: Path | None,
@@ -57,11 +69,13 @@ def main(
 
     The history and the logs of a seed that failed are kept.
     """
-    # The harness's own clients tell of every broker that restarts, which is what it does to them.
+    # The harness's own clients and store tell of every connection that breaks, which is what it
+    # does to them.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     end_s = None if minutes is None else time.monotonic() + minutes * 60
     drawn: Iterator[Trial] = (
-        draw_trial(seed, guarantee, form, order)._replace(requests=requests)
+        _sized(draw_trial(seed, guarantee, form, order, workload), requests)
         for seed in range(first_seed, first_seed + seeds)
         if end_s is None or time.monotonic() < end_s
     )
@@ -101,6 +115,10 @@ async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outco
             if number % SEEDS_PER_BROKER == 0:
                 await stack.aclose()
                 cluster = await stack.enter_async_context(running_cluster())
+
+
+def _sized(trial: Trial, requests: int | None) -> Trial:
+    return trial if requests is None else trial._replace(requests=requests)
 
 
 def _first_line(failed: BaseExceptionGroup) -> str:

@@ -52,6 +52,10 @@ KEY_CHARACTERS = 32
 """So much of a key is written down, which tells it from all others."""
 
 
+class LogDiffers(Exception):
+    """The requests in the log are not those that the harness sent, whatever the system does."""
+
+
 class Sender:
     """Sends questions in bursts of random sizes, so many a second on the whole.
 
@@ -122,6 +126,7 @@ class Sender:
         headers = [("kafka_correlationId", str(question.number).encode())]
         if question.replies:
             headers.append(("kafka_replyTopic", self._reply_topic.encode()))
+        headers += [(name.decode(), value) for name, value in question.headers]
         future: asyncio.Future[Any] = await producer.send(
             self._topic,
             key=question.key.encode(),
@@ -183,7 +188,7 @@ async def read_back(
     """What the log holds of the questions, and which of its records cannot be read.
 
     Raises:
-        AssertionError: the log lost an acknowledged record or holds one twice; not our fault.
+        LogDiffers: it lost an acknowledged record or holds one twice.
     """
     by_number = {question.number: question for question in questions}
     found: list[Sent] = []
@@ -199,8 +204,10 @@ async def read_back(
         for offset in range(gap.first, gap.end)
     ]
     numbers = {each.number for each in found}
-    assert numbers >= acknowledged, f"the broker lost {sorted(acknowledged - numbers)[:5]}"
-    assert len(numbers) == len(found), "the broker holds a request twice"
+    if not numbers >= acknowledged:
+        raise LogDiffers(f"the broker lost {sorted(acknowledged - numbers)[:5]}")
+    if len(numbers) != len(found):
+        raise LogDiffers("the broker holds a request twice")
     return found + unreadable
 
 
@@ -268,17 +275,26 @@ async def reading(bootstrap: str, topics: Sequence[str]) -> AsyncIterator[AIOKaf
         await consumer.stop()
 
 
-async def read_answers(bootstrap: str, topics: Sequence[str], history: History) -> None:
-    """Write down every answer as it comes, until cancelled."""
+async def read_answers(
+    bootstrap: str,
+    topics: Sequence[str],
+    history: History,
+    resolve: Callable[[bytes], bytes | None],
+) -> None:
+    """Write down every answer as it comes, until cancelled.
+
+    `resolve` returns the value that a claim refers to; None if it is not there.
+    """
     async with reading(bootstrap, topics) as consumer:
         while True:
             polled = await consumer.getmany(timeout_ms=POLL_MS)
             for record in (record for records in polled.values() for record in records):
-                history.add(_answered(record))
+                history.add(_answered(record, resolve))
 
 
-def _answered(record: Any) -> Answered:
+def _answered(record: Any, resolve: Callable[[bytes], bytes | None]) -> Answered:
     headers = dict(record.headers)
+    claim = headers.get("x-claim") if record.value is None else None
     _, partition, offset = headers["x-request"].decode().rsplit("/", 2)
     return Answered(
         record.timestamp,
@@ -288,7 +304,7 @@ def _answered(record: Any) -> Answered:
         int(partition),
         int(offset),
         int(headers.get("kafka_correlationId", NO_NUMBER)),
-        number_told(record.value),
+        number_told(record.value if claim is None else resolve(claim), headers["content-type"]),
         headers["x-status"].decode(),
     )
 

@@ -91,6 +91,9 @@ class FaultKind(StrEnum):
     REDEPLOYED = "redeployed"
     CLOCK_SET_BACK = "its clock was set back"
     THROTTLED = "producers were throttled"
+    CHILD_KILLED = "a child with a transform was killed"
+    CHILD_FROZEN = "a child with a transform was frozen"
+    STORE_AWAY = "the store of claims was away, or slow"
 
 
 class Fault(NamedTuple):

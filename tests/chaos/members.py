@@ -19,6 +19,7 @@ import aiohttp
 import headrace.tools.local_kafka
 from tests.chaos.history import Fault, FaultKind, History
 from tests.support.conditions import eventually
+from tests.support.processes import transform_children
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 DIE_WITH_PARENT = Path(headrace.tools.local_kafka.__file__).with_name("die_with_parent.py")
@@ -27,7 +28,7 @@ CANNOT_BEGIN = ("LogUnavailable", "members of another kind")
 """A process that is started while no broker answers, or before the session of one that was killed
 and had another form is over, says so and ends, having done nothing."""
 HTTP_PORT = re.compile(r'"http_port": (\d+)')
-READY_DEADLINE_S = 60.0
+READY_DEADLINE_S = 180.0
 STATUS_DEADLINE_S = 5.0
 LOOK_AGAIN_S = 0.25
 STOP_DEADLINE_S = 20.0
@@ -175,6 +176,13 @@ class Member:
                 return await answer.text()
         except (aiohttp.ClientError, TimeoutError) as error:
             return f"no answer: {error!r}"
+
+    def transform_children(self) -> list[int]:
+        """Return its child processes that transform payloads now."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return []
+        return transform_children(process.pid)
 
     @property
     def is_ready(self) -> bool:

@@ -8,8 +8,11 @@ What they choose, they choose with the seed's generator, so that a seed always d
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +24,7 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
 from tests.chaos.history import Fault, FaultKind, History
 from tests.chaos.members import AFTERMATH_MS, SESSION_TIMEOUT_S, Member, now_ms
+from tests.chaos.store import ChaosStore
 from tests.chaos.workload import DECOMPRESSED_BYTES, PARTITIONS, Question, ask, ask_slow
 from tests.support.quotas import limit_producers
 from tests.support.raw_records import CODECS, NONE, RawRecord
@@ -41,6 +45,7 @@ class Target:
     Attributes:
         raw: writes requests, and what is none, as batches of any form.
         client_id: of all processes of the system, and of nobody else.
+        store: of claims; None if no request has one.
     """
 
     deployment: Deployment
@@ -49,6 +54,7 @@ class Target:
     rng: random.Random
     raw: RawSender
     client_id: str
+    store: ChaosStore | None = None
 
     def victim(self) -> Member:
         """One process."""
@@ -284,6 +290,64 @@ async def clock_back(target: Target) -> None:
     await asyncio.sleep(target.rng.uniform(0.5, 1.5))
 
 
+async def kill_children(target: Target) -> None:
+    """Children with transforms are killed, one after the other, as the kernel's OOM killer does."""
+    for _ in range(target.rng.randint(1, 4)):
+        began_ms = now_ms()
+        if child := _child(target):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            target.history.add(Fault(began_ms, now_ms(), FaultKind.CHILD_KILLED, ()))
+        await asyncio.sleep(target.rng.uniform(0.2, 1.0))
+
+
+async def freeze_child(target: Target) -> None:
+    """A child with transforms is held for a while, shorter than a transform may take."""
+    began_ms = now_ms()
+    child = _child(target)
+    if child is None:
+        return
+    with suppress(ProcessLookupError):  # another nemesis may have killed it, or its parent
+        os.kill(child, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(target.rng.uniform(0.5, 2.0))
+        finally:
+            os.kill(child, signal.SIGCONT)
+        target.history.add(Fault(began_ms, now_ms(), FaultKind.CHILD_FROZEN, ()))
+
+
+def _child(target: Target) -> int | None:
+    """Return a child that transforms payloads; None if there is none now."""
+    members = target.deployment.members
+    children = [child for member in members for child in member.transform_children()]
+    return target.rng.choice(children) if children else None
+
+
+async def store_away(target: Target) -> None:
+    """The store refuses everything for a while."""
+    assert target.store is not None
+    began_ms = now_ms()
+    target.store.is_away = True
+    try:
+        await asyncio.sleep(target.rng.uniform(1.0, 5.0))
+    finally:
+        target.store.is_away = False
+    target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_AWAY, ()))
+
+
+async def store_slow(target: Target) -> None:
+    """The store answers late for a while, and then it is killed: all its connections break."""
+    assert target.store is not None
+    began_ms = now_ms()
+    target.store.pause_s = target.rng.uniform(0.5, 3.0)
+    try:
+        await asyncio.sleep(target.rng.uniform(1.0, 4.0))
+        target.store.cut()
+    finally:
+        target.store.pause_s = 0.0
+    target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_AWAY, ()))
+
+
 class Nemesis(NamedTuple):
     """Something to strike with.
 
@@ -321,16 +385,25 @@ NEMESES = (
     Nemesis("clock-back", clock_back, 1.5, weight=2),
 )
 
+PAYLOAD_NEMESES = (
+    *(each for each in NEMESES if each.strike not in (raw_names, bombs, large_keys, quota)),
+    Nemesis("kill-children", kill_children, 2.5, weight=4),
+    Nemesis("freeze-child", freeze_child, 2.0, weight=2),
+    Nemesis("store-away", store_away, 3.0, weight=3),
+    Nemesis("store-slow", store_slow, 3.0, weight=3),
+)
+"""Those of trials with transforms in children and claims."""
+
 Plan = list[tuple[Nemesis, ...]]
 """Rounds, one after the other; the nemeses of one round strike together."""
 
 
-def draw_plan(rng: random.Random, budget_s: float) -> Plan:
+def draw_plan(rng: random.Random, budget_s: float, nemeses: Sequence[Nemesis] = NEMESES) -> Plan:
     """Rounds that together take about so long; at times two that go together strike at once."""
     plan: Plan = []
     while budget_s > 0:
-        first = _draw(rng, NEMESES)
-        together = [each for each in NEMESES if not each.alone and each is not first]
+        first = _draw(rng, nemeses)
+        together = [each for each in nemeses if not each.alone and each is not first]
         pair = not first.alone and rng.random() < 0.4
         plan.append((first, _draw(rng, together)) if pair else (first,))
         budget_s -= max(each.takes_s for each in plan[-1])

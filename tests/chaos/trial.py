@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from headrace.config import KafkaSettings, Settings, make_settings
 from headrace.log.kafka.log import KafkaLog
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
+from tests.chaos import payloads
 from tests.chaos.checker import Finding, Guarantee, Order, Promise, check, duplicates
 from tests.chaos.clients import (
     RawSender,
@@ -28,8 +30,17 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
 from tests.chaos.history import FaultKind, History, Identity, Sent
 from tests.chaos.members import DRAIN_S, SESSION_TIMEOUT_S
-from tests.chaos.nemeses import Plan, Target, draw_plan, strike
-from tests.chaos.workload import DECOMPRESSED_BYTES, PARTITIONS, REPLIES, add_models, ask
+from tests.chaos.nemeses import NEMESES, PAYLOAD_NEMESES, Plan, Target, draw_plan, strike
+from tests.chaos.payloads import add_payload_models, asking, excuse, payload_settings
+from tests.chaos.store import ChaosStore
+from tests.chaos.workload import (
+    DECOMPRESSED_BYTES,
+    PARTITIONS,
+    REPLIES,
+    Question,
+    add_models,
+    ask,
+)
 from tests.support.conditions import eventually
 
 GUARANTEES: tuple[Guarantee, ...] = get_args(Guarantee)
@@ -49,17 +60,26 @@ TRANSACTION_TIMEOUT_S = 3.0
 """Both are less than nemeses hold a network up for, so that outcomes become unknown."""
 
 
+Workload: TypeAlias = Literal["tensors", "payloads"]
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
+REQUESTS: dict[Workload, int] = {"tensors": 5000, "payloads": 2000}
+"""Of a trial: a payload takes longer, and several of them wait for new children."""
+
+
 class Trial(NamedTuple):
     """One run of random faults.
 
     Attributes:
         seed: decides what is not said here: the requests, the nemeses, and when they strike.
+        workload: requests with tensors; or payloads for transforms in child processes and claims
+            as well, see `tests.chaos.payloads`.
     """
 
     seed: int
     form: str
     promise: Promise
-    requests: int = 5000
+    requests: int
+    workload: Workload = "tensors"
 
     @property
     def name(self) -> str:
@@ -98,7 +118,8 @@ class Outcome(NamedTuple):
         crashes = [f"{len(self.crashes)} crashes, first: {self.crashes[0]}"] if self.crashes else []
         verdict = ", ".join([*breaches, *crashes, *filter(None, [self.stuck])]) or "ok"
         return (
-            f"seed {trial.seed:<6} {trial.form:<6} {trial.promise.guarantee:<14} "
+            f"seed {trial.seed:<6} {trial.workload:<8} {trial.form:<6} "
+            f"{trial.promise.guarantee:<14} "
             f"order {trial.promise.order:<10} {len(self.history.sent):>6} requests "
             f"{duplicates(self.history):>4} repeated {self.seconds:5.1f} s  "
             f"{verdict}  [{self.strikes}{silent}]"
@@ -110,37 +131,46 @@ def draw_trial(
     guarantee: Guarantee | None = None,
     form: str | None = None,
     order: Order | None = None,
+    workload: Workload | None = None,
 ) -> Trial:
     """What the seed draws of what is not said; the guarantees take turns."""
     drawn_form = random.Random(f"form {seed}").choice(list(FORMS))
     drawn_order = random.Random(f"order {seed}").choice(ORDERS)
     promise = Promise(guarantee or GUARANTEES[seed % 2], order or drawn_order)
-    return Trial(seed, form or drawn_form, promise)
+    drawn_workload = random.Random(f"workload {seed}").choices(WORKLOADS, (2, 1))[0]
+    workload = workload or drawn_workload
+    return Trial(seed, form or drawn_form, promise, REQUESTS[workload], workload)
 
 
 async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
     """Start, load, strike, let it come to rest, stop and check."""
     began_s = time.monotonic()
     rng = random.Random(trial.seed)
-    plan = draw_plan(rng, STRIKES_S)
+    has_payloads = trial.workload == "payloads"
+    plan = draw_plan(rng, STRIKES_S, PAYLOAD_NEMESES if has_payloads else NEMESES)
     history = History()
-    add_models(directory / "models")
-    settings = _settings(trial, cluster, directory)
-    async with _watched(cluster, settings, history), asyncio.TaskGroup() as supervisors:
+    async with AsyncExitStack() as stack:
+        store = ChaosStore(random.Random(f"store {trial.seed}"))
+        await stack.enter_async_context(store)
+        (add_payload_models if has_payloads else add_models)(directory / "models")
+        settings = _settings(trial, cluster, directory, store)
+        await stack.enter_async_context(_watched(cluster, settings, history, store))
+        supervisors = await stack.enter_async_context(asyncio.TaskGroup())
         deployment = Deployment(_environment(settings), directory, history, supervisors)
         try:
             await deployment.start(trial.form)
             topic = settings.topic(Topic.REQUESTS)
             raw = RawSender(cluster.direct, topic, first_number=trial.requests)
-            target = Target(deployment, cluster, history, rng, raw, settings.namespace)
+            target = Target(deployment, cluster, history, rng, raw, settings.namespace, store)
             stuck = await _load_and_strike(trial, target, plan, settings)
-            stuck = stuck or await _come_to_rest(history)
+            stuck = stuck or await _come_to_rest(history, trial)
             if stuck:
                 await deployment.save_status()
             await deployment.stop()
             history.kept += await read_kept(cluster.direct, settings.topic(Topic.DEAD_LETTERS))
         finally:
             deployment.abandon()
+    history.sent = [excuse(each, store) for each in history.sent]
     return Outcome(
         trial,
         " ".join("+".join(each.name for each in round_) for round_ in plan),
@@ -152,10 +182,12 @@ async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
     )
 
 
-def _settings(trial: Trial, cluster: Cluster, directory: Path) -> Settings:
+def _settings(trial: Trial, cluster: Cluster, directory: Path, store: ChaosStore) -> Settings:
     name = trial.name
+    more = payload_settings(store) if trial.workload == "payloads" else {}
     return make_settings(
         {
+            **more,
             "namespace": name,
             "kafka": {
                 "bootstrap_servers": cluster.proxied,
@@ -184,12 +216,16 @@ def _environment(settings: Settings) -> dict[str, str]:
     for group, values in changed.items():
         if isinstance(values, dict):
             for name, value in values.items():
-                variables[f"HEADRACE_{group}__{name}".upper()] = str(value)
+                variable = f"HEADRACE_{group}__{name}".upper()
+                is_list = isinstance(value, list)
+                variables[variable] = json.dumps(value) if is_list else str(value)
     return variables
 
 
 @asynccontextmanager
-async def _watched(cluster: Cluster, settings: Settings, history: History) -> AsyncIterator[None]:
+async def _watched(
+    cluster: Cluster, settings: Settings, history: History, store: ChaosStore
+) -> AsyncIterator[None]:
     """The topics are there, and answers and commits are written down."""
     topics = plan_topics(settings)
     # The checker goes by the stamps of answers, and processes may have clocks that were set back.
@@ -203,7 +239,9 @@ async def _watched(cluster: Cluster, settings: Settings, history: History) -> As
     requests = topics[Topic.REQUESTS].name
     async with asyncio.TaskGroup() as tasks:
         watching = [
-            tasks.create_task(read_answers(cluster.direct, answers, history), name="chaos-reader"),
+            tasks.create_task(
+                read_answers(cluster.direct, answers, history, store.resolve), name="chaos-reader"
+            ),
             tasks.create_task(
                 watch_commits(cluster.direct, settings.namespace, requests, history),
                 name="chaos-commits",
@@ -214,11 +252,17 @@ async def _watched(cluster: Cluster, settings: Settings, history: History) -> As
             task.cancel()
 
 
+def _asking(trial: Trial, target: Target) -> Callable[[int], Question]:
+    """Return what makes the question of each number."""
+    if trial.workload == "payloads" and target.store is not None:
+        return asking(trial.seed, trial.requests, target.store)
+    return lambda number: ask(number, random.Random(f"{trial.seed} {number}"))
+
+
 async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: Settings) -> str:
     """Both at once; then the history is told what the log holds. Returns what went wrong."""
-    questions = [
-        ask(number, random.Random(f"{trial.seed} {number}")) for number in range(trial.requests)
-    ]
+    make = _asking(trial, target)
+    questions = [make(number) for number in range(trial.requests)]
     takes_s = sum(max(each.takes_s for each in round_) for round_ in plan)
     topic = settings.topic(Topic.REQUESTS)
     sender = Sender(target.cluster.direct, topic, f"{settings.namespace}.{REPLIES}")
@@ -241,7 +285,7 @@ async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: S
     return striking.result()
 
 
-async def _come_to_rest(history: History) -> str:
+async def _come_to_rest(history: History, trial: Trial) -> str:
     """Wait until each request has its answer and the commits say so; return the reason if they
     never do.
     """
@@ -259,7 +303,9 @@ async def _come_to_rest(history: History) -> str:
             if each.partition not in last or not last[each.partition].covers(each.offset)
         }
 
-    stuck = await _until_none(unanswered, ANSWERED_DEADLINE_S)
+    has_payloads = trial.workload == "payloads"
+    deadline_s = payloads.ANSWERED_DEADLINE_S if has_payloads else ANSWERED_DEADLINE_S
+    stuck = await _until_none(unanswered, deadline_s)
     stuck = stuck or await _until_none(uncommitted, COMMITTED_DEADLINE_S)
     await asyncio.sleep(LATECOMERS_S)
     return stuck

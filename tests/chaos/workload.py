@@ -8,6 +8,7 @@ wrong, and must be told so.
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ KEYS = 40
 REPLIES = "replies"
 DECOMPRESSED_BYTES = 4 * 1024 * 1024
 """The bound of a compressed batch."""
+FOREIGN = -2
 QUICK, SLOW = "digits", "slow"
 SLOW_MODEL = '''"""Gives back a number, after a sleep that depends on it."""
 
@@ -46,15 +48,16 @@ class Question(NamedTuple):
     """One request as it will be sent.
 
     Attributes:
+        value: None if it is in a store.
         statuses: what its answer may say.
         replies: its answer goes to a topic that it names.
-        headers: those that it has besides; only a raw batch can hold them.
+        headers: those that it has besides; names that are not UTF-8 only a raw batch can hold.
     """
 
     number: int
     partition: int
     key: str
-    value: bytes
+    value: bytes | None
     statuses: tuple[str, ...]
     replies: bool
     headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -79,12 +82,12 @@ def ask(number: int, rng: random.Random) -> Question:
     elif kind < 0.95:
         pixels = np.zeros((1, 64), np.float32)
         pixels[0, 0] = number
-        value = _request(QUICK, "pixels", pixels)
+        value = request_of(QUICK, "pixels", pixels)
     elif kind < 0.98:
-        value = _request(QUICK, "pixels", np.zeros((1, 63), np.float32))
+        value = request_of(QUICK, "pixels", np.zeros((1, 63), np.float32))
         statuses = ("INVALID_TENSOR",)
     else:
-        value = _request("unheard-of", "pixels", np.zeros((1, 64), np.float32))
+        value = request_of("unheard-of", "pixels", np.zeros((1, 64), np.float32))
         statuses = ("UNKNOWN_MODEL",)
     key = f"key-{rng.randrange(KEYS)}"
     partition = rng.randrange(PARTITIONS)
@@ -98,10 +101,11 @@ def ask_slow(number: int, partition: int) -> Question:
 
 
 def _slow_request(number: int) -> bytes:
-    return _request(SLOW, "x", np.array([[number]], np.float64))
+    return request_of(SLOW, "x", np.array([[number]], np.float64))
 
 
-def _request(model: str, name: str, array: np.ndarray[Any, Any]) -> bytes:
+def request_of(model: str, name: str, array: np.ndarray[Any, Any]) -> bytes:
+    """Return a request in MessagePack with one input."""
     datatype = {"float32": "FP32", "float64": "FP64"}[array.dtype.name]
     tensor = {
         "name": name,
@@ -113,17 +117,21 @@ def _request(model: str, name: str, array: np.ndarray[Any, Any]) -> bytes:
     return packed
 
 
-def number_told(value: bytes) -> int:
+def number_told(value: bytes | None, content_type: bytes) -> int:
     """The number of the question whose outputs an answer carries; `NO_NUMBER` for an error, and
-    -2 for outputs that no number leads to.
+    -2 for outputs that no number leads to, or that are not where the answer says.
     """
-    answer = msgpack.unpackb(value)
+    if value is None:
+        return FOREIGN
+    is_json = content_type == b"application/json"
+    answer = json.loads(value) if is_json else msgpack.unpackb(value)
     if "outputs" not in answer:
         return NO_NUMBER
     output = answer["outputs"][0]
     if output["name"] == "y":
-        doubled = np.frombuffer(output["data"], np.float64)
-        return int(doubled[0]) // 2
+        data = output["data"]
+        doubled = np.array(data) if is_json else np.frombuffer(data, np.float64)
+        return int(doubled[0]) // 2 if np.all(doubled == doubled[0]) else FOREIGN
     scores = np.frombuffer(output["data"], np.float32)
     number = int(scores[1])
-    return number if np.array_equal(scores, np.arange(10, dtype=np.float32) * number) else -2
+    return number if np.array_equal(scores, np.arange(10, dtype=np.float32) * number) else FOREIGN

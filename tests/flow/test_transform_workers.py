@@ -16,6 +16,7 @@ from headrace.topics import STAGES
 from tests.support.conditions import DEADLINE_S
 from tests.support.models import add_version, identity
 from tests.support.pipelines import log_for, serving
+from tests.support.processes import transform_children
 
 TRANSFORM = """
 import os
@@ -80,7 +81,7 @@ async def test_no_request_is_lost_or_crossed_while_children_are_killed(settings:
             "numbers", b"%d" % number, "text/plain", timeout_s=3 * DEADLINE_S
         )
         answered += 1
-        if answered % 100 == 0 and (children := transform_children()):
+        if answered % 100 == 0 and (children := transform_children(os.getpid())):
             os.kill(int(rng.choice(children)), signal.SIGKILL)
             killed += 1
         found: list[int] = answer.outputs["y"].ravel().tolist()
@@ -132,17 +133,3 @@ async def test_stop_during_transforms_loses_no_request(settings: Settings) -> No
     assert [each.outputs["y"].ravel().tolist() for each in answers] == [
         [number] * 4 for number in range(300)
     ]
-
-
-def transform_children() -> list[int]:
-    """The children of this process that transform payloads."""
-    found = []
-    for each in Path("/proc/self/task").glob("*/children"):
-        for child in each.read_text().split():
-            try:
-                line = Path(f"/proc/{child}/cmdline").read_bytes()
-            except FileNotFoundError:
-                continue
-            if b"headrace.transforms.child" in line:
-                found.append(int(child))
-    return found

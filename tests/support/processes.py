@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -211,3 +212,16 @@ async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> str:
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
     return output.decode()
+
+
+def transform_children(parent: int) -> list[int]:
+    """The children of a process that transform payloads now."""
+    found = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(child) for child in children.read_text().split() if _transforms(child)]
+    return found
+
+
+def _transforms(child: str) -> bool:
+    return b"headrace.transforms.child" in Path(f"/proc/{child}/cmdline").read_bytes()

@@ -1,0 +1,158 @@
+"""A store of claims that fails at random, and knows which objects it gave out with wrong bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from headrace.protocol.claims import Claim, describe_claim, parse_claim, write_claim
+
+PART = 8 * 1024
+SLOWEST_S = 0.1
+"""Longest pause of a slow transfer, after each of its parts."""
+UNAVAILABLE = 503
+
+
+class ChaosStore:
+    """Objects by the paths of their URLs, over HTTP.
+
+    Each transfer may be refused, before or after it was done, broken off, slow, or, of a read, have
+    wrong bytes: some that were changed, too few, too many, or another object's.
+
+    Attributes:
+        objects: what it holds.
+        spoiled: paths of which it gave out wrong bytes.
+        is_away: it refuses everything.
+        pause_s: pause before each answer.
+        faults: how often each fault was made.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._transports: set[asyncio.Transport] = set()
+        application = web.Application(client_max_size=1 << 26)
+        application.router.add_route("GET", "/{path:.*}", self._get)
+        application.router.add_route("PUT", "/{path:.*}", self._put)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        self.objects: dict[str, bytes] = {}
+        self.spoiled: set[str] = set()
+        self.is_away = False
+        self.pause_s = 0.0
+        self.faults: dict[str, int] = {}
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cut()
+        await self._runner.cleanup()
+
+    def cut(self) -> None:
+        """Break all connections."""
+        for transport in self._transports:
+            transport.abort()
+        self._transports.clear()
+
+    def keep(self, path: str, content: bytes) -> bytes:
+        """Keep an object; return the header of its claim."""
+        self.objects[path] = content
+        return write_claim(describe_claim(self.url + path, content))
+
+    def resolve(self, header: bytes) -> bytes | None:
+        """Return the object that the claim in an answer refers to; None if the store does not have
+        it as the claim says.
+        """
+        claim = parse_claim(header)
+        content = self.objects.get(claim.address.url.removeprefix(self.url))
+        return content if content is not None and _is_that(content, claim) else None
+
+    # --- HTTP -------------------------------------------------------------------------------------
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        chance = await self._begin(request)
+        if self._strikes("refused a read", chance < 0.08):
+            return web.Response(status=UNAVAILABLE)
+        content = self.objects.get(request.path)
+        if content is None:
+            return web.Response(status=404)
+        if self._strikes("read with wrong bytes", 0.08 <= chance < 0.12):
+            self.spoiled.add(request.path)
+            content = self._spoil(content)
+        sent = content
+        if self._strikes("read broken off", 0.12 <= chance < 0.18):
+            sent = content[: self._rng.randrange(len(content))]
+        is_slow = self._strikes("slow read", 0.18 <= chance < 0.28)
+        response = web.StreamResponse()
+        response.content_length = len(content)
+        await response.prepare(request)
+        for start in range(0, len(sent), PART):
+            await response.write(sent[start : start + PART])
+            if is_slow:
+                await asyncio.sleep(self._rng.uniform(0.0, SLOWEST_S))
+        return response if sent is content else self._break_off(request, response)
+
+    async def _put(self, request: web.Request) -> web.StreamResponse:
+        chance = await self._begin(request)
+        if self._strikes("refused a write", chance < 0.08):
+            return web.Response(status=UNAVAILABLE)
+        content = await request.read()
+        if self._strikes("write broken off", 0.08 <= chance < 0.12):
+            return self._break_off(request, web.Response())
+        if self._strikes("slow write", 0.12 <= chance < 0.22):
+            await asyncio.sleep(self._rng.uniform(0.0, 10 * SLOWEST_S))
+        self.objects[request.path] = content
+        if self._strikes("refused a write that it did", 0.22 <= chance < 0.26):
+            return web.Response(status=UNAVAILABLE)
+        if self._strikes("broken off after a write", 0.26 <= chance < 0.30):
+            return self._break_off(request, web.Response())
+        return web.Response()
+
+    async def _begin(self, request: web.Request) -> float:
+        """Return a number from 0 to 1 that draws the fault of a request; 0 while it is away."""
+        if request.transport is not None:
+            self._transports.add(request.transport)
+        if self.pause_s:
+            await asyncio.sleep(self._rng.uniform(0.0, self.pause_s))
+        return 0.0 if self.is_away else self._rng.random()
+
+    def _strikes(self, fault: str, happens: bool) -> bool:
+        if happens:
+            self.faults[fault] = self.faults.get(fault, 0) + 1
+        return happens
+
+    def _break_off(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+
+    def _spoil(self, content: bytes) -> bytes:
+        kind = self._rng.choice(("changed", "too few", "too many", "another's"))
+        at = self._rng.randrange(len(content))
+        if kind == "changed":
+            return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+        if kind == "too few":
+            return content[:at]
+        if kind == "too many":
+            return content + content[: at + 1]
+        others = [each for each in self.objects.values() if each != content]
+        return self._rng.choice(others) if others else content[:at]
+
+
+def _is_that(content: bytes, claim: Claim) -> bool:
+    is_size = len(content) == claim.size_bytes
+    return is_size and hashlib.sha256(content).hexdigest() == claim.sha256
