@@ -5,9 +5,9 @@ It answers requests from the event loop's thread. `headrace.models.registry.Mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from headrace.errors import Code, Rejected
 from headrace.models.version import ModelVersion, State
@@ -81,12 +81,29 @@ class ReplacedVersions:
         return [kept.version for kept in self._kept.values()]
 
 
+class Swap(NamedTuple):
+    """A change of versions in which the old ones are unloaded before the new ones are loaded.
+
+    Attributes:
+        leaving: versions that are still in memory.
+        pending: versions to load when none is.
+        fallback: versions to load again if no new one can be loaded.
+    """
+
+    leaving: set[ModelVersion]
+    pending: list[ModelVersion]
+    fallback: list[ModelVersion]
+
+
 class ModelEntry:
     """One model and its versions, by number.
 
     Attributes:
         selected: versions that the configuration selects, in any state.
         serving: ready versions, including those whose successor is not ready yet.
+        awaited: versions that requests get although they are not loaded yet, since those that they
+            replace were unloaded first; the requests wait.
+        swap: the change under way in which that happens.
         faults: faults of versions that cannot be opened; under "" that of the model as a whole.
         wanted_names: numbers of the versions that the control topic names, by label; under "" the
             default. None if it says nothing: the highest version is the default.
@@ -98,6 +115,8 @@ class ModelEntry:
     def __init__(self) -> None:
         self.selected: dict[str, ModelVersion] = {}
         self.serving: dict[str, ModelVersion] = {}
+        self.awaited: dict[str, ModelVersion] = {}
+        self.swap: Swap | None = None
         self.faults: dict[str, str] = {}
         self.wanted_names: dict[str, str] | None = None
         self.names: dict[str, str] = {}
@@ -111,21 +130,45 @@ class ModelEntry:
             wanted.reads,
         )
 
+    @property
+    def bindable(self) -> dict[str, ModelVersion]:
+        """The versions that requests may get, by number."""
+        return {**self.serving, **self.awaited}
+
     def move_names(self) -> None:
-        """Let each name mean its wanted version, if that is ready, and otherwise what it did."""
-        if self.wanted_names is None:
-            self.names = {"": max(self.serving, key=int)} if self.serving else {}
+        """Let each name mean its wanted version, if requests may get it, and otherwise what it did.
+
+        Without wanted names the default is the highest version.
+        """
+        there = self.bindable
+        wanted = self.wanted_names
+        if wanted is None:
+            self.names = {"": max(there, key=int)} if there else {}
             return
         self.names = {
-            name: number if number in self.serving else self.names[name]
-            for name, number in self.wanted_names.items()
-            if number in self.serving or self.names.get(name) in self.serving
+            name: number if number in there else self.names[name]
+            for name, number in wanted.items()
+            if number in there or self.names.get(name) in there
         }
 
     def versions(self) -> dict[int, ModelVersion]:
         """Return all versions by identity: a changed version and its predecessor share a number."""
-        both = [*self.selected.values(), *self.serving.values()]
-        return {id(version): version for version in both}
+        found = [*self.selected.values(), *self.serving.values(), *self.awaited.values()]
+        return {id(version): version for version in found}
+
+    def replaced_by(self, versions: Iterable[ModelVersion]) -> list[ModelVersion]:
+        """Return the versions that have to be unloaded before these are loaded.
+
+        There are none if no setting says so, unless that has already happened.
+        """
+        first = self.swap is not None or any(
+            each.config.swap == "unload_first" for each in versions
+        )
+        return [
+            version
+            for number, version in [*self.serving.items(), *self.awaited.items()]
+            if first and self.selected.get(number) is not version and number not in self.faults
+        ]
 
     def outdated(self) -> list[ModelVersion]:
         """Return unselected serving versions, once all selected ones settled and one is ready.
@@ -261,10 +304,11 @@ class ModelCatalog:
         if model is None:
             return
         model.move_names()
-        for number, version in model.serving.items():
+        there = model.bindable
+        for number, version in there.items():
             self._ready[name, number] = version
         for label, number in model.names.items():
-            self._ready[f"{name}{LABEL_SIGN}{label}" if label else name, ""] = model.serving[number]
+            self._ready[f"{name}{LABEL_SIGN}{label}" if label else name, ""] = there[number]
 
     def status(self) -> list[dict[str, Any]]:
         """Return one entry for each version and each fault, for operators."""
@@ -300,7 +344,7 @@ class ModelCatalog:
         return (
             model is not None
             and model.names.get(name) == version.version
-            and model.serving.get(version.version) is version
+            and model.bindable.get(version.version) is version
         )
 
     def _labels_of(self, version: ModelVersion) -> list[str]:
@@ -327,7 +371,7 @@ class ModelCatalog:
                 expected=self._list_names(self.names()),
                 got=f'"{name}"',
             )
-        there = model.selected.keys() | model.serving.keys() | model.faults.keys()
+        there = {*model.selected, *model.bindable, *model.faults}
         if number and number not in there and "" not in model.faults:
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL,
@@ -405,8 +449,8 @@ class RequestedVersions:
             Rejected: it is not, or it is not served.
         """
         found = self._catalog.lookup_bound(name, number)
-        if found.state is State.UNLOADED:
-            raise refuse_unloaded(found, found.reason, self._tuning)
+        if found.state is not State.READY:
+            raise refuse_unloaded(found, found.reason or str(found.state), self._tuning)
 
     def _refusal(self, version: ModelVersion) -> Rejected | None:
         if version.state is not State.UNLOADED or version.config.unload_idle != "refuse":

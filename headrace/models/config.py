@@ -385,6 +385,10 @@ class ModelConfig(_Group):
     """Time limit of a run, after which it counts as hung."""
     max_load_s: _Seconds = 600.0
     """Time limit for loading and warming up, after which the version has failed."""
+    swap: Literal["beside", "unload_first"] = "beside"
+    """Whether a new version is loaded beside the one that it replaces, or that one is unloaded
+    first; requests wait meanwhile.
+    """
     unload_idle: Literal["never", "wait", "refuse"] = "never"
     """Whether a version may be unloaded while it is idle, where `models.memory_bytes` leaves too
     little for another one; and whether the requests that come then wait until it is loaded again,

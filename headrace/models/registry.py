@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from headrace.config import Settings
@@ -26,6 +26,7 @@ from headrace.models.catalog import (
     ModelEntry,
     ReplacedVersions,
     RequestedVersions,
+    Swap,
     refuse_unloaded,
 )
 from headrace.models.compatibility import find_breaking_changes
@@ -56,12 +57,16 @@ class VersionChange(NamedTuple):
     that wait for a version which cannot be loaded: decide about them anew, or refuse them.
 
     Attributes:
+        reason: of a load or unload, see `headrace.telemetry.metrics.Metrics.model_loaded`.
         refusal: why they are refused.
+        leaves_waiting: the unloaded version leaves requests that wait to its successor.
     """
 
     action: Literal["load", "unload", "reassign", "refuse"]
     version: ModelVersion
+    reason: str = ""
     refusal: Rejected | None = None
+    leaves_waiting: bool = False
 
 
 class Reloaded(NamedTuple):
@@ -218,7 +223,7 @@ class Models:
         """
         found = self.catalog.find(name, number)
         if found is not None:
-            return found.state is State.UNLOADED
+            return found.state is not State.READY
         model = self._models.get(name, ModelEntry())
         version = model.selected.get(number)
         if version is not None and version.state is State.LOADING:
@@ -259,7 +264,7 @@ class Models:
             known = {
                 (version.name, version.version): version
                 for version in self.catalog.versions()
-                if version.state is not State.FAILED
+                if version.state not in (State.FAILED, State.UNLOADING)
             }
             if retry is not True:  # what failed last, rather than a predecessor that serves
                 known |= {
@@ -312,19 +317,88 @@ class Models:
         for version in dropped.values():
             if id(version) not in model.versions() and version.state is State.LOADING:
                 self._unload(version)
-        for version in opened.versions.values():
-            if version.state is not State.LOADING or version in dropped.values():
-                continue
-            self._observer.load_began(version)
-            reason = _find_breaking_changes(version, self._find_served(model, version))
-            if reason:
-                version.state, version.reason = State.FAILED, reason
-                self._observer.load_ended(version, "failed", reason)
-            elif self._executes:
-                self._notify(VersionChange("load", version))
-            else:
+        known = dropped.values()
+        added = [
+            version
+            for version in opened.versions.values()
+            if version.state is State.LOADING
+            and version not in known
+            and self._is_compatible(model, version)
+        ]
+        if self._executes:
+            self._load_added(model, added)
+        else:
+            for version in added:
                 self._mark_ready_or_wait(version)
         self._publish_and_retire(opened.name)
+
+    def _is_compatible(self, model: ModelEntry, version: ModelVersion) -> bool:
+        """Return whether a new version may serve; otherwise it has failed."""
+        self._observer.load_began(version)
+        reason = _find_breaking_changes(version, self._find_served(model, version))
+        if reason:
+            version.state, version.reason = State.FAILED, reason
+            self._observer.load_ended(version, "failed", reason)
+        return not reason
+
+    def _load_added(self, model: ModelEntry, added: Sequence[ModelVersion]) -> None:
+        """Have new versions loaded, at once or when those that they replace are unloaded."""
+        replaced = model.replaced_by(added) if added else []
+        if not replaced and (model.swap is None or not added):
+            for version in added:
+                self._notify(VersionChange("load", version, "added"))
+            return
+        before = model.swap or Swap(set(), [], [])
+        # Those that a swap under way was to load have served nothing yet.
+        fallback = [each for each in replaced if each.is_servable] or before.fallback
+        model.swap = Swap(before.leaving | {*replaced}, [*added], fallback)
+        for version in replaced:
+            model.serving.pop(version.version, None)
+            model.awaited.pop(version.version, None)
+        # From now on requests are bound to the new versions. So nothing more comes for one with
+        # another number, and it is unloaded when it has answered what waits for it.
+        model.awaited |= {version.version: version for version in added}
+        self._publish_and_retire(added[0].name)
+        for version in replaced:
+            self._unload(version, "swap", leaves_waiting=version.version in model.awaited)
+
+    def mark_gone(self, version: ModelVersion) -> None:
+        """Record that an executor has unloaded a version, and has freed its memory."""
+        model = self._models.get(version.name)
+        swap = None if model is None else model.swap
+        if swap is None or version not in swap.leaving:
+            return
+        swap.leaving.discard(version)
+        if not swap.leaving:
+            self._load_pending(swap)
+
+    def _load_pending(self, swap: Swap) -> None:
+        pending = swap.pending[:]
+        swap.pending.clear()
+        for version in pending:
+            is_restored = version in swap.fallback
+            self._notify(VersionChange("load", version, "restored" if is_restored else "added"))
+
+    def _end_awaited(self, model: ModelEntry, version: ModelVersion) -> None:
+        """Note that a version of a swap is ready, or has failed.
+
+        When the last one has failed and none is ready, the versions that served before are loaded
+        again.
+        """
+        swap = model.swap
+        if model.awaited.pop(version.version, None) is None or swap is None or model.awaited:
+            return
+        failed = version.state is State.FAILED and not model.serving
+        model.swap = None
+        if not failed or version in swap.fallback or not swap.fallback:
+            return
+        restored = swap.fallback
+        model.swap = Swap(set(), [*restored], restored)
+        for each in restored:
+            self._observer.load_began(each)
+            each.state = State.LOADING
+            each.reason = f"loading again, since version {version.version} failed"
+        model.awaited = {each.version: each for each in restored}
 
     def _find_served(self, model: ModelEntry, version: ModelVersion) -> ModelVersion | None:
         """Return the version that a new one must be compatible with; None if there is none.
@@ -350,6 +424,8 @@ class Models:
                 self._retain_or_unload(version)
             elif version.state is not State.FAILED:
                 self._unload(version)
+        for version in model.awaited.values():  # their requests waited for them to be loaded
+            self._notify(VersionChange("reassign", version))
 
     # --- executor of this process -----------------------------------------------------------------
 
@@ -372,7 +448,10 @@ class Models:
             version.state, version.reason = State.READY, self._reason_while_ready(version)
             return
         model = self._models.get(version.name)
-        if model is None or model.selected.get(version.version) is not version:
+        if model is None:
+            return
+        is_awaited = model.awaited.get(version.version) is version
+        if not is_awaited and model.selected.get(version.version) is not version:
             return
         if verdict is not None:
             version.apply_verdict(verdict)
@@ -382,6 +461,8 @@ class Models:
         # The new version is published before the old one is unloaded, so that lookups never fail.
         previous = model.serving.get(version.version)
         model.serving[version.version] = version
+        if is_awaited:
+            self._end_awaited(model, version)
         self._publish_and_retire(version.name)
         if previous is not None and previous is not version:
             self._unload(previous)
@@ -400,13 +481,19 @@ class Models:
             self._observer.unloaded(version, version.reason)
         if self._replaced.find(version.name, version.version) is version:
             self._replaced.take(version.name, version.version)
-        model = self._models.get(version.name)
+        model, is_awaited = self._models.get(version.name), False
         if model is not None:
             if model.serving.get(version.version) is version:
                 del model.serving[version.version]
+            is_awaited = model.awaited.get(version.version) is version
+            if is_awaited:
+                self._end_awaited(model, version)
             self._publish_and_retire(version.name)
-        if state is not State.LOADING:  # requests may wait for it
+        if is_awaited or state is not State.LOADING:  # requests may wait for it
             self._notify(VersionChange("reassign", version))
+        swap = model.swap if is_awaited and model is not None else None
+        if swap is not None and not swap.leaving:
+            self._load_pending(swap)
 
     # --- versions that are unloaded while they are idle -------------------------------------------
 
@@ -420,7 +507,7 @@ class Models:
         if version.state is State.UNLOADED and version not in self._demanded:
             self._demanded.add(version)
             self._observer.load_began(version)
-            self._notify(VersionChange("load", version))
+            self._notify(VersionChange("load", version, "requested"))
 
     def requested_versions(
         self, schedule: Callable[[Callable[[], None]], object]
@@ -438,7 +525,7 @@ class Models:
         self._demanded.discard(version)
         self._observer.load_ended(version, "failed", reason)
         refusal = refuse_unloaded(version, reason, self._tuning)
-        self._notify(VersionChange("refuse", version, refusal))
+        self._notify(VersionChange("refuse", version, refusal=refusal))
 
     # --- executors of other processes -------------------------------------------------------------
 
@@ -501,9 +588,16 @@ class Models:
         return REPLACED if is_kept else ""
 
     def _retain_or_unload(self, version: ModelVersion) -> None:
-        """Keep a version that is no longer selected, or unload it at once if none are kept."""
-        if not self._replaced.add(version):
+        """Keep a version that is no longer selected, or unload it at once if none are kept.
+
+        Where executors are other processes, one that they have unloaded first is not kept: its
+        requests get another version.
+        """
+        is_gone = not self._executes and version.config.swap == "unload_first"
+        if is_gone or not self._replaced.add(version):
             self._unload(version)
+        if is_gone:
+            self._notify(VersionChange("reassign", version))
 
     def _restore_replaced(self, model: ModelEntry) -> None:
         """Let replaced versions that are selected again serve as before."""
@@ -531,14 +625,16 @@ class Models:
         if model.names != before:
             self._observer.names_moved(name, before, model.names)
 
-    def _unload(self, version: ModelVersion) -> None:
+    def _unload(
+        self, version: ModelVersion, reason: str = "removed", *, leaves_waiting: bool = False
+    ) -> None:
         if version.state is State.LOADING:
             self._observer.load_ended(version, "withdrawn", "")
         elif version.state is State.READY:
             self._observer.unloaded(version, "")
         self._demanded.discard(version)
         version.state = State.UNLOADING
-        self._notify(VersionChange("unload", version))
+        self._notify(VersionChange("unload", version, reason, leaves_waiting=leaves_waiting))
 
     def _notify(self, change: VersionChange) -> None:
         for subscriber in self._subscribers:

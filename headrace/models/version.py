@@ -74,7 +74,7 @@ class ModelVersion:
         reason: why it failed; empty otherwise.
         load_s: how long loading took, from its start until the version was ready; None before that,
             and in a process without an executor.
-        loaded_stamp: of the files that were loaded last; empty before that.
+        loaded_stamp: of the files when the executor began to load them last; empty before that.
         last_used_us: steady time at which its last run ended, or it became ready.
         memory_bytes: what each of its instances has taken while it was loaded, by device (`host`,
             `cuda:0`); without what could not be measured.

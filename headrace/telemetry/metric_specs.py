@@ -226,13 +226,15 @@ ENDS = (
         "headrace_model_loads",
         "counter",
         (*_MODEL, "reason"),
-        "Versions that were loaded: added, or requested after they were unloaded.",
+        "Versions that were loaded: added, requested after they were unloaded, or restored since "
+        "their successors failed.",
     ),
     MetricSpec(
         "headrace_model_unloads",
         "counter",
         (*_MODEL, "reason"),
-        "Versions that were unloaded: removed, or idle while memory was short for another one.",
+        "Versions that were unloaded: removed, idle while memory was short for another one, or "
+        "first in a swap.",
     ),
     MetricSpec(
         "headrace_cancellations",

@@ -288,11 +288,15 @@ class Metrics:
         self._comparisons.add((model, version, outcome))
 
     def model_loaded(self, model: str, version: str, reason: str) -> None:
-        """Count a version that was loaded: `added`, or `requested` after it was unloaded."""
+        """Count a version that was loaded: `added`, `requested` after it was unloaded, or
+        `restored` since its successor failed.
+        """
         self._model_loads.add((model, version, reason))
 
     def model_unloaded(self, model: str, version: str, reason: str) -> None:
-        """Count a version that was unloaded: `removed`, or idle while `memory` was short."""
+        """Count a version that was unloaded: `removed`, idle while `memory` was short, or for a
+        `swap`.
+        """
         self._model_unloads.add((model, version, reason))
 
     def cancelled(self, records: int, ended: int) -> None:

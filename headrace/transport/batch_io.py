@@ -347,6 +347,13 @@ class BatchReceiver:
                 batch, change.refusal or version_not_ready(change.version.reason)
             )
             self._source.quarantine.has_run(batch.requests)
+        ready = self._ready.pop(key, ())
+        for batch in ready:
+            refused += (
+                self._enqueue(batch)
+                if change.refusal is None
+                else self._refuse(batch, change.refusal)
+            )
         # Others that wait are looked at again every so often, and then find what has become of it.
         if change.refusal is not None:
             for batch in self._waiting:

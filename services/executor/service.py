@@ -59,6 +59,12 @@ def _key_of(version: ModelVersion) -> ModelKey:
     return version.name, version.version
 
 
+async def _is_known(version: ModelVersion) -> bool:
+    """Return whether the same files were loaded before."""
+    known = version.loaded_stamp
+    return bool(known) and known == await asyncio.to_thread(stamp_files, version.directory)
+
+
 def _log_failed(version: ModelVersion, error: Exception) -> None:
     log.error(Event.MODEL_FAILED, model=version.name, version=version.version, reason=str(error))
 
@@ -126,7 +132,7 @@ class ExecutorService:
         initial = list(self._models.catalog.versions(State.LOADING))
         self._loading.update(initial)
         for version in initial:
-            changes.put_nowait(VersionChange("load", version))
+            changes.put_nowait(VersionChange("load", version, "added"))
         self._note_loaded(None)
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
@@ -145,51 +151,71 @@ class ExecutorService:
             version = change.version
             served = self._served.get(version)
             if change.action == "load":
-                self._served[version] = self._start(version, served, tasks)
-            elif change.action == "unload" and served is not None:
-                del self._served[version]
-                self._metrics.model_unloaded(version.name, version.version, "removed")
-                for consumer in served.consumers:
-                    consumer.release()
+                self._served[version] = self._start(change, served, tasks)
+            elif change.action == "unload":
+                self._end(change, self._served.pop(version, None))
+
+    def _end(self, change: VersionChange, served: _ServedVersion | None) -> None:
+        """Have a version unloaded when it has ended what it runs, or all that waits for it."""
+        version = change.version
+        if served is None or served.task.done():
+            self._models.mark_gone(version)
+            return
+        self._metrics.model_unloaded(version.name, version.version, change.reason)
+        for consumer in served.consumers:
+            if change.leaves_waiting:
+                consumer.stop()
+            else:
+                consumer.release()
 
     def _start(
-        self, version: ModelVersion, before: _ServedVersion | None, tasks: asyncio.TaskGroup
+        self, change: VersionChange, before: _ServedVersion | None, tasks: asyncio.TaskGroup
     ) -> _ServedVersion:
         """Start to load and serve a version; `before`: as it was served until it was unloaded."""
+        version = change.version
         consumers = [
             self._batch_queue.consumer(_key_of(version)) for _ in range(version.config.instances)
         ]
         ended = None if before is None else before.task
-        work = self._serve(version, consumers, ended)
+        work = self._serve_until_gone(version, consumers, ended, change.reason)
         return _ServedVersion(consumers, tasks.create_task(work, name=f"serve {version!r}"))
 
-    async def _serve(
+    async def _serve_until_gone(
         self,
         version: ModelVersion,
         consumers: list[BatchConsumer[ModelKey, Batch]],
         before: asyncio.Task[None] | None,
+        reason: str,
     ) -> None:
-        """Try a version, load it, run its instances, and unload it.
+        """Serve a version, and report when its memory is free.
 
         Args:
             version: the version.
             consumers: one for each instance.
             before: serves the same version until it is unloaded; awaited first.
+            reason: why it is loaded.
         """
-        name = f"{version.name}-{version.version}"
         if before is not None:
             await asyncio.wait([before])
+        await self._serve(version, consumers, reason)
+        self._models.mark_gone(version)
+
+    async def _serve(
+        self,
+        version: ModelVersion,
+        consumers: list[BatchConsumer[ModelKey, Batch]],
+        reason: str,
+    ) -> None:
+        """Try a version, load it, run its instances, and unload it."""
+        name = f"{version.name}-{version.version}"
         try:
-            stamp = await asyncio.to_thread(stamp_files, version.directory)
-            is_known = stamp == version.loaded_stamp
+            is_known = await _is_known(version)
             loader = BackendLoader(version, self._models.cores, is_known=is_known)
             if self._trials is not None and not is_known:
                 await self._trials.try_out(version)
             stack, instances = await self._load(version, loader, len(consumers))
             async with stack:
-                version.loaded_stamp = stamp
                 version.last_used_us = self._instruments.steady()
-                reason = "requested" if version.state is State.UNLOADED else "added"
                 self._metrics.model_loaded(version.name, version.version, reason)
                 self._models.mark_ready(version, loader.verdict)
                 log_ready(version)
@@ -233,6 +259,7 @@ class ExecutorService:
         async with self._turn, AsyncExitStack() as stack:
             began_s = time.monotonic()
             stack.callback(loader.release_cores)
+            version.loaded_stamp = await asyncio.to_thread(stamp_files, version.directory)
             size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
             share = await self._fit(
                 version,

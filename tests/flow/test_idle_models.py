@@ -188,6 +188,7 @@ async def test_deadline_holds_while_request_waits_for_its_model(tmp_path: Path) 
     add_model(tmp_path, "b", WAIT, run=AT_THE_GATE)
     add_model(tmp_path, "c", WAIT, run=AT_THE_GATE)
     async with serving(tmp_path) as (pipeline, client):
+        assert unloaded(pipeline) == ["a"]
         with shut_gate():
             async with asyncio.TaskGroup() as tasks:
                 busy = [tasks.create_task(answers(client, name)) for name in ("b", "c")]

@@ -91,9 +91,11 @@ def add_python_model(
     (repository / name / "model.toml").write_text(f'backend = "python"\n{config}\n')
 
 
-def add_whole_model(repository: Path, name: str, code: str, config: str = "") -> None:
+def add_whole_model(
+    repository: Path, name: str, code: str, config: str = "", version: int = 1
+) -> None:
     """Add a model whose whole `model.py` is given, and further lines of `model.toml`."""
-    directory = repository / name / "1"
+    directory = repository / name / str(version)
     directory.mkdir(parents=True)
     (directory / "model.py").write_text(code)
     (repository / name / "model.toml").write_text(f'backend = "python"\nprobe = false\n{config}\n')

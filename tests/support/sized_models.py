@@ -31,7 +31,7 @@ class Model:
 
     def run(self, inputs):
         {run}
-        return {{"y": inputs["x"] * 2}}
+        return {{"y": inputs["x"] * {factor}}}
 """
 
 
@@ -44,8 +44,10 @@ def add_model(
     on_disk: int = 0,
     load: str = "pass",
     run: str = "pass",
+    version: int = 1,
+    factor: int = 2,
 ) -> None:
-    """Add a model that doubles its input and takes so many bytes of memory.
+    """Add a version of a model that multiplies its input and takes so many bytes of memory.
 
     Args:
         repository: of models.
@@ -55,15 +57,18 @@ def add_model(
         on_disk: size of a file of the version.
         load: a statement that is executed before it loads.
         run: a statement that is executed before it runs.
+        version: its number.
+        factor: what the input is multiplied by.
     """
-    add_whole_model(repository, name, CODE.format(taken=taken, load=load, run=run), config)
-    with (repository / name / "1" / "weights.bin").open("wb") as weights:
+    code = CODE.format(taken=taken, load=load, run=run, factor=factor)
+    add_whole_model(repository, name, code, config, version=version)
+    with (repository / name / str(version) / "weights.bin").open("wb") as weights:
         weights.truncate(on_disk)
 
 
 def settings_with_budget(repository: Path, **models: Any) -> Settings:
     """Settings with memory for two of the models."""
-    models = {"repository": repository, "memory_bytes": LIMIT_BYTES, **models}
+    models = {"repository": repository, "memory_bytes": LIMIT_BYTES} | models
     return make_settings({"topics": {"partitions": PARTITIONS}, "models": models})
 
 

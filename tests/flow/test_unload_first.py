@@ -1,0 +1,167 @@
+"""A version is unloaded before its successor is loaded, under load, and nobody is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.client import Client
+from headrace.models.version import State
+from headrace.runtime.process import Pipeline
+from headrace.topics import STAGES, Stage
+from tests.support.conditions import eventually
+from tests.support.pipelines import Grouping, log_for
+from tests.support.pipelines import serving as serving_groups
+from tests.support.sized_models import MIB, MODEL_BYTES, add_model, settings_with_budget, states
+
+FIRST = 'swap = "unload_first"'
+ROOM_FOR_ONE = MODEL_BYTES + 70 * MIB
+FUSED: Grouping = [STAGES]
+APART: Grouping = [(Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
+AT_ONCE = 4
+FAILS = "raise ValueError('does not load')"
+
+
+@asynccontextmanager
+async def serving(
+    repository: Path, grouping: Grouping = FUSED
+) -> AsyncIterator[tuple[Sequence[Pipeline], Client]]:
+    """Processes with memory for one version, and a client."""
+    settings = settings_with_budget(repository, memory_bytes=ROOM_FOR_ONE)
+    log = await log_for(settings)
+    async with (
+        serving_groups(settings, log, grouping) as pipelines,
+        Client(log=log, settings=settings) as client,
+    ):
+        yield pipelines, client
+
+
+class Callers:
+    """Callers that send requests one after the other; each failure ends the test."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._stopping = False
+        self.factors: list[float] = []
+
+    @asynccontextmanager
+    async def calling(self) -> AsyncIterator[None]:
+        """Call until the end of the context."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.create_task(self._call())
+            yield
+            self._stopping = True
+
+    async def _call(self) -> None:
+        while not self._stopping:
+            x = np.array([[1]], np.float32)
+            response = await self._client.infer("a", {"x": x}, timeout_s=60)
+            self.factors.append(float(response.outputs["y"][0, 0]))
+
+    async def answered_more(self, factor: float) -> None:
+        """Wait until some more requests were answered by the version with this factor."""
+        before = self.factors.count(factor)
+        await eventually(lambda: self.factors.count(factor) > before + 5 * AT_ONCE)
+
+
+def count(pipeline: Pipeline, metric: str, reason: str) -> float:
+    """Loads or unloads of the model's versions for a reason."""
+    value = pipeline.metrics.registry.get_sample_value
+    labels = ({"model": "a", "version": each, "reason": reason} for each in "123")
+    return sum(value(f"headrace_model_{metric}_total", each) or 0 for each in labels)
+
+
+async def test_version_without_room_beside_old_one_replaces_it_under_load(tmp_path: Path) -> None:
+    """With the default it would be refused. Callers see one version, then the other."""
+    add_model(tmp_path, "a", FIRST, factor=2)
+    async with serving(tmp_path) as ((pipeline,), client):
+        callers = Callers(client)
+        async with callers.calling():
+            await callers.answered_more(2)
+            add_model(tmp_path, "a", FIRST, version=2, factor=3)
+            await pipeline.models.reload()
+            await callers.answered_more(3)
+        assert states(pipeline) == {"a/2": (State.READY, "")}
+        assert count(pipeline, "unloads", "swap") == 1
+    assert set(callers.factors) == {2, 3}
+    assert callers.factors[-AT_ONCE:] == [3] * AT_ONCE
+
+
+async def test_old_version_answers_again_when_new_one_cannot_be_loaded(tmp_path: Path) -> None:
+    """What waited for the new one gets its answers, and the reason is shown."""
+    add_model(tmp_path, "a", FIRST)
+    async with serving(tmp_path) as ((pipeline,), client):
+        callers = Callers(client)
+        async with callers.calling():
+            await callers.answered_more(2)
+            add_model(tmp_path, "a", FIRST, version=2, factor=3, load=FAILS)
+            await pipeline.models.reload()
+            await eventually(lambda: count(pipeline, "loads", "restored") == 1)
+            await callers.answered_more(2)
+        found = states(pipeline)
+        assert found["a/1"] == (State.READY, "")
+        assert found["a/2"][0] == State.FAILED
+        assert "does not load" in found["a/2"][1]
+        assert pipeline.models.catalog.lookup("a").version == "1"
+    assert set(callers.factors) == {2}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["loads", "fails"])
+async def test_changed_version_is_swapped_under_its_number(tmp_path: Path, *, fails: bool) -> None:
+    """The old one leaves its queue to the new one, although it is never empty."""
+    add_model(tmp_path, "a", FIRST)
+    async with serving(tmp_path) as ((pipeline,), client):
+        callers = Callers(client)
+        async with callers.calling():
+            await callers.answered_more(2)
+            old = pipeline.models.catalog.lookup("a")
+            config = tmp_path / "a" / "model.toml"
+            if fails:  # there is no room for two instances
+                config.write_text(f"{config.read_text()}\ninstances = 2")
+            else:
+                code = tmp_path / "a" / "1" / "model.py"
+                code.write_text(code.read_text().replace("* 2", "* 3"))
+            await pipeline.models.reload()
+            if fails:
+                await eventually(lambda: count(pipeline, "loads", "restored") == 1)
+            await callers.answered_more(2 if fails else 3)
+        assert (pipeline.models.catalog.lookup("a") is old) is fails
+        assert old.config.instances == 1
+    assert set(callers.factors) == ({2} if fails else {2, 3})
+
+
+async def test_executor_apart_swaps_under_load(tmp_path: Path) -> None:
+    """Whatever the other processes still bind to the old version gets answers of the new one."""
+    add_model(tmp_path, "a", FIRST)
+    async with serving(tmp_path, APART) as (pipelines, client):
+        callers = Callers(client)
+        async with callers.calling():
+            await callers.answered_more(2)
+            add_model(tmp_path, "a", FIRST, version=2, factor=3)
+            ingest, batcher, executor, _ = pipelines
+            for pipeline in (executor, batcher, ingest):
+                await pipeline.models.reload()
+                await callers.answered_more(3)
+        assert states(executor) == {"a/2": (State.READY, "")}
+    assert set(callers.factors) == {2, 3}
+
+
+async def test_executor_apart_loads_old_version_again(tmp_path: Path) -> None:
+    """The other processes need not know that there was a change."""
+    add_model(tmp_path, "a", FIRST)
+    async with serving(tmp_path, APART) as (pipelines, client):
+        callers = Callers(client)
+        async with callers.calling():
+            await callers.answered_more(2)
+            add_model(tmp_path, "a", FIRST, version=2, factor=3, load=FAILS)
+            executor = pipelines[2]
+            await executor.models.reload()
+            await eventually(lambda: count(executor, "loads", "restored") == 1)
+            await callers.answered_more(2)
+    assert set(callers.factors) == {2}

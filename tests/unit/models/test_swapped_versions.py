@@ -1,0 +1,135 @@
+"""Versions that are unloaded before their successors are loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from headrace.models.version import ModelVersion, State
+from tests.support.models import add_version, digits, unbatched
+from tests.unit.models.executor import Executor, refusal
+
+FIRST = 'swap = "unload_first"'
+
+
+def serving(repository: Path, config: str = FIRST) -> tuple[Executor, ModelVersion]:
+    """An executor with version 1 ready."""
+    add_version(repository, "digits", 1, digits(), config)
+    executor = Executor(repository)
+    old = executor.load()
+    executor.told()
+    return executor, old
+
+
+async def swapping(repository: Path) -> tuple[Executor, ModelVersion, ModelVersion]:
+    """One that is to replace version 1 by version 2."""
+    executor, old = serving(repository)
+    add_version(repository, "digits", 2, digits(), FIRST)
+    await executor.models.reload()
+    return executor, old, executor.loading()
+
+
+async def test_new_version_is_loaded_when_old_one_is_gone(tmp_path: Path) -> None:
+    """Requests are bound to it from the beginning, and wait."""
+    executor, old, new = await swapping(tmp_path)
+    assert executor.told() == [("unload", "1")]
+    assert executor.models.catalog.lookup("digits") is new
+    assert new.state is State.LOADING
+    assert refusal(executor.models, "digits", "1").message.startswith("model_version: expected")
+
+    executor.models.mark_gone(old)
+    assert executor.told() == [("load", "2")]
+    executor.models.mark_ready(new)
+    assert executor.told() == []
+    assert [executor.models.catalog.servable(), new.state] == [[new], State.READY]
+
+
+async def test_old_version_is_loaded_again_when_new_one_fails(tmp_path: Path) -> None:
+    """What waits for the new one is bound to the old one, and the reason is shown."""
+    executor, old, new = await swapping(tmp_path)
+    executor.models.mark_gone(old)
+    executor.told()
+    executor.models.mark_failed(new, "no memory")
+    assert executor.told() == [("reassign", "2"), ("load", "1")]
+    assert executor.models.catalog.lookup("digits") is old
+    assert (old.state, old.reason) == (State.LOADING, "loading again, since version 2 failed")
+
+    executor.models.mark_ready(old)
+    assert executor.models.catalog.servable() == [old]
+    shown = {each["version"]: each["reason"] for each in executor.models.catalog.status()}
+    assert shown == {"1": "", "2": "no memory"}
+    assert executor.told() == []
+
+
+async def test_model_without_any_version_refuses_with_reason(tmp_path: Path) -> None:
+    """The old one could not be loaded again either."""
+    executor, old, new = await swapping(tmp_path)
+    executor.models.mark_gone(old)
+    executor.models.mark_failed(new, "no memory")
+    executor.told()
+    executor.models.mark_failed(old, "no memory either")
+    assert executor.told() == [("reassign", "1")]
+    assert refusal(executor.models, "digits").message == "model digits: no memory"
+
+
+async def test_changed_files_of_same_version_leave_its_requests_to_it(tmp_path: Path) -> None:
+    """They are in one queue, which the old one must not go on to empty."""
+    executor, old = serving(tmp_path)
+    (tmp_path / "digits" / "model.toml").write_text(f"{FIRST}\nmax_batch_size = 4")
+    await executor.models.reload()
+    (change,) = executor.changes
+    assert (change.action, change.version, change.leaves_waiting) == ("unload", old, True)
+    executor.told()
+    executor.models.mark_gone(old)
+    new = executor.load()
+    assert executor.told() == [("load", "1")]
+    assert executor.models.catalog.lookup("digits", "1") is new
+
+
+async def test_third_version_replaces_the_one_that_loads(tmp_path: Path) -> None:
+    """It waits until both are gone, and the first is what is left if it fails."""
+    executor, old, second = await swapping(tmp_path)
+    executor.told()
+    add_version(tmp_path, "digits", 3, digits(), FIRST)
+    await executor.models.reload()
+    assert executor.told() == [("unload", "2")]
+    executor.models.mark_gone(old)
+    assert executor.told() == []
+    executor.models.mark_gone(second)
+    assert executor.told() == [("load", "3")]
+    third = executor.models.catalog.lookup("digits")
+    executor.models.mark_failed(third, "no memory")
+    assert executor.told() == [("reassign", "3"), ("load", "1")]
+    assert executor.load() is old
+    assert executor.models.catalog.servable() == [old]
+
+
+async def test_reload_during_swap_changes_nothing(tmp_path: Path) -> None:
+    """The same versions are wanted."""
+    executor, old, new = await swapping(tmp_path)
+    executor.told()
+    await executor.models.reload()
+    executor.models.mark_gone(old)
+    await executor.models.reload()
+    assert executor.told() == [("load", "2")]
+    executor.models.mark_ready(new)
+    assert executor.models.catalog.servable() == [new]
+
+
+async def test_removed_model_takes_back_what_waits_for_its_swap(tmp_path: Path) -> None:
+    """Nothing will load the new version any more."""
+    executor, _, _ = await swapping(tmp_path)
+    executor.told()
+    shutil.rmtree(tmp_path / "digits")
+    await executor.models.reload()
+    assert executor.told() == [("unload", "2"), ("reassign", "2")]
+    assert executor.models.catalog.versions() == []
+
+
+async def test_incompatible_version_unloads_nothing(tmp_path: Path) -> None:
+    """It is refused before the old one would have to go."""
+    executor, old = serving(tmp_path)
+    add_version(tmp_path, "digits", 2, unbatched(), FIRST)
+    await executor.models.reload()
+    assert executor.told() == []
+    assert executor.models.catalog.servable() == [old]
