@@ -604,6 +604,15 @@ class IngestTuning:
     transformed_bytes: int = 8 * 1024 * 1024
     """Inputs of this size, made by transforms on the thread, are passed on before others are made:
     an image has many times the bytes of its file."""
+    unknown_input_bytes: int = 64 * 1024
+    """Inputs that are expected of a payload while its model's transform has made none yet."""
+    granted_s: float = 0.02
+    """Payloads that are expected to take a worker this long are granted to it ahead."""
+    marked_transforms: int = 16
+    """Payloads that are transformed under one crash marker: after an unclean end, each of them must
+    run alone."""
+    expiry_interval_s: float = 0.01
+    """Least time between two looks at the deadlines of payloads that wait for a worker."""
     inline_json_bytes: int = 64 * 1024
     """Requests in JSON up to this size are decoded on the event loop, larger ones on a worker: a
     byte of UINT8 in JSON takes 25 ns."""

@@ -268,6 +268,14 @@ class Deferral:
             ended += late
         return Charged(kept, over, ended)
 
+    def charge_again(self, request: Request, *, is_reread: bool) -> Charged:
+        """Charge a request whose model has become known to the share of that model instead."""
+        ack_handle = request.ack_handle
+        if isinstance(ack_handle, InFlightAck) and ack_handle.share is not None:
+            ack_handle.share.charge(-ack_handle.size_bytes)
+            ack_handle.share = None
+        return self.charge([request], is_reread=is_reread)
+
     def _charge_shares(
         self, requests: Sequence[Request], *, free: bool
     ) -> tuple[list[Request], list[Request]]:

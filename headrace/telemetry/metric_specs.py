@@ -279,6 +279,13 @@ ENDS = (
         "Payloads that wait for a transform worker, or are with one.",
     ),
     MetricSpec(
+        "headrace_transforms_waiting_bytes",
+        "gauge",
+        (),
+        "Bytes of these payloads, and of the inputs that they are expected to become; the share of "
+        "their model bounds them.",
+    ),
+    MetricSpec(
         "headrace_transform_duration_seconds",
         "histogram",
         ("model",),

@@ -98,6 +98,7 @@ class Metrics:
     def _register_rare(self) -> None:
         self._schema_requests = self._counter("schema_requests")
         self.transforms_waiting = self._gauge("transforms_waiting")
+        self.transforms_waiting_bytes = self._gauge("transforms_waiting_bytes")
         self._transform_restarts = self._counter("transform_restarts")
         self._claims = self._counter("claims")
         self._claim_bytes = self._counter("claim_bytes")

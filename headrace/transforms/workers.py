@@ -12,17 +12,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from headrace.config import LimitSettings
+from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Code, Fatal, Rejected, describe_error
 from headrace.models.inputs.binding import Bound
 from headrace.models.user_code import Interrupted, interrupt
 from headrace.models.version import ModelVersion
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.codec import decode_request
-from headrace.protocol.headers import JSON, NO_HEADERS
+from headrace.protocol.headers import JSON, MSGPACK_TYPES, NO_HEADERS
 from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor, Request
 from headrace.transforms.child import WorkerSource
 from headrace.tuning import TUNING, IngestTuning
@@ -39,6 +41,9 @@ class PendingValue:
         bound: the inputs, checked; see `headrace.models.inputs.binding.Binder.bind`.
         error: why there is none of these.
         took_s: how long a worker was busy with it.
+        serial: its number among those that wait.
+        reserved_bytes: what is charged to its record while it waits.
+        is_reread: its record was deferred and read a second time.
     """
 
     what = "transform"
@@ -53,6 +58,9 @@ class PendingValue:
         self.version: ModelVersion | None = None
         self.error: Rejected | None = None
         self.took_s = 0.0
+        self.serial = -1
+        self.reserved_bytes = 0
+        self.is_reread = False
         self.is_done = False
         self.is_interrupted = False
 
@@ -80,6 +88,29 @@ class PendingValue:
     def made_bytes(self) -> int:
         """Size of the inputs."""
         return sum(len(given.data) for given in self.inputs or ())
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Size of the value, and of the inputs that it is expected to become."""
+        own_bytes = len(self.value) if self.value is self.request.value else 0
+        return own_bytes + self.reserved_bytes
+
+    def reserve(self, input_bytes: int) -> None:
+        """Charge the inputs that are expected, and what was decompressed, to the record."""
+        self.release()
+        is_view = self.content_type in MSGPACK_TYPES  # which is charged for already
+        beside_bytes = 0 if is_view or self.value is self.request.value else len(self.value)
+        self._charge(input_bytes + beside_bytes)
+
+    def release(self) -> None:
+        """Release what `reserve` has charged."""
+        self._charge(-self.reserved_bytes)
+
+    def _charge(self, size_bytes: int) -> None:
+        ack_handle = self.request.ack_handle
+        if size_bytes and isinstance(ack_handle, InFlightAck):
+            ack_handle.resize(ack_handle.size_bytes + size_bytes)
+            self.reserved_bytes += size_bytes
 
     def make_inputs(self) -> list[InputTensor]:
         """Return the inputs that the value becomes. Raises `Rejected`, or what user code does."""
@@ -198,24 +229,33 @@ class PendingRequest(PendingValue):
 class PayloadRound:
     """Payloads that several workers take, in order, until their inputs have some size.
 
-    Workers call it on their threads.
+    Workers call `take` and `note_made` on their threads.
 
     Attributes:
         taken: number of payloads that were taken, or passed over because they had failed before.
+        on_made: called on the thread of a worker when a payload was made, and none was before that
+            is still to be removed.
     """
 
-    def __init__(self, payloads: Sequence[PendingValue], limit_bytes: int) -> None:
-        self._payloads = payloads
+    def __init__(self, payloads: Iterable[PendingValue], limit_bytes: int) -> None:
+        self._payloads = deque(payloads)
         self._limit_bytes = limit_bytes
         self._made_bytes = 0
+        self._made: list[PendingValue] = []
         self._lock = threading.Lock()
         self.taken = 0
+        self.on_made: Callable[[], None] = lambda: None
+
+    @property
+    def is_open(self) -> bool:
+        """True if a worker may take a payload now."""
+        return bool(self._payloads) and self._made_bytes < self._limit_bytes
 
     def take(self) -> PendingValue | None:
         """Return the next payload to transform; None if this worker has nothing left to do."""
         with self._lock:
-            while self.taken < len(self._payloads) and self._made_bytes < self._limit_bytes:
-                payload = self._payloads[self.taken]
+            while self.is_open:
+                payload = self._payloads.popleft()
                 self.taken += 1
                 if payload.error is None and payload.request.failure is None:
                     return payload
@@ -225,6 +265,44 @@ class PayloadRound:
         """Count the inputs that a payload became."""
         with self._lock:
             self._made_bytes += payload.made_bytes
+            self._made.append(payload)
+            is_first = len(self._made) == 1
+        if is_first:
+            self.on_made()
+
+    def add(self, payloads: Iterable[PendingValue]) -> None:
+        """Add payloads to those that workers take."""
+        with self._lock:
+            self._payloads += payloads
+
+    def waiting(self) -> list[PendingValue]:
+        """Return the payloads that no worker has taken."""
+        with self._lock:
+            return list(self._payloads)
+
+    def withdraw(self) -> list[PendingValue]:
+        """Remove and return the payloads that no worker has taken."""
+        with self._lock:
+            payloads = list(self._payloads)
+            self._payloads.clear()
+        return payloads
+
+    def discard(self, payload: PendingValue) -> None:
+        """Remove a payload, unless a worker has taken it."""
+        with self._lock:
+            if payload in self._payloads:
+                self._payloads.remove(payload)
+
+    def pop_made(self) -> list[PendingValue]:
+        """Remove and return the payloads that were made."""
+        with self._lock:
+            made, self._made = self._made, []
+        return made
+
+    def release(self, payloads: Iterable[PendingValue]) -> None:
+        """Count the inputs of payloads that were removed no longer: they have been passed on."""
+        with self._lock:
+            self._made_bytes -= sum([each.made_bytes for each in payloads])
 
 
 class TransformWorker(Protocol):
@@ -240,16 +318,19 @@ class TransformWorker(Protocol):
 
 
 class TransformPool:
-    """Workers that share the payloads of a chunk.
+    """Workers that share payloads.
 
     Args:
         workers: at least one.
+
+    Attributes:
+        workers: the same.
     """
 
     def __init__(
         self, workers: Sequence[TransformWorker], tuning: IngestTuning = TUNING.ingest
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._tuning = tuning
 
     async def run(self, payloads: Sequence[PendingValue]) -> int:
@@ -262,17 +343,17 @@ class TransformPool:
             Fatal: a transform on a thread did not end when it was interrupted.
         """
         round_ = PayloadRound(payloads, self._tuning.transformed_bytes)
-        if len(self._workers) == 1 or len(payloads) == 1:
-            await self._workers[0].run(round_)
+        if len(self.workers) == 1 or len(payloads) == 1:
+            await self.workers[0].run(round_)
             return round_.taken
         async with asyncio.TaskGroup() as tasks:
-            for number, worker in enumerate(self._workers[: len(payloads)]):
+            for number, worker in enumerate(self.workers[: len(payloads)]):
                 tasks.create_task(worker.run(round_), name=f"transforms-{number}")
         return round_.taken
 
     def close(self) -> None:
         """End the workers after the payloads that they have taken."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
 
 

@@ -17,13 +17,13 @@ arrives; if the wall clock is set later, waiting requests keep the time they had
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
+from headrace.delivery.cancelling import cancelled_failure, find_cancelled
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
-from headrace.errors import Code, Rejected
-from headrace.protocol.headers import BY_CORRELATION
+from headrace.errors import Rejected
 from headrace.protocol.messages import (
     NO_BATCH,
     Batch,
@@ -153,23 +153,6 @@ def _scan_similar(requests: Sequence[IngestedRequest], start: int) -> tuple[int,
     return len(requests), has_deadline
 
 
-def _find_cancelled(cancelling: Sequence[Request], queues: Iterable[ModelQueue]) -> list[Request]:
-    """Return the waiting requests that the records name, by correlation id or by offset."""
-    names = {
-        (each.partition, each.envelope.correlation_id)
-        for each in cancelling
-        if each.envelope.cancels == BY_CORRELATION
-    }
-    places = {(cancels[1], cancels[2]) for each in cancelling if (cancels := each.envelope.cancels)}
-    return [
-        request
-        for queue in queues
-        for request in queue.waiting()
-        if (request.partition, request.offset) in places
-        or (request.partition, request.envelope.correlation_id) in names
-    ]
-
-
 class DynamicBatcher:
     """Queues of requests that wait for an executor, and the batches formed from them.
 
@@ -282,9 +265,10 @@ class DynamicBatcher:
         waits goes on.
         """
         cancelling, self.cancellations = self.cancellations, []
-        found = _find_cancelled(cancelling, self._queues.values())
+        waiting = (each for queue in self._queues.values() for each in queue.waiting())
+        found = find_cancelled(cancelling, waiting)
         for request in found:
-            self._end(request, Failure(Code.CANCELLED, "the caller cancelled it", Stage.BATCHER))
+            self._end(request, cancelled_failure(Stage.BATCHER))
         return cancelling, len(found)
 
     def refuse(self, key: ModelKey, failure: Failure) -> None:

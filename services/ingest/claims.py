@@ -18,21 +18,19 @@ from headrace.claims.fetcher import ClaimFetcher
 from headrace.claims.stores import ClaimUnavailable
 from headrace.clock import Clock
 from headrace.delivery.budget import Budget
+from headrace.delivery.cancelling import cancelled_failure, find_cancelled
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Code, Rejected
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.primitives.worker_thread import WorkerThread
-from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Failure, Request
 from headrace.services.ingest.decode import IngestRules, PendingClaim, decode_claimed
 from headrace.services.ingest.schemas import is_leaving, leave_in_log
 from headrace.topics import Stage
 from headrace.transforms.workers import PendingTransform, PendingValue
 from headrace.tuning import TUNING, IngestTuning
-
-_CANCELLED = Failure(Code.CANCELLED, "the caller cancelled it", Stage.INGEST)
 
 
 class Claimed(NamedTuple):
@@ -105,23 +103,13 @@ class ClaimWaits:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    def cancel(self, cancelling: Request) -> int:
-        """End the waiting requests that a record cancels; return their number."""
-        cancels, correlation_id = cancelling.envelope.cancels, cancelling.envelope.correlation_id
-        found = [
-            request
-            for request in self._waiting
-            if request.partition == cancelling.partition
-            and (
-                request.envelope.correlation_id == correlation_id
-                if cancels == BY_CORRELATION
-                else cancels is not None and request.offset == cancels[2]
-            )
-        ]
+    def cancel(self, cancelling: Sequence[Request]) -> list[Request]:
+        """End and return the waiting requests that records cancel."""
+        found = find_cancelled(cancelling, self._waiting)
         for request in found:
-            request.fail(_CANCELLED)
+            request.fail(cancelled_failure(Stage.INGEST))
             self._wake(request)
-        return len(found)
+        return found
 
     def revoked(self) -> None:
         """End the fetches whose partitions were revoked, or are leaving."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple, Protocol
 
+from headrace.clock import Clock
 from headrace.config import LimitSettings
+from headrace.consumer.ready_queue import PolledRecords
+from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.failures import deadline_passed, poisoned_failure, rejection
 from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
@@ -15,6 +20,7 @@ from headrace.delivery.inflight import (
     beside_bytes,
     record_bytes,
 )
+from headrace.delivery.ordering import KeyChains
 from headrace.errors import Code, Rejected
 from headrace.log.port import Record
 from headrace.models.version import ModelVersion
@@ -43,7 +49,7 @@ from headrace.services.ingest.decompression import ValueDecompressor
 from headrace.services.ingest.schemas import find_unknown
 from headrace.topics import Stage
 from headrace.transforms.workers import PendingRequest, PendingTransform, PendingValue
-from headrace.tuning import TUNING
+from headrace.tuning import TUNING, IngestTuning
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
 """Content types whose values contain tensors; the model transforms any other payload."""
@@ -105,6 +111,99 @@ class IngestRules:
     inline_record_bytes: int = TUNING.ingest.inline_record_bytes
     inline_json_bytes: int = TUNING.ingest.inline_json_bytes
     inline_texts_bytes: int = TUNING.ingest.inline_texts_bytes
+
+
+class RequestReader:
+    """Make requests of polled records, in turns that are short.
+
+    Args:
+        rules: models and limits that records are checked against.
+        decompressor: that of the rules; it ends a turn in which it has made enough.
+        clock: wall clock, in which deadlines are given.
+    """
+
+    def __init__(
+        self,
+        rules: IngestRules,
+        decompressor: ValueDecompressor,
+        clock: Clock,
+        tuning: IngestTuning = TUNING.ingest,
+    ) -> None:
+        self._rules = rules
+        self._decompressor = decompressor
+        self._clock = clock
+        self._tuning = tuning
+
+    def read(self, polled: PolledRecords, records: Iterator[Record]) -> list[Request]:
+        """Admit and check records for about `hold_loop_s`; return their requests.
+
+        The list is empty when no records are left. Records answered before this assignment are
+        skipped.
+        """
+        assignment, isolation = polled.assignment, polled.isolation
+        tuning = self._tuning
+        now_us = self._clock()
+        self._decompressor.begin_reading()
+        began_s = time.perf_counter()
+        requests: list[Request] = []
+        count = 1  # records read between two looks at the clock
+        while some := list(islice(records, count)):
+            if (
+                isolation is not None
+                or polled.is_reread
+                or some[0].offset < assignment.progress.highest
+            ):
+                requests += self._read_singly(some, assignment, isolation, now_us)
+            else:
+                requests += decode_records(some, assignment, self._rules, now_us)
+            elapsed_s = time.perf_counter() - began_s
+            if requests and (elapsed_s >= tuning.hold_loop_s or self._decompressor.is_exhausted):
+                break
+            if elapsed_s < tuning.double_records_for_s:
+                count = min(2 * count, tuning.max_records_at_once)
+        # An isolated record got its place in the order when it was parked.
+        if assignment.chains is not None and not polled.is_isolated:
+            _chain(requests, assignment.chains)
+        return requests
+
+    def _read_singly(
+        self,
+        records: Sequence[Record],
+        assignment: AssignedPartition,
+        isolation: Isolation | None,
+        now_us: int,
+    ) -> list[Request]:
+        """Read records one by one: some may be answered, poisoned or accused of a crash."""
+        if isolation is not None and isolation.isolated is not None:
+            isolated = isolation.isolated
+            request = decode_record(
+                isolated.record, assignment, self._rules, now_us, isolated.ack_handle
+            )
+            request.after = isolated.after
+            return [request]
+        read: list[Request] = []
+        for record in records:
+            if record.offset in assignment.progress:
+                assignment.skip(record.offset)
+            elif isolation is not None and (record.offset, 0) in isolation.poisoned:
+                read.append(fail_poisoned(record, assignment, self._rules, now_us))
+            elif (
+                isolation is not None
+                and isolation.is_accused(record.offset)
+                and not cancels_another(record)
+            ):
+                isolation.park_record(assignment, record)
+            else:
+                read.append(decode_record(record, assignment, self._rules, now_us))
+        return read
+
+
+def _chain(requests: Sequence[IngestedRequest], chains: KeyChains) -> None:
+    """Set `after` of each request to the request with the same key that precedes it."""
+    for request in requests:
+        # A cancelling record is not admitted and has no answer, so nothing can wait for it.
+        if request.ack_handle is not NULL_ACK:
+            request.after = chains.follow(request.key, request.offset)
 
 
 def decode_records(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from headrace.clock import Clock
+from headrace.delivery.cancelling import cancelled_failure, find_cancelled
 from headrace.delivery.failures import REVOKED, deadline_passed
 from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Rejected, Retriable
@@ -41,14 +42,13 @@ class SchemaWaits:
     """Payloads that wait for their schemas, and the task that fetches these.
 
     Args:
-        finish: transforms payloads whose schemas are known, or whose requests have ended, and
-            passes their requests on.
+        finish: receives payloads whose schemas are known, or whose requests have ended.
         clock: wall clock, in which deadlines are given.
     """
 
     def __init__(
         self,
-        finish: Callable[[Sequence[PendingTransform]], Awaitable[None]],
+        finish: Callable[[Sequence[PendingTransform]], None],
         clock: Clock,
         tuning: SchemaTuning = TUNING.schemas,
     ) -> None:
@@ -59,8 +59,6 @@ class SchemaWaits:
         self._alone: dict[PendingTransform, asyncio.Timeout] = {}
         self._next_deadline_ms = 0
         self._changed = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._closed = False
 
     def add(self, payload: PendingTransform) -> None:
@@ -79,7 +77,7 @@ class SchemaWaits:
         pauses = Pauses(self._tuning.backoff)
         while not self._closed:
             self._changed.clear()
-            await self._finish_ended()
+            self._finish_ended()
             if await self._learn_all():
                 pauses.reset()
                 pause_s = None if not self._waiting else self._tuning.backoff.first_s
@@ -123,6 +121,16 @@ class SchemaWaits:
                 continue
             return
 
+    def cancel(self, cancelling: Sequence[Request]) -> list[Request]:
+        """End and return the waiting requests that records cancel."""
+        waiting = [each.request for payloads in self._waiting.values() for each in payloads]
+        found = find_cancelled(cancelling, waiting)
+        for request in found:
+            request.fail(cancelled_failure(Stage.INGEST))
+        if found:
+            self._changed.set()
+        return found
+
     def revoked(self) -> None:
         """Leave payloads whose partitions were revoked, or are leaving, in the log."""
         for payload, within in self._alone.items():
@@ -136,17 +144,14 @@ class SchemaWaits:
                 if is_leaving(payload.request):
                     leave_in_log(payload.request)
 
-    async def close(self) -> None:
-        """Leave the payloads that still wait in the log, for the next owners of their partitions;
-        return when the others have been passed on.
-        """
+    def close(self) -> None:
+        """Leave the payloads that wait in the log, for the next owners of their partitions."""
         self._closed = True
         self._changed.set()
         for payloads in self._waiting.values():
             for payload in payloads:
                 leave_in_log(payload.request)
         self._waiting.clear()
-        await self._idle.wait()
 
     async def _learn_all(self) -> bool:
         """Fetch the schemas that payloads wait for, the newest first; return False if the registry
@@ -172,10 +177,10 @@ class SchemaWaits:
             payloads = self._waiting.pop(key, [])
             for payload in payloads:
                 payload.error = error
-            await self._pass_on(payloads)
+            self._finish(payloads)
         return not failures
 
-    async def _finish_ended(self) -> None:
+    def _finish_ended(self) -> None:
         """Pass on payloads whose deadline has passed, or whose partition was revoked."""
         ended: list[PendingTransform] = []
         self._next_deadline_ms = 0
@@ -192,25 +197,18 @@ class SchemaWaits:
             self._waiting[key] = left
             if not left:
                 del self._waiting[key]
-        await self._pass_on(ended)
+        self._finish(ended)
 
     def _end(self, payload: PendingTransform) -> bool:
         """Fail a request that cannot be answered with a result any more; return whether it was."""
         request = payload.request
+        if request.failure is not None:
+            return True
         failure = REVOKED if request.ack_handle.revoked else None
         failure = failure or deadline_passed(request, self._clock(), Stage.INGEST)
         if failure is not None:
             request.fail(failure)
         return failure is not None
-
-    async def _pass_on(self, payloads: Sequence[PendingTransform]) -> None:
-        if not payloads:
-            return
-        self._idle.clear()
-        try:
-            await self._finish(payloads)
-        finally:
-            self._idle.set()
 
     def _note_absence(self, version: ModelVersion, error: Retriable) -> None:
         log.warning(Event.SCHEMAS_DELAYED, model=version.name, reason=str(error))

@@ -16,6 +16,7 @@ from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Record, TopicPartition
 from headrace.models.registry import Models
 from headrace.protocol.codec import encode_request
+from headrace.services.executor.worker import NoQuarantine
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from tests.support.models import add_version, digits, settings_for
@@ -55,6 +56,7 @@ class RecordSource:
     deferral = None
 
     def __init__(self, *deliveries: PolledRecords) -> None:
+        self.quarantine = NoQuarantine()
         self._deliveries: Iterator[PolledRecords] = iter(deliveries)
 
     async def receive(self) -> PolledRecords | None:

@@ -45,7 +45,7 @@ def version_of(directory: Path, registry: StandInRegistry) -> tuple[ModelVersion
     return models.catalog.lookup("fraud", None), client
 
 
-async def finish(_: Sequence[PendingTransform]) -> None:
+def finish(_: Sequence[PendingTransform]) -> None:
     """Payloads that run alone are finished by the reading itself."""
 
 

@@ -1,0 +1,331 @@
+"""Payloads that wait for workers hold nothing else, and end when they must."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from headrace.config import LimitSettings
+from headrace.consumer.ready_queue import PolledRecords
+from headrace.crash_isolation.run_gate import RunGate
+from headrace.delivery.acked_offsets import AckedOffsets
+from headrace.delivery.budget import Budget
+from headrace.delivery.failures import REVOKED
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
+from headrace.errors import Code
+from headrace.log.port import Record
+from headrace.models.registry import Models
+from headrace.protocol.messages import Request
+from headrace.services.ingest.decode import IngestRules
+from headrace.services.ingest.service import IngestService
+from headrace.telemetry.instruments import Instruments
+from headrace.tuning import TUNING, IngestTuning
+from tests.support.conditions import eventually
+from tests.support.models import add_version, digits, settings_for
+from tests.support.python_models import BEGUN, GATE, shut_gate
+from tests.support.services import (
+    REQUESTS,
+    StillClock,
+    counted,
+    digits_value,
+    make_assignment,
+    make_instruments,
+)
+from tests.support.work import NOW_US, Tray
+
+TRANSFORM = """
+import numpy as np
+from tests.support.python_models import BEGUN, GATE
+
+def transform(payload, content_type):
+    if payload == b"waits":
+        BEGUN.set()
+        GATE.wait()
+    return {"pixels": np.full((len(payload), 64), 1, np.float32)}
+"""
+CONFIG = 'transform = "python"\nmax_execution_s = 3600\n'
+INPUT_BYTES = 64 * 4
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    """With `slow` and `other`, whose transforms wait for the gate if their payload says so."""
+    for name in ("slow", "other", "digits"):
+        config = "" if name == "digits" else CONFIG
+        add_version(tmp_path, name, 1, digits(), config)
+        (tmp_path / name / "transform.py").write_text(TRANSFORM)
+    models = Models(settings_for(tmp_path))
+    models.open()
+    return models
+
+
+class Feed:
+    """A source that delivers what the test puts into it."""
+
+    deferral = None
+
+    def __init__(self, assignment: AssignedPartition | None = None) -> None:
+        self.assignment = assignment or make_assignment()
+        self.gate = RunGate()
+        self._deliveries: asyncio.Queue[PolledRecords | None] = asyncio.Queue()
+        self._next = 0
+
+    @property
+    def quarantine(self) -> Feed:
+        return self
+
+    def put(self, *records: tuple[bytes | None, dict[str, bytes]]) -> None:
+        """Deliver values with headers, as one chunk."""
+        made = [
+            Record(
+                *REQUESTS, self._next + place, NOW_US // 1000, None, value, list(headers.items())
+            )
+            for place, (value, headers) in enumerate(records)
+        ]
+        self._next += len(records)
+        self._deliveries.put_nowait(PolledRecords(self.assignment, made))
+
+    def end(self) -> None:
+        self._deliveries.put_nowait(None)
+
+    async def receive(self) -> PolledRecords | None:
+        return await self._deliveries.get()
+
+
+class Running:
+    """An ingest that runs, and what it has sent."""
+
+    def __init__(self, models: Models, feed: Feed, instruments: Instruments, tuning: IngestTuning):
+        self.items, self.answers = Tray(), Tray()
+        self.instruments = instruments
+        self.service = IngestService(
+            feed,  # type: ignore[arg-type]  # what is used of it
+            self.items,
+            self.answers,
+            IngestRules(models.catalog, LimitSettings()),
+            instruments,
+            tuning,
+        )
+
+    @property
+    def sent(self) -> list[int]:
+        """Offsets of the requests that can run."""
+        return [request.offset for request in self.items.requests]
+
+    @property
+    def ended(self) -> list[tuple[int, str]]:
+        """Offsets of the requests that have ended, and their codes."""
+        return [
+            (request.offset, request.failure.code)
+            for request in self.answers.requests
+            if request.failure is not None
+        ]
+
+
+@asynccontextmanager
+async def running(
+    models: Models,
+    feed: Feed,
+    tuning: IngestTuning = TUNING.ingest,
+    clock: StillClock | None = None,
+) -> AsyncIterator[Running]:
+    """An ingest of one worker that ends with the context, when the gate has been opened."""
+    ingest = Running(models, feed, make_instruments(clock), tuning)
+    async with asyncio.TaskGroup() as tasks:
+        with shut_gate():
+            tasks.create_task(ingest.service.run())
+            yield ingest
+            GATE.set()
+            feed.end()
+            await eventually(lambda: ingest.items.closed, what="ingest has ended")
+
+
+def payload(
+    content: bytes = b"x", model: str = "slow", headers: dict[str, bytes] | None = None
+) -> tuple[bytes, dict[str, bytes]]:
+    """A payload for a model."""
+    return content, {"content-type": b"text/plain", "x-model": model.encode(), **(headers or {})}
+
+
+PLAIN = (digits_value(), dict[str, bytes]())
+
+
+async def test_slow_payload_holds_neither_what_is_read_with_it_nor_after_it(models: Models) -> None:
+    """Requests with tensors pass it while it is with its worker."""
+    feed = Feed()
+    async with running(models, feed) as ingest:
+        feed.put(payload(b"waits"), PLAIN)
+        await eventually(BEGUN.is_set)
+        feed.put(PLAIN)
+        await eventually(lambda: ingest.sent == [1, 2], what="the others are sent")
+        assert counted(ingest.instruments, "transforms_waiting") == 1
+        waiting_bytes = counted(ingest.instruments, "transforms_waiting_bytes")
+        assert waiting_bytes == len(b"waits") + TUNING.ingest.unknown_input_bytes
+
+    assert ingest.sent == [1, 2, 0]
+    assert counted(ingest.instruments, "transforms_waiting_bytes") == 0
+
+
+async def test_models_take_turns_for_worker(models: Models) -> None:
+    """A backlog of one model delays another by a payload."""
+    feed = Feed()
+    async with running(models, feed) as ingest:
+        feed.put(payload(b"waits"))
+        await eventually(BEGUN.is_set)
+        feed.put(*[payload()] * 10, payload(model="other"), PLAIN)
+        await eventually(lambda: ingest.sent == [12], what="the chunk has been read")
+        GATE.set()
+        await eventually(lambda: len(ingest.sent) == 13, what="all are sent")
+
+    assert ingest.sent.index(11) < ingest.sent.index(3)
+
+
+@pytest.mark.parametrize("where", ["same chunk", "later"])
+@pytest.mark.parametrize("by", ["place", "correlation"])
+async def test_cancelled_payload_is_answered_while_worker_is_busy(
+    models: Models, where: str, by: str
+) -> None:
+    """The worker may be at this payload or at another; a later request may repeat its id."""
+    feed = Feed()
+    mine = {"kafka_correlationId": b"mine"}
+    cancel = {"x-cancel": f"{REQUESTS.topic}/0/1".encode()}
+    cancels = (None, cancel if by == "place" else {"x-cancel": b"", **mine})
+    async with running(models, feed) as ingest:
+        feed.put(payload(b"waits"))
+        await eventually(BEGUN.is_set)
+        first, again = payload(b"x", headers=mine), payload(b"y", headers=mine)
+        if where == "later":
+            feed.put(first, PLAIN)
+            await eventually(lambda: ingest.sent == [2], what="the payload waits")
+            feed.put(cancels, again)
+        else:
+            feed.put(first, PLAIN, cancels, again)
+        await eventually(lambda: ingest.ended == [(1, Code.CANCELLED)], what="it is answered")
+        feed.put((None, {"x-cancel": f"{REQUESTS.topic}/0/0".encode()}))
+        await eventually(
+            lambda: ingest.ended == [(1, Code.CANCELLED), (0, Code.CANCELLED)],
+            what="the one with the worker is answered as well",
+        )
+
+    assert ingest.sent == [2, 4]
+    assert counted(ingest.instruments, "cancellations_total", outcome="ended") == 2
+    assert counted(ingest.instruments, "cancellations_total", outcome="none") == 0
+    assert feed.assignment.in_flight == 4
+
+
+async def test_cancelling_record_follows_request_that_does_not_wait(models: Models) -> None:
+    """Wherever it stands in the chunk, what it may cancel in the batcher is sent before it."""
+    feed = Feed()
+    async with running(models, feed) as ingest:
+        feed.put(PLAIN, (None, {"x-cancel": f"{REQUESTS.topic}/0/0".encode()}), PLAIN)
+        await eventually(lambda: len(ingest.sent) == 3, what="all are sent")
+
+    assert ingest.sent == [0, 2, 1]
+
+
+async def test_payload_whose_deadline_passes_is_answered_while_worker_is_busy(
+    models: Models,
+) -> None:
+    """Its transform is never begun."""
+    feed, clock = Feed(), StillClock(NOW_US)
+    async with running(models, feed, clock=clock) as ingest:
+        feed.put(payload(b"waits"))
+        await eventually(BEGUN.is_set)
+        soon = {"x-deadline-ms": b"%d" % (NOW_US // 1000 + 1)}
+        feed.put(payload(b"late", headers=soon), PLAIN)
+        await eventually(lambda: ingest.sent == [2], what="the payload waits")
+        clock.now_us += 10_000_000
+        await eventually(lambda: ingest.ended == [(1, Code.DEADLINE_EXCEEDED)])
+
+    assert ingest.sent == [2, 0]
+
+
+async def test_payloads_of_revoked_partition_end_while_worker_is_busy(models: Models) -> None:
+    """The next owner of the partition has them; their bytes are free at once."""
+    tracker = InFlightTracker(Budget(1_000_000_000), lambda: None)
+    feed = Feed(tracker.assign(REQUESTS, AckedOffsets(0)))
+    async with running(models, feed) as ingest:
+        feed.put(payload(b"waits"), payload(), PLAIN)
+        await eventually(BEGUN.is_set)
+        await eventually(lambda: ingest.sent == [2], what="the chunk has been read")
+        tracker.revoke(REQUESTS)
+        ingest.service.revoked()
+        await eventually(lambda: len(ingest.answers.requests) == 2, what="both have ended")
+
+    assert {request.failure for request in ingest.answers.requests} == {REVOKED}
+    assert ingest.sent == [2]
+    ack_all_of(ingest.answers.requests + ingest.items.requests)
+    assert tracker.budget.used_bytes == 0
+
+
+def ack_all_of(requests: Sequence[Request]) -> None:
+    """Acknowledge requests, as a responder does that has answered or dropped them."""
+    for request in requests:
+        request.ack_handle.ack()
+
+
+async def test_inputs_stay_within_budget_until_their_requests_are_answered(models: Models) -> None:
+    """Small payloads become large inputs; more are made as answers make room."""
+    rows, count = 100, 40
+    limit_bytes = 10 * rows * INPUT_BYTES
+    tracker = InFlightTracker(Budget(limit_bytes), lambda: None)
+    feed = Feed(tracker.assign(REQUESTS, AckedOffsets(0)))
+    tuning = replace(
+        TUNING.ingest, unknown_input_bytes=0, transformed_bytes=1, room_interval_s=0.001
+    )
+    async with running(models, feed, tuning) as ingest:
+        feed.put(*[payload(b"r" * rows)] * count)
+        most_bytes = 0
+        for answered in range(count):
+            await eventually(partial(has_sent, ingest, answered + 1), what="one more is sent")
+            most_bytes = max(most_bytes, tracker.budget.used_bytes)
+            ingest.items.requests[answered].ack_handle.ack()
+
+    assert ingest.sent == list(range(count))
+    assert most_bytes <= limit_bytes + 3 * rows * INPUT_BYTES
+    assert tracker.budget.used_bytes == 0
+
+
+def has_sent(ingest: Running, count: int) -> bool:
+    """Return whether so many requests were sent."""
+    return len(ingest.sent) >= count
+
+
+async def test_oldest_payload_of_partition_needs_no_room(models: Models) -> None:
+    """Answers in order that have filled the budget may wait for it."""
+    tracker = InFlightTracker(Budget(1000), lambda: None)
+    feed = Feed(tracker.assign(REQUESTS, AckedOffsets(0)))
+    tuning = replace(TUNING.ingest, room_interval_s=0.001)
+    async with running(models, feed, tuning) as ingest:
+        feed.put(payload(), payload())
+        await eventually(lambda: ingest.sent == [0], what="the first is made: nothing else is")
+        ingest.items.requests[0].ack_handle.ack()
+        await eventually(lambda: ingest.sent == [0, 1], what="the second is the oldest now")
+
+
+async def test_worker_marks_payloads_before_it_takes_them(models: Models) -> None:
+    """After an unclean end, a payload that crashes the process is found like a run that does."""
+    feed = Feed()
+    marked: list[list[int]] = []
+
+    async def keep() -> None:
+        marked.append(feed.gate.running(REQUESTS))
+        assert not BEGUN.is_set()
+
+    feed.gate = RunGate(keep)
+    feed.gate.is_marking = True
+    async with running(models, feed) as ingest:
+        feed.put(payload(b"waits"))
+        await eventually(BEGUN.is_set)
+        assert feed.gate.running(REQUESTS) == [0]
+        GATE.set()
+        await eventually(lambda: ingest.sent == [0], what="it is sent")
+        await eventually(lambda: not feed.gate.running(REQUESTS), what="it has left the gate")
+
+    assert marked == [[0]]
