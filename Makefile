@@ -10,10 +10,10 @@ NODES ?= 1
 # longest first.
 WORKERS ?= 3
 # A broker of a test ends before the optimising compiler pays.
-test test-broker chaos: export KAFKA_JVM_PERFORMANCE_OPTS ?= -XX:TieredStopAtLevel=1
+test test-broker chaos chaos-models: export KAFKA_JVM_PERFORMANCE_OPTS ?= -XX:TieredStopAtLevel=1
 # The tests start hundreds of processes. Where bytecode may not be written (containers often forbid
 # it), each of them would compile all modules again: a quarter of a second.
-test test-fast test-broker chaos: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-broker chaos chaos-models: export PYTHONDONTWRITEBYTECODE =
 
 # The first of these that is Python 3.11 or newer makes the environment.
 PYTHON ?=
@@ -125,10 +125,15 @@ test-broker: setup ## the tests on a real Kafka
 SEEDS ?= 20
 FIRST_SEED ?= 1
 AT_ONCE ?= 1
+KAFKA ?=
 
 .PHONY: chaos
 chaos: setup ## seeds of faults on a real Kafka, checked by what callers saw; SEEDS=200 for long
 	@$(BIN)/python -m tests.chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED) --at-once $(AT_ONCE)
+
+.PHONY: chaos-models
+chaos-models: setup ## seeds of faults at every step of changes of models; KAFKA=--kafka on a real one
+	@$(BIN)/python -m tests.chaos.model_changes --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(KAFKA)
 
 .PHONY: check
 check: lint types schemas-check deploy-check test ## all of the above that can fail

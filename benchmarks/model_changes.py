@@ -72,6 +72,7 @@ FORMS: dict[str, Sequence[str]] = {
 """Stages of each process; either way there are four, and a gateway."""
 AGREEMENT_S = 2.0
 P99_RATIO = 1.5
+START_S = 180.0
 FOLLOW_DEADLINE_S = 120.0
 GONE_DEADLINE_S = 60.0
 KEEP_REPLACED_S = 10.0
@@ -246,8 +247,8 @@ async def deployment(plan: Plan, settings: Settings) -> AsyncIterator[Deployment
     )
     await headrace(["topics", "create"], variables)
     async with AsyncExitStack() as stack:
-        processes = [Process(stages, variables) for stages in FORMS[plan.form]]
-        gateway = Process("", variables)
+        processes = [Process(stages, variables, (), START_S) for stages in FORMS[plan.form]]
+        gateway = Process("", variables, (), START_S)
         await asyncio.gather(*map(stack.enter_async_context, (*processes, gateway)))
         yield Deployment(processes, gateway, port)
 

@@ -59,6 +59,8 @@ RECHECK_S = 0.05
 RETRY_S = 0.05
 RESTART_AFTER_S = 0.05
 HELD_S = 0.5
+REAL_MOMENTS_S = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
+"""Of a change on a real broker, which takes a tenth of a second at rest."""
 NOTHING_WRONG = (Code.DEADLINE_EXCEEDED, Code.OVERLOADED)
 """Answers that processes or a broker that were away explain."""
 
@@ -584,8 +586,9 @@ def main(seeds: int, first_seed: int, form: str | None, kafka: bool, verbose: bo
         for seed in range(first_seed, first_seed + seeds)
     ]
     if kafka:
-        moments_s = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
-        trials = [each._replace(changes=8, moments_s=moments_s, follow_s=120) for each in trials]
+        trials = [
+            each._replace(changes=8, moments_s=REAL_MOMENTS_S, follow_s=120.0) for each in trials
+        ]
     trials = [each._replace(verbose=verbose) for each in trials]
     failed = asyncio.run(_run_all(trials, kafka=kafka))
     click.echo(f"{len(trials)} seeds, failed: {', '.join(map(str, failed)) or 'none'}")

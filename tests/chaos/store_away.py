@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -197,46 +197,40 @@ async def measure(
             "HEADRACE_GATEWAY__GRPC_PORT": "off",
         }
         await upload(scratch / "made", 1, environment)
-        async with (
-            Process(EVERY, environment, ["--gateway"], START_S) as process,
-            asyncio.TaskGroup() as tasks,
-        ):
-            caller = Caller(port)
-            calling = tasks.create_task(caller.run(), name="caller")
-            caller.is_up.set()
-            restarts = []
-            for absence in (Absence.REFUSES, Absence.FAILS, Absence.SILENT):
-                await store.go_away(absence)
-                await asyncio.sleep(minutes * 60 / 6)
-                ready_s = await restart(process, caller)
-                restarts.append(Restart(absence, ready_s))
-                say(f"{absence.name}: ready again after {ready_s:.1f} s, {caller.answers} answers")
-                await asyncio.sleep(minutes * 60 / 6)
-                await store.come_back()
-            await _stop_calling(caller, calling)
-            new_version_s = await _take_new_version(
-                caller, lambda: upload(scratch / "made", 2, environment)
-            )
+        caller = Caller(port)
+        restarts = []
+        process = await start(environment, caller)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                calling = tasks.create_task(caller.run(), name="caller")
+                for absence in (Absence.REFUSES, Absence.FAILS, Absence.SILENT):
+                    await store.go_away(absence)
+                    await asyncio.sleep(minutes * 60 / 6)
+                    caller.is_up.clear()
+                    await process.terminate()
+                    began_s = time.monotonic()
+                    process = await start(environment, caller)
+                    restarts.append(Restart(absence, time.monotonic() - began_s))
+                    say(f"{restarts[-1]}, {caller.answers} answers, {len(caller.wrong)} wrong")
+                    await asyncio.sleep(minutes * 60 / 6)
+                    await store.come_back()
+                calling.cancel()
+            await upload(scratch / "made", 2, environment)
+            new_version_s = await _wait_for_new_version(caller)
+        finally:
+            await process.kill()
     return Found(caller.answers, caller.wrong, restarts, new_version_s)
 
 
-async def restart(process: Process, caller: Caller) -> float:
-    """End the process and start it again; return the time until it was ready."""
-    caller.is_up.clear()
-    await process.terminate()
-    began_s = time.monotonic()
+async def start(environment: dict[str, str], caller: Caller) -> Process:
+    """Start the process, and let callers go on when it is ready."""
+    process = Process(EVERY, environment, ["--gateway"], START_S)
     await process.start()
     caller.is_up.set()
-    return time.monotonic() - began_s
+    return process
 
 
-async def _stop_calling(caller: Caller, calling: asyncio.Task[None]) -> None:
-    calling.cancel()
-    await asyncio.wait([calling])
-
-
-async def _take_new_version(caller: Caller, upload_it: Callable[[], Awaitable[None]]) -> float:
-    await upload_it()
+async def _wait_for_new_version(caller: Caller) -> float:
     began_s = time.monotonic()
 
     async def answers() -> bool:

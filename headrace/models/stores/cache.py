@@ -49,6 +49,7 @@ class ModelCache:
         tuning: sizes of reads, and the longest wait for another process.
         sleep: waits for another process, in seconds.
         clock_s: monotonic.
+        measure_free: returns the free bytes of the disk that has a directory.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class ModelCache:
         tuning: ModelTuning = TUNING.models,
         sleep: Callable[[float], None] = time.sleep,
         clock_s: Callable[[], float] = time.monotonic,
+        measure_free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
+        self._measure_free = measure_free
         self.directory = directory
         self._limit_bytes = limit_bytes
         self._tuning = tuning
@@ -130,15 +133,7 @@ class ModelCache:
 
     def measure(self) -> CacheSize:
         """Return the size of the complete files, whichever process downloaded them. Blocks."""
-        size_bytes = 0
-        try:
-            with os.scandir(self.directory / "files") as files:
-                for file in files:
-                    with suppress(FileNotFoundError):  # another process makes room meanwhile
-                        size_bytes += file.stat().st_size
-        except FileNotFoundError:
-            pass  # nothing has been stored yet
-        return CacheSize(size_bytes, self._limit_bytes)
+        return CacheSize(_measure_files(self.directory / "files"), self._limit_bytes)
 
     def read_note(self, name: str) -> bytes | None:
         """Return a note that `write_note` wrote, or None."""
@@ -197,7 +192,11 @@ class ModelCache:
             for path in (self.directory / "versions").glob(".*"):
                 shutil.rmtree(path)
             cached = [self._look_at(path) for path in (self.directory / "versions").iterdir()]
-            room = make_room(cached, wanted, self._limit_bytes)
+            free = self._measure_free(self.directory)
+            # What the cache has now and what is free is the most that it can have on this disk.
+            held = self.measure().size_bytes + _measure_files(self.directory / "partial")
+            limit_bytes = min(self._limit_bytes, held + free)
+            room = make_room(cached, wanted, limit_bytes)
             for evicted in room.evicted:
                 shutil.rmtree(self.directory / "versions" / evicted.digest)
             gone = {evicted.digest for evicted in room.evicted}
@@ -210,12 +209,18 @@ class ModelCache:
             for path in (self.directory / "partial").iterdir():
                 if path.name not in wanted:
                     path.unlink()
-        if room.total_bytes > self._limit_bytes:
+        if room.total_bytes > limit_bytes:
             in_use = sum(each.in_use for each in cached)
+            needs = (
+                f"{manifest.model}/{manifest.version} needs {room.total_bytes - room.kept_bytes} "
+                f"bytes beside {room.kept_bytes} of {in_use} versions in use"
+            )
+            if limit_bytes < self._limit_bytes:
+                raise ConfigurationError(
+                    f"models.cache_dir: {needs}, got {free} free on the disk of {self.directory}"
+                )
             raise ConfigurationError(
-                f"models.cache_bytes: {manifest.model}/{manifest.version} needs "
-                f"{room.total_bytes - room.kept_bytes} bytes beside {room.kept_bytes} of "
-                f"{in_use} versions in use, got a limit of {self._limit_bytes}"
+                f"models.cache_bytes: {needs}, got a limit of {self._limit_bytes}"
             )
 
     def _look_at(self, root: Path) -> Cached:
@@ -288,6 +293,19 @@ class ModelCache:
             f"{manifest.model}/{manifest.version} has {manifest.total_bytes} bytes, "
             f"{free} are free on the disk"
         )
+
+
+def _measure_files(directory: Path) -> int:
+    """Return the size of the files in a directory, which need not be there."""
+    size_bytes = 0
+    try:
+        with os.scandir(directory) as files:
+            for file in files:
+                with suppress(FileNotFoundError):  # another process makes room meanwhile
+                    size_bytes += file.stat().st_size
+    except FileNotFoundError:
+        pass  # nothing has been stored yet
+    return size_bytes
 
 
 def _is_complete(place: Path, files: Mapping[str, File]) -> bool:

@@ -278,6 +278,69 @@ async def test_version_that_does_not_fit_fails_with_figures(store: Away, tmp_pat
     assert models.catalog.lookup("digits").version == "1"
 
 
+def open_on_disk(store: Store, cache: Path, disk_bytes: int) -> Models:
+    """The models of a process whose cache is on a disk of this size, and has no other limit."""
+
+    def measure_free(directory: Path) -> int:
+        parts = [path for name in ("files", "partial") for path in (directory / name).iterdir()]
+        return disk_bytes - sum(path.stat().st_size for path in parts)
+
+    kept = ModelCache(cache, 10**9, TUNING, measure_free=measure_free)
+    return Models(Settings(), scanner=VersionScanner(RemoteRepository(store, kept, Settings())))
+
+
+async def test_longest_unused_version_makes_room_when_disk_is_full(
+    store: Away, tmp_path: Path
+) -> None:
+    """The version before the last one stays, and the one before it goes."""
+    size = upload(store, tmp_path / "made").total_bytes
+    models = open_on_disk(store, tmp_path / "cache", 2 * size + size // 2)
+    models.open()
+    for number in (2, 3, 4):
+        upload(store, tmp_path / "made", number, weight=number)
+        await models.reload()
+        await models.reload()  # by now the version before it is not in use any more
+        assert models.catalog.lookup("digits").version == str(number)
+    versions = {path.name for path in (tmp_path / "cache" / "versions").glob("*/digits/*")}
+    assert versions == {"3", "4"}
+
+
+async def test_version_for_which_disk_has_no_room_fails_with_figures(
+    store: Away, tmp_path: Path
+) -> None:
+    """What is in use is not removed, and serves on."""
+    size = upload(store, tmp_path / "made").total_bytes
+    models = open_on_disk(store, tmp_path / "cache", size + 10)
+    models.open()
+    new = upload(store, tmp_path / "made", 2, weight=2.0).total_bytes
+    await models.reload()
+    assert (
+        f"models.cache_dir: digits/2 needs {new} bytes beside {size} of 1 versions in use, "
+        "got 10 free on the disk"
+    ) in states(models)["digits/2"]
+    assert models.catalog.lookup("digits").version == "1"
+
+
+async def test_disk_that_fills_during_download_fails_version_with_figures(
+    store: Away, tmp_path: Path
+) -> None:
+    """Somebody else has taken the room; the next scan tries again."""
+    upload(store, tmp_path / "made")
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    new = upload(store, tmp_path / "made", 2, weight=2.0)
+    full = tmp_path / "cache" / "partial" / new.files["model.onnx"].sha256
+    full.symlink_to("/dev/full")
+    await models.reload()
+    fault = states(models)["digits/2"]
+    assert "models.cache_dir" in fault
+    assert f"No space left on device; digits/2 has {new.total_bytes} bytes" in fault
+    assert models.catalog.lookup("digits").version == "1"
+    full.unlink()
+    await models.reload()
+    assert models.catalog.lookup("digits").version == "2"
+
+
 async def test_cache_size_after_scan_counts_complete_files(store: Away, tmp_path: Path) -> None:
     """Files of other processes and other stores count; there is none before the first scan."""
     first = upload(store, tmp_path / "made").total_bytes
