@@ -977,6 +977,20 @@ class GatewayTuning:
     """gRPC calls beside `gateway.max_in_flight`: health, metadata, and streams that are idle."""
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
+    grouped_pause_s: float = 0.001
+    """A gRPC call that waits for others goes on after so long without a further call."""
+    grouped_most_s: float = 0.005
+    """The same, from its arrival on, if others keep coming: about 35 calls are accepted then."""
+    grouped_turns: int = 10
+    """Turns of the event loop from the arrival of a call until gRPC passes it on, with a margin."""
+    grouped_least_calls: int = 4
+    """Calls that have to go on together for a wait to be worth its time: two or three callers that
+    wait for each other's answers get less done with it than without.
+    """
+    grouped_most_passed: int = 255
+    """Calls that go on at once between two waits while the waits are not worth their time: one in
+    256 waits then, which is beyond the 99th percentile.
+    """
     health_interval_s: float = 0.25
     """Between two looks at the health for those that watch it over gRPC."""
     ping_interval_s: float = 10.0

@@ -36,6 +36,7 @@ from headrace.access.tls import Certificates
 from headrace.config import GatewaySettings
 from headrace.errors import Code, Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
+from headrace.gateway.call_groups import CallGroups
 from headrace.gateway.gateway import (
     CONFLICT,
     PERMISSION_DENIED,
@@ -132,6 +133,7 @@ class GrpcDoor:
         self._gateway = gateway
         self._tuning = gateway.tuning
         self._port = port
+        self._groups = CallGroups(gateway.tuning)
         self._server: grpc.aio.Server | None = None
         self._stopping = asyncio.Event()
         self._closing = asyncio.Event()  # GOAWAY was sent
@@ -325,6 +327,7 @@ class GrpcDoor:
                     takes_long=conversions.parsing_takes_long(message, by_element=by_element),
                 )
                 call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one
+                await self._groups.join()  # before the time left is read
                 given_s = [call.timeout_us / 1e6] if call.timeout_us else []
                 if (left_s := context.time_remaining()) is not None:
                     given_s.append(max(left_s, self._tuning.least_timeout_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from headrace.errors import ConfigurationError, Fatal
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.log.port import TopicPartition
-from tests.support.conditions import eventually
+from headrace.tuning import TUNING
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.grpc_callers import SERVICE, Caller, caller_of, pixels
 from tests.support.logs import read
@@ -215,6 +217,22 @@ async def test_callers_over_grpc_http_and_kafka_share_batches(gated: Path) -> No
     assert response.outputs["y"].item() == 6
     assert answer.parameters["batch_size"].int64_param == 3
     assert reply["parameters"]["batch_size"] == response.parameters["batch_size"] == 3
+
+
+async def test_calls_that_come_one_after_the_other_share_batches(repository: Path) -> None:
+    """An idle instance takes each call at once, as gRPC passes on one in a turn of the loop."""
+    callers = 8
+    patient = replace(
+        TUNING.gateway, grouped_pause_s=0.2, grouped_most_s=DEADLINE_S, grouped_most_passed=0
+    )
+    async with caller_of(repository, tuning=patient) as (_, caller):
+
+        async def all_share_batch() -> bool:
+            answers = await asyncio.gather(*(caller.infer(pixels()) for _ in range(callers)))
+            sizes = {answer.parameters["batch_size"].int64_param for answer in answers}
+            return sizes == {callers}
+
+        await eventually(all_share_batch)
 
 
 async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> None:
