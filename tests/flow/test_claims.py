@@ -388,6 +388,26 @@ async def test_large_answers_are_put_into_store(
     assert read(small, 1) == "ok"
 
 
+async def test_claims_of_both_directions_apply_accepted_content_type(tmp_path: Path) -> None:
+    """An object is not fetched if no answer is accepted; one of an answer has what is accepted."""
+    async with StandInStore() as store:
+        answers = {"claim_store": f"{store.url}/out", "claim_above_bytes": 1000}
+        settings = claiming(tmp_path, store, answers=answers)
+        log = await log_for(settings)
+        records = [
+            record_of(put(store, name, 100), ("accept", accept))
+            for name, accept in (("image", b"image/png"), ("json", JSON.encode()))
+        ]
+        refused, stored = await called(settings, log, records)
+
+    assert "header accept: expected at least one of application/msg" in error_of(refused).error
+    assert [path for path in store.requests if "/in/" in path] == ["GET /in/json"]
+    headers = dict(stored.headers)
+    assert headers["content-type"] == JSON.encode()
+    path = f"/{parse_claim(headers['x-claim'] or b'').address.key}"
+    assert json.loads(store.objects[path])["outputs"][0]["shape"][0] == 100
+
+
 async def test_answers_that_wait_for_a_slow_store_are_bounded_in_bytes(tmp_path: Path) -> None:
     """Small requests may have large answers; those over the bound are not made yet, and a metric
     has the bytes of the others.

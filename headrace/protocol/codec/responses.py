@@ -114,8 +114,8 @@ def encode_responses(requests: Sequence[Request], now_us: int) -> list[bytes]:
         if (
             template is None
             or request.id is not None
-            or request.envelope.content_type not in MSGPACK_TYPES
-            or request.envelope.accept
+            or (envelope := request.envelope).content_type not in MSGPACK_TYPES
+            or envelope.accept
         ):
             append(encode_response(request, now_us))
         else:
