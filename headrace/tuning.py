@@ -987,9 +987,9 @@ class GatewayTuning:
     """Calls that have to go on together for a wait to be worth its time: two or three callers that
     wait for each other's answers get less done with it than without.
     """
-    grouped_most_passed: int = 255
+    grouped_most_passed: int = 127
     """Calls that go on at once between two waits while the waits are not worth their time: one in
-    256 waits then, which is beyond the 99th percentile.
+    128 waits then, which is beyond the 99th percentile.
     """
     health_interval_s: float = 0.25
     """Between two looks at the health for those that watch it over gRPC."""
