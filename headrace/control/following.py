@@ -19,7 +19,7 @@ import structlog
 from headrace.control.topic import ControlReader, ControlTopic
 from headrace.errors import ConfigurationError, Fatal
 from headrace.log.errors import OffsetOutOfRange
-from headrace.models.wanted import Deployment, Wanted, find_requested, fold
+from headrace.models.wanted import Deployment, FormerNames, Wanted, find_requested, fold
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.control import ControlRecord
 from headrace.telemetry.logs import Event
@@ -40,7 +40,7 @@ class ScanResult(Protocol):
 class FollowingModels(Protocol):
     """The part of `headrace.models.registry.Models` that follows a wanted state."""
 
-    def want(self, wanted: Wanted) -> None: ...
+    def want(self, wanted: Wanted, former: FormerNames) -> None: ...
     async def reload(self, *, retry: Collection[tuple[str, str]]) -> ScanResult: ...
 
 
@@ -81,7 +81,7 @@ class ControlFollower:
         async with AsyncExitStack() as stack:
             self._reader = await stack.enter_async_context(self._topic.open_reader())
             self.state = fold(await self._reader.read_to_end())
-            self._models.want(self.state.models)
+            self._models.want(self.state.models, self.state.former)
             self._stack = stack.pop_all()
         return self
 
@@ -120,7 +120,7 @@ class ControlFollower:
                 self._requested |= find_requested(record)
                 _log_change(record)
             # The names first: they need no scan, and a scan may take long.
-            self._models.want(self.state.models)
+            self._models.want(self.state.models, self.state.former)
             self._changed.set()
 
     async def _scan(self) -> None:

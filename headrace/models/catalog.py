@@ -5,7 +5,7 @@ It answers requests from the event loop's thread. `headrace.models.registry.Mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -107,6 +107,7 @@ class ModelEntry:
         faults: faults of versions that cannot be opened; under "" that of the model as a whole.
         wanted_names: numbers of the versions that the control topic names, by label; under "" the
             default. None if it says nothing: the highest version is the default.
+        former_names: what these names meant before, the latest first.
         names: the same as far as it is in effect: a name moves when its new version is ready.
         read_as: as it was wanted when the repository was read; None before, and if the control
             topic says nothing.
@@ -119,7 +120,10 @@ class ModelEntry:
         self.swap: Swap | None = None
         self.faults: dict[str, str] = {}
         self.wanted_names: dict[str, str] | None = None
+        self.former_names: Mapping[str, Sequence[str]] = {}
         self.names: dict[str, str] = {}
+        self._reached: dict[str, str] = {}
+        """Wanted versions that names have meant here."""
         self.read_as: WantedModel | None = None
 
     def was_read_as(self, wanted: WantedModel) -> bool:
@@ -138,18 +142,48 @@ class ModelEntry:
     def move_names(self) -> None:
         """Let each name mean its wanted version, if requests may get it, and otherwise what it did.
 
-        Without wanted names the default is the highest version.
+        Without wanted names the default is the highest version. In a process that has started
+        since, a name whose wanted version has failed means what it did in the others, by the
+        history of changes.
         """
         there = self.bindable
         wanted = self.wanted_names
         if wanted is None:
             self.names = {"": max(there, key=int)} if there else {}
             return
-        self.names = {
-            name: number if number in there else self.names[name]
-            for name, number in wanted.items()
-            if number in there or self.names.get(name) in there
+        candidates = {
+            name: [number, *self._find_earlier(name, number)] for name, number in wanted.items()
         }
+        found = {
+            name: [number for number in numbers if number in there]
+            for name, numbers in candidates.items()
+        }
+        self.names = {name: numbers[0] for name, numbers in found.items() if numbers}
+        self._reached |= {
+            name: number
+            for name, number in self.names.items()
+            if number == wanted[name] and number in self.serving
+        }
+
+    def _find_earlier(self, name: str, number: str) -> Sequence[str]:
+        """Return what a name may mean instead of its wanted version, the first choice first."""
+        if name in self.names:
+            return [self.names[name]]
+        # Not before it has failed: in the other processes the name may mean it already. And not
+        # when it has served here: a version that breaks while it serves has no substitute.
+        if self._reached.get(name) == number or not self._has_failed(number):
+            return ()
+        return self.former_names.get(name, ())
+
+    def _has_failed(self, number: str) -> bool:
+        """Return True if a version cannot be opened or loaded, here or in the executors."""
+        version = self.selected.get(number)
+        if version is None:
+            return number in self.faults or "" in self.faults
+        is_awaited = version.reason.endswith(State.LOADING)
+        return version.state is State.FAILED or (
+            version.state is State.LOADING and version.reason != "" and not is_awaited
+        )
 
     def versions(self) -> dict[int, ModelVersion]:
         """Return all versions by identity: a changed version and its predecessor share a number."""

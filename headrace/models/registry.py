@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from headrace.config import Settings
@@ -47,7 +48,7 @@ from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.stores.cache import CacheSize
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
-from headrace.models.wanted import Wanted
+from headrace.models.wanted import FormerNames, Wanted
 from headrace.protocol.events import ExecutorEvent
 from headrace.tuning import TUNING, ModelTuning
 
@@ -182,16 +183,22 @@ class Models:
         self._subscribers: list[Subscriber] = []
         self._reloading = asyncio.Lock()
         self._wanted: Wanted | None = None
+        self._former: FormerNames = {}
 
     # --- wanted state -----------------------------------------------------------------------------
 
-    def want(self, wanted: Wanted) -> None:
+    def want(self, wanted: Wanted, former: FormerNames = MappingProxyType({})) -> None:
         """Follow a wanted state from now on, instead of each model's `model.toml`.
 
         Labels and defaults move at once to versions that are ready; `open` or `reload` loads and
         unloads versions.
+
+        Args:
+            wanted: models by name.
+            former: what their labels and defaults meant before, for those whose version has failed
+                when this process starts.
         """
-        self._wanted = wanted
+        self._wanted, self._former = wanted, former
         for name, model in self._models.items():
             if name in wanted:
                 self._set_names(name, model)
@@ -238,6 +245,7 @@ class Models:
         if self._wanted is not None and name in self._wanted:
             wanted = self._wanted[name]
             model.wanted_names = {"": wanted.default, **wanted.labels}
+            model.former_names = self._former.get(name, {})
 
     # --- repository -------------------------------------------------------------------------------
 
@@ -552,10 +560,12 @@ class Models:
 
     def _mark_ready_or_wait(self, version: ModelVersion) -> None:
         awaited = "" if self._awaited is None else self._awaited(version.name, version.version)
-        if awaited:
-            version.reason = awaited
-        else:
+        if not awaited:
             self.mark_ready(version)
+        elif awaited != version.reason:
+            version.reason = awaited
+            if version.name in self._models:
+                self._publish_and_retire(version.name)
 
     def apply_executor_event(self, event: ExecutorEvent) -> None:
         """Apply an executor event: batch limits of its models, and durations of its runs.

@@ -27,6 +27,9 @@ from headrace.protocol.control import (
 Wanted: TypeAlias = Mapping[str, WantedModel]
 """Wanted models by name."""
 
+FormerNames: TypeAlias = Mapping[str, Mapping[str, Sequence[str]]]
+"""Earlier numbers of each label of a model, and under "" of its default, the latest first."""
+
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 
 
@@ -44,10 +47,13 @@ class Deployment(NamedTuple):
     Attributes:
         generation: number of changes so far; 0 before the first one.
         models: what is to be loaded.
+        former: what names of models meant before, as far as it is still to be loaded, and known: a
+            snapshot says nothing of it.
     """
 
     generation: int = 0
     models: Wanted = MappingProxyType({})
+    former: FormerNames = MappingProxyType({})
 
     def after(self, record: ControlRecord) -> Deployment:
         """Return the state after one more record of the topic.
@@ -72,7 +78,33 @@ class Deployment(NamedTuple):
             )
         models = {name: each for name, each in self.models.items() if name not in record.after}
         models |= {name: each for name, each in record.after.items() if each is not None}
-        return Deployment(record.generation, models)
+        former = {name: each for name, each in self.former.items() if name not in record.after}
+        for name, each in record.after.items():
+            if each is None:
+                continue
+            earlier = _find_former(each, self.models.get(name), self.former.get(name, {}))
+            if earlier:
+                former[name] = earlier
+        return Deployment(record.generation, models, former)
+
+
+def _find_former(
+    after: WantedModel, before: WantedModel | None, former: Mapping[str, Sequence[str]]
+) -> Mapping[str, Sequence[str]]:
+    """Return what the names of a model meant before a change, and earlier, as in `Deployment`."""
+    if before is None:
+        return {}
+    meant = {"": before.default, **before.labels}
+    found = {
+        name: [
+            each
+            for each in dict.fromkeys([meant[name], *former.get(name, ())])
+            if each != number and each in after.versions
+        ]
+        for name, number in {"": after.default, **after.labels}.items()
+        if name in meant
+    }
+    return {name: numbers for name, numbers in found.items() if numbers}
 
 
 def first_complete(records: Sequence[ControlRecord]) -> Sequence[ControlRecord]:

@@ -724,7 +724,7 @@ async def test_version_that_ends_or_stops_its_process_is_refused_while_old_one_a
         state = [each["state"] for each in operator.models_of("model") if each["version"] == "2"]
     async with deployment(settings, log, 1) as (operator, client):
         await eventually(lambda: reason in "".join(operator.unready()), deadline_s=TRIALS_S)
-        restarted = (await client.infer("model", ones, version="1")).model_version
+        restarted = (await client.infer("model", ones)).model_version
     assert set(answered_by) == {"1"}
     assert len(answered_by) > 1
     assert state == ["failed"]

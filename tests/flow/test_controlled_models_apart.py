@@ -103,6 +103,32 @@ async def test_name_does_not_move_before_executor_has_version(tmp_path: Path) ->
         assert await version_of_answer(client, "digits") == "1"
 
 
+async def test_ingest_that_starts_during_failed_change_gives_names_their_former_meaning(
+    tmp_path: Path,
+) -> None:
+    """It takes over from one that had seen the version that served before."""
+    settings = controlled(tmp_path)
+    (tmp_path / "digits" / "9").mkdir()
+    (tmp_path / "digits" / "9" / "model.onnx").write_bytes(b"garbage")
+    log = await log_for(settings)
+    async with (
+        serving(settings, log, APART[1:]) as rest,
+        Client(log=log, settings=settings) as client,
+    ):
+        async with serving(settings, log, APART[:1]) as front:
+            operator = Operator(settings, log, [*front, *rest])
+            await operator.change(load("digits", "1"))
+            await operator.change(load("digits", "2"))
+            await operator.change(set_label("digits", "canary", "2"))
+            await operator.change(load("digits", "9"), wait=False)
+            await operator.change(set_default("digits", "9"), wait=False)
+            await operator.change(set_label("digits", "canary", "9"), wait=False)
+            assert await version_of_answer(client, "digits") == "1"
+        async with serving(settings, log, APART[:1]):
+            assert await version_of_answer(client, "digits") == "1"
+            assert await version_of_answer(client, "digits@canary") == "2"
+
+
 async def test_ingest_that_starts_before_executors_reads_when_they_are_ready(
     tmp_path: Path,
 ) -> None:

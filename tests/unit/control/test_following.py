@@ -20,6 +20,7 @@ from headrace.log.port import TopicPartition
 from headrace.models.wanted import (
     Author,
     BrokenHistory,
+    FormerNames,
     Wanted,
     load,
     make_record,
@@ -62,7 +63,7 @@ class NotingModels:
         self.failed = 0
         self._failures = list(failures)
 
-    def want(self, wanted: Wanted) -> None:
+    def want(self, wanted: Wanted, former: FormerNames) -> None:
         self.wanted.append(sorted(wanted))
 
     async def reload(self, *, retry: Collection[tuple[str, str]]) -> Scan:

@@ -385,6 +385,60 @@ async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path:
     assert not models.is_on_its_way("digits", "2")
 
 
+TWO_WANTED = {"digits": WantedModel(versions=["1", "2"], default="2", labels={"old": "2"})}
+FORMER = {"digits": {"": ["1"]}}
+
+
+async def started_with(directory: Path) -> Executor:
+    """An executor that has started since the default was to move from version 1 to version 2."""
+    for number in (1, 2):
+        add_version(directory, "digits", number, digits(number), 'versions = "all"')
+    executor = Executor(directory)
+    executor.models.want(TWO_WANTED, FORMER)
+    await executor.models.reload()
+    return executor
+
+
+def mark(executor: Executor, number: str, failure: str = "") -> None:
+    """Have a version become ready, or fail."""
+    versions = executor.models.catalog.versions()
+    [version] = [each for each in versions if each.version == number]
+    if failure:
+        executor.models.mark_failed(version, failure)
+    else:
+        executor.models.mark_ready(version)
+
+
+async def test_name_of_failed_version_means_what_it_did_also_after_start(tmp_path: Path) -> None:
+    """As in the processes that have seen the change; a label that is new means nothing."""
+    executor = await started_with(tmp_path)
+    mark(executor, "1")
+    assert refusal(executor.models, "digits").code == Code.MODEL_NOT_READY  # 2 is loading
+    mark(executor, "2", "no memory")
+    assert executor.models.catalog.lookup("digits").version == "1"
+    assert refusal(executor.models, "digits@old").code == Code.MODEL_NOT_READY
+
+
+async def test_name_of_failed_version_means_it_when_it_is_ready_after_all(tmp_path: Path) -> None:
+    """Its files, or what it lacked, may have changed."""
+    executor = await started_with(tmp_path)
+    mark(executor, "2", "no memory")
+    mark(executor, "1")
+    assert executor.models.catalog.lookup("digits").version == "1"
+    await executor.models.reload()
+    mark(executor, "2")
+    assert executor.models.catalog.lookup("digits").version == "2"
+
+
+async def test_version_that_breaks_while_it_serves_has_no_substitute(tmp_path: Path) -> None:
+    """A caller of the default must not get answers of another version without notice."""
+    executor = await started_with(tmp_path)
+    mark(executor, "1")
+    mark(executor, "2")
+    mark(executor, "2", "the device is gone")
+    assert refusal(executor.models, "digits").code == Code.MODEL_NOT_READY
+
+
 class InterruptedScanner(VersionScanner):
     """A scanner during whose next scan something happens."""
 

@@ -66,6 +66,41 @@ def test_later_version_does_not_become_default() -> None:
     assert (model.versions, model.default) == (["2", "10"], "10")
 
 
+def test_state_has_what_names_meant_before_the_latest_first() -> None:
+    """Of names and versions that are still wanted; a process that starts needs it."""
+    state = fold(
+        history(
+            load("digits", "1"),
+            load("digits", "2"),
+            load("digits", "3"),
+            set_default("digits", "2"),
+            set_default("digits", "3"),
+            set_label("digits", "canary", "1"),
+            set_label("digits", "canary", "2"),
+            set_label("digits", "beta", "2"),
+            load("other", "1"),
+        )
+    )
+    assert state.former == {"digits": {"": ["2", "1"], "canary": ["1"]}}
+
+
+def test_state_forgets_former_meanings_of_what_is_unloaded() -> None:
+    """Neither a version nor a label, nor a model that was unloaded in between."""
+    changes = [
+        load("digits", "1"),
+        load("digits", "2"),
+        set_default("digits", "2"),
+        set_label("digits", "canary", "1"),
+        set_label("digits", "canary", "2"),
+        remove_label("digits", "canary"),
+        unload("digits", "1"),
+    ]
+    assert fold(history(*changes[:-2])).former == {"digits": {"": ["1"], "canary": ["1"]}}
+    assert fold(history(*changes[:-1])).former == {"digits": {"": ["1"]}}
+    assert fold(history(*changes)).former == {}
+    assert fold(history(*changes[:-1], unload("digits"), load("digits", "1"))).former == {}
+
+
 def loaded(*changes: Change) -> WantedModel:
     """The one model after these changes."""
     return dict(fold(history(*changes)).models)["digits"]
