@@ -182,7 +182,7 @@ class LimitSettings(_Section):
     """Decompressed size of one compressed record batch; 0 means 16 times the largest record. It
     never exceeds `max_in_flight_bytes`.
     """
-    inline_payload_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 8 * 1024
+    inline_payload_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 4 * 1024
     """Request records whose values are smaller travel between stages in different processes with
     their bytes; of others the process that runs the model reads the record on `requests` again.
     """
