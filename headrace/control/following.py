@@ -57,6 +57,7 @@ class ControlFollower:
 
     Attributes:
         state: what has been read.
+        is_following: False after records that cannot be followed.
 
     Raises (on entering):
         ConfigurationError: there is no such topic.
@@ -75,6 +76,7 @@ class ControlFollower:
         self._changed = asyncio.Event()
         self._requested: set[tuple[str, str]] = set()
         self.state = Deployment()
+        self.is_following = True
 
     async def __aenter__(self) -> Self:
         await self._topic.require()
@@ -105,6 +107,7 @@ class ControlFollower:
             except (Fatal, OffsetOutOfRange) as error:
                 # Nothing is read from the beginning after `OffsetOutOfRange`: a topic that was made
                 # anew is empty, and would unload every model while requests come.
+                self.is_following = False
                 log.error(
                     Event.CONTROL_UNREADABLE, reason=str(error), generation=self.state.generation
                 )

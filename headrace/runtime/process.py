@@ -220,7 +220,9 @@ class Pipeline:
         topic = ControlTopic(self._log, self._settings, self.tuning.models)
         async with ControlFollower(topic, self.models, self.tuning.models) as follower:
             self._generation = lambda: follower.state.generation
-            self.state.wanted = lambda: WantedSnapshot(follower.state.generation, self._unready())
+            self.state.wanted = lambda: WantedSnapshot(
+                follower.state.generation, self._unready(), follower.is_following
+            )
             await self._serve_stages(stop, follower)
 
     def _unready(self) -> list[str]:

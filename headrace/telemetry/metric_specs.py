@@ -206,6 +206,13 @@ RUNS = (
         (),
         "Versions that the control topic wants and that are not ready in the process.",
     ),
+    MetricSpec(
+        "headrace_control_following",
+        "gauge",
+        (),
+        "1 while the process follows the control topic; 0 after records that it cannot follow: its "
+        "models stay as they are.",
+    ),
 )
 
 ENDS = (

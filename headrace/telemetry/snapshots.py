@@ -15,10 +15,12 @@ class WantedSnapshot(NamedTuple):
     Attributes:
         generation: the last change that the process has read.
         unready: wanted versions that are not ready, each with the reason.
+        is_following: False if it has stopped following, since records cannot be followed.
     """
 
     generation: int
     unready: list[str]
+    is_following: bool = True
 
 
 class PartitionSnapshot(NamedTuple):

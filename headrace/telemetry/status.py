@@ -187,7 +187,9 @@ class ProcessState:
             "waiting": None if queue is None else queue._asdict(),
             "models": self.models(),
             "model_memory": None if budget is None else budget._asdict(),
-            "control": None if wanted is None else wanted._asdict(),
+            "control": None
+            if wanted is None
+            else {"generation": wanted.generation, "unready": wanted.unready},
             "gateway": None
             if gateway is None
             else {**gateway._asdict(), **self.metrics.gateway_totals()},
@@ -300,6 +302,7 @@ class StateGauges(Collector):
         if wanted is not None:
             yield _gauge("control_generation", [((), wanted.generation)])
             yield _gauge("control_unready_versions", [((), len(wanted.unready))])
+            yield _gauge("control_following", [((), int(wanted.is_following))])
         cache = state.cache()
         if cache is not None:
             yield _gauge("model_cache_bytes", [((), cache.size_bytes)])

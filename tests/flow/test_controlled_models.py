@@ -375,6 +375,7 @@ async def test_metrics_show_last_change_and_number_of_unready_versions(tmp_path:
     async with deployment(settings, log, 1) as (operator, _):
         await operator.change(load("digits", "1"))
         before = operator.shown("headrace_control_unready_versions")
+        assert operator.shown("headrace_control_following") == 1
         shutil.rmtree(tmp_path / "digits" / "2")
         await operator.change(load("digits", "2"), wait=False)
         await eventually(operator.unready, what="the version is missed")

@@ -18,6 +18,7 @@ SHOWN_ONLY_WHEN = {
     "headrace_model_cache_limit_bytes",
     "headrace_control_generation",  # models.mode is explicit
     "headrace_control_unready_versions",
+    "headrace_control_following",
     "headrace_model_memory_budget_bytes",  # models.memory_bytes is set
     "headrace_gateway_in_flight_requests",  # the process has a gateway
     "headrace_gateway_in_flight_bytes",

@@ -232,6 +232,7 @@ async def test_topic_made_anew_ends_following_and_keeps_models(
         log.faults.topics.replace(CONTROL.topic)
         await eventually(lambda: "control.unreadable" in capsys.readouterr().out)
         assert follower.state.generation == 2
+        assert not follower.is_following
     assert models.wanted == [["a", "b"]]
 
 
