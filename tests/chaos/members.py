@@ -49,6 +49,12 @@ TROUBLES = {
         AFTERMATH_MS + UNDER_WAY_MS,
         AFTERMATH_MS,
     ),
+    # On a machine that is short of cores, heartbeats may be missed although nothing struck.
+    b"no longer a member of this generation": (
+        FaultKind.LOST_PARTITION,
+        AFTERMATH_MS + UNDER_WAY_MS,
+        UNDER_WAY_MS,
+    ),
 }
 """What a process says of a trouble, its kind, and for how long before and after it has an effect. A
 send is given up after twice the time-out of a request, and may be written then or later.

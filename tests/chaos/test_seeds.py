@@ -26,7 +26,7 @@ async def test_random_faults_of_few_seeds_break_no_promise(
     await run_all([trial._replace(requests=2000) for trial in drawn], tmp_path)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_random_faults_of_children_and_stores_break_no_promise(
     kafka_installed: None, tmp_path: Path
 ) -> None:
