@@ -1,7 +1,7 @@
 """The door for gRPC: `inference.GRPCInferenceService` of the Open Inference Protocol and Triton.
 
 `GrpcDoor._take` is a request's whole way through the door, alone (`ModelInfer`) or in a stream
-(`ModelStreamInfer`). The methods beside it answer from the models and the health of this process.
+(`ModelStreamInfer`). `GrpcModels` has the other methods of the service.
 Sources: https://github.com/kserve/open-inference-protocol (gRPC), Triton's extensions of it
 (https://github.com/triton-inference-server/server/tree/main/docs/protocol), and gRPC's own
 protocols for health (https://github.com/grpc/grpc/blob/master/doc/health-checking.md) and
@@ -12,46 +12,43 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from inspect import isasyncgen
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
-from urllib.parse import unquote
+from typing import Any, NoReturn, Self, TypeAlias
 
 import grpc
 import structlog
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import DecodeError, Message
-from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
-from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from headrace import __version__
 from headrace.access.callers import ApiGroup, Caller, Credentials, Denied
 from headrace.access.tls import Certificates
 from headrace.config import GatewaySettings
-from headrace.errors import Code, Fatal, Rejected
+from headrace.errors import Fatal, Rejected
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.call_groups import CallGroups
 from headrace.gateway.gateway import (
-    CONFLICT,
-    PERMISSION_DENIED,
-    UNAUTHENTICATED,
-    UNAVAILABLE,
-    UNSUPPORTED,
-    ErrorAnswer,
     Gateway,
     Unavailable,
     answer_of_error,
     read_priority,
 )
+from headrace.gateway.grpc_calls import (
+    Context,
+    Refusal,
+    credentials_in,
+    credentials_of,
+    names_in,
+    parse_message,
+    refusal_of_error,
+    text_of,
+)
 from headrace.gateway.grpc_codec import decode_call, encode_answer, is_decoded_by_element
-from headrace.gateway.shared_memory import NO_CUDA, OFF
-from headrace.models.metadata import describe_config, describe_model
+from headrace.gateway.grpc_models import GrpcModels
 from headrace.protocol.headers import HeaderName
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
@@ -61,38 +58,9 @@ log = structlog.get_logger(__name__)
 
 DOOR = "grpc"
 SERVICE = messages.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-DETAILS = "grpc-status-details-bin"
-PUSHBACK = "grpc-retry-pushback-ms"
 FINAL = "triton_final_response"
 WANTS_FINAL = "triton_enable_empty_final_response"
 
-_STATUS = {
-    Code.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
-    Code.INVALID_TENSOR: grpc.StatusCode.INVALID_ARGUMENT,
-    Code.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
-    Code.MODEL_NOT_READY: grpc.StatusCode.UNAVAILABLE,
-    Code.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Code.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Code.CANCELLED: grpc.StatusCode.CANCELLED,
-    Code.MODEL_FAILED: grpc.StatusCode.INTERNAL,
-    Code.INTERNAL: grpc.StatusCode.INTERNAL,
-    UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    CONFLICT: grpc.StatusCode.ABORTED,
-    UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
-}
-_UNSUPPORTED = {
-    "SystemSharedMemoryStatus": OFF,
-    "SystemSharedMemoryRegister": OFF,
-    "SystemSharedMemoryUnregister": OFF,
-    "CudaSharedMemoryStatus": NO_CUDA,
-    "CudaSharedMemoryRegister": NO_CUDA,
-    "CudaSharedMemoryUnregister": NO_CUDA,
-    "TraceSetting": "traces are set in [telemetry] of the settings",
-    "LogSettings": "logs are set in [telemetry] of the settings",
-}
 _SERVERS_FAULTS = frozenset(
     {
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -109,16 +77,6 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-M = TypeVar("M", bound=Message)
-
-
-class Refusal(NamedTuple):
-    """Status with which a call ends that gets no answer."""
-
-    status: grpc.StatusCode
-    message: str
-    metadata: tuple[tuple[str, str | bytes], ...]
 
 
 class GrpcDoor:
@@ -211,39 +169,12 @@ class GrpcDoor:
         return self._gateway.health.ready if service in ("", SERVICE.full_name) else None
 
     def _methods(self) -> grpc.GenericRpcHandler:
-        """Return the service's methods, which take bytes and return bytes.
-
-        A message that cannot be parsed is the caller's fault; gRPC would call it an internal error.
-        """
-        shown: dict[str, Callable[[Any], Message]] = {
-            "ServerLive": self._show_live,
-            "ServerReady": self._show_ready,
-            "ServerMetadata": self._show_server,
-            "ModelReady": self._show_model_ready,
-            "ModelMetadata": self._show_model,
-            "ModelConfig": self._show_config,
-            "ModelStatistics": self._show_statistics,
-        }
-        if self._gateway.has_shared_memory:
-            shown["SystemSharedMemoryStatus"] = self._show_regions
-            shown["SystemSharedMemoryRegister"] = self._register
-            shown["SystemSharedMemoryUnregister"] = self._unregister
+        """Return the service's methods, which take bytes and return bytes: see `parse_message`."""
         methods: dict[str, Any] = {
             "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._infer_stream),
-            "RepositoryIndex": grpc.unary_unary_rpc_method_handler(self._show_index),
-            "RepositoryModelLoad": grpc.unary_unary_rpc_method_handler(self._load),
-            "RepositoryModelUnload": grpc.unary_unary_rpc_method_handler(self._unload),
+            **GrpcModels(self._gateway).methods(),
         }
-        for name, show in shown.items():
-            kind = getattr(messages, f"{name}Request")
-            answer = partial(self._show, kind, show)
-            methods[name] = grpc.unary_unary_rpc_method_handler(answer)
-        for name, reason in _UNSUPPORTED.items():
-            if name in methods:
-                continue
-            refuse = partial(_refuse_method, f"{name} is not supported: {reason}")
-            methods[name] = grpc.unary_unary_rpc_method_handler(refuse)
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
 
     # --- inference ----------------------------------------------------------------------------
@@ -311,15 +242,17 @@ class GrpcDoor:
         began_s = time.monotonic()
         status = grpc.StatusCode.CANCELLED
         found = dict(context.invocation_metadata() or ())
-        given = (_text(found.get(name)) for name in (HeaderName.TRACEPARENT, HeaderName.TRACESTATE))
+        given = (
+            text_of(found.get(name)) for name in (HeaderName.TRACEPARENT, HeaderName.TRACESTATE)
+        )
         span = gateway.spans.begin(*given)
         try:
             if self._stopping.is_set():
                 await self._refuse_in_drain()
-            caller = self._caller_of(found, context)
+            caller = self._caller_of(context)
             with gateway.under_way.counting(caller) as counted:
                 counted.add(len(message))
-                request = _parse(messages.ModelInferRequest, message)
+                request = parse_message(messages.ModelInferRequest, message)
                 regions = gateway.access(counted)
                 by_element = is_decoded_by_element(request)
                 call = await conversions.run(
@@ -331,7 +264,7 @@ class GrpcDoor:
                 given_s = [call.timeout_us / 1e6] if call.timeout_us else []
                 if (left_s := context.time_remaining()) is not None:
                     given_s.append(max(left_s, self._tuning.least_timeout_s))
-                priority = _text(found.get(HeaderName.PRIORITY))
+                priority = text_of(found.get(HeaderName.PRIORITY))
                 urgency = gateway.urgency(given_s, read_priority(HeaderName.PRIORITY, priority))
                 model, version = request.model_name, request.model_version or None
                 headers = gateway.record_headers(span, caller, found.get)
@@ -344,7 +277,7 @@ class GrpcDoor:
             status = grpc.StatusCode.OK
         except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
             described = answer_of_error(error)
-            refusal = _refusal(described, self._tuning)
+            refusal = refusal_of_error(described, self._tuning)
             status = refusal.status
             at_fault = status in _SERVERS_FAULTS
             span.failed(described.code, described.message, is_callers_fault=not at_fault)
@@ -355,18 +288,13 @@ class GrpcDoor:
             gateway.metrics.ended_at_door(DOOR, status.name, time.monotonic() - began_s)
             span.end(partial(self._describe_call, method, status))
 
-    def _caller_of(self, metadata: Mapping[str, str | bytes], context: Context) -> Caller | None:
+    def _caller_of(self, context: Context) -> Caller | None:
         """Return who sends a request; None if all callers are alike. Raises `Denied`."""
         callers = self._gateway.callers
         if callers.are_all_alike:
             return None
-        return callers.admit(ApiGroup.INFERENCE, self._credentials_of(metadata, context))
-
-    def _credentials_of(self, metadata: Mapping[str, str | bytes], context: Context) -> Credentials:
-        given = _given(metadata)._replace(address=_address_of(context.peer()))
-        if self._gateway.callers.use_certificates:
-            given = given._replace(certificate=_names_in(context.auth_context()))
-        return given
+        given = credentials_of(context, use_certificates=callers.use_certificates)
+        return callers.admit(ApiGroup.INFERENCE, given)
 
     def _describe_call(self, method: str, status: grpc.StatusCode) -> tuple[str, Attributes]:
         """Return the name and the attributes of the span of a call."""
@@ -378,127 +306,6 @@ class GrpcDoor:
             "server.address": self._gateway.settings.grpc_host,
             "server.port": self._port,
         }
-
-    # --- health and metadata ------------------------------------------------------------------
-
-    async def _show(
-        self, kind: type[Message], show: Callable[[Any], Message], message: bytes, context: Context
-    ) -> bytes:
-        """Answer a method that only shows something."""
-        try:
-            answer = show(_parse(kind, message))
-        except Rejected as error:
-            await context.abort(*_refusal(answer_of_error(error), self._tuning))
-        return answer.SerializeToString()
-
-    def _show_live(self, request: messages.ServerLiveRequest) -> Message:
-        return messages.ServerLiveResponse(live=self._gateway.health.live)
-
-    def _show_ready(self, request: messages.ServerReadyRequest) -> Message:
-        return messages.ServerReadyResponse(ready=self._gateway.health.ready)
-
-    def _show_server(self, request: messages.ServerMetadataRequest) -> Message:
-        return messages.ServerMetadataResponse(
-            name="headrace", version=__version__, extensions=self._gateway.extensions
-        )
-
-    def _show_model_ready(self, request: messages.ModelReadyRequest) -> Message:
-        """A model that is not known is not ready, and no error: so does Triton."""
-        try:
-            self._gateway.models.lookup(request.name, request.version or None)
-        except Rejected:
-            return messages.ModelReadyResponse(ready=False)
-        return messages.ModelReadyResponse(ready=True)
-
-    def _show_model(self, request: messages.ModelMetadataRequest) -> Message:
-        models = self._gateway.models
-        version = models.lookup(request.name, request.version or None)
-        described: dict[str, Any] = {**describe_model(version, models.servable())}
-        del described["batching"]
-        return messages.ModelMetadataResponse(**described)
-
-    def _show_config(self, request: messages.ModelConfigRequest) -> Message:
-        version = self._gateway.models.lookup(request.name, request.version or None)
-        config = messages.ModelConfig(**describe_config(version))
-        return messages.ModelConfigResponse(config=config)
-
-    def _show_statistics(self, request: messages.ModelStatisticsRequest) -> Message:
-        found = self._gateway.statistics.describe(request.name, request.version)
-        return messages.ModelStatisticsResponse(
-            model_stats=[messages.ModelStatistics(**each) for each in found]
-        )
-
-    # --- the repository of models -------------------------------------------------------------
-
-    async def _show_index(self, message: bytes, context: Context) -> bytes:
-        index = messages.RepositoryIndexResponse()
-        try:
-            request = _parse(messages.RepositoryIndexRequest, message)
-            for entry in await self._gateway.repository.index(ready_only=request.ready):
-                index.models.add(**entry)
-        except Rejected as error:
-            await context.abort(*_refusal(answer_of_error(error), self._tuning))
-        return index.SerializeToString()
-
-    async def _load(self, message: bytes, context: Context) -> bytes:
-        """Answer `RepositoryModelLoad`."""
-        await self._change(messages.RepositoryModelLoadRequest, message, context)
-        return messages.RepositoryModelLoadResponse().SerializeToString()
-
-    async def _unload(self, message: bytes, context: Context) -> bytes:
-        """Answer `RepositoryModelUnload`."""
-        await self._change(messages.RepositoryModelUnloadRequest, message, context)
-        return messages.RepositoryModelUnloadResponse().SerializeToString()
-
-    async def _change(
-        self,
-        kind: type[messages.RepositoryModelLoadRequest | messages.RepositoryModelUnloadRequest],
-        message: bytes,
-        context: Context,
-    ) -> None:
-        """Change the models, and return when all processes have followed."""
-        gateway = self._gateway
-        repository = gateway.repository
-        try:
-            who = self._changer(context) if repository.can_change else ""
-            with gateway.under_way.counting() as counted:
-                counted.add(len(message))
-                request = _parse(kind, message)
-                if request.repository_name:
-                    expected = "none, since models.repository has all"
-                    got = repr(request.repository_name[:80])
-                    raise Rejected.mismatch(
-                        Code.INVALID_REQUEST, "repository_name", expected=expected, got=got
-                    )
-                loads = kind is messages.RepositoryModelLoadRequest
-                change = repository.load if loads else repository.unload
-                given = {name: _choice_of(each) for name, each in request.parameters.items()}
-                await change(request.model_name, given, who, context.time_remaining())
-        except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
-            await context.abort(*_refusal(answer_of_error(error), self._tuning))
-
-    def _changer(self, context: Context) -> str:
-        """Return who changes the models. Raises `Denied`."""
-        callers = self._gateway.callers
-        given = self._credentials_of(dict(context.invocation_metadata() or ()), context)
-        return callers.admit_change(given).tenant or f"address {given.address}"
-
-    # --- shared memory ------------------------------------------------------------------------
-
-    def _show_regions(self, request: messages.SystemSharedMemoryStatusRequest) -> Message:
-        status = messages.SystemSharedMemoryStatusResponse()
-        for each in self._gateway.regions.describe(request.name):
-            kind = messages.SystemSharedMemoryStatusResponse.RegionStatus
-            status.regions[each["name"]].CopyFrom(kind(**each))
-        return status
-
-    def _register(self, request: messages.SystemSharedMemoryRegisterRequest) -> Message:
-        self._gateway.regions.register(request.name, request.key, request.offset, request.byte_size)
-        return messages.SystemSharedMemoryRegisterResponse()
-
-    def _unregister(self, request: messages.SystemSharedMemoryUnregisterRequest) -> Message:
-        self._gateway.regions.unregister(request.name)
-        return messages.SystemSharedMemoryUnregisterResponse()
 
 
 class _Admission(grpc.aio.ServerInterceptor):
@@ -519,7 +326,7 @@ class _Admission(grpc.aio.ServerInterceptor):
     ) -> _Method | None:
         """Return the method, or one that refuses the call."""
         group = _group_of(handler_call_details.method)
-        given = _given(dict(handler_call_details.invocation_metadata or ()))
+        given = credentials_in(dict(handler_call_details.invocation_metadata or ()))
         if self._gateway.callers.use_certificates:
             method = await continuation(handler_call_details)
             return None if method is None else self._admitting(group, given, method)
@@ -533,7 +340,7 @@ class _Admission(grpc.aio.ServerInterceptor):
         try:
             self._gateway.callers.admit(group, given)
         except Denied as error:
-            refusal = _refusal(answer_of_error(error), self._tuning)
+            refusal = refusal_of_error(answer_of_error(error), self._tuning)
             if group is ApiGroup.INFERENCE:
                 self._gateway.metrics.ended_at_door(DOOR, refusal.status.name, 0.0)
             return refusal
@@ -549,7 +356,7 @@ class _Admission(grpc.aio.ServerInterceptor):
         """
 
         async def admit(context: Context) -> None:
-            names = _names_in(context.auth_context())
+            names = names_in(context.auth_context())
             refusal = self._refusal_of(group, given._replace(certificate=names))
             if refusal is not None:
                 await context.abort(*refusal)
@@ -591,31 +398,6 @@ def _group_of(method: str) -> ApiGroup:
         return ApiGroup.INFERENCE
     is_setting = name in ("TraceSetting", "LogSettings")
     return ApiGroup.REPOSITORY if is_setting or name.startswith("Repository") else ApiGroup.METADATA
-
-
-def _given(metadata: Mapping[str, str | bytes]) -> Credentials:
-    """Return what a caller sends to be known."""
-    return Credentials(
-        _text(metadata.get("authorization")) or "", _text(metadata.get("x-api-key")) or ""
-    )
-
-
-def _names_in(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """Return the names in the certificate of a caller, as gRPC describes it."""
-    kinds = (("URI:", "peer_uri"), ("DNS:", "peer_dns"), ("CN=", "x509_common_name"))
-    return tuple(
-        f"{prefix}{name.decode(errors='replace')}"
-        for prefix, property_ in kinds
-        for name in auth_context.get(property_, ())
-    )
-
-
-def _address_of(peer: str) -> str:
-    """Return the address in a name such as `ipv4:192.0.2.1:50432` or `ipv6:%5B::1%5D:50432`
-    (https://github.com/grpc/grpc/blob/master/doc/naming.md).
-    """
-    _, _, address = unquote(peer).partition(":")
-    return address.rpartition(":")[0].strip("[]")
 
 
 class _HealthService:
@@ -756,66 +538,8 @@ def _options(settings: GatewaySettings, tuning: GatewayTuning) -> list[tuple[str
 # --- messages and metadata ----------------------------------------------------------------------
 
 
-def _parse(kind: type[M], message: bytes) -> M:
-    try:
-        return kind.FromString(message)
-    except DecodeError as error:
-        name = kind.DESCRIPTOR.full_name
-        raise Rejected.mismatch(
-            Code.INVALID_REQUEST, "message", expected=name, got="other bytes"
-        ) from error
-
-
-def _choice_of(parameter: messages.ModelRepositoryParameter) -> object:
-    """Return the value of a parameter; None if it has none."""
-    choice = parameter.WhichOneof("parameter_choice")
-    return None if choice is None else getattr(parameter, choice)
-
-
 def _id_of(message: bytes) -> str:
     try:
-        return _parse(messages.ModelInferRequest, message).id
+        return parse_message(messages.ModelInferRequest, message).id
     except Rejected:
         return ""
-
-
-def _text(value: str | bytes | None) -> str | None:
-    """Return the value of a header; only those whose names end with `-bin` are bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-# --- errors -------------------------------------------------------------------------------------
-
-
-async def _refuse_method(message: str, request: bytes, context: Context) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
-
-
-def _refusal(answer: ErrorAnswer, tuning: GatewayTuning) -> Refusal:
-    """Return how an error ends a call: its status, and whether and when to try again.
-
-    `grpc-retry-pushback-ms` steers the retries of gRPC's clients (gRFC A6): a time, or -1 against
-    them. The details are `google.rpc.Status` with `ErrorInfo` and `RetryInfo`.
-    """
-    status = _STATUS.get(answer.code)
-    if status is None:
-        known = grpc.StatusCode
-        status = known.UNAVAILABLE if answer.retriable else known.INTERNAL
-    message = answer.message[: tuning.error_characters]
-    wait_ms = -1
-    if answer.retriable:
-        wait_ms = answer.retry_after_ms or tuning.retry_after_s * 1000
-    details = _details(answer, status, message, wait_ms)
-    return Refusal(status, message, ((PUSHBACK, str(wait_ms)), (DETAILS, details)))
-
-
-def _details(answer: ErrorAnswer, status: grpc.StatusCode, message: str, wait_ms: int) -> bytes:
-    details = Status(code=status.value[0], message=message)
-    retriable = "true" if answer.retriable else "false"
-    reason = ErrorInfo(reason=answer.code, domain="headrace", metadata={"retriable": retriable})
-    details.details.add().Pack(reason)
-    if wait_ms >= 0:
-        delay = Duration(seconds=wait_ms // 1000, nanos=wait_ms % 1000 * 1_000_000)
-        details.details.add().Pack(RetryInfo(retry_delay=delay))
-    content: bytes = details.SerializeToString()
-    return content

@@ -1,0 +1,141 @@
+"""Parts that the methods of the door for gRPC share: messages, metadata, logins, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from urllib.parse import unquote
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from headrace.access.callers import Credentials
+from headrace.errors import Code, Rejected
+from headrace.gateway.gateway import (
+    CONFLICT,
+    PERMISSION_DENIED,
+    UNAUTHENTICATED,
+    UNAVAILABLE,
+    UNSUPPORTED,
+    ErrorAnswer,
+)
+from headrace.tuning import GatewayTuning
+
+DETAILS = "grpc-status-details-bin"
+PUSHBACK = "grpc-retry-pushback-ms"
+
+_STATUS = {
+    Code.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.INVALID_TENSOR: grpc.StatusCode.INVALID_ARGUMENT,
+    Code.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    Code.MODEL_NOT_READY: grpc.StatusCode.UNAVAILABLE,
+    Code.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.CANCELLED: grpc.StatusCode.CANCELLED,
+    Code.MODEL_FAILED: grpc.StatusCode.INTERNAL,
+    Code.INTERNAL: grpc.StatusCode.INTERNAL,
+    UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    CONFLICT: grpc.StatusCode.ABORTED,
+    UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+}
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+M = TypeVar("M", bound=Message)
+
+
+class Refusal(NamedTuple):
+    """Status with which a call ends that gets no answer."""
+
+    status: grpc.StatusCode
+    message: str
+    metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def parse_message(kind: type[M], message: bytes) -> M:
+    """Return the message in bytes that a caller sent. Raises `Rejected` if it is none.
+
+    The methods take bytes and call this, because gRPC would call a message that cannot be parsed an
+    internal error, which is its caller's fault.
+    """
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        name = kind.DESCRIPTOR.full_name
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST, "message", expected=name, got="other bytes"
+        ) from error
+
+
+def text_of(value: str | bytes | None) -> str | None:
+    """Return the value of a header; only those whose names end with `-bin` are bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def credentials_in(metadata: Mapping[str, str | bytes]) -> Credentials:
+    """Return what a caller sends to be known."""
+    return Credentials(
+        text_of(metadata.get("authorization")) or "", text_of(metadata.get("x-api-key")) or ""
+    )
+
+
+def names_in(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """Return the names in the certificate of a caller, as gRPC describes it."""
+    kinds = (("URI:", "peer_uri"), ("DNS:", "peer_dns"), ("CN=", "x509_common_name"))
+    return tuple(
+        f"{prefix}{name.decode(errors='replace')}"
+        for prefix, property_ in kinds
+        for name in auth_context.get(property_, ())
+    )
+
+
+def _address_of(peer: str) -> str:
+    """Return the address in a name such as `ipv4:192.0.2.1:50432` or `ipv6:%5B::1%5D:50432`
+    (https://github.com/grpc/grpc/blob/master/doc/naming.md).
+    """
+    _, _, address = unquote(peer).partition(":")
+    return address.rpartition(":")[0].strip("[]")
+
+
+def credentials_of(context: Context, *, use_certificates: bool) -> Credentials:
+    """Return what the caller of a call is known by: its keys, its address and its certificate."""
+    metadata = dict(context.invocation_metadata() or ())
+    given = credentials_in(metadata)._replace(address=_address_of(context.peer()))
+    if not use_certificates:
+        return given
+    return given._replace(certificate=names_in(context.auth_context()))
+
+
+def refusal_of_error(answer: ErrorAnswer, tuning: GatewayTuning) -> Refusal:
+    """Return how an error ends a call: its status, and whether and when to try again.
+
+    `grpc-retry-pushback-ms` steers the retries of gRPC's clients (gRFC A6): a time, or -1 against
+    them. The details are `google.rpc.Status` with `ErrorInfo` and `RetryInfo`.
+    """
+    status = _STATUS.get(answer.code)
+    if status is None:
+        known = grpc.StatusCode
+        status = known.UNAVAILABLE if answer.retriable else known.INTERNAL
+    message = answer.message[: tuning.error_characters]
+    wait_ms = -1
+    if answer.retriable:
+        wait_ms = answer.retry_after_ms or tuning.retry_after_s * 1000
+    details = _details(answer, status, message, wait_ms)
+    return Refusal(status, message, ((PUSHBACK, str(wait_ms)), (DETAILS, details)))
+
+
+def _details(answer: ErrorAnswer, status: grpc.StatusCode, message: str, wait_ms: int) -> bytes:
+    details = Status(code=status.value[0], message=message)
+    retriable = "true" if answer.retriable else "false"
+    reason = ErrorInfo(reason=answer.code, domain="headrace", metadata={"retriable": retriable})
+    details.details.add().Pack(reason)
+    if wait_ms >= 0:
+        delay = Duration(seconds=wait_ms // 1000, nanos=wait_ms % 1000 * 1_000_000)
+        details.details.add().Pack(RetryInfo(retry_delay=delay))
+    content: bytes = details.SerializeToString()
+    return content
