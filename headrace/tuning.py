@@ -437,6 +437,14 @@ class ModelTuning:
     image_scans: int = 64
     """Most scans of a JPEG, each of which is a pass over all pixels; tools write about ten."""
 
+    read_apart_from_bytes: int = 16 * 1024 * 1024
+    """ONNX files from this size on are parsed and checked in a child process: it takes about 2 ms
+    for each MB, in which the process stands still. The child takes about a second to start.
+    """
+    reader_niceness: int = 10
+    """Niceness of such a child, in addition to that of its parent: what serves goes first."""
+    reader_timeout_s: float = 600.0
+    """Longest time of such a child."""
     probe_rows: int = 4
     """Number of rows in the batches of the probe; the first and the last one stay in place."""
     probe_budget_s: float = 5.0

@@ -28,9 +28,10 @@ from headrace.models.packing.files import check_version
 from headrace.models.packing.manifest import MANIFEST_NAME
 from headrace.models.packing.signatures import Trust, read_trust
 from headrace.models.processing import plan_processing
-from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
+from headrace.models.signature import Signature, TensorSpec
+from headrace.models.signature_child import read_large_signature
 from headrace.protocol.control import WantedModel
-from headrace.tuning import TUNING
+from headrace.tuning import TUNING, ModelTuning
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
 
@@ -325,13 +326,20 @@ def check_files(found: FoundVersion, config: ModelConfig, *, packed: bool = True
             )
 
 
-def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = True) -> Signature:
+def read_signature(
+    found: FoundVersion,
+    config: ModelConfig,
+    *,
+    packed: bool = True,
+    tuning: ModelTuning = TUNING.models,
+) -> Signature:
     """Check a version's files and read its signature.
 
     Args:
         found: the version on disk.
         config: configuration of its model.
         packed: check the manifest, if there is one.
+        tuning: from which size on a file is read in a child process.
 
     Raises:
         ConfigurationError: a file is missing or broken, or the checksum or the manifest differs.
@@ -342,7 +350,7 @@ def read_signature(found: FoundVersion, config: ModelConfig, *, packed: bool = T
         raise ConfigurationError(f"{path}: expected the model here, got no file")
     if config.backend == "python":
         return python_signature(path, config)
-    signature = read_onnx_signature(path)
+    signature = read_large_signature(path, tuning)
     _compare_declared("inputs", config.inputs, signature.inputs, are_all=True)
     _compare_declared("outputs", config.outputs, signature.outputs, are_all=False)
     return plan_processing(signature, config, found.directory).signature

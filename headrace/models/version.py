@@ -99,7 +99,9 @@ class ModelVersion:
         self.stamp = found.stamp
         self.source = (model._replace(versions=()), found._replace(trust=Trust()))
         self.config: ModelConfig = model.config
-        self.signature = add_padding(read_signature(found, model.config), model.config)
+        self.signature = add_padding(
+            read_signature(found, model.config, tuning=tuning), model.config
+        )
         answered = plan_returned(self.signature, self.config.python)
         # Labels may be of an output of the model as well as of one that its postprocess returns.
         labelled = {each.name: each for each in (*self.signature.outputs, *answered.outputs)}

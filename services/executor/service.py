@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
@@ -110,11 +110,7 @@ class ExecutorService:
         self._served: dict[ModelVersion, _ServedVersion] = {}
         self._workers: set[Worker] = set()
         self._growth = GrowthMeter(resident_bytes)
-        # With a budget, versions are loaded one after the other: otherwise their growth could not
-        # be told apart, and several could pass the bound together.
-        self._turn: AbstractAsyncContextManager[None] = (
-            asyncio.Lock() if models.memory.limit_bytes else nullcontext()
-        )
+        self._turn = asyncio.Lock()
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
@@ -254,9 +250,12 @@ class ExecutorService:
             ConfigurationError: one cannot be loaded; they are unloaded then.
         """
         memory = self._models.memory
-        # The turn ends after a version that failed is unloaded, so that its memory is free before
-        # the next one is measured.
-        async with self._turn, AsyncExitStack() as stack:
+        # With a budget, versions are loaded one after the other: otherwise their growth could not
+        # be told apart, and several could pass the bound together. So are those that come while
+        # others serve, to leave them the processor. The turn ends after a version that failed is
+        # unloaded, so that its memory is free before the next one is measured.
+        in_turn = bool(memory.limit_bytes) or self.loaded.is_set()
+        async with self._turn if in_turn else nullcontext(), AsyncExitStack() as stack:
             began_s = time.monotonic()
             stack.callback(loader.release_cores)
             version.loaded_stamp = await asyncio.to_thread(stamp_files, version.directory)

@@ -35,7 +35,8 @@ from headrace.models.backends.warmup import warm_up
 from headrace.models.config import CPU, ModelConfig
 from headrace.models.inputs.tokens import TokenDecoder
 from headrace.models.processing import Processing, name_texts, plan_processing
-from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
+from headrace.models.signature import Signature, TensorSpec
+from headrace.models.signature_child import read_large_signature
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ModelTuning
 
@@ -79,7 +80,7 @@ class OnnxBackend:
         if self._adaptation is None:
             config, signature = self._config, self._signature
             if config.preprocess or config.postprocess or config.decoded:
-                found = read_onnx_signature(self._directory / "model.onnx")
+                found = read_large_signature(self._directory / "model.onnx", self._tuning)
                 self._adaptation = plan_processing(found, config, self._directory)
             else:
                 self._adaptation = Processing(signature, signature, {}, None)
