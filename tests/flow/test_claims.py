@@ -608,6 +608,25 @@ async def test_cancelled_claim_is_not_waited_for(tmp_path: Path) -> None:
     assert Counter(read(answer, 1) for answer in answers) == {"CANCELLED": 1, "ok": 1}
 
 
+async def test_claim_that_is_cancelled_in_its_chunk_is_not_fetched(tmp_path: Path) -> None:
+    """The record that cancels it was read together with it."""
+    async with StandInStore() as store:
+        settings = claiming(tmp_path, store)
+        log = await log_for(settings)
+        caller = Caller(settings, log)
+        claim = put(store, "a", 1)
+        place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
+        cancel = ("x-cancel", f"{place.topic}/0/0".encode())
+        store.holds = True
+        await write_to(log, place, record_of(claim), NewRecord(b"key", None, [cancel]))
+        async with serving(settings, log, TOGETHER, QUICK):
+            await eventually(lambda: caller.answered() == 1, what="it is answered")
+        answers = await caller.answers()
+
+    assert [read(answer, 1) for answer in answers] == ["CANCELLED"]
+    assert store.requests == []
+
+
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 async def test_claims_that_wait_at_stop_are_answered_by_next_process(
     tmp_path: Path, guarantee: str

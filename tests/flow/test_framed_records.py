@@ -227,6 +227,33 @@ async def test_orders_that_wait_at_stop_are_answered_once_by_next_process(
     assert list(answers.values()) == [1] * len(ORDERS)
 
 
+@pytest.mark.parametrize("where", ["same chunk", "later"])
+async def test_order_that_is_cancelled_waits_no_longer(tmp_path: Path, where: str) -> None:
+    """It is answered while the registry is away."""
+    async with registry_of() as registry:
+        settings = settings_of(tmp_path, registry)
+        registry.is_away = True
+        log = await log_for(settings)
+        caller = Caller(settings, log)
+        place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
+        headers = [("x-model", b"framed"), ("content-type", b"application/avro")]
+        records = [
+            NewRecord(None, framed(ORDERS[0]), headers),
+            NewRecord(None, None, [("x-cancel", f"{place.topic}/0/0".encode())]),
+        ]
+        if where == "same chunk":
+            await write_to(log, place, *records)
+        async with serving(settings, log, TOGETHER):
+            if where == "later":
+                await write_to(log, place, records[0])
+                await eventually(lambda: bool(registry.requests), what="the registry was asked")
+                await write_to(log, place, records[1])
+            await eventually(lambda: caller.answered() == 1, what="the order is answered")
+        (answer,) = await caller.answers()
+
+    assert dict(answer.headers)["x-status"] == b"CANCELLED"
+
+
 async def test_order_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
     """It is left in the log while the registry is away, and accused as before: it has not run."""
     async with registry_of() as registry:
