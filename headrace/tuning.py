@@ -614,8 +614,11 @@ class IngestTuning:
     an image has many times the bytes of its file."""
     unknown_input_bytes: int = 64 * 1024
     """Inputs that are expected of a payload while its model's transform has made none yet."""
-    granted_s: float = 0.02
+    granted_s: float = 0.1
     """Payloads that are expected to take a worker this long are granted to it ahead."""
+    gathered_s: float = 0.02
+    """What workers have made is passed on together after this time, while they go on: one by one,
+    the requests of quick transforms would also run one by one."""
     marked_transforms: int = 16
     """Payloads that are transformed under one crash marker: after an unclean end, each of them must
     run alone."""

@@ -5,26 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
-from typing import Self
 
-from headrace.claims.stores import ClaimStores, ClaimUnavailable, check_size, retry_in_time
+from headrace.claims.stores import ClaimStores, OnEnded, StoreCalls, check_size
 from headrace.config import ClaimSettings
-from headrace.errors import Code, Rejected
+from headrace.errors import Code
 from headrace.protocol.claims import Claim, parse_claim, refuse_claim
 from headrace.tuning import TUNING, ClaimTuning
 from headrace.urls import parse_address
 
-OnFetched = Callable[[str, int, float], None]
-"""Called with the outcome of a fetch, the bytes that were read, and its time in seconds."""
 
-
-class ClaimFetcher:
+class ClaimFetcher(StoreCalls):
     """Fetches objects. Open while the context lasts; calls come from its event loop.
 
     Args:
@@ -39,29 +32,21 @@ class ClaimFetcher:
         self,
         settings: ClaimSettings,
         tuning: ClaimTuning = TUNING.claims,
-        on_fetched: OnFetched = lambda _outcome, _size_bytes, _took_s: None,
+        on_fetched: OnEnded = lambda _outcome, _size_bytes, _took_s: None,
     ) -> None:
         self._settings = settings
-        self._tuning = tuning
-        self._on_fetched = on_fetched
         self._allowed = tuple(map(parse_address, settings.allowed))
-        self._stores = ClaimStores(self._allowed, tuning)
+        super().__init__(
+            ClaimStores(self._allowed, tuning),
+            settings.timeout_ms / 1000,
+            tuning.backoff,
+            "header x-claim",
+            on_fetched,
+        )
         # By store: one that hangs must not take the slots of the others.
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(
             partial(asyncio.Semaphore, settings.concurrency)
         )
-
-    async def __aenter__(self) -> Self:
-        await self._stores.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stores.__aexit__(kind, error, trace)
 
     @property
     def max_bytes(self) -> int:
@@ -89,33 +74,14 @@ class ClaimFetcher:
             ClaimUnavailable: the store was away for `claims.timeout_ms`.
             Rejected: `INVALID_REQUEST`: the object is not there, or is another one.
         """
-        async with self._slots[claim.address.origin]:
-            began_s = time.monotonic()
-            outcome, size_bytes = "cancelled", 0
-            try:
-                content = await retry_in_time(
-                    partial(self._fetch_once, claim),
-                    self._settings.timeout_ms / 1000,
-                    self._tuning.backoff,
-                    "header x-claim",
-                )
-            except Rejected:
-                outcome = "refused"
-                raise
-            except ClaimUnavailable:
-                outcome = "unavailable"
-                raise
-            else:
-                outcome, size_bytes = "ok", len(content)
-                return content
-            finally:
-                self._on_fetched(outcome, size_bytes, time.monotonic() - began_s)
+        slots = self._slots[claim.address.origin]
+        return await self.call(partial(self._fetch_once, claim), slots, claim.size_bytes)
 
     async def _fetch_once(self, claim: Claim) -> bytes:
         # `getvalue` returns the buffer itself, and its growth moves pages instead of bytes.
         content, digest = io.BytesIO(), hashlib.sha256()
         left_bytes = claim.size_bytes
-        async with aclosing(self._stores.read(claim)) as parts:
+        async with aclosing(self.stores.read(claim)) as parts:
             async for part in parts:
                 left_bytes -= len(part)
                 if left_bytes < 0:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
-from types import TracebackType
-from typing import Self
 from urllib.parse import quote
 
-from headrace.claims.fetcher import OnFetched
-from headrace.claims.stores import ClaimStores, ClaimUnavailable, retry_in_time
+from headrace.claims.stores import ClaimStores, OnEnded, StoreCalls
 from headrace.config import ClaimSettings
 from headrace.protocol.claims import Claim, describe_claim
 from headrace.tuning import TUNING, ClaimTuning
@@ -20,7 +16,7 @@ EXPIRES = "headrace-expires-ms"
 """Attribute of an object: when it may be deleted, in epoch milliseconds."""
 
 
-class ClaimPutter:
+class ClaimPutter(StoreCalls):
     """Puts objects. Open while the context lasts; calls come from its event loop.
 
     Args:
@@ -39,27 +35,17 @@ class ClaimPutter:
         settings: ClaimSettings,
         setting: str,
         tuning: ClaimTuning = TUNING.claims,
-        on_put: OnFetched = lambda _outcome, _size_bytes, _took_s: None,
+        on_put: OnEnded = lambda _outcome, _size_bytes, _took_s: None,
     ) -> None:
+        super().__init__(
+            ClaimStores((parse_address(prefix),), tuning, setting),
+            settings.timeout_ms / 1000,
+            tuning.backoff,
+            setting,
+            on_put,
+        )
         self._prefix = prefix.rstrip("/")
-        self._settings = settings
-        self._setting = setting
-        self._tuning = tuning
-        self._on_put = on_put
-        self._stores = ClaimStores((parse_address(prefix),), tuning, setting)
         self._slots = asyncio.Semaphore(settings.concurrency)
-
-    async def __aenter__(self) -> Self:
-        await self._stores.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stores.__aexit__(kind, error, trace)
 
     def describe(self, name: str, content: bytes) -> Claim:
         """Return the claim of content that is put at `<prefix>/<name>/<SHA-256>`.
@@ -88,20 +74,5 @@ class ClaimPutter:
         attributes = {"Content-Type": content_type}
         if expires_ms:
             attributes[EXPIRES] = str(expires_ms)
-        async with self._slots:
-            began_s = time.monotonic()
-            outcome = "cancelled"
-            try:
-                await retry_in_time(
-                    partial(self._stores.write, claim, content, attributes),
-                    self._settings.timeout_ms / 1000,
-                    self._tuning.backoff,
-                    self._setting,
-                )
-                outcome = "ok"
-            except ClaimUnavailable:
-                outcome = "unavailable"
-                raise
-            finally:
-                size_bytes = len(content) if outcome == "ok" else 0
-                self._on_put(outcome, size_bytes, time.monotonic() - began_s)
+        attempt = partial(self.stores.write, claim, content, attributes)
+        await self.call(attempt, self._slots, len(content))

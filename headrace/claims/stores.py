@@ -15,6 +15,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore
 
 T = TypeVar("T")
+OnEnded = Callable[[str, int, float], None]
+"""Called with the outcome of a call, the bytes that were transferred, and its time in seconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -328,6 +331,76 @@ def _replace_file(path: Path, content: bytes) -> None:
 def _close(opening: asyncio.Future[int]) -> None:
     if opening.done() and not opening.cancelled() and opening.exception() is None:
         os.close(opening.result())
+
+
+class StoreCalls:
+    """Calls of stores, each repeated while its store is away, and counted. Open while the context
+    lasts.
+
+    Args:
+        stores: those that are called.
+        timeout_s: time for all attempts of a call.
+        backoff: pauses between them.
+        where: what is transferred, for errors.
+        on_ended: called with the outcome of each call.
+    """
+
+    def __init__(
+        self,
+        stores: ClaimStores,
+        timeout_s: float,
+        backoff: Backoff,
+        where: str,
+        on_ended: OnEnded,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._backoff = backoff
+        self._where = where
+        self._on_ended = on_ended
+        self.stores = stores
+
+    async def __aenter__(self) -> Self:
+        await self.stores.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stores.__aexit__(kind, error, trace)
+
+    async def call(
+        self, attempt: Callable[[], Awaitable[T]], slots: asyncio.Semaphore, size_bytes: int
+    ) -> T:
+        """Return the result of an attempt, made when there is a slot; see `retry_in_time`.
+
+        Args:
+            attempt: raises `ClaimUnavailable` while the store is away.
+            slots: bound the calls that are made at a time.
+            size_bytes: what is transferred if it succeeds.
+
+        Raises:
+            ClaimUnavailable: no attempt has succeeded in time.
+            Rejected: what an attempt raises.
+        """
+        async with slots:
+            began_s = time.monotonic()
+            outcome = "cancelled"
+            try:
+                result = await retry_in_time(attempt, self._timeout_s, self._backoff, self._where)
+                outcome = "ok"
+            except Rejected:
+                outcome = "refused"
+                raise
+            except ClaimUnavailable:
+                outcome = "unavailable"
+                raise
+            finally:
+                taken_bytes = size_bytes if outcome == "ok" else 0
+                self._on_ended(outcome, taken_bytes, time.monotonic() - began_s)
+        return result
 
 
 async def retry_in_time(

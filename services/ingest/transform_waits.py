@@ -132,11 +132,14 @@ class TransformWaits:
         payload.serial = serial = next(self._serials)
         self._payloads[serial] = payload
         self._wait_for_grant(payload)
-        if deadline_ms := payload.request.envelope.deadline_ms:
-            heapq.heappush(self._deadlines, (deadline_ms, serial))
         self._metrics.transforms_waiting.inc()
         self._metrics.transforms_waiting_bytes.inc(payload.waiting_bytes)
-        self._changed.set()
+        is_next = False
+        if deadline_ms := payload.request.envelope.deadline_ms:
+            heapq.heappush(self._deadlines, (deadline_ms, serial))
+            is_next = self._deadlines[0][1] == serial
+        if is_next or self._busy < len(self._pool.workers):
+            self._changed.set()  # otherwise it is looked at when a worker has made something
 
     def _wait_for_grant(self, payload: PendingValue) -> None:
         self._waiting.setdefault(payload.model, OrderedDict())[payload.serial] = payload
@@ -179,10 +182,18 @@ class TransformWaits:
         """
         loop = asyncio.get_running_loop()
 
+        def gather() -> None:
+            """Wake this task when no worker has another payload, or after a moment."""
+            # Passed on one by one, requests of quick transforms would also run one by one.
+            if self._round.is_open:
+                loop.call_later(self._tuning.gathered_s, self._changed.set)
+            else:
+                self._changed.set()
+
         def wake() -> None:
             """Wake this task from the thread of a worker."""
             with suppress(RuntimeError):  # the loop is closed, so nothing waits
-                loop.call_soon_threadsafe(self._changed.set)
+                loop.call_soon_threadsafe(gather)
 
         self._round.on_made = wake
         async with asyncio.TaskGroup() as tasks:

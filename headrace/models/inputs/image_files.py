@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from headrace.errors import Code, Rejected
+from headrace.models.inputs.media_files import MediaFile
 from headrace.tuning import TUNING, ModelTuning
 
 CONTENT_TYPES = {
@@ -102,37 +103,15 @@ def read_image_header(
     )
 
 
-class _File:
-    """An image file, and the errors that it may lead to."""
+class _File(MediaFile):
+    """An image file, and the limits of its image."""
 
     def __init__(
         self, content: bytes, where: str, name: str, limits: ImageLimits, tuning: ModelTuning
     ) -> None:
-        self.content = content
-        self.size = len(content)
-        self.name = name
+        super().__init__(content, where, name, tuning.image_parts)
         self.tuning = tuning
-        self._where = where
         self._limits = limits
-        self._parts = 0
-
-    def need(self, what: str, start: int, stop: int) -> None:
-        """Refuse a file that ends within a part of it."""
-        if stop > self.size:
-            raise self.damaged(
-                f"{what} in bytes {start} to {stop}", f"a file that ends at byte {self.size}"
-            )
-
-    def count(self, what: str) -> None:
-        """Count a part of the file; refuse one with too many."""
-        self._parts += 1
-        if self._parts > self.tuning.image_parts:
-            raise self.too_large(f"at most {self.tuning.image_parts} {what}", "more")
-
-    def unpack(self, layout: str, start: int, what: str) -> tuple[int, ...]:
-        """Return integers from the file."""
-        self.need(what, start, start + struct.calcsize(layout))
-        return struct.unpack_from(layout, self.content, start)
 
     def checked(
         self, width: int, height: int, *, orientation: int = 1, is_single: bool = True
@@ -152,16 +131,6 @@ class _File:
                 f"at most max_pixels = {self._limits.pixels}",
                 f"{width} x {height} = {width * height}",
             )
-
-    def damaged(self, expected: str, got: str) -> Rejected:
-        return Rejected.mismatch(
-            Code.INVALID_REQUEST, f"{self._where}: {self.name}", expected=expected, got=got
-        )
-
-    def too_large(self, expected: str, got: str) -> Rejected:
-        return Rejected.mismatch(
-            Code.TOO_LARGE, f"{self._where}: {self.name}", expected=expected, got=got
-        )
 
 
 # --- PNG ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from headrace.errors import Code, Rejected
+from headrace.models.inputs.media_files import MediaFile
 from headrace.tuning import TUNING, ModelTuning
 
 CONTENT_TYPES = {
@@ -88,36 +89,14 @@ def read_sound_header(
     )
 
 
-class SoundFile:
-    """A sound file, and the errors that it may lead to."""
+class SoundFile(MediaFile):
+    """A sound file, and the limits of its sound."""
 
     def __init__(
         self, content: bytes, where: str, name: str, limits: SoundLimits, tuning: ModelTuning
     ) -> None:
-        self.content = content
-        self.size = len(content)
-        self.name = name
+        super().__init__(content, where, name, tuning.sound_parts)
         self.limits = limits
-        self._where = where
-        self._parts_left = self._max_parts = tuning.sound_parts
-
-    def need(self, what: str, start: int, stop: int) -> None:
-        """Refuse a file that ends within a part of it."""
-        if stop > self.size:
-            raise self.damaged(
-                f"{what} in bytes {start} to {stop}", f"a file that ends at byte {self.size}"
-            )
-
-    def count(self, what: str) -> None:
-        """Count a part of the file; refuse one with too many."""
-        self._parts_left -= 1
-        if self._parts_left < 0:
-            raise self.too_large(f"at most {self._max_parts} {what}", "more")
-
-    def unpack(self, layout: str, start: int, what: str) -> tuple[int, ...]:
-        """Return integers from the file."""
-        self.need(what, start, start + struct.calcsize(layout))
-        return struct.unpack_from(layout, self.content, start)
 
     def checked(
         self, rate: int, channels: int, samples: int, *, is_exact: bool = False
@@ -148,16 +127,6 @@ class SoundFile:
                 f"at most max_samples = {limits.samples}",
                 f"{samples} in each of {channels} channels",
             )
-
-    def damaged(self, expected: str, got: str) -> Rejected:
-        return Rejected.mismatch(
-            Code.INVALID_REQUEST, f"{self._where}: {self.name}", expected=expected, got=got
-        )
-
-    def too_large(self, expected: str, got: str) -> Rejected:
-        return Rejected.mismatch(
-            Code.TOO_LARGE, f"{self._where}: {self.name}", expected=expected, got=got
-        )
 
 
 # --- WAV ----------------------------------------------------------------------------------------
