@@ -86,6 +86,7 @@ class SourceValues:
         self._tuning = tuning
         self._backoff = Backoff(tuning.source_retry_first_s, tuning.source_retry_max_s)
         self._surplus = _Surplus(tuning.source_surplus_bytes)
+        self._reading: dict[int, asyncio.Lock] = {}
         self._fetching: dict[Request, asyncio.Timeout] = {}
         self._held: dict[Request, InFlightAck] = {}
 
@@ -209,11 +210,7 @@ class SourceValues:
                     tasks.create_task(self._fetch_claim(request), name=name)
         partitions: dict[int, list[Request]] = {}
         for request in requests:
-            record = self._surplus.pop(request.partition, request.offset)
-            if record is None:
-                partitions.setdefault(request.partition, []).append(request)
-            else:
-                self._restore(request, record, "kept")
+            partitions.setdefault(request.partition, []).append(request)
         if len(partitions) == 1:
             ((partition, wanted),) = partitions.items()
             await self._read_partition(partition, wanted)
@@ -224,22 +221,44 @@ class SourceValues:
                 tasks.create_task(self._read_partition(partition, wanted), name=name)
 
     async def _read_partition(self, partition: int, requests: list[Request]) -> None:
-        requests.sort(key=lambda request: request.offset)
-        for wanted in self._ranges(requests):
-            records = await self._fetch(TopicPartition(self._topic, partition), wanted)
-            if records is None:
-                for request in wanted:
-                    request.fail(REVOKED)
-                continue
-            found = {record.offset: record for record in records}
-            for request in wanted:  # after a rebalance the same one may have come twice
-                record = found.get(request.offset)
-                if record is None:
-                    self._lose(request, "it is no longer in the log")
-                else:
-                    self._restore(request, record, "read")
-            taken = {request.offset for request in wanted}
-            self._surplus.add([each for each in records if each.offset not in taken])
+        """Read the values of one partition, after those who read it already: a fetch returns whole
+        record batches, which often hold what the next ones need.
+        """
+        requests = self._restore_kept(requests)
+        if not requests:
+            return
+        async with self._reading.setdefault(partition, asyncio.Lock()):
+            left = self._restore_kept(requests)
+            left.sort(key=lambda request: request.offset)
+            for wanted in self._ranges(left):
+                await self._read_range(TopicPartition(self._topic, partition), wanted)
+
+    def _restore_kept(self, requests: Sequence[Request]) -> list[Request]:
+        """Set the values that came with others; return the requests whose values did not."""
+        left: list[Request] = []
+        for request in requests:
+            record = self._surplus.pop(request.partition, request.offset)
+            if record is None:
+                left.append(request)
+            else:
+                self._restore(request, record, "kept")
+        return left
+
+    async def _read_range(self, partition: TopicPartition, wanted: Sequence[Request]) -> None:
+        records = await self._fetch(partition, wanted)
+        if records is None:
+            for request in wanted:
+                request.fail(REVOKED)
+            return
+        found = {record.offset: record for record in records}
+        for request in wanted:  # after a rebalance the same one may have come twice
+            record = found.get(request.offset)
+            if record is None:
+                self._lose(request, "it is no longer in the log")
+            else:
+                self._restore(request, record, "read")
+        taken = {request.offset for request in wanted}
+        self._surplus.add([each for each in records if each.offset not in taken])
 
     def _ranges(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Yield requests that are read together: they lie near each other in the log."""

@@ -141,6 +141,21 @@ async def test_record_that_came_with_others_is_not_fetched_again() -> None:
     assert seen(between) == expected(1)
 
 
+async def test_concurrent_reads_of_partition_share_what_one_of_them_fetches() -> None:
+    """Batches that arrive together have requests of the same record batches of the log."""
+    log = CountingLog()
+    await write_source(log, 6)
+    await write_source(log, 1, partition=1)
+    first, second = [referring(0), referring(5)], [referring(1), referring(3)]
+    other = [referring(0, partition=1)]
+    values = values_from(log)
+
+    await asyncio.gather(values.read(first), values.read(second), values.read(other))
+
+    assert sorted(log.fetched) == [(0, 0, 5), (1, 0, 0)]
+    assert seen(first + second + other) == expected(0, 5, 1, 3, 0)
+
+
 async def test_records_that_came_with_others_are_bounded() -> None:
     """What was kept longest is read again if it is needed after all."""
     log = CountingLog()
