@@ -33,8 +33,8 @@ def test_guarantees_page_names_test_for_every_promise(promise: str, text: str) -
 
 
 def test_guarantees_page_lists_promises_in_order() -> None:
-    """They count from P1 to P6."""
-    assert PROMISES[::2] == [f"P{number}" for number in range(1, 7)]
+    """They count from P1 to P7."""
+    assert PROMISES[::2] == [f"P{number}" for number in range(1, 8)]
 
 
 def test_guarantees_page_mentions_tests_in_checked_form() -> None:
