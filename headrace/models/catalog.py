@@ -286,6 +286,28 @@ class ModelCatalog:
             self._on_demand(found)
         return found
 
+    def lookup_again(self, name: str) -> ModelVersion:
+        """Return the version for a request with this name whose own version is gone.
+
+        As with `find`, it may be one that waits for executors in other processes.
+
+        Args:
+            name: of the model, or `model@label`.
+
+        Raises:
+            Rejected: see `lookup`.
+        """
+        try:
+            return self.lookup(name)
+        except Rejected:
+            plain, _, label = name.partition(LABEL_SIGN)
+            model = self.models.get(plain)
+            wanted = {} if model is None else model.wanted_names or {}
+            found = self.find(plain, wanted[label]) if label in wanted else None
+            if found is None:
+                raise
+            return found
+
     def note_use(self, name: str, version: str) -> None:
         """Extend the life of a replaced version, since requests bound to it still come."""
         self._replaced.note_use(name, version)

@@ -227,6 +227,9 @@ class Models:
     def is_on_its_way(self, name: str, number: str) -> bool:
         """Return True for a version that is loading, for the first time or again, or wanted and not
         read yet.
+
+        Requests for a version that is not wanted get another one, by their names. It is on its way
+        while no version has one of these names yet, as after a start.
         """
         found = self.catalog.find(name, number)
         if found is not None:
@@ -236,8 +239,15 @@ class Models:
         if version is not None and version.state is State.LOADING:
             return True
         wanted = None if self._wanted is None else self._wanted.get(name)
-        if wanted is None or number not in wanted.versions:
+        if wanted is None:
             return False
+        if number not in wanted.versions:
+            names = {"": wanted.default, **wanted.labels}
+            return any(
+                label not in model.names and self.is_on_its_way(name, each)
+                for label, each in names.items()
+                if each in wanted.versions
+            )
         has_fault = number in model.faults or "" in model.faults
         return not model.was_read_as(wanted) or (version is None and not has_fault)
 

@@ -25,7 +25,7 @@ Rebind: TypeAlias = Callable[[IngestedRequest, Rejected], None]
 class CurrentVersions(Protocol):
     """The part of `headrace.models.catalog.ModelCatalog` that rebinding uses."""
 
-    def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
+    def lookup_again(self, name: str) -> ModelVersion: ...
 
 
 class Rebinder:
@@ -57,7 +57,8 @@ class Rebinder:
             raise version_not_ready(gone.message, gone)
         wanted = request.wanted
         try:
-            version = self._models.lookup(f"{request.model}@{label}" if label else request.model)
+            named = f"{request.model}@{label}" if label else request.model
+            version = self._models.lookup_again(named)
             bound = version.bind(
                 [
                     InputTensor(

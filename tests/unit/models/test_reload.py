@@ -439,6 +439,26 @@ async def test_version_that_breaks_while_it_serves_has_no_substitute(tmp_path: P
     assert refusal(executor.models, "digits").code == Code.MODEL_NOT_READY
 
 
+async def test_version_that_is_gone_is_on_its_way_while_nothing_can_be_bound_instead(
+    tmp_path: Path,
+) -> None:
+    """An executor that starts after an unload gets requests that are bound to the old version."""
+    for number in (2, 3):
+        add_version(tmp_path, "digits", number, digits())
+    executor = Executor(tmp_path)
+    models = executor.models
+    models.want({"digits": WantedModel(versions=["2"], default="2")})
+    assert models.is_on_its_way("digits", "1")
+    await models.reload()
+    assert models.is_on_its_way("digits", "1")
+    executor.load()
+    assert not models.is_on_its_way("digits", "1")
+    models.want({"digits": WantedModel(versions=["2", "3"], default="3")})
+    await models.reload()
+    assert executor.loading().version == "3"
+    assert not models.is_on_its_way("digits", "1")  # version 2 still has the name
+
+
 class InterruptedScanner(VersionScanner):
     """A scanner during whose next scan something happens."""
 

@@ -29,9 +29,15 @@ class RebinderHarness:
 
     Args:
         model: the version's; None: `digits` has gone.
+        awaited: what has to happen in other processes before versions take requests.
     """
 
-    def __init__(self, repository: Path, model: MakeModel | None = digits) -> None:
+    def __init__(
+        self,
+        repository: Path,
+        model: MakeModel | None = digits,
+        awaited: Callable[[str, str], str] | None = None,
+    ) -> None:
         wanted = {}
         if model is not None:
             for number in (2, 3):
@@ -39,7 +45,7 @@ class RebinderHarness:
             wanted = {
                 "digits": WantedModel(versions=["2", "3"], default="2", labels={"canary": "3"})
             }
-        models = Models(settings_for(repository))
+        models = Models(settings_for(repository), awaited=awaited)
         models.want(wanted)
         models.open()
         self.rebound = 0
@@ -105,6 +111,17 @@ def test_payload_with_label_is_rebound_to_version_that_label_means_now(tmp_path:
     request.envelope = request.envelope._replace(content_type="image/png")
     bench.rebind(request)
     assert (request.version, bench.rebound) == ("3", 1)
+
+
+@pytest.mark.parametrize(("name", "version"), [("digits", "2"), ("digits@canary", "3")])
+def test_request_is_rebound_to_version_that_waits_for_executors(
+    tmp_path: Path, name: str, version: str
+) -> None:
+    """A batcher that starts after an unload sends it to executors, where it waits if it has to."""
+    bench = RebinderHarness(tmp_path, awaited=lambda _name, _version: "announced by none")
+    request = bound_to_first(name=name)
+    bench.rebind(request)
+    assert (request.version, bench.rebound) == (version, 1)
 
 
 def test_request_whose_label_was_removed_is_refused(tmp_path: Path) -> None:
