@@ -72,7 +72,7 @@ Send = Callable[[], Awaitable[str]]
 
 
 class Found(msgspec.Struct):
-    """What was measured.
+    """The results of a measurement.
 
     Attributes:
         kinds: of bad input.

@@ -35,7 +35,7 @@ from headrace.client import Client, InferenceError, InferenceTimeout
 from headrace.gateway import open_inference_pb2 as messages
 
 TOLERANCE = 1e-4
-"""Of a probability: a run of several rows rounds differently from a run of one."""
+"""Allowed error of a probability: a run of several rows rounds differently from a run of one."""
 STREAMS_PER_CONNECTION = 16
 ANSWER_TIMEOUT_S = 60.0
 SHOWN = 200
@@ -59,7 +59,7 @@ class Dialect(StrEnum):
 
 
 class LoadOrder(Struct):
-    """What a load is to do.
+    """The instructions for a process that makes load.
 
     Attributes:
         address: port of the door, or the broker's address.
@@ -84,7 +84,7 @@ class LoadOrder(Struct):
 
 
 class LoadReport(Struct):
-    """What a load has measured.
+    """The measurements of a process that makes load.
 
     Attributes:
         window_s: duration of the measurement.
@@ -107,7 +107,7 @@ class WrongAnswer(Exception):
 
 
 class Expected(NamedTuple):
-    """What the model answers to a request."""
+    """The right answer to a request."""
 
     label: int
     probabilities: Sequence[float]

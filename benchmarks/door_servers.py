@@ -19,14 +19,14 @@ from benchmarks.processes import Program
 
 SERVERS = Path("benchmarks/servers").absolute()
 ENVIRONMENTS = Path(".venv-doors")
-"""Where the environments are made, one for each server of others."""
+"""The directory of the virtual environments: one for each server of another project."""
 THREADS = 1
 BATCH = 32
 INFER = "/v2/models/digits/infer"
 
 
 class Place(NamedTuple):
-    """Where a server runs, and its model.
+    """The addresses, directories and model of a server.
 
     Attributes:
         namespace: of its topics.

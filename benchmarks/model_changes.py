@@ -83,7 +83,7 @@ SHOWN = 5
 
 
 class Plan(NamedTuple):
-    """What is to be measured.
+    """The plan of a measurement.
 
     Attributes:
         form: see `FORMS`.
@@ -139,7 +139,7 @@ class Period(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct):
-    """What was measured.
+    """The results of a measurement.
 
     Attributes:
         refusals: what was said instead of answers, by their beginnings.
@@ -269,7 +269,7 @@ async def versions_of(process: Process) -> set[str]:
 
 
 class Announcements:
-    """What the processes announce on `events`, each with the time of its record."""
+    """Events that the processes announce on `events`, each with the timestamp of its record."""
 
     def __init__(self) -> None:
         self.processes: dict[str, list[tuple[float, ExecutorEvent]]] = {}

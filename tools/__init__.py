@@ -1,1 +1,1 @@
-"""What the project needs to make its own files; none of it is installed."""
+"""Tools that make the project's own files; none of them is installed."""

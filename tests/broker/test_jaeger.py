@@ -119,7 +119,7 @@ async def _answered_ms(bootstrap_servers: str, topic: str) -> dict[int, float]:
 async def journey(
     kafka: LocalKafka, unique_name: str, models: Path, jaeger: Jaeger
 ) -> tuple[list[Asked], dict[int, float], list[list[Found]]]:
-    """What was asked, when it was answered, and the trace of each in Jaeger."""
+    """Return the requests sent, when each was answered, and the trace of each in Jaeger."""
     settings = environment(
         kafka.bootstrap_servers,
         unique_name,
@@ -220,7 +220,7 @@ async def _members_of_batches(jaeger: Jaeger, traces: list[list[Found]]) -> set[
 async def test_spans_arrive_by_either_protocol(
     jaeger: Jaeger, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
-    """What the stages tell is in Jaeger when tracing is closed, over HTTP and over gRPC."""
+    """All spans of the stages are in Jaeger once tracing is closed, over HTTP and over gRPC."""
     endpoint = jaeger.grpc_endpoint if protocol == "grpc" else jaeger.otlp_endpoint
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)

@@ -1,4 +1,4 @@
-"""What only a real broker can do to the Kafka adapter: go away, come back, hang, refuse."""
+"""The Kafka adapter while a real broker goes away, comes back, hangs or refuses a request."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ async def test_oversized_record_fails_alone(kafka: LocalKafka, unique_name: str)
 
 
 async def test_closing_producer_flushes(kafka: LocalKafka, unique_name: str) -> None:
-    """What was sent and not awaited is there after the producer was closed."""
+    """Closing a producer writes all records that were sent but not awaited."""
     async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
         partition = await make_topic(log, unique_name)
         async with log.reader([partition]) as reader:

@@ -1,4 +1,4 @@
-"""What a real broker lets be seen of itself, with access rules and without."""
+"""Surveys of a real broker, with access rules and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a real broker does to transactions: time-outs, refusals, answers that never come."""
+"""Transactions on a real broker: time-outs, refusals, answers that never come."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _is_process(pid: int) -> bool:
 
 
 async def test_local_kafka_returns_written_record(kafka: LocalKafka, unique_name: str) -> None:
-    """What is sent to a topic is read from it by a member of a group."""
+    """A member of a group reads the record that was sent to its topic."""
     servers = kafka.bootstrap_servers
     await _create_topic(servers, unique_name)
     await _send(unique_name, b"there and back", bootstrap_servers=servers)

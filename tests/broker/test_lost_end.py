@@ -83,7 +83,7 @@ class Deployment:
 async def test_log_end_lost_by_broker_repeats_no_answer(
     kafka_installed: None, tmp_path: Path, meanwhile: str
 ) -> None:
-    """What is left of the topic is not answered again, and what is written next is answered."""
+    """Records left in the topic are not answered again, and records written next are answered."""
     async with LocalKafka(tmp_path / "kafka") as kafka:
         reach = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
         settings = settings_of(tmp_path / "models").model_copy(update={"kafka": reach})
@@ -116,7 +116,7 @@ async def test_log_end_lost_by_broker_repeats_no_answer(
 async def test_deleting_topic_deletes_its_committed_offsets(
     kafka: LocalKafka, unique_name: str
 ) -> None:
-    """So what is committed beyond the end of a topic is of records that the same topic has lost."""
+    """An offset committed beyond the end of a topic means therefore that it lost records."""
     topic = TopicInfo(unique_name, 1, {})
     partition = TopicPartition(unique_name, 0)
     settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)

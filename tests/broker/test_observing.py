@@ -1,4 +1,4 @@
-"""What a real process on a real Kafka shows of itself, under load and with its broker gone."""
+"""Metrics, logs and status of processes on a real Kafka, under load and with the broker gone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = "ingest,batcher,executor,responder"
 REQUESTS = 20_000
 PARTITIONS = 4
 MARGIN_S = 5.0
-"""What a busy machine adds to a stated time."""
+"""Seconds that a busy machine may add to a stated time."""
 VALUE = msgpack.packb(
     {
         "model_name": "digits",

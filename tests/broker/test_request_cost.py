@@ -1,4 +1,4 @@
-"""What requests cost in talk with the broker, counted without a clock.
+"""Requests to the broker that inference requests cost, counted without a clock.
 
 Beside `tests/flow/test_guards.py`: ceilings on requests to the broker. Each is a system call here
 and one for its answer, which cost what a whole request may, and as much again for the broker.
@@ -105,7 +105,7 @@ async def test_broker_requests_per_request_stay_under_ceiling(settings: Settings
 
 
 async def test_broker_requests_of_separate_stages_stay_under_ceiling(settings: Settings) -> None:
-    """What gathers on the way travels together, at each of the topics between the stages."""
+    """Records that gather at a stage travel together, at each of the topics between the stages."""
     counted = await answer_all(settings, APART_REQUESTS, *[[stage] for stage in STAGES])
 
     assert counted["Produce"] <= APART_PRODUCE_REQUESTS, counted

@@ -16,7 +16,7 @@ from tests.support.pipelines import serving
 async def test_saturated_model_lets_others_through(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
-    """What is deferred is read again by a reader beside the group's member, and all is answered."""
+    """A reader beside the group's member reads deferred requests again, and all are answered."""
     settings = settings_of(
         tmp_path,
         namespace=unique_name,

@@ -34,12 +34,13 @@ from tests.chaos.trial import (
 )
 
 BROKER_TROUBLE = (BrokerFailed, KafkaError, LogDiffers, LogUnavailable, TimeoutError)
-"""What the harness itself meets where a broker does not come back, or holds something else than it
-was sent: it says nothing of Headrace."""
+"""Errors of the harness itself, where a broker does not come back or has not kept what it was sent.
+They say nothing about Headrace.
+"""
 SEEDS_PER_BROKER = 10
 """Killed, it looks through every partition of every seed before it is there again."""
 STORIES = 3
-"""Of one seed; where much is broken, the rest tell the same."""
+"""Stories shown for one seed; where much is broken, the others would repeat them."""
 
 
 @click.command()

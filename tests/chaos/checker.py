@@ -1,4 +1,4 @@
-"""What a history must not hold. Pure: it knows nothing of how the history came about.
+"""Rules that a history must not break. Pure: it knows nothing of how the history came about.
 
 The rules, for requests that the log holds and answers that a `read_committed` reader saw:
 

@@ -49,7 +49,7 @@ SEND_DEADLINE_S = 45.0
 CLOSE_DEADLINE_S = 3.0
 READ_BACK_DEADLINE_S = 60.0
 KEY_CHARACTERS = 32
-"""So much of a key is written down, which tells it from all others."""
+"""Characters of a key that are written down; they suffice to tell all keys apart."""
 
 
 class LogDiffers(Exception):
@@ -185,7 +185,7 @@ def _raw(question: Question) -> RawRecord:
 async def read_back(
     bootstrap: str, topic: str, questions: Sequence[Question], acknowledged: set[int]
 ) -> list[Sent]:
-    """What the log holds of the questions, and which of its records cannot be read.
+    """Return the questions that the log holds, and those of its records that cannot be read.
 
     Raises:
         LogDiffers: it lost an acknowledged record or holds one twice.

@@ -1,4 +1,4 @@
-"""What clients, readers and nemeses saw of one run, as plain events that can be kept in a file.
+"""Events that clients, readers and nemeses saw in one run, in a form that can be kept in a file.
 
 All times are epoch milliseconds of one machine's clock: those of answers are when the broker wrote
 them, so that they can be laid beside what the nemeses did, which set clocks of processes back.
@@ -75,7 +75,7 @@ class Answered(NamedTuple):
 
 
 class FaultKind(StrEnum):
-    """What befell the system; `checker.EXPLAINING` has those that excuse a repeated answer."""
+    """Kinds of fault; `checker.EXPLAINING` has those that excuse a repeated answer."""
 
     KILLED = "killed"
     CRASHED = "crashed"
@@ -123,7 +123,7 @@ class Kept(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What the group had committed of one source partition.
+    """The offsets that the group had committed for one source partition.
 
     Attributes:
         at_ms: when the coordinator's answer had come.

@@ -34,7 +34,7 @@ LOOK_AGAIN_S = 0.25
 STOP_DEADLINE_S = 20.0
 RESTART_AFTER_S = 0.2
 DRAIN_S = 3.0
-"""What a process has to finish what it began, when it is told to stop."""
+"""Seconds that a process has to finish the requests in flight after it is told to stop."""
 SESSION_TIMEOUT_S = 4.0
 AFTERMATH_MS = int(SESSION_TIMEOUT_S * 1000)
 """For so long after a frozen process goes on, or a broker is back, somebody may not know yet that
@@ -56,8 +56,8 @@ TROUBLES = {
         UNDER_WAY_MS,
     ),
 }
-"""What a process says of a trouble, its kind, and for how long before and after it has an effect. A
-send is given up after twice the time-out of a request, and may be written then or later.
+"""Trouble that a process reports: the text, its kind, and how long before and after it has effects.
+A send is given up after twice the time-out of a request, and may be written then or later.
 """
 SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock")
 
@@ -164,7 +164,7 @@ class Member:
             self._log.with_suffix(".status.json").write_text(text, encoding="utf-8")
 
     async def status(self) -> dict[str, Any]:
-        """What `/status` says; nothing if it does not answer."""
+        """Return the content of `/status`, or an empty object if the process does not answer."""
         try:
             found: dict[str, Any] = json.loads(await self._read_status())
         except ValueError:

@@ -60,7 +60,7 @@ RETRY_S = 0.05
 RESTART_AFTER_S = 0.05
 HELD_S = 0.5
 REAL_MOMENTS_S = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
-"""Of a change on a real broker, which takes a tenth of a second at rest."""
+"""Moments within a change on a real broker, which takes a tenth of a second without load."""
 NOTHING_WRONG = (Code.DEADLINE_EXCEEDED, Code.OVERLOADED)
 """Answers that processes or a broker that were away explain."""
 
@@ -87,7 +87,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a trial.
+    """The result of a trial.
 
     Attributes:
         faults: what is wrong; empty if nothing is.

@@ -1,4 +1,4 @@
-"""What is done to a running system. Each nemesis strikes once, and leaves everything whole again.
+"""Faults made in a running system. Each nemesis strikes once, and leaves everything whole again.
 
 Only a clock that was set back stays so, as it does where somebody puts a wrong one right.
 
@@ -40,7 +40,7 @@ NOT_UTF8 = (b"caf\xe9", b"\xff\xfe", b"x-model\xc3", b"\xed\xa0\x80", b"\x80" * 
 
 @dataclass(frozen=True)
 class Target:
-    """What a nemesis may lay hands on.
+    """The parts of a running system that a nemesis may use or disturb.
 
     Attributes:
         raw: writes requests, and what is none, as batches of any form.

@@ -129,7 +129,7 @@ class Restart(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was seen.
+    """The result of a trial in which the store was away.
 
     Attributes:
         answers: calls that were answered, all by the first version while the store was away.

@@ -1,4 +1,4 @@
-"""What is in flight stays within its budget of bytes, whatever is held up and for how long."""
+"""Requests in flight stay within their budget of bytes, whatever is held up and for how long."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ BUDGET_BYTES = 16 * MIB
 ONE_POLL_BYTES = TUNING.consumer.max_poll_records * (len(VALUE) + RECORD_OVERHEAD_BYTES)
 """The budget is looked at between polls, so that one poll may go over it."""
 RESIDENT_BYTES = 6 * BUDGET_BYTES
-"""What a process may grow by: the budget for requests, the outputs of those that wait for their
-acknowledgement, what the clients of the broker hold of fetches and unsent batches, and what the
+"""Bytes by which a process may grow: the budget for requests, the outputs that wait for their
+acknowledgement, the fetches and unsent batches of the broker's clients, and the memory that the
 allocator does not give back. 54 MiB were measured.
 """
 MODEL = '''"""Gives back what it gets, but some of it only once a file is there."""

@@ -63,7 +63,7 @@ TRANSACTION_TIMEOUT_S = 3.0
 Workload: TypeAlias = Literal["tensors", "payloads"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 REQUESTS: dict[Workload, int] = {"tensors": 5000, "payloads": 2000}
-"""Of a trial: a payload takes longer, and several of them wait for new children."""
+"""Requests in a trial: a payload takes longer, and several of them wait for new child processes."""
 
 
 class Trial(NamedTuple):
@@ -90,7 +90,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a trial.
+    """The result of a trial.
 
     Attributes:
         crashes: processes that ended, or did not end, without being made to.
@@ -133,7 +133,7 @@ def draw_trial(
     order: Order | None = None,
     workload: Workload | None = None,
 ) -> Trial:
-    """What the seed draws of what is not said; the guarantees take turns."""
+    """Draw from the seed what the caller leaves open; guarantees alternate from seed to seed."""
     drawn_form = random.Random(f"form {seed}").choice(list(FORMS))
     drawn_order = random.Random(f"order {seed}").choice(ORDERS)
     promise = Promise(guarantee or GUARANTEES[seed % 2], order or drawn_order)

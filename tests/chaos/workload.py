@@ -1,4 +1,4 @@
-"""What is asked, and how an answer tells which question it belongs to.
+"""The requests of a trial, and how an answer tells which request it belongs to.
 
 Requests are numbered. Two models do with a number what the reader can undo, so that outputs that
 went to another request are seen: one is quick and runs on ONNX Runtime, one sleeps a little, so

@@ -71,7 +71,7 @@ async def test_one_of_two_writers_at_once_wins(log: Log, settings: Settings) -> 
 
 
 async def test_record_of_other_program_is_skipped(log: Log, settings: Settings) -> None:
-    """What stands behind it is read."""
+    """Records behind the unreadable one are read."""
     topic = topic_of(log, settings)
     await topic.write(load("digits", "1"), 0, Author("ada"), 1)
     partition = TopicPartition(settings.topic(Topic.CONTROL), 0)

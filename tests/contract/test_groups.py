@@ -141,7 +141,7 @@ async def test_poll_is_empty_until_assignment_is_taken_up(
 async def test_seek_in_on_assigned_takes_effect(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """What lies before the offset that the listener seeks to is never read."""
+    """Records before the offset that the listener seeks to are never read."""
     (partition,) = await make_topic()
     await write_to(log, partition, *TEN)
     member: Consumer
@@ -226,7 +226,7 @@ async def test_poll_returns_no_record_of_revoked_partition(
 async def test_commit_on_revocation_is_accepted(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """What `on_revoked` commits is where the next owner starts."""
+    """The next owner starts at the offset that `on_revoked` commits."""
     partitions = await make_topic(2)
     for partition in partitions:
         await write_to(log, partition, *TEN)

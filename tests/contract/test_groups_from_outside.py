@@ -1,4 +1,4 @@
-"""What can be done to a group without being a member: commit for an empty one, remove a member."""
+"""Operations on a group without being a member: commit for an empty one, remove a member."""
 
 from __future__ import annotations
 

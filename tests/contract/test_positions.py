@@ -1,4 +1,4 @@
-"""Where reading stands: seeking, pausing, polling in parts, offsets by time."""
+"""Positions in a partition: seeking, pausing, polling in parts, offsets by time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEN = [str(number).encode() for number in range(10)]
 
 
 async def test_reader_without_seek_starts_at_end(log: Log, make_topic: MakeTopic) -> None:
-    """What was there before it was entered is not read; what comes after is."""
+    """A reader without a seek reads records written after it was entered, and none from before."""
     (partition,) = await make_topic()
     await write_to(log, partition, b"before")
     async with log.reader([partition]) as reader:

@@ -1,4 +1,4 @@
-"""What is written comes back as it was, in order, or is refused with a reason."""
+"""Records come back as they were written, in order, or are refused with a reason."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ async def _after_a_successor(log: Log, name: str, partition: TopicPartition) -> 
 async def test_transaction_commits_records_and_offsets(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """What was sealed is read, and the group's offset stands with its metadata."""
+    """Records of a committed transaction are read; the group's offset keeps its metadata."""
     answers, source = await make_topic(2)
     async with (
         log.reader([answers]) as reader,

@@ -63,7 +63,7 @@ def repository(tmp_path: Path) -> Path:
 async def test_answer_is_of_accepted_content_type(
     repository: Path, groups: list[list[Stage]]
 ) -> None:
-    """What the model makes of a payload, or tensors in either encoding; absent means the former."""
+    """The answer is in the model's own form, which is the default, or tensors in an encoding."""
     settings = make_settings({"models": {"repository": str(repository)}})
     log = await log_for(settings)
     async with serving(settings, log, groups), Client(log=log, settings=settings) as client:
@@ -189,7 +189,7 @@ async def test_tensors_over_http_are_answered_as_they_accept(served: Served) -> 
 
 
 async def test_unknown_model_over_http_is_404_whatever_is_accepted(served: Served) -> None:
-    """What it could answer is not known."""
+    """The content types of a model that does not exist are unknown, so no `Accept` is refused."""
     statuses = [
         (await served.post("/v2/models/none/infer", CSV, headers=headers)).status
         for headers in (

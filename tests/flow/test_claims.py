@@ -115,7 +115,7 @@ async def called(
 async def test_object_of_claim_is_run_as_if_it_were_value(
     tmp_path: Path, content_type: str, coding: str, grouping: Any
 ) -> None:
-    """Of either kind, compressed or not; it may be larger than a request."""
+    """Objects in either encoding, compressed or not, are run; they may be larger than a request."""
     rows = 300
     async with StandInStore() as store:
         settings = claiming(tmp_path, store, limits={"max_request_bytes": 1024})
@@ -211,7 +211,7 @@ async def test_claims_that_cannot_be_fetched_are_answered_within_deadline(tmp_pa
 async def test_claim_that_cannot_be_used_is_refused_with_reason(
     tmp_path: Path, grouping: Any
 ) -> None:
-    """What is wrong with it, or with what is at its address; the dead letter has the reference."""
+    """The error names the fault of the claim or its object; the dead letter has the reference."""
     async with StandInStore() as store, StandInStore() as evil:
         settings = claiming(tmp_path, store, claims={"max_bytes": 10_000})
         log = await log_for(settings)

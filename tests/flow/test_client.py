@@ -78,7 +78,7 @@ async def test_answers_carry_timings(client: Client) -> None:
 async def test_refused_call_raises_error_with_its_code(
     client: Client, model: str, version: str | None, pixels: np.ndarray, code: str
 ) -> None:
-    """What the services refuse is an exception with the service's code."""
+    """A refusal by the services is raised as an exception with the service's code."""
     with pytest.raises(InferenceError) as caught:
         await client.infer(model, {"pixels": pixels}, version=version)
     assert caught.value.code == code

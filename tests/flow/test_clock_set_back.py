@@ -51,7 +51,7 @@ async def serving(
 async def test_wall_clock_set_back_stalls_no_model(
     tmp_path: Path, grouping: Grouping, seconds: float
 ) -> None:
-    """What waits is answered when its delay is over, and so is what comes next."""
+    """Requests that wait in a batch are answered after its delay, and so are the next ones."""
     add_version(tmp_path, "digits", 1, digits(), "max_queue_delay_ms = 500")
     settings = make_settings(
         {"topics": {"partitions": PARTITIONS}, "models": {"repository": tmp_path}}

@@ -102,7 +102,7 @@ class Operator:
             await eventually(self.followed, what=f"generation {self.generation} everywhere")
 
     def unready(self) -> list[str]:
-        """What the first process waits for."""
+        """Return the wanted entries that are not ready in the first process."""
         found: list[str] = self._pipelines[0].state.status()["control"]["unready"]
         return found
 
@@ -111,12 +111,12 @@ class Operator:
         return self._pipelines[0].metrics.registry.get_sample_value(metric, labels)
 
     def models_of(self, name: str) -> list[dict[str, Any]]:
-        """What the status of the first process says about the versions of a model."""
+        """Return the status entries of a model's versions in the first process."""
         entries = self._pipelines[0].state.status()["models"]
         return [each for each in entries if each["name"] == name]
 
     def model_entry(self, version: str) -> dict[str, Any]:
-        """What the status of the first process says about a version."""
+        """Return the status entry of a version in the first process."""
         entries = self._pipelines[0].state.status()["models"]
         [entry] = [each for each in entries if each["version"] == version]
         return dict(entry)
@@ -356,7 +356,7 @@ async def test_version_that_fails_does_not_take_name_from_one_that_works(tmp_pat
 
 
 async def test_files_of_serving_version_that_vanish_do_not_end_its_service(tmp_path: Path) -> None:
-    """What is wanted and ready serves on; the process says that the files are gone."""
+    """A wanted version that is ready still answers; the status says that its files are gone."""
     settings = controlled(tmp_path)
     log = await log_for(settings)
     async with deployment(settings, log, 1) as (operator, client):
@@ -369,7 +369,7 @@ async def test_files_of_serving_version_that_vanish_do_not_end_its_service(tmp_p
 
 
 async def test_metrics_show_last_change_and_number_of_unready_versions(tmp_path: Path) -> None:
-    """So that an alert tells which process does not follow."""
+    """An alert on these two metrics tells which process does not follow a change."""
     settings = controlled(tmp_path)
     log = await log_for(settings)
     async with deployment(settings, log, 1) as (operator, _):

@@ -197,7 +197,7 @@ class Model:
 async def test_batches_of_version_that_still_loads_wait_at_new_owner_of_their_partitions(
     tmp_path: Path,
 ) -> None:
-    """Of two executors one has the version, and ends without a drain while batches wait for it."""
+    """One of two executors has the version, and ends without a drain while batches wait for it."""
     (tmp_path / "stepped" / "1").mkdir(parents=True)
     (tmp_path / "stepped" / "1" / "model.py").write_text(STEPPED)
     (tmp_path / "stepped" / "model.toml").write_text(

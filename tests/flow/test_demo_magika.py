@@ -125,7 +125,7 @@ def test_magika_predictions_of_sample_files_equal_package(predict: Predict, refe
 def test_file_decided_without_magika_model_is_refused(
     content: bytes, transform: Transform, reference: Any
 ) -> None:
-    """Where magika asks no model, there is nothing to batch: the request is refused by name."""
+    """A file for which magika runs no model has no tensor to batch; the request is refused."""
     assert reference.identify_bytes(content).prediction.dl.label == "undefined"
     with pytest.raises(Rejected, match="at least 8 bytes") as refused:
         transform(content, "application/octet-stream")

@@ -153,7 +153,7 @@ async def test_producer_fenced_by_broker_is_replaced(settings: Settings, form: G
 
 
 async def test_killed_process_repeats_no_answer(settings: Settings) -> None:
-    """What it had sealed is not done again, and what it had not, is."""
+    """Requests whose transaction was committed are not run again; all others are."""
     log = await log_for(settings)
     caller = Caller(settings, log)
     killed = asyncio.create_task(Pipeline(settings, log, tuning=QUICK).run(Stop()))

@@ -1,4 +1,4 @@
-"""What access rules forbid: a caller's topic costs the caller an answer, ours end the process."""
+"""Topics that access rules forbid: a caller's costs it an answer, one of ours ends the process."""
 
 from __future__ import annotations
 

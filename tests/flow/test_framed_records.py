@@ -307,7 +307,7 @@ def rebalances(pipeline: Pipeline) -> float | None:
 
 
 async def test_order_that_registry_cannot_place_is_refused_with_reason(tmp_path: Path) -> None:
-    """Of an id that is not there, a kind that is not read, and no framing at all."""
+    """Refusals for an unknown schema id, an unsupported kind, no framing, and a value cut short."""
     wrong = {
         "the id of a schema in the registry, got 99": framed(ORDERS[0], 99),
         "expected Avro or JSON Schema, got PROTOBUF": framed(ORDERS[0], PROTOBUF_ID),

@@ -42,7 +42,7 @@ sha256 = "{hashlib.sha256(b"secret").hexdigest()}"
 
 
 class Files(NamedTuple):
-    """What the doors and their callers show each other."""
+    """The credentials of the doors and their callers."""
 
     doors: Certificates
     authority: Authority

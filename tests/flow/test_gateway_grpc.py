@@ -460,7 +460,7 @@ async def test_drain_under_load_answers_all_that_was_taken(repository: Path) -> 
 
 
 async def test_drain_answers_open_stream_and_ends_it(gated: Path) -> None:
-    """What was sent in a stream is answered, and the caller is told to open a new one."""
+    """Requests already sent in a stream are answered; the caller is told to open a new stream."""
     async with asyncio.TaskGroup() as tasks:
         async with gateway_of(gated, grpc_port=0) as served:
             channel = grpc.aio.insecure_channel(served.grpc)

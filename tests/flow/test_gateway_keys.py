@@ -60,7 +60,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 async def status_of_infer(served: Served, headers: Mapping[str, str]) -> int:
-    """What the door for HTTP answers to a request."""
+    """Return the status with which the door for HTTP answers a request."""
     return (await served.infer("FP32", BODY, headers=headers)).status
 
 

@@ -22,7 +22,7 @@ from tests.support.python_models import GATE, add_gated_model, shut_gate
 SERVICE = "/inference.GRPCInferenceService/"
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}]}
 ONE_IN_1000_S: dict[str, Any] = {"caller_requests_per_second": 0.001}
-"""So that no machine is slow enough for a second one."""
+"""A rate so low that no machine is slow enough for a second request."""
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ async def call(served: Served, method: str, path: str) -> Reply:
 
 
 async def test_openapi_describes_every_route_and_no_other(tmp_path: Path) -> None:
-    """What the door answers is described, and what is described is answered."""
+    """The document describes each route that the door has, and no route that it does not have."""
     settings = make_settings({"models": {"repository": str(tmp_path)}})
     instruments = Instruments(Metrics(CollectorRegistry()))
     async with open_log(settings) as log:
@@ -83,7 +83,7 @@ async def test_openapi_describes_every_route_and_no_other(tmp_path: Path) -> Non
 
 
 async def test_answers_have_described_schemas(repository: Path) -> None:
-    """Of every operation; no region of shared memory is registered, so some are errors."""
+    """Each operation is called; some answers are errors, as no shared memory is registered."""
     async with gateway_of(repository, shared_memory="/headrace_") as served:
         for method, path in operations():
             reply = await call(served, method, path)
@@ -107,7 +107,7 @@ async def test_errors_have_described_schema(repository: Path) -> None:
 async def test_answers_to_unknown_callers_have_described_schemas(
     repository: Path, tmp_path: Path
 ) -> None:
-    """Of every operation that is not public; only the process's health is."""
+    """Each operation without a key answers 401, except for the public health of the process."""
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[callers.known]\nsha256 = "{hashlib.sha256(b"key").hexdigest()}"\n')
     async with gateway_of(repository, keys_file=str(keys)) as served:

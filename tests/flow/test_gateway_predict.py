@@ -76,7 +76,7 @@ async def test_several_inputs_and_outputs_are_named(served: Served) -> None:
 
 
 async def test_strings_and_bytes_come_back(served: Served) -> None:
-    """What is no text is an object of base64, and with it the whole answer."""
+    """Where an element is not text, all elements of the answer are objects of base64."""
     texts = await predicted(served, "echo", {"instances": [["a", "é"]]})
     mixed = await predicted(served, "echo", {"instances": [["a", NO_TEXT]]})
 

@@ -220,7 +220,7 @@ async def test_changed_certificates_are_used_for_new_connections(
 async def test_unusable_new_certificate_leaves_former_one_in_use(
     repository: Path, files: Certificates
 ) -> None:
-    """Whoever replaces two files replaces one of them first."""
+    """Two files cannot be replaced at once: for a while only one of them is new."""
     async with gateway_of(repository, tuning=QUICK, **doors_of(files)) as served:
         async with files_noticed(Event.ACCESS_FILES_REJECTED):
             files.broker.write_text("half of it")

@@ -1,4 +1,4 @@
-"""What a request costs, counted without a clock: calls, objects, garbage, copies.
+"""The cost of a request, counted without a clock: calls, objects, garbage, copies.
 
 Each ceiling is what was counted when it was last set, and a little room. A change that goes over
 one has made the path of every request dearer: make it cheaper, or raise the ceiling and say why.
@@ -129,8 +129,8 @@ def our_garbage() -> int:
 
 
 async def test_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
-    """What it was made of goes when it is answered: with more requests, the garbage collector
-    finds no more. `headrace run` lets it look rarely, because of this.
+    """Objects made for a request go away when it is answered: with more requests, the garbage
+    collector finds no more. `headrace run` lets it look rarely, because of this.
     """
     await serve(tmp_path, FEW)
     gc.disable()

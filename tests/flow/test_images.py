@@ -31,7 +31,7 @@ def photo(kind: str = "JPEG") -> bytes:
 
 
 def expected() -> list[int]:
-    """What Pillow alone makes of it."""
+    """Return the pixels that Pillow alone makes of the photo."""
     image = Image.open(io.BytesIO(photo())).convert("RGB")
     return np.asarray(image.resize((8, 4), Image.Resampling.BOX)).ravel().tolist()
 

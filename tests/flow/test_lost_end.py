@@ -82,7 +82,7 @@ async def bench_with(repository: Path, guarantee: str) -> LostEndHarness:
 async def test_log_end_lost_between_runs_repeats_no_answer(
     tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
-    """What is left is not answered again, and what gets the lost offsets is answered."""
+    """Records that are left are not answered again; new records at lost offsets are answered."""
     bench = await bench_with(tmp_path, guarantee)
     async with serving(bench.settings, bench.log, grouping):
         await bench.send(SENT)
@@ -97,7 +97,7 @@ async def test_log_end_lost_between_runs_repeats_no_answer(
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 async def test_log_end_lost_while_running_repeats_no_answer(tmp_path: Path, guarantee: str) -> None:
-    """What is left is not answered again, and what gets the lost offsets is answered."""
+    """Records that are left are not answered again; new records at lost offsets are answered."""
     bench = await bench_with(tmp_path, guarantee)
     async with serving(bench.settings, bench.log, FUSED):
         await bench.send(SENT)

@@ -43,7 +43,7 @@ async def formats_in(log: MemoryLog, topic: str) -> set[int]:
 async def test_processes_of_release_before_join_and_leave_without_lost_request(
     tmp_path: Path,
 ) -> None:
-    """What they write is read beside what the current ones write, under load."""
+    """Records of the former release are read beside those of the current release, under load."""
     current = settings_of(tmp_path, inline_payload_bytes=IN_NO_RECORD)
     before = settings_of(tmp_path, inline_payload_bytes=IN_ALL_RECORDS)
     log = await log_for(current)

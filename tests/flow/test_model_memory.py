@@ -34,7 +34,7 @@ async def serving(repository: Path) -> AsyncIterator[tuple[Pipeline, Client]]:
 
 
 async def test_third_model_is_refused_with_figures_and_first_two_answer(tmp_path: Path) -> None:
-    """What it takes shows only while it is loaded; its memory is free again afterwards."""
+    """The memory of a version shows only while it is loaded, and is free again afterwards."""
     for name in ("a", "b", "c"):
         add_model(tmp_path, name)
     async with serving(tmp_path) as (pipeline, client):

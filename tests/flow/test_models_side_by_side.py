@@ -21,7 +21,7 @@ from tests.support.pipelines import PARTITIONS, log_for, serving, settings_of
 
 FLOOD, QUICK = 24, 100
 ROUNDS = 20_000
-"""Of the slow model's loop: a tenth of a second."""
+"""Rounds of the slow model's loop: a tenth of a second."""
 
 
 async def test_flood_of_one_model_does_not_hold_up_another(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the four services show of themselves over HTTP, under load and in trouble."""
+"""Metrics, logs, status and health of the four services over HTTP, under load and in trouble."""
 
 from __future__ import annotations
 

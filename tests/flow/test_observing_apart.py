@@ -1,4 +1,4 @@
-"""What processes show of themselves where the stages are apart, on one embedded log."""
+"""Metrics and status of processes with one stage each, on one embedded log."""
 
 from __future__ import annotations
 

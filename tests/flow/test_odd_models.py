@@ -154,7 +154,7 @@ async def test_label_of_best_class_is_served(tmp_path: Path) -> None:
 
 
 async def test_python_model_with_one_label_for_each_row_is_served(tmp_path: Path) -> None:
-    """What it returns may be `str` as well as `bytes`."""
+    """A model may return `str` as well as `bytes`."""
     add_python(tmp_path, "model", LABELLING)
 
     served = await serve(tmp_path, "model", [{"X": np.eye(4, dtype=np.float32)}])
@@ -187,7 +187,7 @@ async def test_model_that_fails_with_made_up_rows_is_served(tmp_path: Path) -> N
 async def test_fault_of_python_model_is_model_failure(
     tmp_path: Path, code: str, message: str
 ) -> None:
-    """What it returns or raises is no fault of the request, and ends nothing else."""
+    """A wrong return value or an exception is blamed on the model, not on the request."""
     add_python(tmp_path, "model", code)
 
     served = await serve(tmp_path, "model", [{"X": np.ones((1, 4), np.float32)}])

@@ -44,7 +44,7 @@ async def test_second_process_joining_and_leaving_loses_no_request(tmp_path: Pat
 
 
 async def test_killed_process_loses_no_request(tmp_path: Path) -> None:
-    """What it had in flight is answered by its successor, if need be once more."""
+    """The next process answers each request that was in flight, some of them a second time."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     caller = Caller(settings, log)

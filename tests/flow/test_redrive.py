@@ -65,7 +65,7 @@ async def _letters(log: MemoryLog, tmp_path: Path, *headers: dict[str, bytes]) -
 
 
 async def test_second_redrive_sends_no_letter_again(tmp_path: Path) -> None:
-    """What was redriven is remembered in the log, not in the process."""
+    """The log, not the process, remembers which dead letters were redriven."""
     settings = serving(tmp_path, "headrace", 4096)
     async with MemoryLog() as log:
         await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 3)

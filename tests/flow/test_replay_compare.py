@@ -276,8 +276,8 @@ def _recorded_answers(tmp_path: Path, repository: Path) -> Path:
 def test_comparing_uses_recorded_answers_as_reference(
     call: Call, recording: Path, current: Path, tmp_path: Path
 ) -> None:
-    """What was answered then is the reference, the current model's distance from it the noise;
-    latency is judged against the run, not against the times of another machine.
+    """Recorded answers are the reference, and the current model's distance from them is the noise;
+    latency is compared with the current model's run, not with the times of another machine.
     """
     answers = _recorded_answers(tmp_path, current)
     other = plant(tmp_path / "other", output_weight=swapped, output_bias=swapped)

@@ -92,7 +92,7 @@ async def post(
 
 
 def factor_of(client: Any, tensor: Any, version: str = "") -> float:
-    """What the version that answers multiplies by."""
+    """Return the factor by which the version that answers multiplies its input."""
     tensor.set_data_from_numpy(np.ones((1, 64), np.float32))
     scores = client.infer("digits", [tensor], model_version=version).as_numpy("scores")
     return float(scores[0][1]) / 64

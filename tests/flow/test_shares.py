@@ -28,7 +28,7 @@ BLOCKS_AT = 13
 LARGE = {"x": np.full((1, MIB // 16), BLOCKS_AT, np.float32)}  # 256 KiB
 SMALL = {"x": np.ones((1, 1), np.float32)}
 FLOOD = 64
-"""So many large requests are four times as large as the budget."""
+"""Number of large requests: together four times as large as the budget."""
 
 PARTITIONS = 2
 FUSED: Grouping = [STAGES]
@@ -140,7 +140,7 @@ async def test_deferred_request_is_answered_when_its_deadline_passes(tmp_path: P
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 async def test_deferred_requests_survive_change_of_owner(tmp_path: Path, guarantee: str) -> None:
-    """What is left in the log when a process stops is answered by the next one, each once."""
+    """The next process answers each request that a stopped process left in the log, once."""
     settings = settings_of(tmp_path, delivery={"guarantee": guarantee})
     async with (
         await log_for(settings) as log,

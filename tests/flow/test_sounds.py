@@ -32,7 +32,7 @@ def sound(kind: str = "WAV") -> bytes:
 
 
 def expected(kind: str = "WAV") -> list[float]:
-    """What the libraries alone make of it."""
+    """Return the samples that the libraries alone make of the sound."""
     samples, _ = soundfile.read(io.BytesIO(sound(kind)), dtype="float32")
     made: list[float] = soxr.resample(samples.mean(axis=1), 16_000, 8000, "HQ").tolist()
     return made

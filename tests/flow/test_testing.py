@@ -105,7 +105,7 @@ def test_closed_blocking_client_refuses_calls(models: Path) -> None:
 def test_blocking_client_without_broker_raises_configuration_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What `Client` raises on entering reaches the caller's thread."""
+    """An error that `Client` raises on entering reaches the caller's thread."""
     monkeypatch.delenv("HEADRACE_KAFKA__BOOTSTRAP_SERVERS", raising=False)
     with pytest.raises(ConfigurationError, match="needs a broker"), SyncClient():
         pass

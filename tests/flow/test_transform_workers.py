@@ -36,7 +36,7 @@ def transform(payload, content_type):
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """Of two children, and a model that answers with the number in its payload."""
+    """Settings with two child processes, and a model that answers with its payload's number."""
     config = 'transform = "python"\nmax_execution_s = 2.0\n'
     directory = add_version(
         tmp_path / "models", "numbers", 1, identity("INT64", ("batch", 4)), config
@@ -118,7 +118,7 @@ async def test_answers_keep_order_of_partition_with_several_children(settings: S
 
 
 async def test_stop_during_transforms_loses_no_request(settings: Settings) -> None:
-    """What was not answered before the stop is answered by the next process."""
+    """Requests not answered before the stop are answered by the next process."""
     log = await log_for(settings)
     async with Client(log=log, settings=settings) as client, asyncio.timeout(DEADLINE_S):
         async with serving(settings, log, [STAGES]):

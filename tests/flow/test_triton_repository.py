@@ -204,7 +204,7 @@ async def unload_all(address: str) -> None:
 
 
 def show_configurations(address: str) -> dict[str, Any]:
-    """What `ModelConfig` says of each model."""
+    """Return the `ModelConfig` of each model."""
     with triton.InferenceServerClient(address) as client:
         return {name: client.get_model_config(name).config for name in MODELS}
 

@@ -94,7 +94,7 @@ async def test_version_without_room_beside_old_one_replaces_it_under_load(tmp_pa
 
 
 async def test_old_version_answers_again_when_new_one_cannot_be_loaded(tmp_path: Path) -> None:
-    """What waited for the new one gets its answers, and the reason is shown."""
+    """Requests that waited for the new version get the old one's answers; the reason is shown."""
     add_model(tmp_path, "a", FIRST)
     async with serving(tmp_path) as ((pipeline,), client):
         callers = Callers(client)
@@ -137,7 +137,7 @@ async def test_changed_version_is_swapped_under_its_number(tmp_path: Path, *, fa
 
 
 async def test_executor_apart_swaps_under_load(tmp_path: Path) -> None:
-    """Whatever the other processes still bind to the old version gets answers of the new one."""
+    """Requests that other processes still bind to the old version get answers of the new one."""
     add_model(tmp_path, "a", FIRST)
     async with serving(tmp_path, APART) as (pipelines, client):
         callers = Callers(client)

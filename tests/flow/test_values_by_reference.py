@@ -74,7 +74,7 @@ async def test_stages_apart_answer_all_requests_by_reference(
 async def test_only_values_below_limit_pass_topics_between_stages(
     tmp_path: Path, inline_bytes: int, carried: bool
 ) -> None:
-    """Of a value that stays on `requests`, no other topic holds a byte."""
+    """Topics between the stages hold no byte of a value that stays on `requests`."""
     settings = settings_of(tmp_path, inline_payload_bytes=inline_bytes)
     log = await log_for(settings)
     caller = Caller(settings, log)

@@ -80,7 +80,7 @@ MOST = st.integers(1, 4)
 
 
 def seen(request: Request, *but: str) -> dict[str, Any]:
-    """What the next stage reads; with faults as they are told to nobody after ingest."""
+    """Return the fields that the next stage reads; a fault in the headers is not passed on."""
     names = (
         "partition", "offset", "previous", "timestamp_ms", "after", "key", "id", "model",
         "version", "rows", "shape_class", "wanted", "size_bytes", "ingested_us", "batch",
@@ -99,7 +99,7 @@ def seen(request: Request, *but: str) -> dict[str, Any]:
 @relaxed
 @given(MIXTURES, MOST)
 def test_items_and_their_batch_come_back(sent: tuple[Request, ...], most: int) -> None:
-    """Whatever a record's requests share, and however many of them travel together."""
+    """Requests survive encoding, whatever they share and however many travel together."""
     sent = tuple(each for each in sent if not _has_raw_name(each))  # ingest has refused these
 
     received = [
@@ -123,7 +123,7 @@ def test_items_and_their_batch_come_back(sent: tuple[Request, ...], most: int) -
 def test_items_by_reference_come_back_with_their_values(
     sent: tuple[Request, ...], most: int, from_bytes: int
 ) -> None:
-    """Whatever lies in a value or beside it, and whichever values have stayed in the source."""
+    """Inputs may lie in a value or beside it; any of the values may have stayed in the source."""
     sent = tuple(each for each in sent if not _has_raw_name(each))
     values = {request.offset: request.value for request in sent}
     expected = list(map(seen, sent))

@@ -1,4 +1,4 @@
-"""What is taken of fetched batches is what aiokafka takes of them, record by record."""
+"""Headrace takes the same records of fetched batches as aiokafka, one by one."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ IDS = st.integers(0, 2)
 
 
 class Append(NamedTuple):
-    """So many records, written in the transaction of this id or in none."""
+    """A number of records, written in the transaction with this id or in none."""
 
     transaction: int
     records: int

@@ -112,7 +112,7 @@ def test_surrogate_in_text_becomes_question_mark(half: str) -> None:
 
 @given(st.binary(max_size=80))
 def test_span_with_unreadable_tracestate_is_sent(header: bytes) -> None:
-    """What cannot be read is left out."""
+    """A tracestate that cannot be read is left out."""
     span = FinishedSpan("a", "INTERNAL", SpanId(1, 1), 0, False, SAMPLED, 1, 2, {})
 
     assert _read(span._replace(tracestate=header)).name == "a"

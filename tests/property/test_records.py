@@ -145,7 +145,7 @@ def check(data: st.DataObject, directory: Path, payload: bytes, content_type: st
 def test_any_json_becomes_inputs_or_is_refused(
     directory: Path, rows: list[dict[str, Any]], data: st.DataObject
 ) -> None:
-    """Whatever is where a number, a string or a date should be."""
+    """Numbers, strings and dates may be replaced by any JSON value."""
     check(data, directory, msgspec.json.encode(_in_range(rows)), "application/json")
 
 

@@ -20,7 +20,7 @@ from tests.support.models import add_version, digits
 
 STRICT_BYTES = 1024
 ROWS = 8
-"""Of 64 FP32 pixels each: twice what is allowed."""
+"""Rows of 64 FP32 pixels in a request: together twice `STRICT_BYTES`."""
 
 CORRELATION_ID = b"\x00order 7"
 

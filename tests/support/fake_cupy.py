@@ -1,4 +1,4 @@
-"""What `headrace.device.cuda` uses of CuPy 14, on the host's memory, with every call made at once.
+"""A stand-in for the part of CuPy 14 that `headrace.device.cuda` uses: on the host, synchronous.
 
 It shows that the adapter calls what is there with arguments that it takes; not what a GPU does.
 """

@@ -32,7 +32,7 @@ class RaceError(Fatal):
 
 
 class Operation(NamedTuple):
-    """What was asked of the device; `kind` is `copy`, `launch`, `record`, `wait`, `synchronize`.
+    """A call to the device; `kind` is `copy`, `launch`, `record`, `wait` or `synchronize`.
 
     Attributes:
         stream: on which; empty for `synchronize`.

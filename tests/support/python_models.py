@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MEETING = threading.Barrier(2)
-"""Where runs wait for each other, or for a test; `meeting_of` replaces it for a context."""
+"""A barrier where runs wait for each other, or for a test; `meeting_of` replaces it for a time."""
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def meeting_of(parties: int) -> Iterator[threading.Barrier]:
 
 
 GATE = threading.Event()
-"""What the gated model waits for, and runs that begin with `WAITS_AT_THE_GATE`."""
+"""The event for which the gated model waits, and so do runs that begin with `WAITS_AT_THE_GATE`."""
 
 BEGUN = threading.Event()
 """Set by code of a model that has begun to wait for the gate."""

@@ -87,7 +87,7 @@ def states(pipeline: Pipeline) -> dict[str, tuple[str, str]]:
 
 
 def held_bytes(pipeline: Pipeline) -> int:
-    """What the loaded versions hold of the budget, as `/status` shows it."""
+    """Return the bytes of the budget that loaded versions hold, as `/status` shows them."""
     budget: dict[str, int] = pipeline.state.status()["model_memory"]
     assert budget["limit_bytes"] == LIMIT_BYTES
     return budget["held_bytes"]

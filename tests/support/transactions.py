@@ -36,7 +36,7 @@ async def log_with_topics() -> MemoryLog:
 
 
 class Member:
-    """What a seat asks of its consumer.
+    """A stand-in for the consumer of a seat: the calls that a seat makes to it.
 
     Attributes:
         counted_in: what the group says when it is asked.

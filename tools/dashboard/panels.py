@@ -1,4 +1,4 @@
-"""What a dashboard is made of: rows of panels, and the queries of each."""
+"""The parts of a dashboard: rows of panels, and the queries of each panel."""
 
 from __future__ import annotations
 
