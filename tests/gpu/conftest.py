@@ -1,4 +1,4 @@
-"""What the tests on a GPU need, and why they are skipped where it is not there."""
+"""Fixtures of the tests on a GPU, which skip a test where there is none."""
 
 from __future__ import annotations
 

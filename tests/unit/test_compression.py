@@ -74,7 +74,7 @@ def test_answer_coding_has_highest_quality(accepted: str, coding: str) -> None:
 
 
 def test_formats_are_those_of_other_programs() -> None:
-    """What Python's own modules write is read, and the other way round."""
+    """Headrace reads what Python's own modules write, and they read what Headrace writes."""
     assert decompress(gzip.compress(TEXT), "gzip", LIMIT_BYTES, "value") == TEXT
     assert decompress(zlib.compress(TEXT), "deflate", LIMIT_BYTES, "value") == TEXT
     assert gzip.decompress(compress(TEXT, "gzip")) == TEXT
@@ -94,7 +94,7 @@ def test_result_at_limit_is_whole_and_one_byte_more_refused(coding: str) -> None
 
 @pytest.mark.parametrize("coding", CODINGS)
 def test_bomb_takes_no_more_memory_than_limit(coding: str) -> None:
-    """Of 64 MiB, only the limit is made, and copied."""
+    """Decompression of 64 MiB stops at the limit."""
     bomb = compress(bytes(64 << 20), coding)
     tracemalloc.start()
     try:

@@ -184,7 +184,7 @@ def test_image_listens_on_exposed_port(dockerfile: DockerfileParser) -> None:
 
 
 def test_image_copies_only_files_in_build_context(dockerfile: DockerfileParser) -> None:
-    """What is copied from the working tree exists, and .dockerignore lets it through."""
+    """Files copied from the working tree exist, and .dockerignore lets them through."""
     let_through = [
         line.removeprefix("!")
         for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()

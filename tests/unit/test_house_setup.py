@@ -67,7 +67,7 @@ def test_scripts_stop_at_first_fault(script: str) -> None:
 
 
 def test_ci_calls_targets_that_exist_and_ends_with_tests() -> None:
-    """What CI runs are make targets that people have as well; pytest's closing line is last."""
+    """CI runs make targets that people have as well; pytest's closing line is last."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     loop = re.search(r"for target in (.+); do", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     assert loop is not None

@@ -43,7 +43,7 @@ def test_tests_use_no_private_attributes() -> None:
 
 
 def test_tests_replace_no_attributes() -> None:
-    """What a test changes is passed in: by a constructor, a tuning value, or the log's faults."""
+    """Tests pass in what they change: by a constructor, a tuning value, or the log's faults."""
     found = [
         f"{path}:{line}: {target}"
         for path, line, target in all_replacements()

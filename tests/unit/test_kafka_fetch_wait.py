@@ -17,7 +17,7 @@ def test_fetch_of_idle_consumer_waits_long() -> None:
 
 
 def test_fetch_after_activity_waits_shortly() -> None:
-    """Whatever happens begins the time anew."""
+    """Any activity begins the time anew."""
     rule = FetchWait(TUNING, now_s=100.0)
     rule.note_activity(150.0)
 

@@ -1,4 +1,4 @@
-"""What is returned of fetch results: nothing is lost by one that is an error, or out of date."""
+"""Records of fetch results: an error or an outdated result loses none of the others."""
 
 from __future__ import annotations
 

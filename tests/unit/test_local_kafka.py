@@ -97,7 +97,7 @@ def test_jar_with_another_checksum_is_refused(tmp_path: Path) -> None:
 
 
 def test_refused_jar_leaves_nothing_in_cache(tmp_path: Path) -> None:
-    """What was refused is not found by the next start."""
+    """The next start does not find the refused file."""
     with pytest.raises(ChecksumMismatch):
         ensure_jars([JAR], tmp_path, partial(_fetch, b"other"))
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -117,7 +117,7 @@ def test_truncated_jar_is_fetched_again(tmp_path: Path) -> None:
 
 
 def test_concurrent_starts_fetch_jar_once(tmp_path: Path) -> None:
-    """Of several that find the cache empty, one fetches and all succeed."""
+    """One of several starts that find the cache empty fetches the file, and all succeed."""
     all_looked = threading.Barrier(3)
     fetched: list[Path] = []
 

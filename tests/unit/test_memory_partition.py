@@ -65,7 +65,7 @@ def test_trim_moves_beginning_of_partition() -> None:
 
 
 def test_small_trim_of_many_records_moves_beginning() -> None:
-    """Where only few are dropped, reading still begins at the right record."""
+    """Reading begins at the right record, although only a few were dropped."""
     partition = _partition(100)
     partition.trim(3)
     partition.trim(5)
@@ -96,7 +96,7 @@ def test_trim_beyond_end_is_refused() -> None:
 
 
 def test_retention_drops_oldest_records() -> None:
-    """What is held stays within the bound, whatever was written."""
+    """The bytes held stay within the bound."""
     partition = Partition(NAME, retention_bytes=100_000)
     for _ in range(100):
         _append(partition, 10, value=bytes(1000))

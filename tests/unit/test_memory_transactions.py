@@ -159,7 +159,7 @@ async def test_transaction_after_faulted_one_is_committed(log: MemoryLog) -> Non
 
 
 async def test_committed_offsets_may_lag_until_successor_enters(log: MemoryLog) -> None:
-    """Who reads them before entering reads an old value, as may happen on Kafka."""
+    """A reader that has not entered may see an old value, as on Kafka."""
     log.faults.transactions.let_offsets_lag()
     async with log.transactional_producer(ID, "group") as producer:
         await producer.commit_transaction(ONE, AT_ONE)
@@ -209,7 +209,7 @@ async def test_evicted_member_is_denied_by_group(log: MemoryLog) -> None:
 
 
 async def test_rebalancing_member_is_confirmed_by_group(log: MemoryLog) -> None:
-    """Until the rebalance has ended nobody else has its partitions."""
+    """The partitions have no other owner until the rebalance has ended."""
     answer: list[bool] = []
 
     async def ask(_: object) -> None:
@@ -224,7 +224,7 @@ async def test_rebalancing_member_is_confirmed_by_group(log: MemoryLog) -> None:
 
 
 async def test_retention_keeps_open_transaction() -> None:
-    """What is not read yet for good reason is not trimmed, however much comes after it."""
+    """Records of an open transaction are not trimmed, however many records follow."""
     log = MemoryLog(retention_bytes=2000)
     topics = [TopicInfo(each.topic, 1, {}) for each in (ANSWERS, SOURCE)]
     await log.create_topics(topics, replication_factor=1)

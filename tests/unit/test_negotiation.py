@@ -59,7 +59,7 @@ def test_content_type_of_highest_quality_is_chosen(accepted: str, chosen: str) -
 
 @pytest.mark.parametrize("text", ["", "*/*", " */* ;q=0.3", " , "])
 def test_header_that_accepts_all_alike_is_as_if_absent(text: str) -> None:
-    """So that requests with it take no other path."""
+    """Requests with such a header take the same path as those without."""
     assert read_accept(text) == ""
 
 

@@ -32,7 +32,7 @@ def changed(
 
 
 def test_topics_as_planned_pass_check() -> None:
-    """What the plan makes, the comparison accepts."""
+    """The comparison accepts the topics that the plan makes."""
     settings = make_settings({})
     assert compare(plan_topics(settings), existing_as_planned(settings)) == []
 

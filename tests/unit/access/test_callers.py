@@ -1,4 +1,4 @@
-"""Who a caller is, by what its call shows."""
+"""Identification of callers by the credentials of their calls."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_caller_over_limits_leaves_others_alone() -> None:
 
 
 def test_changed_limits_hold_for_next_request() -> None:
-    """What is under way stays counted."""
+    """Calls in flight stay counted when limits change."""
     callers = CallerLimits(max_idle=10)
     callers.begin("a", TWO_AT_ONCE, 0.0)
 
@@ -139,7 +139,7 @@ def test_idle_callers_beyond_limit_are_forgotten_oldest_first() -> None:
 
 
 def test_many_callers_take_bounded_memory() -> None:
-    """Whoever has many addresses is still one of so many."""
+    """A caller with many addresses cannot make the table of callers grow beyond its bound."""
     callers = CallerLimits(max_idle=100)
 
     for number in range(10_000):

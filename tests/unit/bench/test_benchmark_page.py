@@ -116,7 +116,7 @@ def test_benchmark_compares_computing_with_equal_threads() -> None:
 
 
 def test_benchmark_latency_parts_add_up() -> None:
-    """What no stage of ours has is the way of the answer to its reader."""
+    """Time that no stage accounts for is shown as the way of the answer to its reader."""
     latency = OpenLoopLatency(
         *(0.2, 100.0, 100.0, 5.0, 9.0, 9.9, 1.0, 0),
         mean_ms=6.0,
@@ -132,7 +132,7 @@ def test_benchmark_latency_parts_add_up() -> None:
 
 @pytest.mark.parametrize(("late_ms", "on_time"), [(1.0, True), (20.0, False)])
 def test_benchmark_load_sent_late_is_too_large(late_ms: float, on_time: bool) -> None:
-    """What it measured would be its own queue. That answers pile up is for the page to show."""
+    """A load sent late measures its own queue; answers that pile up do not make it late."""
     assert OpenLoopLatency(0.8, 100.0, 50.0, 1, 1, 1, late_ms, 0).on_time is on_time
 
 
@@ -171,7 +171,7 @@ def test_benchmark_table_has_row_for_every_contestant() -> None:
 
 
 def test_benchmark_tables_are_written_between_markers() -> None:
-    """What stands around them stays; a page without marks is refused."""
+    """Text around the tables stays as it is; a page without marks is refused."""
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
 
     assert with_tables(page, "new") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
@@ -203,7 +203,7 @@ def test_benchmark_finds_rise_of_memory() -> None:
 
 
 def test_benchmark_failures_name_no_machine_path() -> None:
-    """Where the repository, the home and temporary files are is left out of results."""
+    """Directories of the repository, the home and temporary files are left out of results."""
     text = f"{Path.cwd()}/a.py, {Path.home()}/b and {tempfile.gettempdir()}/c failed"
 
     assert without_directories(text) == "a.py, b and c failed"

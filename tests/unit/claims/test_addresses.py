@@ -86,14 +86,14 @@ def test_address_elsewhere_is_not_within(url: str) -> None:
     ],
 )
 def test_address_of_two_meanings_is_refused(url: str) -> None:
-    """What another program could read as another place is no address."""
+    """An address that another program could read as another place is refused."""
     with pytest.raises(ValueError, match=r"^expected "):
         parse_address(url)
 
 
 @given(st.text(max_size=40))
 def test_parts_of_accepted_path_stay_below(path: str) -> None:
-    """Whatever the text, no accepted path leaves the prefix."""
+    """No accepted path leaves the prefix."""
     try:
         address = parse_address(f"file:///root/{path}")
     except ValueError:

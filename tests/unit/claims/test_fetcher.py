@@ -155,7 +155,7 @@ async def test_redirect_is_not_followed() -> None:
 @pytest.mark.parametrize("stored", [CONTENT[:-1], CONTENT + b"x", CONTENT[:-1] + b"x"])
 @pytest.mark.parametrize("length", ["told", "untold"])
 async def test_another_object_is_refused(stored: bytes, length: str) -> None:
-    """Of another size, or with another digest; what exceeds the size is not read."""
+    """An object of another size or digest is refused; bytes beyond the size are not read."""
     async with StandInStore() as store:
         header = store.put("/a", CONTENT)
         store.objects["/a"] = stored
@@ -193,7 +193,7 @@ async def test_claim_of_large_object_is_refused_unfetched() -> None:
 
 
 async def test_failing_store_is_asked_again() -> None:
-    """So is one that breaks off."""
+    """A store that fails, or breaks off an answer, is asked again."""
     async with StandInStore() as store, asyncio.TaskGroup() as tasks:
         header = store.put("/a", CONTENT)
         store.failures_left = 3

@@ -1,4 +1,4 @@
-"""What `headrace doctor` finds without a broker."""
+"""Findings of `headrace doctor` without a broker."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_old_broker_is_doctor_error(release: tuple[int, int], health: Severity) 
 def test_model_exiting_at_import_is_doctor_finding(
     call: Call, tmp_path: Path, name: str, config: str
 ) -> None:
-    """What a user's code raises is told by its file, and the examination goes on."""
+    """An exception of a user's code is reported with its file, and the examination goes on."""
     directory = add_version(tmp_path / "models", "exits", 1, digits(), config).parent
     (directory / name).write_text("import sys; sys.exit(0)", encoding="utf-8")
     found = findings(call)

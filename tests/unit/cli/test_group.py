@@ -159,7 +159,7 @@ def test_debug_shows_traceback() -> None:
 
 
 def test_error_group_is_printed_once_per_cause() -> None:
-    """What several tasks raise together is told line by line, the same cause once."""
+    """Errors that several tasks raise together are printed one a line, the same cause once."""
     group = ExceptionGroup(
         "tasks", [Retriable("no broker"), ExceptionGroup("more", [Retriable("no broker")])]
     )

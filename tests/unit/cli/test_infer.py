@@ -145,7 +145,7 @@ def test_infer_uses_given_content_type(call: Call, client: ScriptedClient, png: 
 def test_wrong_infer_usage_exits_with_2(
     call: Call, client: ScriptedClient, arguments: tuple[str, ...], said: str
 ) -> None:
-    """What cannot be asked ends with exit code 2 and is not asked."""
+    """Wrong arguments end with exit code 2, before any request is sent."""
     result = call("infer", "m", *arguments)
     assert (result.exit_code, client.calls) == (Exit.USAGE, [])
     assert said in result.stderr
@@ -168,7 +168,7 @@ def test_answer_of_another_content_type_is_not_written(
 def test_image_is_written_as_it_is_and_shown_by_its_size(
     call: Call, client: ScriptedClient, png: str, tmp_path: Path
 ) -> None:
-    """Whatever parameters its content type has."""
+    """An image is written to the file as it is, also when its content type has parameters."""
     headers = [("content-type", b"image/jpeg; quality=90"), ("x-record-of", b"m/1")]
     record = np.array([b"\xff\xd8"], object)
     client.outcome = Response("m", "1", None, {"record": record}, {}, headers)

@@ -71,7 +71,7 @@ def test_describe_shows_inputs_with_their_dimensions(repository: Path, call: Cal
 
 
 def test_described_checksum_is_accepted_in_model_config(repository: Path, call: Call) -> None:
-    """What `describe` shows is what `model.toml` may have."""
+    """The line that `describe` shows is valid in `model.toml`."""
     add_version(repository, "digits", 1, digits())
     lines = call("models", "describe", "digits").stdout.splitlines()
     [line] = [line for line in lines if line.startswith("  checksum = ")]
@@ -87,7 +87,7 @@ def test_describe_is_written_as_json(repository: Path, call: Call) -> None:
 
 
 def test_describe_of_broken_model_fails_with_its_fault(repository: Path, call: Call) -> None:
-    """What cannot be described is explained."""
+    """A model that cannot be described fails with the reason."""
     add_version(repository, "bad", 1, digits(), "colour = 1")
     result = call("models", "describe", "bad")
     assert result.exit_code == Exit.FAILED

@@ -56,7 +56,7 @@ def test_push_of_unpacked_version_is_refused(repository: Path, call: Call) -> No
 
 
 def test_push_of_version_changed_after_packing_is_refused(repository: Path, call: Call) -> None:
-    """What the manifest does not vouch for stays here."""
+    """A file that is not in the manifest is not pushed."""
     (repository / "digits" / "1" / "extra").touch()
     result = call("models", "push", "digits", "--to", "store")
     assert result.exit_code == Exit.USAGE
@@ -66,7 +66,7 @@ def test_push_of_version_changed_after_packing_is_refused(repository: Path, call
 def test_push_of_another_version_with_a_number_that_is_there_is_refused(
     repository: Path, call: Call
 ) -> None:
-    """Whoever has read a version can rely on it; the same one may be pushed again."""
+    """A version never changes once it is pushed; the same one may be pushed again."""
     call("models", "push", "digits", "--to", "store")
     assert call("models", "push", "digits", "--to", "store").exit_code == Exit.DONE
     call("models", "pack", "digits", "--metadata", "run=2")

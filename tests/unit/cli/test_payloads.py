@@ -49,7 +49,7 @@ def payload(directory: Path, name: str, content: str) -> str:
     ],
 )
 def test_content_type_follows_from_name(name: str, content_type: str) -> None:
-    """Where Python knows none, those of records are known."""
+    """Content types of records, which Python does not know, follow from names as well."""
     assert guess_content_type(name) == content_type
 
 

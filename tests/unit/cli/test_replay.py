@@ -1,4 +1,4 @@
-"""What `headrace replay` asks, prints and refuses; it reads capture files here."""
+"""Questions, output and refusals of `headrace replay`, which reads capture files here."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_capture_of_capture_file_keeps_selected_records(
 
 
 def test_truncated_capture_file_is_reported(call: Call, capture: str) -> None:
-    """What can be read is used; the loss is on stderr."""
+    """The whole records are used, and stderr says that the end is missing."""
     path = Path(capture)
     path.write_bytes(path.read_bytes()[:-5])
     result = call("replay", "count", "--file", capture)
@@ -144,7 +144,7 @@ def test_replay_of_topic_needs_broker(call: Call) -> None:
 
 
 def test_foreign_capture_file_is_refused_in_one_line(call: Call, tmp_path: Path) -> None:
-    """What is no capture file is refused by name."""
+    """A file that is not a capture file is refused by name."""
     path = tmp_path / "file"
     path.write_text("hello")
     result = call("replay", "count", "--file", str(path))

@@ -160,7 +160,7 @@ def test_run_shortens_thread_switch_interval(call: Call, started: Started) -> No
 def test_run_exits_with_code_of_services(
     call: Call, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the services end with is what the process ends with."""
+    """The process ends with the exit code of its services."""
     monkeypatch.setenv("HEADRACE_NAMESPACE", "other")
     assert call("run").exit_code == Exit.FAILED
 

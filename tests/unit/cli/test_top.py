@@ -66,7 +66,7 @@ def cells(shown: StatusInterval, title: str) -> list[dict[str, str]]:
 
 
 def test_top_rates_are_between_two_status_reads() -> None:
-    """What was before the first answer does not count."""
+    """Requests answered before the first read do not count."""
     (row,) = cells(change(), "state")
 
     assert (row["answers/s"], row["not ok/s"], row["rows/s"], row["runs/s"]) == (
@@ -79,7 +79,7 @@ def test_top_rates_are_between_two_status_reads() -> None:
 
 
 def test_top_shows_no_rates_after_first_read() -> None:
-    """What stands is known at once, what grows is not."""
+    """Rates need two reads; gauges such as the backlog need one."""
     first = StatusInterval({}, documented())
 
     assert cells(first, "state")[0]["answers/s"] == "-"

@@ -50,7 +50,7 @@ async def test_unknown_error_code_is_kept(client: Client, responder: Responder) 
 
 
 async def test_unreadable_answer_raises(client: Client, responder: Responder) -> None:
-    """What is no answer of Headrace's fails its own call and no other."""
+    """An unreadable answer fails its own call and no other."""
     responder.script = lambda record: [b"\xc1"]
     with pytest.raises(InferenceError, match="INTERNAL"):
         await client.infer("m", INPUTS)
@@ -59,7 +59,7 @@ async def test_unreadable_answer_raises(client: Client, responder: Responder) ->
 
 
 async def test_arrays_without_datatype_are_refused(client: Client) -> None:
-    """What the protocol has no name for is refused before it is sent, in the usual form."""
+    """An array whose type the protocol cannot name is refused with its code before it is sent."""
     with pytest.raises(InferenceError) as caught:
         await client.infer("m", {"x": np.zeros(1, np.complex64)})
     assert (caught.value.code, caught.value.retriable) == ("INVALID_TENSOR", False)
@@ -153,7 +153,7 @@ async def test_calls_in_flight_are_bounded(
 async def test_closing_client_fails_waiting_calls(
     log: MemoryLog, settings: Settings, silent: Responder
 ) -> None:
-    """Who waits when the client is closed learns of it at once."""
+    """Calls that wait when the client is closed fail at once."""
 
     async def wait_in_vain() -> None:
         with pytest.raises(ClientClosed, match="closed before the answer came"):
@@ -202,7 +202,7 @@ async def test_closing_client_keeps_shared_log_open(log: MemoryLog, settings: Se
 async def test_error_inside_client_context_is_not_wrapped(
     log: MemoryLog, settings: Settings
 ) -> None:
-    """What the user's own block raises leaves it as it is."""
+    """An exception of the user's own block leaves it unchanged."""
     with pytest.raises(KeyError):
         async with Client(log=log, settings=settings):
             raise KeyError("the user's own")

@@ -153,7 +153,7 @@ async def test_calls_side_by_side_get_their_own_answers(
 async def test_two_clients_on_one_partition_do_not_mix(
     log: MemoryLog, settings: Settings, client: Client, responder: Responder
 ) -> None:
-    """What is for another client is dropped, and counted as foreign."""
+    """An answer for another client is dropped, and counted as foreign."""
     async with Client(log=log, settings=settings, reply_partition=1) as other:
         await other.infer("m", {"x": PIXELS})
         await client.infer("m", {"x": PIXELS})

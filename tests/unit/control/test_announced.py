@@ -85,7 +85,7 @@ def test_silent_process_is_forgotten() -> None:
 
 
 def test_version_is_needed_while_an_earlier_stage_announces_it() -> None:
-    """What a later stage, or one beside, announces keeps nothing: they wait for this one."""
+    """Announcements of the same stage or a later one keep no version: those wait for this stage."""
     announced = AnnouncedVersions(BATCHER, 1, 10.0)
     announced.apply(
         [event("i", INGEST, "1"), event("b", BATCHER, "2"), event("e", EXECUTOR, "3")], 0.0

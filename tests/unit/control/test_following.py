@@ -43,7 +43,7 @@ ADA = Author("ada")
 
 
 class Scan(NamedTuple):
-    """What a scan of the repository says."""
+    """The result of a scan of the repository."""
 
     away: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ async def test_fault_of_version_is_logged_once() -> None:
 async def test_record_of_later_format_ends_following_and_keeps_models(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What stands behind it is not followed either: it may depend on it."""
+    """Records behind it are not followed either: they may depend on it."""
     log, models = await new_log(), NotingModels()
     await write(log, "a")
     async with following(log, models) as follower:
@@ -209,7 +209,7 @@ async def test_missing_topic_is_refused_with_command_that_makes_it() -> None:
 
 
 async def test_process_starts_from_oldest_snapshot_where_retention_removed_records() -> None:
-    """What retention took is in the snapshot; later changes follow as ever."""
+    """The snapshot has the records that retention removed; later changes follow as usual."""
     log, models = await new_log(), NotingModels()
     topic = ControlTopic(log, SETTINGS, replace(QUICK, control_snapshot_every=3))
     for generation, name in enumerate("abcd"):

@@ -1,4 +1,4 @@
-"""What a dead letter says, what becomes of it, and what is remembered: rules without I/O."""
+"""Rules of dead letters, without I/O: how they are read, selected, redriven and remembered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_dead_letter_has_error_stage_and_attempts() -> None:
 
 @pytest.mark.parametrize("value", [None, b"", b"\xc1", b"\x93\x01"])
 def test_dead_letter_without_headers_is_read(value: bytes | None) -> None:
-    """Whoever wrote it: what is absent is empty."""
+    """An absent header leaves its field empty, or at its default."""
     letter = parse_dead_letter(Record(*LETTERS, 5, -1, None, value, []))
 
     assert letter == (letter.record, None, "", "", "", 1, "", "")
@@ -77,7 +77,7 @@ def test_dead_letter_without_headers_is_read(value: bytes | None) -> None:
 def test_dead_letter_selection_joins_its_filters_by_and(
     selection: DeadLetterSelection, taken: bool
 ) -> None:
-    """What is empty leaves all in."""
+    """An empty filter leaves all dead letters in."""
     assert selection.takes(_letter()) is taken
 
 
@@ -135,7 +135,7 @@ def test_redrive_progress_survives_commit_and_retention() -> None:
 
 @pytest.mark.parametrize("known", [None, Committed(30)])
 def test_redrive_progress_of_recreated_topic_is_empty(known: Committed | None) -> None:
-    """What was committed beyond its end is an older topic's."""
+    """Offsets committed beyond the end of a topic belong to a deleted topic of the same name."""
     assert done_letters({LETTERS: known}, {LETTERS: OffsetRange(0, 20)})[LETTERS] == AckedOffsets(0)
 
 

@@ -114,7 +114,7 @@ def test_demo_reads_error_with_message() -> None:
 
 
 def test_demo_refuses_answer_without_headers() -> None:
-    """What breaks the contract is an error, not a guess."""
+    """An answer that breaks the contract is an error."""
     bare = Record("headrace.responses", 0, 0, 0, None, msgspec.msgpack.encode({}), ())
     with pytest.raises(KeyError):
         read_answer(bare, ())

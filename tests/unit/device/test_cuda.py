@@ -103,7 +103,7 @@ def test_missing_cuda_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_device_memory_counts_device_and_pool(cupy: FakeCupy) -> None:
-    """What CuPy keeps is a part of what is not free."""
+    """Bytes that CuPy's pool keeps are a part of the memory that is not free."""
     assert CudaDevice(0).memory() == Memory(3, 10, {"cupy": 7})
 
 

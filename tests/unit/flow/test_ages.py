@@ -7,7 +7,7 @@ from headrace.tuning import TUNING
 
 
 def test_partition_without_unanswered_record_has_no_age() -> None:
-    """And neither has a partition where everything is answered."""
+    """No age is shown where nothing was read, or everything is answered."""
     ages = RecordAges()
     assert ages.oldest_ms(0) is None
     ages.note(9, 1000)

@@ -84,7 +84,7 @@ def test_partition_whose_ranges_might_not_fit_metadata_is_paused_alone() -> None
 
 
 def test_topic_between_stages_is_not_paused() -> None:
-    """What has no room there is worked on once more after a crash, and recognised."""
+    """Records that have no room in the metadata are run again after a crash, and recognised."""
     bench = BackpressureHarness()
     bench.read(bench.one, 2 * TUNING.delivery.safe_span_offsets)
 
@@ -137,7 +137,7 @@ async def test_separate_ingest_follows_commits_of_responder() -> None:
 def test_separate_ingest_bounds_unanswered_records(
     in_order: bool,
 ) -> None:
-    """What is answered there is taken off as soon as it is known."""
+    """Records count as unanswered until the responder's progress shows their answers."""
     bench = BackpressureHarness(shares=in_order)
     known = bench.one.progress.copy()
     bench.pauses.follow(ONE, known)

@@ -1,4 +1,4 @@
-"""What one model, or one tenant, may hold of the byte budget."""
+"""Shares of the byte budget that one model, or one tenant, may hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies ahead of a source, on the embedded log."""
+"""Backlog and lag of a source, on the embedded log."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def seen(source: Source, **expected: object) -> SourceSnapshot:
 
 
 async def test_unanswered_record_counts_as_backlog_and_lag() -> None:
-    """Until it is answered it is in flight; until it is committed it is lag."""
+    """A record is in flight until it is answered, and counts as lag until it is committed."""
     async with MemoryLog() as log, reading(log) as source:
         await write_to(log, FIRST, *[b"value"] * 5)
         delivery = await source.receive()
@@ -82,7 +82,7 @@ async def test_unanswered_record_counts_as_backlog_and_lag() -> None:
 
 
 async def test_unreachable_log_keeps_last_known_ends() -> None:
-    """What is known does not become unknown."""
+    """Ends that were read before the log went away stay known."""
     async with MemoryLog() as log, reading(log) as source:
         await write_to(log, FIRST, b"value")
         await seen(source, end=1)

@@ -48,7 +48,7 @@ def test_crash_marker_survives_round_trip(mark: CrashMarker, owner: Owner) -> No
 
 
 def test_crash_marker_with_many_attempts_fits_into_commit() -> None:
-    """Of more than fit, those with the most deaths are kept."""
+    """Attempts with the most deaths are kept where not all fit."""
     attempts = {(2**62 + offset, 9999): 1 + offset % 3 for offset in range(500)}
     mark = CrashMarker(True, 2**62, 99, SCATTERED, 0, attempts, SCATTERED)
 

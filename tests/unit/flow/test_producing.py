@@ -144,7 +144,7 @@ async def test_records_with_lost_acknowledgement_are_written_again(log: MemoryLo
 
 
 async def test_retry_does_not_repeat_acknowledged_records(log: MemoryLog) -> None:
-    """Of several runs only those that failed are sent again."""
+    """Only the batches that failed are sent again."""
     async with log.producer() as producer:
         log.faults.acknowledgements.lose(1)
         await deliver(producer, ANSWERS, records(900, 900, 900))
@@ -173,7 +173,7 @@ async def test_missing_partition_refuses_all_records(log: MemoryLog) -> None:
 
 
 async def test_forbidden_topic_refuses_all_at_once(log: MemoryLog) -> None:
-    """What access rules forbid is not taken apart to see which record is at fault."""
+    """Records for a forbidden topic are refused together, without a search for the one at fault."""
     log.faults.topics.forbid(ANSWERS.topic)
     async with log.producer() as producer:
         refused = await deliver(producer, ANSWERS, records(500, 300, 900))

@@ -69,7 +69,7 @@ async def test_records_after_refused_one_are_not_written_in_order(log: MemoryLog
 
 
 async def test_refused_piece_in_order_is_halved(log: MemoryLog) -> None:
-    """What is refused for another reason than its size is found among its neighbours."""
+    """Halving finds the record at fault where its size is not the reason."""
     compacted = TopicPartition("compacted", 0)
     keyed = [NewRecord(b"k", bytes([value])) for value in b"abcdefg"]
     keyed[4] = NewRecord(None, b"e")

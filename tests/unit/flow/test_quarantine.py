@@ -1,4 +1,4 @@
-"""What a source lets in after an unclean end, and what it leaves behind."""
+"""Records that a source lets in after an unclean end, and the crash markers that it leaves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Stage:
 
     @property
     def holds(self) -> list[str]:
-        """What is in flight, as `partition:offset`."""
+        """Return the records in flight, as `partition:offset`."""
         return sorted(
             f"{one.assignment.partition.partition}:{one.offset}" for one in self.ack_handles
         )
@@ -114,7 +114,7 @@ async def reading(log: MemoryLog, *, dies: bool = False) -> AsyncIterator[Stage]
 
 
 async def marked(log: MemoryLog, partition: TopicPartition = ONE) -> CrashMarker:
-    """What is kept of a partition."""
+    """Return the crash marker of a partition."""
     return (await CrashMarkers(log, "group").read([partition]))[partition][0]
 
 
@@ -165,7 +165,7 @@ async def test_clean_end_leaves_clean_crash_marker(log: MemoryLog) -> None:
 
 
 async def test_clean_end_with_unfinished_work_leaves_clean_crash_marker(log: MemoryLog) -> None:
-    """What was read and not answered in time is no suspect: nothing has ended a process."""
+    """Records that were not answered in time are not suspects, as nothing ended a process."""
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
 
@@ -173,7 +173,7 @@ async def test_clean_end_with_unfinished_work_leaves_clean_crash_marker(log: Mem
 
 
 async def test_first_unclean_end_delays_no_record(log: MemoryLog) -> None:
-    """What was admitted is let in again with everything else, and the mark counts the end."""
+    """Admitted records are let in again with all others, and the marker counts the end."""
     async with reading(log, dies=True) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
     async with reading(log) as stage:
@@ -194,7 +194,7 @@ def _becomes(log: MemoryLog, mark: CrashMarker) -> Callable[[], Awaitable[bool]]
 
 
 async def test_second_unclean_end_starts_poison_search(log: MemoryLog) -> None:
-    """What is read is marked as long as the stage is at it, and nothing is held up."""
+    """Records that the stage works on are marked, and none is held up."""
     await mark(log, CrashMarker(True, 10, 1))
     async with reading(log) as stage:
         stage.may_go_on.clear()
@@ -271,7 +271,7 @@ async def test_suspects_beyond_what_log_holds_are_forgotten(log: MemoryLog) -> N
 
 
 async def test_poison_search_continues_after_rebalance(log: MemoryLog) -> None:
-    """What survived is acquitted, the rest is accused still, and nothing counts as an attempt."""
+    """Accused records stay accused until they are answered, and a rebalance is not an attempt."""
     await mark(log, CrashMarker(False, 10, 3, accused=((3, 5),)))
     async with reading(log) as stage:
         await eventually(lambda: stage.alone == [3, 4])

@@ -1,4 +1,4 @@
-"""What was read and waits for the first stage."""
+"""Records that were read and wait for the first stage."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Reader:
 
 
 async def test_polled_records_join_waiting_records_of_partition() -> None:
-    """Of each partition the first stage gets all at once, in the order of offsets."""
+    """The first stage gets all waiting records of a partition at once, in the order of offsets."""
     reader = Reader()
     for partition in (ONE, TWO, ONE, TWO, ONE):
         reader.read(partition, 2)
@@ -85,7 +85,7 @@ async def test_delivery_has_no_more_than_poll() -> None:
 
 
 async def test_records_read_carefully_join_no_others() -> None:
-    """What is known of them holds for none of the others."""
+    """Isolation applies to the records of its own poll only."""
     reader = Reader()
     isolation = Isolation(frozenset(), frozenset(), lambda _: None)
     for each in (None, isolation, isolation, None):
@@ -105,7 +105,7 @@ async def test_records_behind_gap_do_not_join_those_before() -> None:
 
 
 async def test_records_of_other_epoch_do_not_join() -> None:
-    """What was read for the one before is revoked, and is not to be mixed with what is ours."""
+    """Records read for a revoked assignment do not mix with those of the present one."""
     reader = Reader()
     reader.read(ONE, 1)
     reader.tracker.revoke(ONE)
@@ -157,7 +157,7 @@ async def test_reading_waits_while_small_chunks_are_in_flight() -> None:
 
 
 async def test_reading_of_large_chunks_does_not_wait() -> None:
-    """Where large chunks come there is nothing to gather, and the next poll follows at once."""
+    """The next poll follows a large chunk at once, as there is nothing to gather."""
     reader = Reader()
     reader.read(ONE, TUNING.consumer.large_chunk_bytes // 1024)
 

@@ -133,7 +133,7 @@ class RereadingHarness:
         await asyncio.wait([task])
 
     async def next(self) -> PolledRecords:
-        """What is read next."""
+        """Return the records that are read next."""
         delivery = await self.ready.next()
         assert delivery is not None
         return delivery
@@ -230,7 +230,7 @@ async def test_rereading_of_revoked_partition_frees_reserved_budget() -> None:
 
 
 async def test_rereading_error_of_one_partition_leaves_others_read() -> None:
-    """What was picked of both is given back, and picked again when the log can be asked."""
+    """Records picked of both partitions are given back, and picked again when the log answers."""
     bench = RereadingHarness(UnsureLog())
     (first,) = await bench.read(2)
     await write_to(bench.log, TWO, *[b"value"] * 2)

@@ -71,7 +71,7 @@ async def test_suspect_run_is_marked_before_it_begins() -> None:
 
 
 async def test_suspect_run_waits_until_all_others_have_left() -> None:
-    """And is marked to be alone then, not before."""
+    """The run is marked as alone when all others have left, not before."""
     bench, first, second = RunGateHarness(), asyncio.Event(), asyncio.Event()
     runs = await start(bench.beside(1, first), bench.alone(7, second))
     before = list(bench.story)
@@ -85,7 +85,7 @@ async def test_suspect_run_waits_until_all_others_have_left() -> None:
 
 
 async def test_other_runs_pass_between_two_suspect_runs() -> None:
-    """What waited for the first runs before the second may."""
+    """Runs that waited for the first suspect go before the second one."""
     bench, ends = RunGateHarness(), [asyncio.Event() for _ in range(3)]
     runs = await start(bench.alone(7, ends[0]), bench.alone(8, ends[1]), bench.beside(1, ends[2]))
     during = list(bench.story)
@@ -102,7 +102,7 @@ async def test_other_runs_pass_between_two_suspect_runs() -> None:
 
 
 async def test_run_gate_stays_closed_when_run_ends_its_process() -> None:
-    """What would be marked to run alone in its last moments would be taken for the culprit."""
+    """A run marked as alone while the process ends would be taken for the culprit."""
     bench, never = RunGateHarness(), asyncio.Event()
     dying, accused = await start(bench.beside(1, never), bench.alone(7, never))
     dying.cancel()

@@ -194,7 +194,7 @@ async def test_revoked_partition_drains_and_is_committed(log: MemoryLog) -> None
 
 
 async def test_work_unanswered_at_stop_deadline_is_revoked(log: MemoryLog) -> None:
-    """What a stop finds unanswered when its time is over is revoked: the next owner answers it."""
+    """Requests unanswered at the deadline are revoked, and the next owner answers them."""
     await fill(log, 3)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 3)
@@ -314,7 +314,7 @@ async def test_ack_of_lost_record_does_not_count_for_its_successor(log: MemoryLo
 
 
 async def test_log_end_lost_before_start_keeps_answered_offsets(log: MemoryLog) -> None:
-    """What was committed beyond the end is of records that are gone."""
+    """Offsets committed beyond the end belong to records that are gone."""
     await fill(log, 9)
     await commit(log, AckedOffsets(3, [(4, 5), (7, 9)]).committable())
     log.faults.partitions.truncate(ONE, 8)
@@ -496,7 +496,7 @@ class ReluctantSourceOffsets(SourceOffsets):
 
 
 async def test_retried_assignment_shows_its_duration(log: MemoryLog) -> None:
-    """Until the partitions are taken up, and not afterwards."""
+    """The duration is shown until the partitions are taken up, and not afterwards."""
     source_offsets = ReluctantSourceOffsets(log, TOPIC)
     settings = SourceSettings(TOPIC, GROUP, GROUP, True, 1_000_000, 5.0)
     source = Source(log, settings, Metrics(CollectorRegistry()), source_offsets, tuning=QUICK)

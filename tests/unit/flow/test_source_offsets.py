@@ -52,7 +52,7 @@ def at(offset: int, previous: int | None = None) -> Request:
 
 
 async def test_source_offset_is_taken_once(log: MemoryLog) -> None:
-    """Of two results for one request only the first one is answered."""
+    """Only the first of two results for one request is answered."""
     source_offsets = await assigned(log)
 
     assert [
@@ -100,7 +100,7 @@ async def test_committed_offset_is_not_taken(log: MemoryLog) -> None:
 
 
 async def test_answer_stays_pending_until_committed(log: MemoryLog) -> None:
-    """What the log acknowledged is not committed again, unless it is to be renewed."""
+    """Offsets that the log acknowledged are committed again only after `forget_committed`."""
     source_offsets = await assigned(log)
     first = source_offsets.committable()
     source_offsets.was_committed(first)
@@ -166,7 +166,7 @@ async def test_lost_end_of_requests_truncates_answered_offsets(log: MemoryLog) -
 
 
 async def test_deleted_topic_keeps_answered_offsets(log: MemoryLog) -> None:
-    """What is on its way still is of the one that was."""
+    """Requests that are still under way come from the deleted topic."""
     source_offsets = await assigned(log, Committed(3))
     log.faults.topics.delete("requests")
 

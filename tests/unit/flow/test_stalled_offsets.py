@@ -75,7 +75,7 @@ def test_unread_backlog_is_not_stalled(tracker: InFlightTracker) -> None:
 
 
 def test_new_assignment_sends_records_from_base_again(tracker: InFlightTracker) -> None:
-    """So the time begins anew."""
+    """The time of a stalled offset begins anew with a new assignment."""
     pass_on(tracker, 10)
     bases = looked(tracker, (5, 0.0), (5, 120.0))
     tracker.assign(ONE, AckedOffsets(5))

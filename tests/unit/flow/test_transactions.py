@@ -62,7 +62,7 @@ async def test_partition_gets_new_producer_after_cancelled_transaction(log: Memo
 
 
 async def test_transaction_in_flight_is_lost_with_its_partition(log: MemoryLog) -> None:
-    """Whatever the producer says when it is closed: the answers are the next owner's."""
+    """The next owner writes the answers, whatever the former producer reports when it is closed."""
     owner = await owner_of(log)
     log.faults.transactions.hold()
     under_way = asyncio.create_task(owner.commit_transaction([0]))
@@ -178,7 +178,7 @@ async def test_step_of_previous_assignment_writes_no_answer(log: MemoryLog) -> N
 async def test_late_membership_denial_does_not_revoke_next_assignment(
     log: MemoryLog,
 ) -> None:
-    """What it denies is the membership that has ended meanwhile."""
+    """The denial concerns the membership that has ended meanwhile."""
     owner = await owner_of(log)
     await owner_of(log)
     owner.member.counted_in = False

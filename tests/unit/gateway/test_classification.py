@@ -63,7 +63,7 @@ def test_more_classes_than_elements_gives_all() -> None:
 def test_value_is_written_in_shortest_form(
     dtype: Any, values: list[float], expected: bytes
 ) -> None:
-    """Of every kind of number, over its whole range."""
+    """Numbers of every kind are written over their whole range."""
     assert of_row(values, 1, dtype) == [expected]
 
 

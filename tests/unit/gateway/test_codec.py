@@ -39,7 +39,7 @@ def answer_of(array: np.ndarray[Any, Any]) -> Response:
 
 @pytest.mark.parametrize("datatype", DATATYPES)
 def test_binary_tensor_survives_http_codec(datatype: str) -> None:
-    """Of every datatype, with the JSON before it."""
+    """Tensors of every datatype follow the JSON as bytes."""
     array = values_of(datatype)
     content = bytes(from_array("x", array).data)
     tensor = {

@@ -47,7 +47,7 @@ def request_of(*inputs: dict[str, Any], **fields: Any) -> ModelInferRequest:
 
 @pytest.mark.parametrize("datatype", DATATYPES)
 def test_raw_tensor_is_read_and_written_unchanged(datatype: str) -> None:
-    """Of every datatype, in the bytes beside the tensors' names."""
+    """Tensors of every datatype are carried as bytes beside their names."""
     array = values_of(datatype)
     content = bytes(from_array("x", array).data)
     tensor = {"name": "x", "datatype": datatype, "shape": [2, 2]}

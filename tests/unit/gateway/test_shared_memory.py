@@ -147,7 +147,7 @@ def test_place_outside_of_regions_is_refused(
 def test_bad_region_is_refused_without_open_file(
     shm: Path, regions: Regions, name: str, offset: int, size: int, told: str
 ) -> None:
-    """What was opened to look at it is closed."""
+    """The file opened to check the region is closed."""
     with pytest.raises(Rejected, match=told):
         regions.register(name, KEY, offset, size)
 
@@ -182,7 +182,7 @@ def test_output_that_does_not_fit_is_refused(shm: Path, regions: Regions) -> Non
 
 
 def test_bytes_are_counted_before_they_are_read(shm: Path, regions: Regions) -> None:
-    """So that a refusal costs no memory; a place that does not exist counts nothing."""
+    """A refusal costs no memory; a place that does not exist counts nothing."""
     regions.register("r", KEY, 0, SIZE)
     counted: list[int] = []
     access = RegionAccess(regions, counted.append)

@@ -23,7 +23,7 @@ TRITONS: dict[str, Any] = {
 
 
 def described(field: FieldDescriptor) -> tuple[Any, ...]:
-    """What the bytes of a field depend on, and its name."""
+    """Return the name of a field, and the properties on which its bytes depend."""
     kind = field.message_type or field.enum_type
     oneof = field.containing_oneof
     return (

@@ -65,7 +65,7 @@ def test_rows_have_their_largest_values_with_labels() -> None:
 def test_values_are_those_of_each_datatype(
     dtype: Any, values: list[float], expected: list[float | None]
 ) -> None:
-    """What JSON cannot hold is null."""
+    """A value that JSON cannot hold is null."""
     (row,) = written(np.array([values], dtype))
 
     assert [each["value"] for each in row["classes"]] == expected
@@ -327,7 +327,7 @@ def test_classes_with_one_channel_are_the_mask() -> None:
 def test_output_that_is_no_mask_fails_its_request(
     output: np.ndarray[Any, Any], message: str
 ) -> None:
-    """What the signature could not show."""
+    """An output is checked at run time where its signature does not show whether it is a mask."""
     with pytest.raises(Rejected, match=message):
         mask_of(output, "INT64", as_png(np.zeros((4, 4, 3), np.uint8)), "stretch")
 

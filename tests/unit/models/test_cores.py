@@ -59,7 +59,7 @@ def test_part_that_does_not_exist_is_refused(part: str) -> None:
 
 
 def test_more_than_one_instance_on_gpu_is_refused() -> None:
-    """Until it was measured that more are of use."""
+    """No measurement has shown a use for more than one instance on a GPU."""
     values = {"device": "cuda:0", "experimental_cuda": True, "instances": 2}
     with pytest.raises(ConfigurationError, match="instances: expected 1 on cuda:0"):
         make_model_config(values, settings_for(ROOT))

@@ -67,7 +67,7 @@ def test_version_that_had_no_room_is_loaded_by_next_request(tmp_path: Path) -> N
 
 
 def test_version_that_cannot_be_loaded_again_has_failed(tmp_path: Path) -> None:
-    """What waits for it is decided about anew, and new requests get the reason."""
+    """Requests that wait for the version are assigned again; new ones get the reason."""
     executor = unloaded(tmp_path)
     version = executor.models.catalog.lookup_bound("digits", "1")
     executor.told()

@@ -325,7 +325,7 @@ def test_file_with_other_bytes_behind_its_end_is_read() -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_damaged_bytes_are_refused_or_read_and_nothing_else(kind: str) -> None:
-    """Whatever the libraries raise of them is an invalid request."""
+    """Any exception of the image libraries becomes a refusal of the request."""
     rng, noise = random.Random(5), np.random.default_rng(5)
     images = images_of([-1, 8, 8, 3])
     payload = written(picture("RGB", 24, 24, noise), kind)

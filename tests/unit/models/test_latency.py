@@ -25,7 +25,7 @@ def seeded(us_of: dict[int, int], times: int = 1) -> Latency:
 
 
 def test_latency_before_first_run_is_unknown() -> None:
-    """What is not known is said to be unknown, and limits nothing."""
+    """An unknown latency is reported as unknown, and limits nothing."""
     latency = Latency()
 
     assert latency.predict_us(CLASS, 4) is None
@@ -117,7 +117,7 @@ def test_sizes_are_compared_with_concurrent_observations() -> None:
 
 
 def test_steady_slowdown_keeps_sizes_apart() -> None:
-    """What is kept is scaled before it gets out of bounds, and that moves no prediction."""
+    """Sums are scaled before they get out of bounds, and this moves no prediction."""
     latency = seeded({8: 800, 16: 1200}, times=20)
     slowdown = 1.0
     for _ in range(1000):
@@ -146,12 +146,12 @@ def test_larger_best_size_needs_one_percent_gain(us: int, best: int) -> None:
 
 
 def test_best_size_with_one_seen_size_is_limit() -> None:
-    """Where all runs until now had two rows, as many are taken as may be."""
+    """A model whose runs all had two rows gets batches as large as its limit."""
     assert seeded({2: 10_000}).best_rows(CLASS, 16) == 16
 
 
 def test_best_size_of_quick_runs_is_largest() -> None:
-    """What a batch costs beside its run is more than the run, whatever that took."""
+    """The overhead of a batch exceeds the time of such a run, so that large batches are best."""
     assert seeded({8: 15, 16: 40, 32: 95}).best_rows(CLASS, 32) == 32
 
 
@@ -234,7 +234,7 @@ def test_isotonic_regression_is_monotone_and_keeps_weighted_mean(
 
 
 def test_margin_covers_all_but_two_latest_batches() -> None:
-    """Of the last batches all but the latest two ended within it; early ones are no credit."""
+    """All but two of the latest batches end within the margin; early batches are no credit."""
     latency = Latency()
     assert latency.margin_us == 0
     for late_us in [*range(-500, 0), *range(TUNING.models.margin_batches)]:

@@ -99,7 +99,7 @@ def test_warm_up_fault_turns_batching_off(tmp_path: Path) -> None:
 
 
 def test_model_without_probe_is_only_warmed_up(tmp_path: Path) -> None:
-    """Where `probe` is off."""
+    """A model with `probe = false` is loaded and warmed up, and has no verdict."""
     version = version_of(tmp_path, "probe = false")
     preparation = BackendLoader(version, Cores(()))
     backend = Counting(version.signature)

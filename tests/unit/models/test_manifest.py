@@ -1,4 +1,4 @@
-"""What a manifest may say, and how a directory is held against it."""
+"""The fields of a manifest, and the check of a directory against it."""
 
 from __future__ import annotations
 

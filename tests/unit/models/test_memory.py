@@ -66,7 +66,7 @@ def test_version_measured_before_is_estimated_by_its_largest_measurement() -> No
 
 
 def test_version_with_changed_files_is_estimated_by_their_size() -> None:
-    """What the old files took says nothing about the new ones."""
+    """Memory measured with the old files says nothing about the new ones."""
     memory = ModelMemory(100 * MIB)
     share = memory.reserve("b/1", "old", MIB)
     memory.apply_measured(share, 50 * MIB)

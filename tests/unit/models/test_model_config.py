@@ -32,7 +32,7 @@ def test_missing_model_config_uses_settings(tmp_path: Path) -> None:
 
 
 def test_model_config_overrides_settings(tmp_path: Path) -> None:
-    """What the file says holds for its model; the rest stays with the settings."""
+    """Values of the file hold for its model; the settings give all others."""
     path = tmp_path / "model.toml"
     path.write_text("max_batch_size = 4\nrange.input_ids = [0, 30521]\n", encoding="utf-8")
     config = read_model_config(path, SETTINGS)
@@ -98,7 +98,7 @@ def test_model_config_faults_are_reported_together() -> None:
     ],
 )
 def test_contradicting_model_config_values_are_refused(values: dict[str, Any], fault: str) -> None:
-    """What each value allows alone may not go together."""
+    """Values that are valid alone may contradict each other."""
     assert faults_of(values) == [f"model.toml: {fault}"]
 
 

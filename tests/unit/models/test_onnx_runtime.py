@@ -71,7 +71,7 @@ def test_onnx_outputs_are_returned_by_name(load: Make) -> None:
 
 @pytest.mark.parametrize("datatype", DATATYPES)
 def test_every_datatype_passes_onnx_runtime_unchanged(load: Make, datatype: str) -> None:
-    """What goes in as a datatype comes out as it, `BYTES` and bfloat16 included."""
+    """An output has the datatype of its input, `BYTES` and bfloat16 included."""
     given = sample_of(datatype)
     [output] = load(models.identity(datatype)).run({"x": given}).values()
     assert output.dtype == DATATYPES[datatype].dtype
@@ -224,7 +224,7 @@ def test_late_cancel_does_not_end_next_onnx_run(load: Make) -> None:
 
 
 def test_broken_graph_is_refused_at_load(make: Make) -> None:
-    """What ONNX Runtime says is passed on, with the path."""
+    """The error of ONNX Runtime is passed on, with the path."""
     model = models.identity("FP32")
     model.graph.node[0].op_type = "NoSuchOperator"
     with pytest.raises(ConfigurationError, match=r"1/model\.onnx: .*NoSuchOperator"):

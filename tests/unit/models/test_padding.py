@@ -65,7 +65,7 @@ def test_padded_size_is_next_length(size: int, bucket: int) -> None:
 
 
 def test_requests_padded_to_one_length_share_shape_class() -> None:
-    """So they share batches, though their own sizes differ."""
+    """Requests of different sizes share batches if they are padded to the same length."""
     binder = Binder(padded())
 
     def shape_class(length: int) -> tuple[int, ...]:

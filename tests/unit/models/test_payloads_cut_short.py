@@ -101,7 +101,7 @@ def test_csv_cut_short_within_a_record_is_refused_with_its_row_or_line() -> None
 
 
 def test_avro_payload_cut_short_is_refused_with_its_end(tmp_path: Path) -> None:
-    """Whatever it ends in: a number, a length, a text."""
+    """The payload may end within a number, a length or a text."""
     (tmp_path / "order.avsc").write_text(json.dumps(ORDER))
     transform = transform_of(tmp_path, 'avro_schema = "order.avsc"')
     for end, message in refusals(transform, avro_of(ORDER, ROW), "avro/binary"):
@@ -136,7 +136,7 @@ def test_protobuf_cut_short_is_refused_with_its_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content_type", [JSON, MSGPACK])
 def test_request_with_tensors_cut_short_is_refused_with_its_size(content_type: str) -> None:
-    """Of either kind."""
+    """Requests in JSON and in MessagePack are refused wherever they are cut."""
     envelope = NO_HEADERS._replace(content_type=content_type)
     values = {
         JSON: b'{"model_name":"m","inputs":[{"name":"x","datatype":"BOOL","shape":[1],'

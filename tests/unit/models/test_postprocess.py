@@ -98,7 +98,7 @@ def test_returned_arrays_are_copied(tmp_path: Path) -> None:
 
 
 def test_function_returns_answer_itself(tmp_path: Path) -> None:
-    """Of the content type that it is asked for."""
+    """The answer has the content type that the function is asked for."""
     postprocess = made(tmp_path, "return bytearray(request.answer_type.encode())")
 
     (tensor,) = postprocess.apply(OUTPUTS, ANSWER, 2)

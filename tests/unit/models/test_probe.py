@@ -111,13 +111,13 @@ def test_rounding_beyond_tolerance_decides_against_batching(tmp_path: Path) -> N
 
 
 def test_probe_uses_declared_tolerance(tmp_path: Path) -> None:
-    """Who has given one knows the model."""
+    """A tolerance in the configuration replaces that of the probe."""
     verdict = ask(lambda x: x * np.float32(1 + 1e-3 * (len(x) > 1)), tmp_path, batch_tolerance=0.01)
     assert verdict.batching is Batching.BATCHABLE
 
 
 def test_noise_of_model_is_not_leak(tmp_path: Path) -> None:
-    """Where the identical batch gives other bits each time, so may one with other mates."""
+    """A model that varies for an identical batch may vary as much with other rows beside it."""
     random = np.random.default_rng(1)
     verdict = ask(lambda x: x + np.float32(1e-6) * random.random(x.shape, np.float32), tmp_path)
     assert verdict.batching is Batching.BATCHABLE
@@ -175,7 +175,7 @@ def test_model_of_one_row_is_unbatchable(tmp_path: Path) -> None:
 
 
 def test_model_returning_other_row_count_is_unbatchable(tmp_path: Path) -> None:
-    """Where two rows give one, dimension 0 means something else."""
+    """Two rows that give one show that dimension 0 is not the batch."""
     verdict = ask_onnx(models.falsely_batched(), tmp_path)
     assert verdict.has_no_batch
     assert verdict.reason.startswith("dimension 0 is not the batch: output y: expected 2 rows")
@@ -199,7 +199,7 @@ def test_outputs_of_other_shape_in_batch_are_leak(tmp_path: Path) -> None:
 
 
 def test_probe_uses_recorded_inputs_first(tmp_path: Path) -> None:
-    """What is recorded can tell where random values are all alike to the model."""
+    """Recorded inputs can tell rows apart where the model treats all random values alike."""
     (tmp_path / "warmup").mkdir()
     np.savez(tmp_path / "warmup" / "one.npz", x=np.full((1, 8), 1000.0, np.float32))
     np.savez(tmp_path / "warmup" / "two.npz", x=np.full((2, 8), 2000.0, np.float32))

@@ -1,4 +1,4 @@
-"""What stands before and behind a model: `preprocess`, `postprocess` and `labels`."""
+"""The steps before and behind a model: `preprocess`, `postprocess` and `labels`."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_python_outputs_breaking_signature_are_failure(make: Make, run: str, mes
     ids=["load", "constructor"],
 )
 def test_python_model_that_cannot_be_loaded_is_refused(make: Make, more: str, message: str) -> None:
-    """What a user's code raises is told with the file."""
+    """An exception of a user's code is reported with the file."""
     with pytest.raises(ConfigurationError, match=rf"model\.py: {message}"):
         make(model(more=more)).load()
 

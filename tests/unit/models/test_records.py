@@ -67,7 +67,7 @@ def refusal(transform: Transform, payload: bytes, content_type: str = JSON) -> R
 
 
 def fault(columns: str, datatype: str = "FP32", *, more: str = "") -> str:
-    """What is wrong with a configuration."""
+    """Return the message with which a configuration is refused."""
     with pytest.raises(ConfigurationError) as caught:
         records_of(columns, datatype, more=more)
     return str(caught.value)
@@ -270,7 +270,7 @@ def test_texts_of_csv_become_values(datatype: str, text: bytes, expected: object
 def test_wrong_value_is_refused_with_row_and_path(
     columns: str, datatype: str, value: str, message: str
 ) -> None:
-    """And with what was expected, and what came."""
+    """The message names the row, the path, the expected value and the value found."""
     good = '"2026-01-01"' if "date" in columns else "0"
     good = {"BOOL": "true", "BYTES": '"x"'}.get(datatype, good)
     payload = f'[{{"a": {{"b": {good}}}}}, {{"a": {{"b": {value}}}}}]'.encode()
@@ -376,7 +376,7 @@ def merged(
     *specs: TensorSpec,
     more: str = "",
 ) -> bytes:
-    """What a model with these outputs, which takes the field `v`, makes of a payload."""
+    """Merge these outputs into a payload, for a model that takes the field `v`."""
     text = f"[transform.record]\npass_through = true\n{more}\n"
     text += '[transform.record.inputs]\nx = [{ path = "v" }]\n'
     config = make_model_config(tomllib.loads(text), make_settings({}))

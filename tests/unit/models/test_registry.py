@@ -117,7 +117,7 @@ def test_model_limits_come_from_configuration(tmp_path: Path, opened: Open) -> N
 
 
 def test_unbatched_model_has_batches_of_one(tmp_path: Path, opened: Open) -> None:
-    """And the reason is kept."""
+    """The version keeps the reason why it is not batched."""
     add_version(tmp_path, "fixed", 1, unbatched())
     version = opened().catalog.lookup("fixed")
     assert (version.max_batch_size, version.batching_off) == (1, "dimension 0 of x is fixed at 4")
@@ -137,7 +137,7 @@ def test_fault_at_warm_up_switches_batching_off(tmp_path: Path) -> None:
 
 
 def test_version_is_not_ready_before_executor_announces_it(tmp_path: Path) -> None:
-    """Until then requests are told to come again."""
+    """Requests that come earlier are refused with a time after which to try again."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     error = refusal(executor.models, "digits")
@@ -165,7 +165,7 @@ def test_failed_version_refuses_requests(tmp_path: Path) -> None:
 
 
 def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
-    """What an operator wants to see of each."""
+    """The status has one entry for each version and for each fault."""
     add_version(tmp_path, "bad", 1, digits(), "colour = 1")
     add_version(tmp_path, "digits", 1, digits())
     bad, good = opened().catalog.status()

@@ -1,4 +1,4 @@
-"""What a new look at the repository does to the versions that serve."""
+"""Effects of a new scan of the repository on the versions that serve."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_version_broken_in_place_continues_serving(tmp_path: Path) -> None
 
 
 async def test_reload_retries_failed_version(tmp_path: Path) -> None:
-    """What made it fail may have gone."""
+    """The cause of the failure may have gone since."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     executor.models.mark_failed(executor.loading(), "no memory")
@@ -175,7 +175,7 @@ async def test_failed_version_waits_for_change_without_retry(tmp_path: Path) -> 
 
 
 async def test_only_requested_version_is_loaded_again(tmp_path: Path) -> None:
-    """Of two that have failed; likewise of two that could not be read."""
+    """One of two failed versions is loaded again, and one of two that could not be read."""
     for number in (1, 2):
         add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
         add_version(tmp_path, "broken", number, digits(), 'versions = "all"')

@@ -1,4 +1,4 @@
-"""What is found in a repository, and what is wrong with it."""
+"""Models found in a repository, and their faults."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_version_with_another_checksum_is_refused(tmp_path: Path) -> None:
 
 
 def test_selection_is_that_of_configuration_with_overrides(tmp_path: Path) -> None:
-    """Of a model that is there; a configuration that is not valid with them is refused."""
+    """Unknown models, and overrides that make the configuration invalid, are refused."""
     for number in (1, 2, 3):
         add_version(tmp_path, "digits", number, digits(), 'versions = "latest:2"')
     repository = Repository(tmp_path, settings_for(tmp_path))

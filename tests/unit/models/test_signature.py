@@ -1,4 +1,4 @@
-"""What is read of an ONNX file, and when dimension 0 is the batch."""
+"""Signatures read from ONNX files, and the rule for when dimension 0 is the batch."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_free_dimension_0_is_batch_dimension(inputs: list, outputs: list) -> Non
 def test_signature_without_batch_dimension_has_reason(
     inputs: list[TensorSpec], outputs: list[TensorSpec], reason: str
 ) -> None:
-    """Where dimension 0 cannot be the batch, the signature says why."""
+    """The signature gives the reason why dimension 0 cannot be the batch."""
     signature = make_signature(inputs, outputs)
     assert (signature.batched, signature.unbatched_reason) == (False, reason)
 

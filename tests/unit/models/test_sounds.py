@@ -389,7 +389,7 @@ def test_flac_without_a_length_is_refused() -> None:
 
 
 def test_other_payloads_are_refused() -> None:
-    """Of another content type, format, or without a sample."""
+    """Payloads of another content type, of another format or without a sample are refused."""
     assert "expected one of audio/wav" in refusal(b"", "text/plain").message
     assert "expected a sound in WAV, FLAC, OGG or MP3" in refusal(b"hello").message
     assert "got WAV" in refusal(written(noise(99)), "audio/flac").message

@@ -228,7 +228,7 @@ def test_store_that_was_never_seen_and_is_away_is_an_error(store: Away, tmp_path
 
 
 async def test_broken_download_is_resumed_where_it_broke(store: Away, tmp_path: Path) -> None:
-    """What has come is not read again."""
+    """No byte that has been downloaded is read again."""
     upload(store, tmp_path / "made")
     models = open_models(store, tmp_path / "cache")
     store.reads_left = 1
@@ -265,7 +265,7 @@ async def test_unused_version_makes_room_for_new_one(store: Away, tmp_path: Path
 
 
 async def test_version_that_does_not_fit_fails_with_figures(store: Away, tmp_path: Path) -> None:
-    """What is in use is not removed, and serves on."""
+    """The version in use is not removed, and continues to serve."""
     size = upload(store, tmp_path / "made").total_bytes
     models = open_models(store, tmp_path / "cache", size + 10)
     models.open()
@@ -308,7 +308,7 @@ async def test_longest_unused_version_makes_room_when_disk_is_full(
 async def test_version_for_which_disk_has_no_room_fails_with_figures(
     store: Away, tmp_path: Path
 ) -> None:
-    """What is in use is not removed, and serves on."""
+    """The version in use is not removed, and continues to serve."""
     size = upload(store, tmp_path / "made").total_bytes
     models = open_on_disk(store, tmp_path / "cache", size + 10)
     models.open()
@@ -429,7 +429,7 @@ def test_first_repository_with_a_model_wins(store: Away, tmp_path: Path) -> None
 def test_overrides_of_version_in_store_go_over_packed_configuration(
     store: Away, tmp_path: Path
 ) -> None:
-    """And the configuration that was packed selects the versions of a load."""
+    """The packed configuration, with the overrides, selects the versions to load."""
     upload(store, tmp_path / "made", 1, config="max_batch_size = 4\nprobe = false")
     upload(store, tmp_path / "made", 2, config="max_batch_size = 4\nprobe = false")
     models = open_models(store, tmp_path / "cache")

@@ -45,7 +45,7 @@ async def test_new_version_is_loaded_when_old_one_is_gone(tmp_path: Path) -> Non
 
 
 async def test_old_version_is_loaded_again_when_new_one_fails(tmp_path: Path) -> None:
-    """What waits for the new one is bound to the old one, and the reason is shown."""
+    """Requests that wait for the new version are bound to the old one; the reason is shown."""
     executor, old, new = await swapping(tmp_path)
     executor.models.mark_gone(old)
     executor.told()

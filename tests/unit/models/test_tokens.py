@@ -188,7 +188,7 @@ def test_fixed_length_is_filled_with_padding(directory: Path) -> None:
 
 
 def test_rows_are_padded_with_the_value_of_the_buckets(directory: Path) -> None:
-    """So that a row is the same beside a longer one of its request and of another."""
+    """A row is the same beside a longer row of its own request and of another request."""
     tokens = tokens_of(
         directory,
         sequence_buckets=[16, 32],

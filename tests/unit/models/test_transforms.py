@@ -124,7 +124,7 @@ def test_python_transform_makes_inputs(tmp_path: Path) -> None:
     ids=["raises", "no dict", "no arrays"],
 )
 def test_faulty_python_transform_refuses_request(tmp_path: Path, body: str, message: str) -> None:
-    """Whatever a user's code does, the request is answered with what went wrong."""
+    """A request on which a user's code fails is answered with the reason."""
     assert refusal(python_transform(tmp_path, body)) == message
 
 

@@ -188,7 +188,7 @@ def test_messages_have_names_numbers_and_types_of_triton(name: str) -> None:
 
 
 def described(field: FieldDescriptor) -> tuple[Any, ...]:
-    """What a field's text depends on."""
+    """Return the properties on which a field's text depends."""
     kind = field.message_type or field.enum_type
     return field.name, field.type, field.is_repeated, kind.name if kind else None
 

@@ -67,7 +67,7 @@ def test_later_version_does_not_become_default() -> None:
 
 
 def test_state_has_what_names_meant_before_the_latest_first() -> None:
-    """Of names and versions that are still wanted; a process that starts needs it."""
+    """A process that starts needs the former versions of names, as far as they are still wanted."""
     state = fold(
         history(
             load("digits", "1"),
@@ -107,7 +107,7 @@ def loaded(*changes: Change) -> WantedModel:
 
 
 def test_later_version_must_be_compatible_with_default_of_that_time() -> None:
-    """So that a process which starts later, when the default has moved, decides alike."""
+    """A process that starts later, when the default has moved, decides in the same way."""
     model = loaded(load("digits", "1"), load("digits", "2"), set_default("digits", "2"))
     assert model.compatible == {"2": "1"}
     assert describe("digits", model).endswith("default 2, 2 compatible with 1")
@@ -232,7 +232,7 @@ def test_fold_refuses_missing_record() -> None:
 
 
 def test_fold_refuses_record_of_another_history() -> None:
-    """What a record was made of must be what was there."""
+    """The state before a record must be the one from which the record was made."""
     records = history(load("a", "1"), load("a", "2"))
     with pytest.raises(BrokenHistory, match="expected a: versions 1, default 1, got a: nothing"):
         fold([history(load("b", "1"))[0], records[1]])
@@ -262,7 +262,7 @@ def test_loaded_version_need_not_be_in_repository() -> None:
 
 
 def test_record_survives_encoding() -> None:
-    """What is decoded is what was encoded."""
+    """Decoding returns the record that was encoded."""
     (record,) = history(load("digits", "1"), snapshot_every=1)
     assert decode_control(encode_control(record)) == record
 
@@ -355,7 +355,7 @@ def test_description_shows_overrides() -> None:
 
 
 def test_versions_are_added_beside_others_and_default_stays() -> None:
-    """Until the new ones are ready everywhere, nothing else changes."""
+    """Default and labels stay as they are until the new versions are ready everywhere."""
     after = add_versions("digits", ["3", "4"], EIGHT).apply(TWO)["digits"]
     assert after == WantedModel(
         versions=["1", "2", "3", "4"],
@@ -368,7 +368,7 @@ def test_versions_are_added_beside_others_and_default_stays() -> None:
 
 
 def test_load_of_loaded_versions_has_their_files_read_again() -> None:
-    """So it has a record, though versions, labels and default stay."""
+    """The load is recorded, though versions, labels and default stay."""
     record = record_of(add_versions("digits", ["1", "2"], {}), Deployment(4, TWO))
     changed = record.after["digits"]
     assert changed is not None

@@ -61,7 +61,7 @@ async def test_arrivals_have_rows_bytes_and_shapes_of_inputs() -> None:
 
 
 async def test_arrival_of_payload_has_one_row() -> None:
-    """What its transform makes of it is not known."""
+    """The rows that the transform makes of a payload are not known."""
     headers = (("content-type", b"image/png"), ("x-model", b"magika/2"))
     record = recorded(0, value=b"x" * 70, headers=headers)
     found = (await read_arrivals(GivenRecording([record]), 0)).arrivals
@@ -71,7 +71,7 @@ async def test_arrival_of_payload_has_one_row() -> None:
 
 
 async def test_arrival_deadlines_count_from_arrival() -> None:
-    """Of both kinds, and by default; a deadline before the arrival is none left."""
+    """Both deadline headers count, or else the default; a deadline before the arrival leaves 0."""
     headers: list[tuple[tuple[str, bytes], ...]] = [
         (("x-timeout-ms", b"250"),),
         (("x-deadline-ms", b"%d" % (START_MS + 40)),),

@@ -112,7 +112,7 @@ def test_truncated_capture_file_is_read_to_last_whole_record(tmp_path: Path) -> 
 
 
 def test_records_of_truncated_frame_are_read(tmp_path: Path) -> None:
-    """Of one large frame that lacks its last bytes, nearly all records are read."""
+    """Nearly all records are read of one large frame that lacks its second half."""
     path = write(tmp_path / "capture", frame_bytes=10**6)
     frame = read_contents(path).frames[0]
     path.write_bytes(path.read_bytes()[: frame.at + frame.stored_bytes // 2])

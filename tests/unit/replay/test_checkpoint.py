@@ -47,7 +47,7 @@ def test_checkpoint_of_run_with_other_options_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 2}'])
 def test_foreign_file_as_checkpoint_is_refused(tmp_path: Path, content: str) -> None:
-    """What is no checkpoint is not taken for the beginning of a run."""
+    """A file that is not a checkpoint is not taken for the beginning of a run."""
     path = tmp_path / "checkpoint"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match="expected a checkpoint"):

@@ -76,7 +76,7 @@ def test_difference_is_largest_of_elements() -> None:
 
 @pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])
 def test_number_against_nan_differs_infinitely(other: float) -> None:
-    """So that no threshold lets it pass."""
+    """A difference between a number and NaN exceeds every threshold."""
     assert compare_arrays(_scores([1.0, 2.0]), _scores([1.0, other]), K).max_abs == math.inf
 
 
@@ -210,7 +210,7 @@ def test_fewer_comparable_answers_than_recorded_ones_fail() -> None:
 
 
 def test_recorded_refusals_need_no_outputs() -> None:
-    """What was refused in the recording as well does not have to be comparable."""
+    """Requests that the recording refuses as well have no outputs to compare."""
     good, bad = _answer(_scores([1.0, 2.0, 3.0])), TimedAnswer("INVALID_TENSOR")
     comparison = Comparison(K, reference_is_recorded=True)
     request = Record("<t>", 0, 0, 0, None, None, [])

@@ -14,8 +14,9 @@ from tests.support.arrivals import Setup, arrivals, poisson, simulated
 T0_US, A_US = 1000, 50
 CAP = 32
 GREEDY_P99_MS = {0.3: 2.71, 0.5: 3.28, 0.7: 4.11, 0.85: 5.10}
-"""Of one server, S(b) = 1 + 0.05 b ms, batches of up to 32, Poisson arrivals, by load: found by a
-simulation that shares no code with this one."""
+"""99th percentiles by load for one server, S(b) = 1 + 0.05 b ms, batches of up to 32 and Poisson
+arrivals; from a simulation that shares no code with this one.
+"""
 
 
 def line(rows: int) -> int:

@@ -1,4 +1,4 @@
-"""What copies carry."""
+"""Headers of copies."""
 
 from __future__ import annotations
 

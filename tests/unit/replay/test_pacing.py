@@ -47,7 +47,7 @@ def test_schedule_continues_across_chunks() -> None:
 
 
 def test_unpaced_records_are_all_due() -> None:
-    """Whatever their timestamps, they are due when the run starts."""
+    """All records are due when the run starts, whatever their timestamps."""
     assert Schedule(Unpaced(), 7.0).plan(at(0, 5000)) == [7.0, 7.0]
 
 

@@ -28,7 +28,7 @@ def answer(rows: int, compute_us: int, model: str = "digits", around_us: int = 2
 
 
 def answers(*values: bytes) -> GivenRecording:
-    """Of these values."""
+    """Make a recording of these values."""
     return GivenRecording([recorded(number, value=each) for number, each in enumerate(values)])
 
 
@@ -76,7 +76,7 @@ def test_drawn_run_times_resemble_recorded_ones() -> None:
 
 
 def test_drawn_run_times_keep_recorded_order() -> None:
-    """Of a thousand, each slower than the one before it, all neighbours stay neighbours."""
+    """A thousand recorded times are drawn in their order, from a random place on."""
     runs = [(1, 100.0 + number) for number in range(1000)]
     known, chance = ServiceTime([BatchTime(1, 100)]).spread(runs), random.Random(1)
 

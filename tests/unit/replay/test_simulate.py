@@ -22,7 +22,7 @@ def policy(limits: Callable[[str, str], SimulatedLimits]) -> Policy:
 
 
 def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None) -> ScenarioResult:
-    """Of one scenario, or of the present."""
+    """Simulate one scenario; by default the present configuration."""
     return simulate(arriving, {KIND.key: served}, scenario or Scenario(), policy)
 
 
@@ -38,7 +38,7 @@ def test_overhead_around_run_delays_request_and_not_instance() -> None:
 
 @pytest.mark.parametrize(("instances", "reason"), [(1, "just_in_time"), (2, "idle")])
 def test_single_instance_closes_next_batch_just_in_time(instances: int, reason: str) -> None:
-    """Of two, the other one takes what comes."""
+    """The second of two instances takes requests at once."""
     arriving = arrivals([0, 100, 200, 5000])
 
     found = outcome(arriving, Served(LIMITS, instances, ServiceTime((), (10_000, 0))))

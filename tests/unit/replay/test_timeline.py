@@ -55,7 +55,7 @@ def test_finished_partition_holds_no_other_back() -> None:
 
 
 def test_timeline_counts_waiting_bytes() -> None:
-    """What a partition holds grows by what is added, and goes with what is taken."""
+    """Added requests add their bytes to a partition, and taken requests remove theirs."""
     timeline = Timeline([P0])
     timeline.add(P0, of(P0, 1, 2))
     both = timeline.held_bytes(P0)

@@ -54,7 +54,7 @@ class ScriptedModels:
 async def test_news_is_logged_once(
     outcomes: tuple[Reloaded | ConfigurationError, ...], events: list[Event]
 ) -> None:
-    """What stays as it was is no news, and what comes back is."""
+    """An unchanged outcome is not logged again; one that comes back is."""
     poller = RepositoryPoller(ScriptedModels(*outcomes), 1.0)
     with capture_logs() as logged:
         for _ in outcomes:
@@ -82,7 +82,7 @@ async def test_repository_that_was_gone_is_followed_when_it_is_back(tmp_path: Pa
 
 
 async def test_repository_is_read_again_and_again() -> None:
-    """Until the process ends."""
+    """The poller reads the repository until the process ends."""
     models = ScriptedModels(NOTHING)
     async with asyncio.TaskGroup() as tasks:
         polling = tasks.create_task(RepositoryPoller(models, 0.001).run())

@@ -1,4 +1,4 @@
-"""What is refused, what is ended before it runs, and what is cancelled: one rule at a time."""
+"""Rules for requests that are refused, expire before they run or are cancelled, one at a time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_late_request_is_refused_by_its_headers() -> None:
 
 
 def test_backlog_of_one_tenant_refuses_no_other() -> None:
-    """What lies before a request is what goes before it."""
+    """The wait of a request counts only the requests that go before it."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     other = request_of(in_ms=50, tenant="other")
 

@@ -109,7 +109,7 @@ async def test_waiting_outputs_are_charged_to_budget() -> None:
 
 
 async def test_chunks_with_large_outputs_wait_for_room() -> None:
-    """So many bytes are unacknowledged at most, and then the stages before are held up."""
+    """Answers wait, and hold up earlier stages, while too many bytes are unacknowledged."""
     tuning = replace(TUNING.responder, max_unacknowledged_bytes=3000)
     requests = [answerable() for _ in range(6)]
     for request in requests:

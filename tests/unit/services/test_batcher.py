@@ -55,7 +55,7 @@ def limited(limits: Limits) -> Any:
 
 
 async def test_waiting_batch_is_pulled_and_new_batch_wakes_consumer() -> None:
-    """What has come is pulled at once; a consumer that waits is given what comes."""
+    """Waiting requests are pulled at once; a consumer that waits is given the next ones."""
     async with running(limited(Limits())) as bench:
         first = [make_request(), make_request()]
         waiting = asyncio.create_task(bench.batch_queue.consumer(KEY).pull())
@@ -103,7 +103,7 @@ async def test_wall_clock_set_back_delays_no_batch() -> None:
 
 
 async def test_wall_clock_set_back_leaves_time_to_deadline_as_it_was() -> None:
-    """What waits expires when the time that it had is over; what comes next is in time."""
+    """A waiting request expires after the time that it had; the next one is in time."""
     wall, steady = StillClock(), StillClock(1_000_000)
     async with running(limited(Limits(max_queue_delay_ms=1000)), wall, steady) as bench:
         early = make_request(deadline_ms=wall.now_us // 1000 + 20)

@@ -1,4 +1,4 @@
-"""Who goes next, and how large a batch gets: one rule at a time."""
+"""Rules for the order of requests and the size of a batch, one at a time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_long_wait_outweighs_priority() -> None:
 
 
 def test_tenants_share_batch_evenly() -> None:
-    """Whoever sends much gets what the others leave."""
+    """A tenant with many requests gets the rows that the others leave."""
     much = [request_of(tenant="much") for _ in range(20)]
     little = [request_of(tenant="little") for _ in range(3)]
 
@@ -128,7 +128,7 @@ def test_thousand_tenants_do_not_slow_batch() -> None:
 
 
 def test_batch_for_busy_instance_closes_just_in_time() -> None:
-    """What comes until then joins; then it closes, full or not."""
+    """Requests that come before the time to close join; then the batch closes, full or not."""
     forming = filled(Limits(), request_of())
     demand = Demand(close_at_us=NOW_US + 500)
 
@@ -153,7 +153,7 @@ def test_full_batch_does_not_wait_for_busy_instance() -> None:
 
 
 def test_batch_size_has_best_throughput() -> None:
-    """Where more rows cost more each, more wait than are taken."""
+    """Rows wait for the next batch where a larger batch would cost more for each row."""
     latency = learned({1: 3000, 4: 10_000, 8: 19_000, 16: 60_000, 32: 200_000})
     requests = [request_of() for _ in range(30)]
 

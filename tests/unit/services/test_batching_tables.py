@@ -21,7 +21,7 @@ from tests.support.arrivals import Setup, poisson, simulated, together
 CAP = 32
 SEEDS = range(8)
 STUDENT_T_95 = 2.365
-"""Of seven degrees of freedom, two-sided."""
+"""Quantile for seven degrees of freedom, two-sided."""
 
 GREEDY = {0.1: 2.25, 0.3: 2.71, 0.5: 3.28, 0.7: 4.11, 0.85: 5.10}
 DELAYED_2_6 = {0.1: 4.00, 0.3: 4.37, 0.5: 4.75, 0.7: 5.02, 0.85: 5.39}
@@ -148,7 +148,7 @@ def powers_of_2(rows: int) -> int:
 def test_padding_to_buckets_has_known_cost(
     padded: Callable[[int], int], table: dict[float, tuple[float, float]], load: float
 ) -> None:
-    """Where a device runs only some sizes, for a model with a large fixed cost and a small one."""
+    """On a device that runs only some sizes, a large and a small fixed cost are simulated."""
 
     def expensive_us(rows: int) -> int:
         return line(padded(rows))

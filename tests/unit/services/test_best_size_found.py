@@ -15,7 +15,7 @@ KEY = ("digits", "1")
 CLASS = (64,)
 MOST_ROWS = 64
 ROW_US = {1: 8172, 2: 7766, 4: 7800, 8: 7945, 16: 8449, 32: 8673, 64: 8950}
-"""Of magika on one core of an AMD EPYC, for each row of a batch of so many."""
+"""Microseconds for each row of a batch of this size: magika on one core of an AMD EPYC."""
 LEARNING_US, JUDGED_US = 15_000_000, 25_000_000
 SEEDS = 40
 
@@ -64,7 +64,7 @@ def warm_up(latency: Latency, machine: Machine) -> None:
 
 
 def throughput_of_learned(seed: int) -> float:
-    """What the batches that form under a backlog make of the best throughput there is."""
+    """Return the share of the best throughput that the batches of a backlog reach."""
     latency, machine = Latency(), Machine(seed)
     warm_up(latency, machine)
     limits = Limits(MOST_ROWS, latency=latency)

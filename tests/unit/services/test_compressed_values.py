@@ -161,7 +161,7 @@ async def test_failed_request_is_not_charged_for_what_was_decompressed(models: M
 
 
 async def test_many_compressed_requests_exceed_one_reading(models: Models) -> None:
-    """What one reading may not decompress, the next ones do: all are passed on in order."""
+    """Later reads decompress the values that exceed the limit of one: all are passed on."""
     value = digits_value(rows=20)
     tuning = replace(TUNING.ingest, inline_decompressed_bytes=3 * len(value))
     able, ended = await ingest(models, polled(*[(compress(value, "gzip"), "gzip")] * 100), tuning)

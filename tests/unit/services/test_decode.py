@@ -78,7 +78,7 @@ def told(request: Request) -> dict[str, Any]:
 
 
 def tracker(assignment: AssignedPartition) -> tuple[object, ...]:
-    """What an assignment has noted."""
+    """Return the figures of an assignment that decoding changes."""
     budget = assignment.budget
     return (
         assignment.in_flight,
@@ -141,7 +141,7 @@ def test_value_of_known_layout_is_refused_after_model_is_removed(models: Models)
 
 
 def test_reloaded_version_does_not_use_old_layouts(models: Models, tmp_path: Path) -> None:
-    """What was found with one set of files does not hold for another."""
+    """A layout learned with one set of files does not hold for another."""
     some = records_of_one_layout()
     rules = IngestRules(models.catalog, LimitSettings())
     decode_records(some, make_assignment(), rules, NOW_US)

@@ -65,7 +65,7 @@ def test_value_without_layout_is_not_cached(value: bytes) -> None:
 
 
 def test_unused_layout_is_evicted() -> None:
-    """Of two layouts of one length the one that comes is the one that is known, in the end."""
+    """A layout that keeps coming replaces an unused layout of the same length."""
     layouts = DecodeCache()
     first, second = request(model="first-"), request(model="second")
     learn(layouts, first)

@@ -39,7 +39,7 @@ def test_queue_delay_ends_in_time_for_earliest_deadline() -> None:
 
 
 def test_next_batch_gets_whole_queue_delay() -> None:
-    """What was urgent has gone."""
+    """An urgent request that has gone does not shorten the delay of the next batch."""
     forming = forming_with(20)
     assert forming.next(KEY, NOW_US + 10_000) is not None
 

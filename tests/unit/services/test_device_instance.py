@@ -220,7 +220,7 @@ async def test_failed_run_raises_and_next_one_works(tmp_path: Path) -> None:
 
 
 async def test_device_error_is_fatal(tmp_path: Path) -> None:
-    """What comes after it on the same context would fail as well."""
+    """All later calls on the same context would fail as well."""
     gpu = Gpu()
     async with make(tmp_path, models.digits(), device=gpu) as instance:
         gpu.fails_at = gpu.copies + 1

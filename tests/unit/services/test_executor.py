@@ -266,7 +266,7 @@ async def test_ring_gives_each_request_its_own_rows(tmp_path: Path) -> None:
 
 
 async def test_several_instances_do_not_pull_ahead(tmp_path: Path) -> None:
-    """What waits behind a slow run could have gone to another one."""
+    """A batch that waited behind a slow run could have gone to another instance."""
     add_python_model(tmp_path, f"if x[0, 0] < 3:\n    {MEET}", config="instances = 2")
     with meeting_of(3) as meeting:
         async with running(tmp_path) as bench:

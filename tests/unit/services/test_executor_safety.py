@@ -108,7 +108,7 @@ async def test_batch_for_unbatchable_model_is_split(tmp_path: Path) -> None:
 
 
 async def test_nonfinite_rows_fail_only_their_request(tmp_path: Path) -> None:
-    """Where the model wants it; the message says which rows."""
+    """Rows that are not finite fail their request where the model asks for the check."""
     add_python_model(
         tmp_path, f"x = np.where(x == {POISON}, np.nan, x)", config="finite_outputs = true"
     )

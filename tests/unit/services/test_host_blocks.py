@@ -27,7 +27,7 @@ def request(first: float, rows: int = 1, width: int = 2) -> Request:
 
 
 def rows_of(requests: Sequence[Request]) -> NDArray[Any]:
-    """What `x` must be."""
+    """Return the expected values of `x`."""
     return np.concatenate(
         [np.frombuffer(one.inputs[0].data, np.float32).reshape(-1, 4) for one in requests]
     )

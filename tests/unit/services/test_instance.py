@@ -288,7 +288,7 @@ async def test_cancelling_hung_run_spares_next_one() -> None:
 
 
 async def test_instance_whose_warm_up_fails_is_unloaded() -> None:
-    """What it has loaded is freed, although it never ran."""
+    """An instance that never ran still frees what it has loaded."""
     backend = Sleeper()
 
     def prepare(each: Backend) -> None:

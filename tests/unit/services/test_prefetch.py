@@ -1,4 +1,4 @@
-"""What an instance runs next."""
+"""The choice of the batch that an instance runs next."""
 
 from __future__ import annotations
 

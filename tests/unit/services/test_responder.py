@@ -251,7 +251,7 @@ async def test_repeated_result_is_answered_once() -> None:
 async def test_deleted_range_with_answered_end_moves_base(
     order: OrderBy,
 ) -> None:
-    """What lies before its end would be waited for for ever otherwise."""
+    """The base moves past the deleted range; otherwise it would wait for it forever."""
     log = MemoryLog()
     source_offsets = await origins_of(log)
     ended, skipped = answerable(), answerable()

@@ -55,7 +55,7 @@ async def test_other_batches_run_during_retry_pause(tmp_path: Path) -> None:
 
 
 async def test_request_due_before_retry_fails_at_once(tmp_path: Path) -> None:
-    """Who cannot wait that long is told at once, and the others are tried again without him."""
+    """A request whose deadline is before the retry fails at once; the others are retried."""
     add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('busy')")
     tuning = replace(TUNING.executor, run_backoff=Backoff(0.2, 1.0))
     async with running(tmp_path, tuning) as bench:

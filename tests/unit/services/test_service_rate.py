@@ -13,7 +13,7 @@ ROWS = 4
 
 
 def forming_of(latency: Latency) -> DynamicBatcher:
-    """Of a model with batches of up to four rows."""
+    """Make a batcher for a model with batches of up to four rows."""
     limits = Limits(max_batch_size=ROWS, latency=latency)
     return DynamicBatcher(lambda _name, _version: limits, "test")
 
@@ -26,7 +26,7 @@ def teach(latency: Latency) -> None:
 
 
 def wait(forming: DynamicBatcher, count: int, now_us: int, within_us: int = 0) -> list[Request]:
-    """So many begin to wait, with a deadline if one is given."""
+    """Add this number of requests, with a deadline if one is given."""
     deadline_ms = (now_us + within_us) // 1000 if within_us else 0
     requests = [make_request(envelope=Envelope(deadline_ms=deadline_ms)) for _ in range(count)]
     for request in requests:
@@ -40,8 +40,8 @@ def close(forming: DynamicBatcher, now_us: int) -> None:
 
 
 def test_service_rate_without_recent_backlog_is_forgotten() -> None:
-    """What was learned while runs took twenty times as long would else keep any backlog, and with
-    it what could correct it, from coming about again.
+    """A rate learned while runs took twenty times as long would refuse every backlog, and so
+    prevent the runs that could correct it.
     """
     latency = Latency()
     teach(latency)
@@ -61,7 +61,7 @@ def test_service_rate_without_recent_backlog_is_forgotten() -> None:
 
 
 def test_batches_without_known_run_times_teach_no_service_rate() -> None:
-    """What their runs take is not known; taken as a number of rows it would look like no time."""
+    """Unknown run times are left out: counted as a number of rows they would look like no time."""
     latency = Latency()
     forming, now_us = forming_of(latency), NOW_US
     wait(forming, 10 * ROWS, now_us)

@@ -35,7 +35,7 @@ def quick_transactions_until(size: TransactionSize, limit_bytes: int | None) -> 
 
 
 def test_transaction_size_that_timed_out_is_tried_again_later() -> None:
-    """What kept it from ending may have passed."""
+    """The cause of the time-out may have passed."""
     assert (
         quick_transactions_until(after_timeout(20_000), 20_000) == SIZING.transaction_size_patience
     )
@@ -67,7 +67,7 @@ def test_transaction_size_before_any_timeout_is_unlimited() -> None:
 
 
 def test_transaction_that_timed_out_is_halved() -> None:
-    """And halved again, where that was not enough."""
+    """The size is halved again where once was not enough."""
     size = after_timeout(20_000)
     assert size.limit_bytes == 10_000
     assert size.count([ANSWER] * 100) == 50
@@ -104,7 +104,7 @@ def test_transaction_size_near_timeout_grows_by_eighth() -> None:
 
 
 def test_transaction_size_far_below_timeout_doubles() -> None:
-    """What was halved in an outage is large again after a few transactions."""
+    """A size that was halved in an outage is large again after a few transactions."""
     size = after_timeout(20_000)
     size.timed_out(800, answers=4)
     size.timed_out(400, answers=2)
@@ -121,7 +121,7 @@ def test_transaction_size_far_below_timeout_doubles() -> None:
 def test_transaction_size_stays_within_bounds(
     steps: list[tuple[list[int], float]], capacity_bytes: int
 ) -> None:
-    """Whatever comes, a step has an answer, keeps to the limit, and shrinks with each time-out."""
+    """A step has at least one answer, keeps to the limit, and shrinks with each time-out."""
     size = TransactionSize(TIMEOUT_S, SIZING)
     for sizes, took_s in steps:
         limit, count = size.limit_bytes, size.count(sizes)

@@ -102,7 +102,7 @@ async def test_refused_answers_leave_no_reference_cycle(exactly_once: bool) -> N
 
 
 async def test_transaction_over_its_time_is_halved() -> None:
-    """Where a producer quota lets no larger transaction end, all are answered, each once."""
+    """All requests are answered once where a producer quota lets no larger transaction end."""
     async with running() as bench:
         bench.log.faults.transactions.slow_down(3 * ANSWER_BYTES)
         await bench.incoming.send([bench.request(size=200) for _ in range(64)])

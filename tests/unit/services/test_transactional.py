@@ -84,7 +84,7 @@ class TransactionalHarness:
         return {source_of(each)[1]: status_of(each) for each in await visible(self.log, topic)}
 
     async def committed(self) -> AckedOffsets:
-        """What the group has committed."""
+        """Return the offsets that the group has committed."""
         found = (await self.log.committed("headrace", [SOURCE]))[SOURCE]
         return AckedOffsets(0) if found is None else AckedOffsets.from_committed(found)
 
@@ -98,7 +98,7 @@ async def running(
     tuning: ResponderTuning = QUICK.responder,
     offsets_tuning: DeliveryTuning = QUICK.delivery,
 ) -> AsyncIterator[TransactionalHarness]:
-    """Until the end of the context, when everything must be acknowledged."""
+    """Run a responder; at the end of the context everything must be acknowledged."""
     log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
     await log.create_topics(
@@ -170,7 +170,7 @@ async def test_answer_refused_by_reply_topic_goes_to_responses(topic: str) -> No
 
 
 async def test_forbidden_reply_topic_costs_one_producer() -> None:
-    """Who names it again and again does not slow down the others of the partition."""
+    """A caller that names a forbidden topic again and again does not slow down the others."""
     transactional_id = "headrace.headrace.requests.0"
     async with running() as bench:
         await bench.log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
@@ -278,7 +278,7 @@ async def test_answers_whose_offsets_do_not_fit_metadata_wait() -> None:
 
 
 async def test_lost_partition_writes_no_answer_and_frees_its_bytes() -> None:
-    """What waited for its turn is revoked, and charged no more."""
+    """Requests that wait for a transaction are revoked, and their bytes are freed."""
     async with running() as bench:
         bench.log.faults.transactions.hold()
         await bench.incoming.send([bench.request() for _ in range(10)])
@@ -298,7 +298,7 @@ async def test_lost_partition_writes_no_answer_and_frees_its_bytes() -> None:
 async def offsets_in_order(
     bench: TransactionalHarness, topic: str = RESPONSES.topic
 ) -> Sequence[int]:
-    """Of the visible answers of a topic with one partition, as they stand."""
+    """Return the source offsets of the visible answers of a topic, in the order of the log."""
     return [source_of(each)[1] for each in await visible(bench.log, topic)]
 
 
@@ -314,7 +314,7 @@ async def test_transactional_answers_in_order_do_not_overtake(exactly_once: bool
 
 
 async def test_transaction_is_limited_to_one_encoded_chunk() -> None:
-    """What is left goes with the next one, and the offsets tell how far it has come."""
+    """Other answers go with the next transaction; the committed offset shows the progress."""
     async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
         bench.log.faults.transactions.hold()
         await bench.incoming.send([bench.request() for _ in range(12)])

@@ -71,7 +71,7 @@ async def test_reply_partition_without_leader_delays_no_other_answers() -> None:
 async def test_known_leaderless_partition_costs_no_transaction(
     topic: str,
 ) -> None:
-    """What goes elsewhere is sealed at once, by the same producer."""
+    """The same producer commits the answers to other topics at once."""
     async with running(tuning=SOON) as bench:
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)

@@ -195,7 +195,7 @@ async def test_event_loop_runs_during_transform(repository: Path) -> None:
 
 
 async def test_tensor_requests_use_no_transform_thread(repository: Path) -> None:
-    """What comes as MessagePack goes on as ever."""
+    """Requests in MessagePack are decoded without the thread."""
     models = digits_models(repository, 'transform = "python"\n')
     items, answers = Tray(), Tray()
     before = set(threading.enumerate())

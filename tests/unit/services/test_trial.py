@@ -69,7 +69,7 @@ def version_of(repository: Path, *, load: str = "", unload: str = "") -> ModelVe
 async def test_version_that_loads_passes_trial_in_another_process(
     tmp_path: Path, load: str
 ) -> None:
-    """What it prints is not taken for the outcome."""
+    """Output that the version prints is not taken for the outcome."""
     version = version_of(tmp_path, load=load)
 
     await TrialLoads(settings_for(tmp_path)).try_out(version)
@@ -214,7 +214,7 @@ def test_transform_that_ends_process_at_import_is_refused_with_reason(tmp_path: 
 
 
 def test_version_that_ended_its_process_at_import_is_opened_when_changed(tmp_path: Path) -> None:
-    """Until then no scan runs its code again."""
+    """No scan runs the code of the version again until its files change."""
     tries = tmp_path / "tries"
     directory = add_imported(tmp_path, f"open({str(tries)!r}, 'a').write('x')\nos._exit(3)")
     scanner = scanner_of(tmp_path)

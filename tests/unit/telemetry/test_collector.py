@@ -1,4 +1,4 @@
-"""Where traces go, and that without a place for them nothing is loaded."""
+"""The destination of traces; without one, nothing of OpenTelemetry's export is loaded."""
 
 from __future__ import annotations
 

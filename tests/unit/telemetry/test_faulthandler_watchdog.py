@@ -1,4 +1,4 @@
-"""What ends a process in which Python does not run any more."""
+"""The watchdog ends a process in which Python no longer runs."""
 
 from __future__ import annotations
 

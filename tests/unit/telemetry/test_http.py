@@ -188,7 +188,7 @@ async def test_repository_index_refuses_unknown_body(session: ClientSession, bod
 async def test_body_of_wrong_encoding_is_client_error(
     session: ClientSession, headers: dict[str, str]
 ) -> None:
-    """What cannot be read is the client's fault; a charset changes nothing, JSON is UTF-8."""
+    """An unreadable body is the client's error; a charset changes nothing, as JSON is UTF-8."""
     body = b'{"ready": true}'
     async with session.post("/v2/repository/index", data=body, headers=headers) as response:
         assert response.status == (400 if "Content-Encoding" in headers else 200)

@@ -1,4 +1,4 @@
-"""Who may see what at the HTTP server of a process: keys, certificates, and what is public."""
+"""Access to the HTTP server of a process: keys, certificates, and the public paths."""
 
 from __future__ import annotations
 

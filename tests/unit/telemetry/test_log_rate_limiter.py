@@ -16,7 +16,7 @@ TUNED = replace(
 
 
 def test_log_rate_limiter_passes_burst_and_no_more() -> None:
-    """What is held back is counted."""
+    """Events beyond the burst are held back and counted."""
     limiter = LogRateLimiter(TUNED)
     passed = [limiter.admit("event", 0.0) for _ in range(BURST + 30)]
     assert passed == [0] * BURST + [None] * 30

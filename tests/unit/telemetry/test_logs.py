@@ -129,7 +129,7 @@ def test_flood_of_log_lines_is_limited() -> None:
 
 
 def test_debug_lines_are_never_limited() -> None:
-    """Whoever asks for every request gets every request."""
+    """The debug level logs every request."""
     stream = io.StringIO()
     configure_logging("debug", stream)
     for _ in range(BURST + 10):

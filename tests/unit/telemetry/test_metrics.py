@@ -1,4 +1,4 @@
-"""What is counted when requests are answered, and under which labels."""
+"""Metrics of answered requests, and their labels."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ANSWERED_US = FORMED_US + 400_000
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """Of one process."""
+    """Make the registry of one process."""
     return CollectorRegistry()
 
 
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> Metrics:
-    """Of the same process."""
+    """Make the metrics of the same process."""
     return Metrics(registry)
 
 
@@ -155,7 +155,7 @@ def test_series_of_unknown_models_are_not_removed(
 def test_expiry_and_refusal_metrics_name_stage(
     metrics: Metrics, registry: CollectorRegistry
 ) -> None:
-    """Where it was found tells where time is lost."""
+    """The stage that found it tells where time is lost."""
     answer(metrics, request(code=Code.DEADLINE_EXCEEDED), request(code=Code.TOO_LARGE))
     value = registry.get_sample_value
     assert value("headrace_expired_requests_total", {"stage": "ingest"}) == 1

@@ -57,7 +57,7 @@ def test_queries_of_metrics_page_name_existing_metrics(query: str) -> None:
 
 
 def test_every_registered_metric_has_spec() -> None:
-    """What the registry of a process has was made from the specs."""
+    """Metrics in the registry of a process have the name and type of their specs."""
     registry = CollectorRegistry()
     Metrics(registry)
     families = {family.name: family for family in registry.collect()}

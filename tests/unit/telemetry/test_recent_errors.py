@@ -61,7 +61,7 @@ def test_recent_errors_keep_lines_of_libraries(errors: RecentErrors) -> None:
 
 
 def test_recent_errors_merge_repeated_error(errors: RecentErrors) -> None:
-    """So that one fault does not push all others out."""
+    """One fault that repeats does not push all other errors out."""
     logger = structlog.get_logger("t")
     for _ in range(3):
         logger.warning(Event.COMMIT_FAILED, reason="away")

@@ -1,4 +1,4 @@
-"""What is logged of requests: enough to find them, and nothing of what they carried."""
+"""Log lines of requests: enough to find them, and nothing of their content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LINES = 5
 
 @pytest.fixture(autouse=True)
 def _all_levels() -> Iterator[None]:
-    """Whatever a test before has set up."""
+    """Log all levels, whatever a test before has configured."""
     structlog.reset_defaults()
     yield
     structlog.reset_defaults()

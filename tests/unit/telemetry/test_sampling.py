@@ -90,7 +90,7 @@ def test_traceparent_of_later_version_is_read() -> None:
 
 
 def test_roots_are_sampled_in_their_share() -> None:
-    """Of 4,000 with a ratio of a quarter, a quarter, give or take four deviations."""
+    """A quarter of 4,000 requests is sampled with a ratio of 0.25, within four deviations."""
     requests = [make_traced(None) for _ in range(4000)]
     with tracing_spans(tracing_settings(ratio=0.25)) as (tracing, _):
         tracing.ingested(requests, T + 1000)
@@ -128,7 +128,7 @@ def test_ratio_of_zero_or_one_samples_none_or_all(ratio: float, expected: int) -
 def test_requests_over_their_rate_get_no_trace_and_are_counted(
     rate: str, header: bytes | None, sampled_by: str
 ) -> None:
-    """Of 20 at once three are traced; half a second later there is room for one or two more."""
+    """Three of 20 requests at once are traced, and one more of 20 half a second later."""
     metrics = Metrics(CollectorRegistry())
     requests = [make_traced(header) for _ in range(40)]
     with tracing_spans(tracing_settings(**{rate: 3.0}), metrics) as (tracing, _):
@@ -141,7 +141,7 @@ def test_requests_over_their_rate_get_no_trace_and_are_counted(
 
 
 def test_failures_over_their_rate_get_no_trace_and_are_counted() -> None:
-    """Of 20 failures at once three are traced."""
+    """Three of 20 failures at once are traced."""
     metrics = Metrics(CollectorRegistry())
     settings = tracing_settings(ratio=0.0, failure_traces_per_second=3.0)
     requests = [make_traced(None) for _ in range(20)]

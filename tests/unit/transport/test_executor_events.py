@@ -1,4 +1,4 @@
-"""What a batcher hears of executors elsewhere goes on through trouble with the log."""
+"""A batcher keeps reading the events of other executors through trouble with the log."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def seen(requests: Sequence[Request]) -> list[tuple[bytes, bytes]]:
 
 
 def expected(*numbers: int) -> list[tuple[bytes, bytes]]:
-    """What is read for these source records."""
+    """Return the value and the tensor expected of these source records."""
     return [(value_of(number), bytes([number, 7])) for number in numbers]
 
 
@@ -157,7 +157,7 @@ async def test_concurrent_reads_of_partition_share_what_one_of_them_fetches() ->
 
 
 async def test_records_that_came_with_others_are_bounded() -> None:
-    """What was kept longest is read again if it is needed after all."""
+    """The value kept longest is dropped, and is read again if it is needed after all."""
     log = CountingLog()
     await write_source(log, 9)
     values = values_from(log, replace(QUICK, source_surplus_bytes=2 * len(value_of(0))))

@@ -173,7 +173,7 @@ async def test_oversized_item_becomes_error() -> None:
 async def test_oversized_result_is_sent_as_error(
     change: Callable[[Request], None], kept: tuple[str, ...]
 ) -> None:
-    """Whatever it is that is large, an error that can still be routed arrives, and all ends."""
+    """An error that can still be routed replaces the result, whichever part of it is too large."""
     log = await make_log(max_message_bytes=2000)
     routing = [("kafka_correlationId", b"7"), ("kafka_replyTopic", b"headrace.mine")]
     request = make_request(inputs={"y": np.zeros((1, 1000), np.float32)}, envelope=Envelope())
@@ -264,7 +264,7 @@ async def test_revoked_requests_are_not_written() -> None:
 
 
 async def test_foreign_record_between_stages_is_passed_over() -> None:
-    """What no request can be made out in is acknowledged, and holds up nobody."""
+    """A record that is not a request is acknowledged, and holds up no other."""
     log = await make_log()
     await write_to(log, TopicPartition(TOPIC, 0), b"junk")
     await written(log, result_sender, make_request())
@@ -448,7 +448,7 @@ async def test_request_that_waits_for_its_version_ends_at_its_deadline() -> None
 
 
 async def test_record_of_many_items_is_done_with_last_of_them() -> None:
-    """Until then it counts as in flight, and its successor reads it again."""
+    """The record is in flight, and would be read again, until the last of its items is answered."""
     log = await make_log()
     sent = [make_request(inputs=PIXELS) for _ in range(3)]
 
