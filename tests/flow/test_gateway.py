@@ -26,7 +26,7 @@ from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.logs import read
 from tests.support.models import add_version, digits, identity
-from tests.support.python_models import GATE, add_gated_model, shut_gate
+from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
 from tests.support.tree import ROOT
 
 PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
@@ -204,7 +204,7 @@ async def test_callers_over_http_and_kafka_share_batches(gated: Path) -> None:
     """Requests of both kinds that wait for a model run together, and each gets its own answer."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
-        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        await eventually(BEGUN.is_set)
         over_http = [tasks.create_task(served.infer("gated", number(n))) for n in range(4)]
         over_kafka = [
             tasks.create_task(served.kafka.infer("gated", {"x": np.full((1, 1), n, np.float32)}))
@@ -226,7 +226,7 @@ async def test_expired_http_request_is_answered_in_time_and_not_run(gated: Path)
     """A request whose time passes while its model is busy is a 504, and never runs."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
-        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        await eventually(BEGUN.is_set)
         by_header = await served.infer("gated", number(1), headers={"X-Timeout-Ms": "50"})
         by_parameter = await served.infer("gated", {**number(2), "parameters": {"timeout": 50_000}})
         GATE.set()
@@ -242,7 +242,7 @@ async def test_request_of_disconnected_caller_is_cancelled(gated: Path) -> None:
     """The stages answer it with CANCELLED, and the door counts a caller that had gone."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
         first = tasks.create_task(served.infer("gated", number(0)))
-        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        await eventually(BEGUN.is_set)
         second = tasks.create_task(served.infer("gated", number(1)))
         await eventually(lambda: waiting(served) == 1)
         second.cancel()

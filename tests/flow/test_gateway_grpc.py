@@ -27,7 +27,7 @@ from tests.support.gateways import Served, gateway_of
 from tests.support.grpc_callers import SERVICE, Caller, caller_of, pixels
 from tests.support.logs import read
 from tests.support.models import add_version, digits
-from tests.support.python_models import GATE, add_gated_model, shut_gate
+from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
 
 OK, NO, UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -202,7 +202,7 @@ async def test_callers_over_grpc_http_and_kafka_share_batches(gated: Path) -> No
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [2]}
     async with caller_of(gated) as (served, caller), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(_awaited(caller.infer(number(0))))
-        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        await eventually(BEGUN.is_set)
         over_grpc = tasks.create_task(_awaited(caller.infer(number(1))))
         over_http = tasks.create_task(served.infer("gated", {"inputs": [tensor]}))
         array = np.full((1, 1), 3, np.float32)
@@ -239,7 +239,7 @@ async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> Non
     """The call's deadline and the parameter `timeout` are the request's; it never runs."""
     async with caller_of(gated) as (served, caller), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(_awaited(caller.infer(number(0))))
-        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        await eventually(BEGUN.is_set)
         by_deadline = caller.infer(number(1), timeout=0.05)
         by_parameter = caller.infer(number(2, parameters={"timeout": {"int64_param": 50_000}}))
         for call in (by_deadline, by_parameter):
@@ -257,7 +257,7 @@ async def test_cancelled_call_cancels_its_request(gated: Path) -> None:
     """The stages answer it with CANCELLED, and so the door counts it."""
     async with caller_of(gated) as (served, caller), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(_awaited(caller.infer(number(0))))
-        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        await eventually(BEGUN.is_set)
         second = caller.infer(number(1))
         await eventually(lambda: waiting(served) == 1)
         second.cancel()
@@ -353,7 +353,7 @@ async def test_requests_of_one_stream_share_batches(gated: Path) -> None:
     async with caller_of(gated) as (served, caller):
         stream = caller.stream()
         await stream.write(number(0))
-        await eventually(lambda: served.doors.snapshot().requests == 1 and not waiting(served))
+        await eventually(BEGUN.is_set)
         for value in range(1, 5):
             await stream.write(number(value))
         await eventually(lambda: waiting(served) == 4)

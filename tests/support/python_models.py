@@ -113,6 +113,6 @@ def shut_gate() -> Iterator[None]:
 
 
 def add_gated_model(repository: Path, *, name: str = "gated") -> None:
-    """Add a model that doubles `x` as soon as `GATE` is set."""
-    run = "from tests.support.python_models import GATE\nGATE.wait()"
+    """Add a model that doubles `x` as soon as `GATE` is set; its runs set `BEGUN` first."""
+    run = "from tests.support.python_models import BEGUN, GATE\nBEGUN.set()\nGATE.wait()"
     add_python_model(repository, run, name=name, config="max_batch_size = 1000")
