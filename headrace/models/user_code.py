@@ -11,8 +11,9 @@ import importlib.util
 import re
 import threading
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from headrace.errors import ConfigurationError, HeadraceError, describe_error
@@ -96,6 +97,20 @@ async def run_on_daemon_thread(work: Callable[[], T]) -> T:
     return result
 
 
+class _WithoutBytecode(SourceFileLoader):
+    """Compiles a file each time, and neither reads nor writes `__pycache__`.
+
+    Python takes bytecode for that of a file with the same size and the same second of its last
+    change. A file that was just changed would run as it was, and bytecode beside a signed file
+    would run without a signature.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
 def load_module(path: Path) -> ModuleType:
     """Run a file as a module that is not entered into `sys.modules`.
 
@@ -103,7 +118,8 @@ def load_module(path: Path) -> ModuleType:
         ConfigurationError: the file is missing, or raises; the message contains the exception's.
     """
     name = "headrace_model_" + re.sub(r"\W", "_", str(path.with_suffix("")))
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = _WithoutBytecode(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigurationError(f"{path}: expected a Python file, got none")
     module = importlib.util.module_from_spec(spec)
