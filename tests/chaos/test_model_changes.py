@@ -11,12 +11,11 @@ from tests.chaos.model_changes import REAL_MOMENTS_S, Trial, run_trial
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("seed", "form"), [(1, "four"), (4, "fused")])
 async def test_killed_processes_and_restarted_broker_leave_wanted_state(
-    kafka_installed: None, tmp_path: Path, seed: int, form: str
+    kafka_installed: None, tmp_path: Path
 ) -> None:
     """`python -m tests.chaos.model_changes --kafka` runs more of them."""
-    trial = Trial(seed, form, changes=4, moments_s=REAL_MOMENTS_S, follow_s=120.0)
+    trial = Trial(1, "four", changes=4, moments_s=REAL_MOMENTS_S, follow_s=120.0)
     async with LocalKafka() as kafka:
         outcome = await run_trial(trial, tmp_path, kafka)
     assert outcome.faults == [], outcome.strikes
