@@ -617,7 +617,7 @@ class IngestTuning:
     granted_s: float = 0.1
     """Payloads that are expected to take a worker this long are granted to it ahead."""
     gathered_s: float = 0.02
-    """What workers have made is passed on together after this time, while they go on: one by one,
+    """Inputs that workers have made are passed on together after this time: one by one,
     the requests of quick transforms would also run one by one."""
     marked_transforms: int = 16
     """Payloads that are transformed under one crash marker: after an unclean end, each of them must

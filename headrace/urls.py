@@ -20,7 +20,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UNSAFE = re.compile(r'[^!-~]|[\\"<>^`{|}]')
 _ENCODED = re.compile(r"%(?:2[eEfF5]|5[cC]|[01][0-9a-fA-F]|7[fF]|(?![0-9a-fA-F]{2}))")
-"""Of `.`, `/`, `%`, `\\`, and of control characters; or no encoding at all."""
+"""Encodings of `.`, `/`, `%`, `\\`, and of control characters; or no encoding at all."""
 
 _DEFAULT_PORTS = {"https": "443", "http": "80"}
 

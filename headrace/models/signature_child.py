@@ -24,7 +24,7 @@ from headrace.tuning import TUNING, ModelTuning
 
 
 class SignatureReply(msgspec.Struct):
-    """What was read; `fault` says why nothing was."""
+    """Result of the child process; `fault` says why there is no signature."""
 
     signature: Signature | None = None
     fault: str = ""

@@ -81,7 +81,7 @@ class PendingValue:
 
     @property
     def source(self) -> WorkerSource:
-        """What a child process makes the function of that it calls with the value."""
+        """Source of the function that a child process calls with the value."""
         raise NotImplementedError
 
     @property

@@ -41,7 +41,7 @@ from headrace.tuning import TUNING, IngestTuning
 
 
 class Expectations:
-    """What is expected of payloads, by model: moving averages of the last ones.
+    """Expected sizes and times of payloads, by model: moving averages of the last ones.
 
     Args:
         unknown_bytes, unknown_s: expected of a model whose transform has made nothing yet.

@@ -26,6 +26,7 @@ from headrace.models.inputs.image_files import (
     ImageLimits,
     read_image_header,
 )
+from headrace.models.inputs.media_files import other_content_type, other_format
 from headrace.models.inputs.multipart import split_parts
 from headrace.models.media_config import ImageTransform
 from headrace.models.signature import Signature, TensorSpec
@@ -152,22 +153,12 @@ class Images:
             yield content, named_type, f"payload: part {number}"
 
     def _read_header(self, content: bytes, content_type: str, where: str) -> ImageHeader:
-        expected = CONTENT_TYPES.get(content_type)
-        if expected is None and content_type not in _ANY_IMAGE:
-            raise Rejected.mismatch(
-                Code.INVALID_REQUEST,
-                "header content-type" if where == "payload" else f"{where}: content-type",
-                expected=f"one of {', '.join(CONTENT_TYPES)}, multipart/mixed",
-                got=content_type,
-            )
+        named = CONTENT_TYPES.get(content_type)
+        if named is None and content_type not in _ANY_IMAGE:
+            raise other_content_type(content_type, where, CONTENT_TYPES)
         header = read_image_header(content, where, self._limits, self._tuning)
-        if expected not in (None, header.format):
-            raise Rejected.mismatch(
-                Code.INVALID_REQUEST,
-                where,
-                expected=f"{expected}, as content-type {content_type} says",
-                got=header.format,
-            )
+        if named not in (None, header.format):
+            raise other_format(named, content_type, where, header.format)
         return header
 
     def _check_all_pixels(self, headers: Sequence[ImageHeader]) -> None:

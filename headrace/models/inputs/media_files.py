@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 
 from headrace.errors import Code, Rejected
 
@@ -57,3 +58,23 @@ class MediaFile:
     def _mismatch(self, code: Code, expected: str, got: str) -> Rejected:
         where = f"{self._where}: {self.name}"
         return Rejected.mismatch(code, where, expected=expected, got=got)
+
+
+def other_content_type(content_type: str, where: str, known: Collection[str]) -> Rejected:
+    """Return the error of content whose type is none of the known ones."""
+    return Rejected.mismatch(
+        Code.INVALID_REQUEST,
+        "header content-type" if where == "payload" else f"{where}: content-type",
+        expected=f"one of {', '.join(known)}, multipart/mixed",
+        got=content_type,
+    )
+
+
+def other_format(named: str | None, content_type: str, where: str, found: str) -> Rejected:
+    """Return the error of a file in another format than its content type names."""
+    return Rejected.mismatch(
+        Code.INVALID_REQUEST,
+        where,
+        expected=f"{named}, as content-type {content_type} says",
+        got=found,
+    )

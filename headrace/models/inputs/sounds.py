@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
+from headrace.models.inputs.media_files import other_content_type, other_format
 from headrace.models.inputs.mel import MelSpectrum
 from headrace.models.inputs.multipart import split_parts
 from headrace.models.inputs.sound_files import (
@@ -140,22 +141,12 @@ class Sounds:
         return sounds
 
     def _read_header(self, content: bytes, content_type: str, where: str) -> SoundHeader:
-        expected = CONTENT_TYPES.get(content_type)
-        if expected is None and content_type not in _ANY_SOUND:
-            raise Rejected.mismatch(
-                Code.INVALID_REQUEST,
-                "header content-type" if where == "payload" else f"{where}: content-type",
-                expected=f"one of {', '.join(CONTENT_TYPES)}, multipart/mixed",
-                got=content_type,
-            )
+        named = CONTENT_TYPES.get(content_type)
+        if named is None and content_type not in _ANY_SOUND:
+            raise other_content_type(content_type, where, CONTENT_TYPES)
         header = read_sound_header(content, where, self._limits, self._tuning)
-        if expected not in (None, header.format):
-            raise Rejected.mismatch(
-                Code.INVALID_REQUEST,
-                where,
-                expected=f"{expected}, as content-type {content_type} says",
-                got=header.format,
-            )
+        if named not in (None, header.format):
+            raise other_format(named, content_type, where, header.format)
         return header
 
     def _most(self, header: SoundHeader) -> int:
