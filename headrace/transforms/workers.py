@@ -128,15 +128,14 @@ class PendingValue:
         )
 
 
-class PendingTransform(PendingValue):
-    """A payload that waits for its transform."""
+class PendingUserCode(PendingValue):
+    """A value that waits for code of its model, which may run for `max_execution_s`."""
 
     def __init__(
         self, request: Request, version: ModelVersion, value: bytes, content_type: str
     ) -> None:
         super().__init__(request, value, content_type)
         self.version: ModelVersion = version
-        self.payload = value
 
     @property
     def model(self) -> str:
@@ -147,6 +146,16 @@ class PendingTransform(PendingValue):
     def limit_s(self) -> float:
         """See `PendingValue`."""
         return self.version.config.max_execution_s
+
+
+class PendingTransform(PendingUserCode):
+    """A payload that waits for its transform."""
+
+    def __init__(
+        self, request: Request, version: ModelVersion, value: bytes, content_type: str
+    ) -> None:
+        super().__init__(request, version, value, content_type)
+        self.payload = value
 
     @property
     def source(self) -> WorkerSource:

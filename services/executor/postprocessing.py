@@ -22,11 +22,16 @@ from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transforms.child import WorkerSource
 from headrace.transforms.process import TransformProcess
-from headrace.transforms.workers import PayloadRound, PendingValue, TransformThread, TransformWorker
+from headrace.transforms.workers import (
+    PayloadRound,
+    PendingUserCode,
+    TransformThread,
+    TransformWorker,
+)
 from headrace.tuning import TUNING, IngestTuning
 
 
-class PendingPostprocess(PendingValue):
+class PendingPostprocess(PendingUserCode):
     """The outputs of a request that wait for their postprocess; `inputs` are what it has made.
 
     Args:
@@ -51,21 +56,10 @@ class PendingPostprocess(PendingValue):
     ) -> None:
         rows = request.rows if version.signature.batched else None
         packed = pack(request.outputs or (), about, rows) if packs else b""
-        super().__init__(request, packed, about.content_type)
-        self.version: ModelVersion = version
+        super().__init__(request, version, packed, about.content_type)
         self._postprocess = postprocess
         self._about = about
         self._rows = rows
-
-    @property
-    def model(self) -> str:
-        """See `PendingValue`."""
-        return self.version.name
-
-    @property
-    def limit_s(self) -> float:
-        """See `PendingValue`."""
-        return self.version.config.max_execution_s
 
     @property
     def source(self) -> WorkerSource:
