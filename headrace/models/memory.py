@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigurationError
 from headrace.models.repository import list_files
+from headrace.primitives.resident_memory import resident_bytes
 
 
 class MemoryShort(ConfigurationError):
@@ -52,10 +53,14 @@ class ModelMemory:
 
     Args:
         limit_bytes: of all versions together; 0 means no bound.
+
+    Attributes:
+        growth: measures what each version takes.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
+        self.growth = GrowthMeter(resident_bytes)
         self._shares: list[MemoryShare] = []
         # The largest growth of each version, with the stamp of its files. There is one small entry
         # for each version that this process has ever loaded.
@@ -153,6 +158,11 @@ class GrowthMeter:
     def __init__(self, resident_bytes: Callable[[], int | None]) -> None:
         self._resident_bytes = resident_bytes
         self._under_way: set[MemoryGrowth] = set()
+        self._trimmed_bytes = 0
+
+    def add_trimmed(self, size_bytes: int) -> None:
+        """Record that the heap was trimmed, which must not make what is loaded look smaller."""
+        self._trimmed_bytes += size_bytes
 
     @contextmanager
     def measure(self) -> Iterator[MemoryGrowth]:
@@ -162,14 +172,15 @@ class GrowthMeter:
         if len(self._under_way) > 1:
             for each in self._under_way:
                 each.overlaps = True
-        before_bytes = self._resident_bytes()
+        before_bytes, trimmed_bytes = self._resident_bytes(), self._trimmed_bytes
         try:
             yield growth
         finally:
             self._under_way.discard(growth)
         after_bytes = self._resident_bytes()
         if before_bytes is not None and after_bytes is not None and not growth.overlaps:
-            growth.grown_bytes = max(0, after_bytes - before_bytes)
+            trimmed_bytes = self._trimmed_bytes - trimmed_bytes
+            growth.grown_bytes = max(0, after_bytes + trimmed_bytes - before_bytes)
 
 
 def loaded_files_bytes(directory: Path) -> int:

@@ -19,7 +19,6 @@ import structlog
 
 from headrace.primitives.resident_memory import resident_bytes
 from headrace.telemetry.logs import Event
-from headrace.telemetry.metrics import Metrics
 from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
@@ -63,14 +62,14 @@ def find_trim() -> Callable[[], object] | None:
 
 async def trim_now_and_then(
     in_flight_bytes: Callable[[], int],
-    metrics: Metrics,
+    trimmed: Callable[[int], None],
     tuning: RuntimeTuning = TUNING.runtime,
 ) -> None:
     """Trim the heap whenever it is due, until cancelled.
 
     Args:
         in_flight_bytes: returns the bytes that the process has in flight.
-        metrics: counts the bytes returned.
+        trimmed: called with the bytes that each trim has returned.
         tuning: decides when a trim is due.
     """
     trim, rule = find_trim(), TrimRule(tuning)
@@ -84,18 +83,20 @@ async def trim_now_and_then(
             after_bytes = resident_bytes() or 0
             rule.trimmed(loop.time(), after_bytes)
             released_bytes = max(0, before_bytes - after_bytes)
-            metrics.heap_trimmed.inc(released_bytes)
+            trimmed(released_bytes)
             log.debug(Event.HEAP_TRIMMED, bytes=released_bytes, resident_bytes=after_bytes)
         await asyncio.sleep(tuning.heap_check_interval_s)
 
 
 @asynccontextmanager
 async def trimming(
-    in_flight_bytes: Callable[[], int], metrics: Metrics, tuning: RuntimeTuning = TUNING.runtime
+    in_flight_bytes: Callable[[], int],
+    trimmed: Callable[[int], None],
+    tuning: RuntimeTuning = TUNING.runtime,
 ) -> AsyncIterator[None]:
     """Trim the heap whenever it is due while the context lasts."""
     task = asyncio.create_task(
-        trim_now_and_then(in_flight_bytes, metrics, tuning), name="trim-heap"
+        trim_now_and_then(in_flight_bytes, trimmed, tuning), name="trim-heap"
     )
     try:
         yield

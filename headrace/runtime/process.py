@@ -499,9 +499,15 @@ async def run(
             announce(server.port, {} if doors is None else doors.ports)
         await stack.enter_async_context(_reloading(pipeline))
         in_flight_bytes = partial(_in_flight_bytes, pipeline.state)
-        await stack.enter_async_context(trimming(in_flight_bytes, metrics, tuning.runtime))
+        trimmed = partial(_count_trimmed, pipeline.models, metrics)
+        await stack.enter_async_context(trimming(in_flight_bytes, trimmed, tuning.runtime))
         await pipeline.run(stop)
     return 0
+
+
+def _count_trimmed(models: Models, metrics: Metrics, size_bytes: int) -> None:
+    metrics.heap_trimmed.inc(size_bytes)
+    models.memory.growth.add_trimmed(size_bytes)
 
 
 def _in_flight_bytes(state: ProcessState) -> int:

@@ -18,11 +18,10 @@ import structlog
 
 from headrace.errors import ConfigurationError
 from headrace.models.loader import BackendLoader
-from headrace.models.memory import GrowthMeter, MemoryShort, loaded_files_bytes
+from headrace.models.memory import MemoryShort, loaded_files_bytes
 from headrace.models.registry import Models, VersionChange
 from headrace.models.repository import stamp_files
 from headrace.models.version import ModelVersion, State
-from headrace.primitives.resident_memory import resident_bytes
 from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
 from headrace.services.executor.loading import log_ready, make_instance
@@ -109,7 +108,6 @@ class ExecutorService:
         self._loading: set[ModelVersion] = set()
         self._served: dict[ModelVersion, _ServedVersion] = {}
         self._workers: set[Worker] = set()
-        self._growth = GrowthMeter(resident_bytes)
         self._turn = asyncio.Lock()
         self.loaded = asyncio.Event()
 
@@ -270,7 +268,7 @@ class ExecutorService:
             taken: dict[str, list[int]] = {}
             instances: list[Instance] = []
             for number in range(count):
-                with self._growth.measure() as growth:
+                with memory.growth.measure() as growth:
                     instance = make_instance(version, number, loader, self._tuning)
                     instances.append(await stack.enter_async_context(instance))
                 grown = dict(instance.device_growth())

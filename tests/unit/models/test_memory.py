@@ -102,6 +102,17 @@ def test_growth_of_process_is_measured() -> None:
     assert (first.grown_bytes, second.grown_bytes) == (30, 0)
 
 
+def test_trim_during_measurement_does_not_reduce_growth() -> None:
+    """What the heap returns then was freed by others; later measurements begin without it."""
+    sizes = iter([100, 110, 110, 115])
+    meter = GrowthMeter(lambda: next(sizes))
+    with meter.measure() as trimmed:
+        meter.add_trimmed(20)
+    with meter.measure() as later:
+        pass
+    assert (trimmed.grown_bytes, later.grown_bytes) == (30, 5)
+
+
 def test_growth_during_overlapping_loads_is_unknown_for_both() -> None:
     """It cannot be attributed; a later load alone is measured again."""
     sizes = iter([0, 10, 30, 40, 50, 55])
