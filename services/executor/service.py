@@ -250,9 +250,11 @@ class ExecutorService:
         memory = self._models.memory
         # With a budget, versions are loaded one after the other: otherwise their growth could not
         # be told apart, and several could pass the bound together. So are those that come while
-        # others serve, to leave them the processor. The turn ends after a version that failed is
-        # unloaded, so that its memory is free before the next one is measured.
-        in_turn = bool(memory.limit_bytes) or self.loaded.is_set()
+        # others serve, to leave them the processor, and those that come from trials: these take
+        # turns and longer than the loads, so that the measurement costs no time at the start. The
+        # turn ends after a version that failed is unloaded, so that its memory is free before the
+        # next one is measured.
+        in_turn = bool(memory.limit_bytes) or self.loaded.is_set() or self._trials is not None
         async with self._turn if in_turn else nullcontext(), AsyncExitStack() as stack:
             began_s = time.monotonic()
             stack.callback(loader.release_cores)

@@ -14,6 +14,7 @@ from headrace.models.registry import Models
 from headrace.protocol.messages import Batch, Request
 from headrace.protocol.tensors import to_array
 from headrace.services.executor.service import ExecutorService
+from headrace.services.executor.trial import TrialLoads
 from headrace.transport.channels import BatchQueue, Demand
 from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import eventually
@@ -48,7 +49,9 @@ def outcome(request: Request) -> float | str:
 class ExecutorHarness:
     """A running executor, the batches that it pulls, and its answers."""
 
-    def __init__(self, repository: Path, tuning: ExecutorTuning) -> None:
+    def __init__(
+        self, repository: Path, tuning: ExecutorTuning, trials: TrialLoads | None = None
+    ) -> None:
         self.models = Models(settings_for(repository), executes=True)
         self.clock = StillClock()
         self.instruments = make_instruments(self.clock)
@@ -56,7 +59,12 @@ class ExecutorHarness:
         self._ready: dict[tuple[str, str], deque[Batch]] = {}
         self.batch_queue: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.executor = ExecutorService(
-            self.batch_queue, self.answers, self.models, self.instruments, tuning=tuning
+            self.batch_queue,
+            self.answers,
+            self.models,
+            self.instruments,
+            trials=trials,
+            tuning=tuning,
         )
 
     def _supply(self, key: tuple[str, str] | None, _demand: Demand) -> Batch | None:
@@ -82,10 +90,12 @@ class ExecutorHarness:
 
 @asynccontextmanager
 async def running(
-    repository: Path, tuning: ExecutorTuning = TUNING.executor
+    repository: Path,
+    tuning: ExecutorTuning = TUNING.executor,
+    trials: TrialLoads | None = None,
 ) -> AsyncIterator[ExecutorHarness]:
     """Run the executor until the end of the context, when its batches end."""
-    bench = ExecutorHarness(repository, tuning)
+    bench = ExecutorHarness(repository, tuning, trials)
     bench.models.open()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.executor.run())

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from headrace.errors import MAX_ERROR_TEXT_CHARS, Code
-from headrace.models.version import State
+from headrace.models.version import ModelVersion, State
 from headrace.protocol.tensors import to_array
+from headrace.services.executor.trial import TrialLoads
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
-from tests.support.models import add_version, digits
+from tests.support.models import add_version, digits, settings_for
 from tests.support.python_models import add_python_model, meeting_of
 from tests.support.services import counted
 from tests.support.work import NOW_US, make_request, receipt_of
@@ -142,6 +143,25 @@ async def test_model_that_does_not_load_delays_no_other(tmp_path: Path) -> None:
 
     assert outcome(request) == 2.0
     assert states == {"model": State.READY, "broken": State.FAILED}
+
+
+class PassedTrials(TrialLoads):
+    """Trials that every version has passed, at the same time as the others."""
+
+    async def try_out(self, version: ModelVersion) -> None:
+        """Return at once."""
+
+
+async def test_versions_from_trials_are_measured_at_start(tmp_path: Path) -> None:
+    """Each is loaded alone, so that the growth of the process is its own; no budget is needed."""
+    for name in ("a", "b", "c"):
+        add_python_model(tmp_path, "", name=name)
+        path = tmp_path / name / "1" / "model.py"
+        path.write_text(path.read_text() + "\n    def load(self):\n        time.sleep(0.1)\n")
+    async with running(tmp_path, trials=PassedTrials(settings_for(tmp_path))) as bench:
+        measured = {each.name: [*each.memory_bytes] for each in bench.models.catalog.versions()}
+
+    assert measured == {"a": ["host"], "b": ["host"], "c": ["host"]}
 
 
 async def test_new_version_takes_over_while_serving(tmp_path: Path) -> None:
