@@ -106,7 +106,7 @@ test: setup ## every test, those on a real Kafka included
 CLIENTS := .venv-clients
 
 .PHONY: test-tools
-test-tools: setup $(CLIENTS)/.complete ## get what some tests run: Jaeger, promtool, grpcurl and ghz, with Go; KServe's client
+test-tools: setup $(CLIENTS)/.complete ## get what some tests run: Jaeger, promtool, grpcurl and ghz, with Go; KServe's and Confluent's clients
 	@$(BIN)/python -m tests.support.go_tools
 
 $(CLIENTS)/.complete: tests/clients.txt

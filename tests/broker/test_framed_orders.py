@@ -1,4 +1,4 @@
-"""Orders of a Java producer, enriched once each, with a real broker and a real schema registry."""
+"""Orders of other clients, enriched once each, with a real broker and a real schema registry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,24 @@ import aiokafka
 import fastavro
 import numpy as np
 import pytest
+import pytest_asyncio
 from aiokafka import AIOKafkaConsumer
 
 from headrace.tools.local_kafka import LocalKafka, install
 from tests.support.apicurio import Apicurio, install_apicurio, install_avro, install_serdes
 from tests.support.processes import Process, environment, headrace
+from tests.support.protoc import write_descriptors
 from tests.support.tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "orders"
 COUNT = 4000
 FEW = 200
 STAGES = "ingest,batcher,executor,responder"
-JAVA_TIMEOUT_S = 150.0
+PROGRAM_TIMEOUT_S = 150.0
 DEADLINE_S = 60.0
+CONFLUENT = ROOT / ".venv-clients" / "bin" / "python"
+"""The environment with Confluent's serializers, which `make test-tools` makes."""
+FORMATS = ("avro", "json", "protobuf")
 needs_java = pytest.mark.skipif(shutil.which("javac") is None, reason="not installed: javac")
 
 
@@ -93,23 +98,29 @@ class ScoredOrders:
 async def run_java(file: Path, jars: Sequence[Path], settings: dict[str, str]) -> str:
     """Run a program of the example from its source; return what it prints."""
     class_path = os.pathsep.join(map(str, jars))
+    command = ["java", "-XX:TieredStopAtLevel=1", "-cp", class_path, file.name]
+    return await run_program(command, file.parent, settings)
+
+
+async def run_program(command: Sequence[str], directory: Path, settings: dict[str, str]) -> str:
+    """Run a program in a directory; return what it prints."""
     process = await asyncio.create_subprocess_exec(
-        *("java", "-XX:TieredStopAtLevel=1", "-cp", class_path, file.name),
-        cwd=file.parent,
+        *command,
+        cwd=directory,
         env={**os.environ, **settings},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    async with asyncio.timeout(JAVA_TIMEOUT_S):
+    async with asyncio.timeout(PROGRAM_TIMEOUT_S):
         printed, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     return printed.decode()
 
 
-def frame_orders(example: Path, subject: str) -> None:
-    """Let the example's model take orders behind the ids of their schemas."""
-    path = example / "models" / "fraud" / "model.toml"
+def frame_orders(model: Path, subject: str) -> None:
+    """Let a copy of the example's model take orders behind the ids of their schemas."""
+    path = model / "model.toml"
     path.write_text(
         path.read_text().replace(
             'avro_schema = "order.avsc"', f'framing = "confluent"\nsubject = "{subject}"'
@@ -123,62 +134,62 @@ def scores_in(printed: str) -> dict[int, float]:
     return {int(name.removeprefix("order-")): float(score) for name, score in lines}
 
 
-@pytest.fixture(scope="module")
-def registry_program() -> Path:
-    """The registry, fetched before the test's time runs, with what the programs need."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def registry() -> AsyncIterator[Apicurio]:
+    """The registry of all tests here, each of which has subjects of its own."""
     install_serdes()
-    return install_apicurio()
+    async with Apicurio(install_apicurio()) as running:
+        yield running
 
 
 @needs_java
 @pytest.mark.slow
 @pytest.mark.timeout(360)
 async def test_framed_orders_of_java_producer_are_enriched_once_across_kill(
-    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry_program: Path
+    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry: Apicurio
 ) -> None:
     """Exactly once: a process is killed amid them, and the next one goes on."""
     shutil.copytree(EXAMPLE, tmp_path / "orders")
     subject = f"{unique_name}.responses-value"
-    frame_orders(tmp_path / "orders", subject)
-    async with Apicurio(registry_program) as registry:
-        settings = environment(
-            kafka.bootstrap_servers,
-            unique_name,
-            tmp_path / "orders" / "models",
-            DELIVERY__GUARANTEE="exactly_once",
-            KAFKA__SESSION_TIMEOUT_MS="6000",
-            SCHEMA_REGISTRY__URL=registry.url,
-        )
-        await headrace(["topics", "create"], settings)
-        scored = ScoredOrders(registry.url)
-        async with AIOKafkaConsumer(
-            bootstrap_servers=kafka.bootstrap_servers,
-            auto_offset_reset="earliest",
-            isolation_level="read_committed",
-        ) as consumer:
-            topic = f"{unique_name}.responses"
-            consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(4)])
-            async with Process(STAGES, settings) as first, asyncio.TaskGroup() as tasks:
-                producing = tasks.create_task(
-                    run_java(
-                        tmp_path / "orders" / "java" / "FramedOrders.java",
-                        [*install().jars, install_avro()],
-                        {
-                            "BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
-                            "NAMESPACE": unique_name,
-                            "SCHEMA_REGISTRY": registry.url,
-                            "COUNT": str(COUNT),
-                        },
-                    ),
-                    name="java-producer",
-                )
-                await scored.read(consumer, 1, DEADLINE_S)
-                await first.kill()
-                seen_at_kill = len(scored.scores)
-            async with Process(STAGES, settings):
-                await scored.read(consumer, COUNT, DEADLINE_S)
-                await scored.read_rest(consumer)
-        subjects = await _get(f"{registry.url}/subjects/{subject}/versions")
+    frame_orders(tmp_path / "orders" / "models" / "fraud", subject)
+    settings = environment(
+        kafka.bootstrap_servers,
+        unique_name,
+        tmp_path / "orders" / "models",
+        DELIVERY__GUARANTEE="exactly_once",
+        KAFKA__SESSION_TIMEOUT_MS="6000",
+        SCHEMA_REGISTRY__URL=registry.url,
+    )
+    await headrace(["topics", "create"], settings)
+    scored = ScoredOrders(registry.url)
+    async with AIOKafkaConsumer(
+        bootstrap_servers=kafka.bootstrap_servers,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+    ) as consumer:
+        topic = f"{unique_name}.responses"
+        consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(4)])
+        async with Process(STAGES, settings) as first, asyncio.TaskGroup() as tasks:
+            producing = tasks.create_task(
+                run_java(
+                    tmp_path / "orders" / "java" / "FramedOrders.java",
+                    [*install().jars, install_avro()],
+                    {
+                        "BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+                        "NAMESPACE": unique_name,
+                        "SCHEMA_REGISTRY": registry.url,
+                        "COUNT": str(COUNT),
+                    },
+                ),
+                name="java-producer",
+            )
+            await scored.read(consumer, 1, DEADLINE_S)
+            await first.kill()
+            seen_at_kill = len(scored.scores)
+        async with Process(STAGES, settings):
+            await scored.read(consumer, COUNT, DEADLINE_S)
+            await scored.read_rest(consumer)
+    subjects = await _get(f"{registry.url}/subjects/{subject}/versions")
 
     assert producing.result().startswith(f"{COUNT} orders")
     assert 0 < seen_at_kill < COUNT
@@ -202,23 +213,22 @@ async def _get(url: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(360)
 async def test_orders_of_java_serializer_come_back_enriched_to_its_deserializer(
-    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry_program: Path
+    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry: Apicurio
 ) -> None:
     """Serializers that are not ours write Confluent's framing and read it, registry and all."""
     shutil.copytree(EXAMPLE, tmp_path / "orders")
-    frame_orders(tmp_path / "orders", f"{unique_name}.responses-value")
-    async with Apicurio(registry_program) as registry:
-        settings = environment(
-            kafka.bootstrap_servers,
-            unique_name,
-            tmp_path / "orders" / "models",
-            SCHEMA_REGISTRY__URL=registry.url,
+    frame_orders(tmp_path / "orders" / "models" / "fraud", f"{unique_name}.responses-value")
+    settings = environment(
+        kafka.bootstrap_servers,
+        unique_name,
+        tmp_path / "orders" / "models",
+        SCHEMA_REGISTRY__URL=registry.url,
+    )
+    await headrace(["topics", "create"], settings)
+    async with Process(STAGES, settings):
+        printed = await score_orders(
+            kafka, unique_name, tmp_path / "orders", SCHEMA_REGISTRY=registry.own_url
         )
-        await headrace(["topics", "create"], settings)
-        async with Process(STAGES, settings):
-            printed = await score_orders(
-                kafka, unique_name, tmp_path / "orders", SCHEMA_REGISTRY=registry.own_url
-            )
 
     check_scores(printed)
 
@@ -226,8 +236,64 @@ async def test_orders_of_java_serializer_come_back_enriched_to_its_deserializer(
 @needs_java
 @pytest.mark.slow
 @pytest.mark.timeout(360)
+async def test_orders_of_confluents_serializers_come_back_enriched_to_its_deserializers(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path, registry: Apicurio
+) -> None:
+    """In Avro, JSON Schema and Protobuf, each with a model of its own."""
+    if not CONFLUENT.exists():
+        pytest.skip("Confluent's client is not installed: run `make test-tools`")
+    models = {form: f"{unique_name}-{form}" for form in FORMATS}
+    for model in models.values():
+        shutil.copytree(EXAMPLE / "models" / "fraud", tmp_path / model)
+        frame_orders(tmp_path / model, f"{model}-scored-value")
+    take_messages(tmp_path / models["protobuf"])
+    settings = environment(
+        kafka.bootstrap_servers, unique_name, tmp_path, SCHEMA_REGISTRY__URL=registry.url
+    )
+    await headrace(["topics", "create"], settings)
+    async with Process(STAGES, settings):
+        printed = [
+            await run_program(
+                [str(CONFLUENT), "scored_orders.py", form],
+                EXAMPLE / "python",
+                {
+                    "BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+                    "NAMESPACE": unique_name,
+                    "SCHEMA_REGISTRY": registry.url,
+                    "ORDER_DESCRIPTORS": str(tmp_path / models["protobuf"] / "1" / "order.desc"),
+                    "MODEL": model,
+                    "COUNT": str(FEW),
+                },
+            )
+            for form, model in models.items()
+        ]
+
+    for each in printed:
+        check_scores(each)
+
+
+def take_messages(model: Path) -> None:
+    """Let a model take the example's messages of Protobuf."""
+    shutil.copy(EXAMPLE / "order.proto", model / "1")
+    write_descriptors(model / "1", "order.proto", "order.desc", "--include_imports")
+    path = model / "model.toml"
+    path.write_text(
+        path.read_text().replace(
+            "pass_through = true",
+            """pass_through = true
+protobuf_descriptors = "order.desc"
+protobuf_message = "shop.Order"
+protobuf_answer = "shop.ScoredOrder"
+""",
+        )
+    )
+
+
+@needs_java
+@pytest.mark.slow
+@pytest.mark.timeout(360)
 async def test_plain_avro_orders_of_java_producer_come_back_enriched(
-    kafka: LocalKafka, unique_name: str, registry_program: Path
+    kafka: LocalKafka, unique_name: str
 ) -> None:
     """Avro alone, with the schema beside the model: the example as it is, without a registry."""
     settings = environment(kafka.bootstrap_servers, unique_name, EXAMPLE / "models")
