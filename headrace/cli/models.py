@@ -147,15 +147,15 @@ async def _try_out(models: Models, version: ModelVersion) -> int:
         async with make_instance(version, 0, loader):
             pass
     except HeadraceError as error:
-        models.mark_failed(version, str(error))
+        models.lifecycle.mark_failed(version, str(error))
     except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
-        models.mark_failed(version, describe_error(error))
+        models.lifecycle.mark_failed(version, describe_error(error))
     else:
         count, fault = await check_samples(version)
         if fault:
-            models.mark_failed(version, fault)
+            models.lifecycle.mark_failed(version, fault)
         else:
-            models.mark_ready(version, loader.verdict)
+            models.lifecycle.mark_ready(version, loader.verdict)
     finally:
         loader.release_cores()
     return count

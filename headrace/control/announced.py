@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from headrace.models.registry import UNDER_WAY
 from headrace.models.version import State
+from headrace.models.wanted import UNDER_WAY
 from headrace.protocol.events import NOT_CONTROLLED, ExecutorEvent
 from headrace.topics import STAGES, Stage
 

@@ -19,10 +19,10 @@ from headrace.control.processes import Processes, ProcessReport, open_processes
 from headrace.control.topic import ChangeOvertaken, ControlTopic
 from headrace.errors import Code, ConfigurationError, Rejected, Retriable
 from headrace.log.port import Log
-from headrace.models.registry import UNDER_WAY
 from headrace.models.repositories import open_repository
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.wanted import (
+    UNDER_WAY,
     Author,
     Change,
     ChangeRefused,

@@ -1,6 +1,6 @@
 """Catalog of the models of a process: which version a request gets, and what operators see.
 
-It answers requests from the event loop's thread. `headrace.models.registry.Models` changes it.
+It answers requests from the event loop's thread. `headrace.models.lifecycle` changes it.
 """
 
 from __future__ import annotations
@@ -203,6 +203,36 @@ class ModelEntry:
             for number, version in [*self.serving.items(), *self.awaited.items()]
             if first and self.selected.get(number) is not version and number not in self.faults
         ]
+
+    def begin_swap(self, added: Iterable[ModelVersion], replaced: Sequence[ModelVersion]) -> None:
+        """Let requests wait for new versions until those that they replace are unloaded."""
+        before = self.swap or Swap(set(), [], [])
+        # Those that a swap under way was to load have served nothing yet.
+        fallback = [each for each in replaced if each.is_servable] or before.fallback
+        self.swap = Swap(before.leaving | {*replaced}, [*added], fallback)
+        for version in replaced:
+            self.serving.pop(version.version, None)
+            self.awaited.pop(version.version, None)
+        self.awaited |= {version.version: version for version in added}
+
+    def end_awaited(self, version: ModelVersion) -> Sequence[ModelVersion]:
+        """Note that a version of a swap is ready, or has failed.
+
+        When the last one has failed and none is ready, requests wait for the versions that served
+        before: they are to be loaded again, and returned here.
+        """
+        swap = self.swap
+        if self.awaited.pop(version.version, None) is None or swap is None or self.awaited:
+            return ()
+        failed = version.state is State.FAILED and not self.serving
+        self.swap = None
+        if not failed or version in swap.fallback:
+            return ()
+        restored = swap.fallback
+        if restored:
+            self.swap = Swap(set(), [*restored], restored)
+            self.awaited = {each.version: each for each in restored}
+        return restored
 
     def outdated(self) -> list[ModelVersion]:
         """Return unselected serving versions, once all selected ones settled and one is ready.

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError, Fatal
+from headrace.models.catalog import ModelCatalog, ModelEntry
 from headrace.models.repository import find_model_fault, is_version
+from headrace.models.version import State
 from headrace.protocol.control import (
     FORMAT,
     FORMAT_WITHOUT_OVERRIDES,
@@ -29,6 +31,11 @@ Wanted: TypeAlias = Mapping[str, WantedModel]
 
 FormerNames: TypeAlias = Mapping[str, Mapping[str, Sequence[str]]]
 """Earlier numbers of each label of a model, and under "" of its default, the latest first."""
+
+NOT_READ = "not read yet"
+"""Why a wanted version is not ready that the last scan of the repository did not look for."""
+UNDER_WAY = (f": {NOT_READ}", f": {State.LOADING}")
+"""Ends of the lines for wanted versions that become ready, unless something goes wrong."""
 
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 
@@ -231,6 +238,85 @@ def _is_requested(number: str, before: WantedModel | None, after: WantedModel) -
         after.reads,
         after.compatible.get(number),
     )
+
+
+class WantedState:
+    """State that the control topic wants of a process, and how far the process has reached it.
+
+    Args:
+        catalog: the models of the process.
+
+    Attributes:
+        models: wanted models by name; None until the first state: each `model.toml` decides.
+    """
+
+    def __init__(self, catalog: ModelCatalog) -> None:
+        self._catalog = catalog
+        self._former: FormerNames = {}
+        self.models: Wanted | None = None
+
+    def follow(self, models: Wanted, former: FormerNames) -> None:
+        """Want this state from now on; for `former` see `Deployment`."""
+        self.models, self._former = models, former
+
+    @property
+    def is_followed(self) -> bool:
+        """True if a wanted state says which versions are loaded."""
+        return self.models is not None
+
+    def set_names(self, name: str, model: ModelEntry) -> None:
+        """Give a model the names that are wanted of it, if any are."""
+        if self.models is not None and name in self.models:
+            wanted = self.models[name]
+            model.wanted_names = {"": wanted.default, **wanted.labels}
+            model.former_names = self._former.get(name, {})
+
+    def unready(self) -> list[str]:
+        """Return the wanted versions that are not ready, as `name/version`, with the reason."""
+        wanted = {} if self.models is None else self.models
+        found = []
+        for name, each in sorted(wanted.items()):
+            model = self._catalog.models.get(name, ModelEntry())
+            for number in each.versions:
+                version = model.selected.get(number)
+                if not model.was_read_as(each):
+                    found.append(f"{name}/{number}: {NOT_READ}")
+                    continue
+                reason = model.faults.get(number) or model.faults.get("")
+                if not reason and version is None:
+                    reason = NOT_READ
+                if not reason and version is not None and model.serving.get(number) is not version:
+                    reason = version.reason or str(version.state)
+                if reason:
+                    found.append(f"{name}/{number}: {reason}")
+        return found
+
+    def is_on_its_way(self, name: str, number: str) -> bool:
+        """Return True for a version that is loading, for the first time or again, or wanted and not
+        read yet.
+
+        Requests for a version that is not wanted get another one, by their names. It is on its way
+        while no version has one of these names yet, as after a start.
+        """
+        found = self._catalog.find(name, number)
+        if found is not None:
+            return found.state is not State.READY
+        model = self._catalog.models.get(name, ModelEntry())
+        version = model.selected.get(number)
+        if version is not None and version.state is State.LOADING:
+            return True
+        wanted = None if self.models is None else self.models.get(name)
+        if wanted is None:
+            return False
+        if number not in wanted.versions:
+            names = {"": wanted.default, **wanted.labels}
+            return any(
+                label not in model.names and self.is_on_its_way(name, each)
+                for label, each in names.items()
+                if each in wanted.versions
+            )
+        has_fault = number in model.faults or "" in model.faults
+        return not model.was_read_as(wanted) or (version is None and not has_fault)
 
 
 # --- changes ----------------------------------------------------------------------------------

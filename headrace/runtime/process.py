@@ -26,9 +26,10 @@ from headrace.errors import ConfigurationError
 from headrace.log.port import Log, TopicPartition
 from headrace.models.catalog import ModelCatalog
 from headrace.models.index import RepositoryIndex
-from headrace.models.registry import UNDER_WAY, Models, Reloaded
+from headrace.models.registry import Models, Reloaded
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
+from headrace.models.wanted import UNDER_WAY
 from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
@@ -227,7 +228,7 @@ class Pipeline:
 
     def _unready(self) -> list[str]:
         """Return the wanted versions that are not ready; a responder alone needs none."""
-        return [] if self._stages == (Stage.RESPONDER,) else self.models.unready()
+        return [] if self._stages == (Stage.RESPONDER,) else self.models.wanted.unready()
 
     def _awaited(self, model: str, version: str) -> str:
         return self._announced.awaited(model, version, self._generation())
@@ -318,7 +319,8 @@ class Pipeline:
             self._announced.apply(events, time.monotonic())
             for model, version in self._announced.needed():
                 self.models.catalog.note_use(model, version)
-            self.models.look_at_announcements()
+            if self.models.remote is not None:
+                self.models.remote.look_at_announcements()
 
         await ExecutorEventReader(self._log, topic, self.tuning.transport).run(apply)
 
@@ -326,7 +328,7 @@ class Pipeline:
         """Unload replaced versions once they have been unused for a while; never returns."""
         while True:
             await asyncio.sleep(self.tuning.runtime.unload_check_interval_s)
-            self.models.unload_unused()
+            self.models.lifecycle.unload_unused()
 
     async def _forget_series(self) -> None:
         """Remove the metrics of versions that are no longer loaded; never returns."""

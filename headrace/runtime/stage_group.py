@@ -366,7 +366,7 @@ class _Composition:
             self._source.quarantine.has_run,
             self._tuning.batcher,
         )
-        self._models.subscribe(stages.batcher.apply_change)
+        self._models.lifecycle.subscribe(stages.batcher.apply_change)
         stages.functions["batcher"] = stages.batcher.run
 
     def _add_ingest(self, stages: _Stages, producer: Producer, answers: _HasWriters) -> None:
@@ -447,12 +447,12 @@ class _Composition:
                 heartbeat,
                 self._rebinder.rebind,
                 self._make_source_values(stages, Stage.EXECUTOR, self._needs_value),
-                self._models.is_on_its_way,
+                self._models.wanted.is_on_its_way,
                 self._instruments.clock,
                 self._tuning.transport,
                 requested.refusal_of_bound,
             )
-            self._models.subscribe(batches.apply_change)
+            self._models.lifecycle.subscribe(batches.apply_change)
             stages.functions["read-batches"] = batches.run
             stages.functions["heartbeat"] = heartbeat.run
             batch_queue = batches.batch_queue
@@ -474,7 +474,12 @@ class _Composition:
         stages.functions["executor"] = stages.executor.run
 
     def _requested_versions(self) -> RequestedVersions:
-        return self._models.requested_versions(asyncio.get_running_loop().call_soon_threadsafe)
+        return RequestedVersions(
+            self._models.catalog,
+            asyncio.get_running_loop().call_soon_threadsafe,
+            self._models.lifecycle.load_again,
+            self._tuning.models,
+        )
 
     async def _add_dispatcher(
         self, stages: _Stages, batcher: BatcherService, producer: Producer, answers: _HasWriters

@@ -15,7 +15,7 @@ from headrace.delivery.inflight import AssignedPartition, ack_all
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
-from headrace.models.registry import VersionChange
+from headrace.models.lifecycle import VersionChange
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.codec import decode_batch, encode_batch, refer_to_source
 from headrace.protocol.messages import Batch, Request

@@ -105,7 +105,8 @@ class BatchDispatcher:
         self._tuning = tuning
         self._batch_queue = batch_queue
         self._writer = writer
-        self._models = models
+        assert models.remote is not None  # this process has no executor
+        self._models, self._remote = models, models.remote
         self._event_reader = event_reader
         self._metrics = metrics
         self._registry = ExecutorRegistry()
@@ -135,7 +136,7 @@ class BatchDispatcher:
         now_s = time.monotonic()
         for event in events:
             self._registry.apply(event, now_s)
-            self._models.apply_executor_event(event)
+            self._remote.apply_event(event)
             self._record_completions(event.completions, now_s)
         self._registry.expire(now_s)
         self._drop_overdue(now_s)
@@ -199,7 +200,7 @@ class BatchDispatcher:
         unhosted = {
             (version.name, version.version) for version in self._models.catalog.servable()
         } - hosted
-        if self._models.is_controlled:
+        if self._models.wanted.is_followed:
             # An executor that had the version is gone, and others still load it: its requests wait.
             return slots
         return slots | {ExecutorSlot(ANY_EXECUTOR, key): 1 for key in unhosted}

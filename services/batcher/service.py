@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.crash_isolation.isolation import is_isolated
 from headrace.delivery.failures import rejection
-from headrace.models.registry import VersionChange
+from headrace.models.lifecycle import VersionChange
 from headrace.protocol.messages import Batch, BatchSummary, Envelope, Failure, Request
 from headrace.services.batcher.batcher import DynamicBatcher, ModelKey
 from headrace.services.batcher.fair_queue import BatchLimits

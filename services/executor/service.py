@@ -17,9 +17,10 @@ from typing import NamedTuple, TypeVar
 import structlog
 
 from headrace.errors import ConfigurationError
+from headrace.models.lifecycle import VersionChange
 from headrace.models.loader import BackendLoader
 from headrace.models.memory import MemoryShort, loaded_files_bytes
-from headrace.models.registry import Models, VersionChange
+from headrace.models.registry import Models
 from headrace.models.repository import stamp_files
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Request
@@ -122,7 +123,7 @@ class ExecutorService:
     async def run(self) -> None:
         """Run until the batches end; load and unload versions as they are added or removed."""
         changes: asyncio.Queue[VersionChange] = asyncio.Queue()
-        self._models.subscribe(changes.put_nowait)
+        self._models.lifecycle.subscribe(changes.put_nowait)
         initial = list(self._models.catalog.versions(State.LOADING))
         self._loading.update(initial)
         for version in initial:
@@ -153,7 +154,7 @@ class ExecutorService:
         """Have a version unloaded when it has ended what it runs, or all that waits for it."""
         version = change.version
         if served is None or served.task.done():
-            self._models.mark_gone(version)
+            self._models.lifecycle.mark_gone(version)
             return
         self._metrics.model_unloaded(version.name, version.version, change.reason)
         for consumer in served.consumers:
@@ -192,7 +193,7 @@ class ExecutorService:
         if before is not None:
             await asyncio.wait([before])
         await self._serve(version, consumers, reason)
-        self._models.mark_gone(version)
+        self._models.lifecycle.mark_gone(version)
 
     async def _serve(
         self,
@@ -211,7 +212,7 @@ class ExecutorService:
             async with stack:
                 version.last_used_us = self._instruments.steady()
                 self._metrics.model_loaded(version.name, version.version, reason)
-                self._models.mark_ready(version, loader.verdict)
+                self._models.lifecycle.mark_ready(version, loader.verdict)
                 log_ready(version)
                 self._note_loaded(version)
                 # Shared by the workers, and made when the first of them needs it.
@@ -226,13 +227,13 @@ class ExecutorService:
                 return
             # Not its fault: other versions are busy. A later request has it loaded again.
             _log_failed(version, error)
-            self._models.refuse_waiting(version, str(error))
+            self._models.lifecycle.refuse_waiting(version, str(error))
         except ConfigurationError as error:
             self._fail(version, error)
 
     def _fail(self, version: ModelVersion, error: ConfigurationError) -> None:
         _log_failed(version, error)
-        self._models.mark_failed(version, str(error))
+        self._models.lifecycle.mark_failed(version, str(error))
         self._note_loaded(version)
 
     async def _load(
@@ -331,7 +332,9 @@ class ExecutorService:
     def _unload_for_memory(self, version: ModelVersion) -> None:
         log.info(Event.MODEL_UNLOADED, model=version.name, version=version.version)
         self._metrics.model_unloaded(version.name, version.version, "memory")
-        self._models.mark_unloaded(version, "unloaded while idle; a request has it loaded again")
+        self._models.lifecycle.mark_unloaded(
+            version, "unloaded while idle; a request has it loaded again"
+        )
         # After the state, so that whatever comes from now on has it loaded again.
         for consumer in self._served[version].consumers:
             consumer.stop()

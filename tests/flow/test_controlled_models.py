@@ -32,9 +32,9 @@ from headrace.log.memory import MemoryLog
 from headrace.models.config import make_model_config
 from headrace.models.packing.files import make_manifest, read_manifest, write_manifest
 from headrace.models.packing.signatures import sign
-from headrace.models.registry import NOT_READ
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.models.wanted import (
+    NOT_READ,
     Author,
     Change,
     fold,

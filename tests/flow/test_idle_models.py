@@ -94,7 +94,7 @@ async def test_unloaded_model_is_loaded_again_and_its_requests_wait(
             assert await answers(client, name)
             assert MODEL_BYTES <= held_bytes(pipeline) <= LIMIT_BYTES
         assert unloaded(pipeline) == ["a"]
-        assert not pipeline.models.unready()
+        assert not pipeline.models.wanted.unready()
         loads, unloads = count(pipeline, "loads", "requested"), count(pipeline, "unloads", "memory")
     assert 4 <= loads <= 6
     assert unloads == loads + 1  # the first one went when the third was loaded at the start

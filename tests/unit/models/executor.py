@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Rejected
-from headrace.models.registry import Models, VersionChange
+from headrace.models.lifecycle import VersionChange
+from headrace.models.registry import Models
 from headrace.models.scan import VersionScanner
 from headrace.models.version import ModelVersion, State
 from tests.support.models import settings_for
@@ -20,7 +21,7 @@ class Executor:
         self.models = Models(settings_for(repository), executes=True, scanner=scanner)
         self.changes: list[VersionChange] = []
         self.models.open()
-        self.models.subscribe(self.changes.append)
+        self.models.lifecycle.subscribe(self.changes.append)
 
     def loading(self) -> ModelVersion:
         """The one version that is loading."""
@@ -30,7 +31,7 @@ class Executor:
     def load(self) -> ModelVersion:
         """Have the one version that is loading become ready."""
         version = self.loading()
-        self.models.mark_ready(version)
+        self.models.lifecycle.mark_ready(version)
         return version
 
     def told(self) -> list[tuple[str, str]]:

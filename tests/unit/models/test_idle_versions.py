@@ -20,7 +20,7 @@ def unloaded(repository: Path, config: str = 'unload_idle = "wait"') -> Executor
     """An executor whose only version was unloaded."""
     add_version(repository, "digits", 1, digits(), config)
     executor = Executor(repository)
-    executor.models.mark_unloaded(executor.load(), "unloaded while idle")
+    executor.models.lifecycle.mark_unloaded(executor.load(), "unloaded while idle")
     executor.told()
     return executor
 
@@ -41,7 +41,7 @@ def test_request_has_it_loaded_again_once(tmp_path: Path) -> None:
     executor = unloaded(tmp_path)
     found = [executor.models.catalog.lookup_bound("digits", "1") for _ in range(3)]
     assert executor.told() == [("load", "1")]
-    executor.models.mark_ready(found[0])
+    executor.models.lifecycle.mark_ready(found[0])
     assert (found[0].state, found[0].reason) == (State.READY, "")
     assert executor.models.catalog.lookup("digits") is found[0]
 
@@ -52,7 +52,7 @@ def test_version_that_had_no_room_is_loaded_by_next_request(tmp_path: Path) -> N
     version = executor.models.catalog.lookup_bound("digits", "1")
     version.load_s = 2.5
     executor.told()
-    executor.models.refuse_waiting(version, "no room")
+    executor.models.lifecycle.refuse_waiting(version, "no room")
     (change,) = executor.changes
     assert change.action == "refuse"
     assert change.refusal is not None
@@ -71,7 +71,7 @@ def test_version_that_cannot_be_loaded_again_has_failed(tmp_path: Path) -> None:
     executor = unloaded(tmp_path)
     version = executor.models.catalog.lookup_bound("digits", "1")
     executor.told()
-    executor.models.mark_failed(version, "its file is gone")
+    executor.models.lifecycle.mark_failed(version, "its file is gone")
     assert executor.told() == [("reassign", "1")]
     assert refusal(executor.models, "digits").message == "model digits: its file is gone"
 
@@ -84,7 +84,7 @@ async def test_removed_version_is_unloaded_whether_in_memory_or_not(tmp_path: Pa
     shutil.rmtree(tmp_path / "digits")
     await executor.models.reload()
     assert executor.told() == [("unload", "1")]
-    executor.models.mark_ready(version)
+    executor.models.lifecycle.mark_ready(version)
     assert version.state is State.UNLOADING
     assert executor.models.catalog.versions() == []
 
@@ -115,14 +115,16 @@ def test_new_requests_wait_or_are_refused_by_setting(
     """A refused request has the version loaded again from the event loop's thread."""
     executor = unloaded(tmp_path, f'unload_idle = "{setting}"')
     scheduled: list[Callable[[], None]] = []
-    requested = executor.models.requested_versions(scheduled.append)
+    models = executor.models
+    load_again = models.lifecycle.load_again
+    requested = RequestedVersions(models.catalog, scheduled.append, load_again)
     refused = requested.refusal_of_bound("digits", "1")
     assert (refused is not None, is_refused(requested)) == (refuses, refuses)
     assert executor.told() == []
     for call in scheduled:
         call()
     assert executor.told() == ([("load", "1")] if refuses else [])
-    executor.models.mark_ready(executor.models.catalog.lookup("digits"))
+    executor.models.lifecycle.mark_ready(executor.models.catalog.lookup("digits"))
     assert not is_refused(requested)
     assert requested.refusal_of_bound("digits", "1") is None
 

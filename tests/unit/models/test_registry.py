@@ -128,7 +128,7 @@ def test_fault_at_warm_up_switches_batching_off(tmp_path: Path) -> None:
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     verdict = Verdict(Batching.NOT_BATCHABLE, "two rows fail")
-    executor.models.mark_ready(executor.loading(), verdict)
+    executor.models.lifecycle.mark_ready(executor.loading(), verdict)
     version = executor.models.catalog.lookup("digits")
     assert (version.max_batch_size, version.batching_off) == (1, "two rows fail")
 
@@ -151,7 +151,7 @@ def test_version_that_fails_is_not_ready_with_reason(tmp_path: Path) -> None:
     """There is no use in waiting for it."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
-    executor.models.mark_failed(executor.loading(), f"{tmp_path}/digits/1: no memory")
+    executor.models.lifecycle.mark_failed(executor.loading(), f"{tmp_path}/digits/1: no memory")
     error = refusal(executor.models, "digits", "1")
     assert (error.message, error.retry_after_ms) == ("model digits/1: digits/1: no memory", None)
 
@@ -160,7 +160,7 @@ def test_failed_version_refuses_requests(tmp_path: Path) -> None:
     """A device may be lost later."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
-    executor.models.mark_failed(executor.load(), "device lost")
+    executor.models.lifecycle.mark_failed(executor.load(), "device lost")
     assert refusal(executor.models, "digits").message == "model digits: device lost"
 
 
@@ -206,7 +206,7 @@ def test_declared_batch_size_overrides_probe(tmp_path: Path) -> None:
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
     executor = Executor(tmp_path)
     version = executor.loading()
-    executor.models.mark_ready(version, Verdict(Batching.NOT_BATCHABLE, "rows leak"))
+    executor.models.lifecycle.mark_ready(version, Verdict(Batching.NOT_BATCHABLE, "rows leak"))
     assert (version.max_batch_size, version.batching_off) == (8, "")
     assert version.contradiction == ("max_batch_size is declared as 8; not batchable: rows leak")
 
@@ -216,7 +216,7 @@ def test_undecided_version_has_reduced_batch_size(tmp_path: Path) -> None:
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     version = executor.loading()
-    executor.models.mark_ready(version, Verdict(Batching.UNDECIDED, "all alike"))
+    executor.models.lifecycle.mark_ready(version, Verdict(Batching.UNDECIDED, "all alike"))
     assert version.is_undecided
     assert (version.max_batch_size, version.batching_off) == (4, "undecided: all alike")
 
@@ -227,6 +227,6 @@ def test_unbatched_verdict_overrides_declared_batch_size(tmp_path: Path) -> None
     executor = Executor(tmp_path)
     version = executor.loading()
     verdict = Verdict(Batching.NOT_BATCHABLE, "one row comes back", has_no_batch=True)
-    executor.models.mark_ready(version, verdict)
+    executor.models.lifecycle.mark_ready(version, verdict)
     assert version.max_batch_size == 1
     assert not version.signature.batched

@@ -78,7 +78,7 @@ async def test_broken_new_version_leaves_old_one_serving(tmp_path: Path) -> None
     executor.load()
     add_version(tmp_path, "digits", 2, digits())
     await executor.models.reload()
-    executor.models.mark_failed(executor.loading(), "no memory")
+    executor.models.lifecycle.mark_failed(executor.loading(), "no memory")
     assert executor.models.catalog.lookup("digits").version == "1"
     assert executor.told() == [("load", "2")]
 
@@ -139,7 +139,7 @@ async def test_version_broken_in_place_continues_serving(tmp_path: Path) -> None
         directory = add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
     executor = Executor(tmp_path)
     for version in executor.models.catalog.versions(State.LOADING):
-        executor.models.mark_ready(version)
+        executor.models.lifecycle.mark_ready(version)
     (directory / "model.onnx").write_bytes(b"")
     [fault] = (await executor.models.reload()).faults
     assert fault.startswith("digits/2: digits/2/model.onnx: ")
@@ -151,7 +151,7 @@ async def test_reload_retries_failed_version(tmp_path: Path) -> None:
     """The cause of the failure may have gone since."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
-    executor.models.mark_failed(executor.loading(), "no memory")
+    executor.models.lifecycle.mark_failed(executor.loading(), "no memory")
     await executor.models.reload()
     assert executor.told() == [("load", "1")]
 
@@ -163,7 +163,7 @@ async def test_failed_version_waits_for_change_without_retry(tmp_path: Path) -> 
     before = executor.load()
     replace(tmp_path / "digits" / "1", 2.0)
     await executor.models.reload(retry=False)
-    executor.models.mark_failed(executor.loading(), "out of memory")
+    executor.models.lifecycle.mark_failed(executor.loading(), "out of memory")
     executor.told()
 
     await executor.models.reload(retry=False)
@@ -187,7 +187,7 @@ async def test_only_requested_version_is_loaded_again(tmp_path: Path) -> None:
         os.utime(path, ns=(0, times[0]))
     executor = Executor(tmp_path)
     for version in executor.models.catalog.versions(State.LOADING):
-        executor.models.mark_failed(version, "no memory")
+        executor.models.lifecycle.mark_failed(version, "no memory")
     for path, whole in zip(paths, content, strict=True):  # in a way that only reading would notice
         path.write_bytes(whole)
         os.utime(path, ns=(0, times[0]))
@@ -237,7 +237,7 @@ async def test_version_superseded_while_loading_is_dropped(tmp_path: Path) -> No
     add_version(tmp_path, "digits", 2, digits())
     await executor.models.reload()
     assert executor.told() == [("unload", "1"), ("load", "2")]
-    executor.models.mark_ready(first)
+    executor.models.lifecycle.mark_ready(first)
     assert refusal(executor.models, "digits").message == "model digits is loading"
 
 
@@ -250,9 +250,9 @@ async def test_deselected_version_serves_until_selected_ones_are_ready(tmp_path:
     add_version(tmp_path, "digits", 3, digits(), "versions = [2, 3]")
     await executor.models.reload()
     second, third = executor.models.catalog.versions(State.LOADING)
-    executor.models.mark_ready(second)
+    executor.models.lifecycle.mark_ready(second)
     assert executor.models.catalog.lookup("digits", "1").state is State.READY
-    executor.models.mark_failed(third, "no memory")
+    executor.models.lifecycle.mark_failed(third, "no memory")
     assert refusal(executor.models, "digits", "1").code == Code.UNKNOWN_MODEL
 
 
@@ -308,14 +308,14 @@ async def test_change_of_overrides_loads_version_beside_old_one(tmp_path: Path) 
     executor.told()
 
     models.want({"digits": WantedModel(versions=["1"], default="1", overrides={"probe": False})})
-    assert models.unready() == ["digits/1: not read yet"]
+    assert models.wanted.unready() == ["digits/1: not read yet"]
     await models.reload()
-    assert models.unready() == ["digits/1: loading"]
+    assert models.wanted.unready() == ["digits/1: loading"]
     assert models.catalog.lookup("digits") is before
     executor.load()
 
     config = models.catalog.lookup("digits").config
-    assert (config.max_batch_size, config.probe, models.unready()) == (4, False, [])
+    assert (config.max_batch_size, config.probe, models.wanted.unready()) == (4, False, [])
     assert executor.told() == [("load", "1"), ("unload", "1")]
 
 
@@ -329,11 +329,11 @@ async def test_faulty_overrides_leave_old_version_serving(tmp_path: Path) -> Non
     before = executor.load()
     models.want({"digits": WantedModel(versions=["1"], default="1", overrides={"labels": "x"})})
     await models.reload()
-    assert "labels, postprocess_output: expected postprocess" in models.unready()[0]
+    assert "labels, postprocess_output: expected postprocess" in models.wanted.unready()[0]
     assert models.catalog.lookup("digits") is before
     models.want({"digits": WantedModel(versions=["1"], default="1")})
     await models.reload()
-    assert models.unready() == []
+    assert models.wanted.unready() == []
     assert models.catalog.lookup("digits") is before
 
 
@@ -347,10 +347,10 @@ async def test_wanted_reading_finds_version_changed_in_place(tmp_path: Path) -> 
     before = executor.load()
     replace(tmp_path / "digits" / "1", 2.0)
     models.want({"digits": WantedModel(versions=["1"], default="1", reads=1)})
-    assert models.unready() == ["digits/1: not read yet"]
+    assert models.wanted.unready() == ["digits/1: not read yet"]
     await models.reload()
     executor.load()
-    assert models.unready() == []
+    assert models.wanted.unready() == []
     assert models.catalog.lookup("digits") is not before
 
 
@@ -360,11 +360,11 @@ async def test_announcements_of_others_do_not_make_version_ready_that_still_load
     """An executor says that a version is ready when it has loaded it, and not before."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
-    executor.models.look_at_announcements()
+    assert executor.models.remote is None, "nothing applies announcements here"
     assert executor.loading().state is State.LOADING
-    assert executor.models.is_on_its_way("digits", "1")
+    assert executor.models.wanted.is_on_its_way("digits", "1")
     executor.load()
-    assert not executor.models.is_on_its_way("digits", "1")
+    assert not executor.models.wanted.is_on_its_way("digits", "1")
 
 
 async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path: Path) -> None:
@@ -377,12 +377,17 @@ async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path:
     executor.load()
     add_version(tmp_path, "digits", 2, digits())
     models.want({"digits": WantedModel(versions=["1", "2", "3"], default="1")})
-    assert [models.is_on_its_way("digits", each) for each in "1234"] == [False, True, True, False]
-    assert not models.is_on_its_way("other", "1")
+    assert [models.wanted.is_on_its_way("digits", each) for each in "1234"] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert not models.wanted.is_on_its_way("other", "1")
     await models.reload()
-    assert [models.is_on_its_way("digits", each) for each in "123"] == [False, True, False]
-    models.mark_failed(executor.loading(), "no memory")
-    assert not models.is_on_its_way("digits", "2")
+    assert [models.wanted.is_on_its_way("digits", each) for each in "123"] == [False, True, False]
+    models.lifecycle.mark_failed(executor.loading(), "no memory")
+    assert not models.wanted.is_on_its_way("digits", "2")
 
 
 TWO_WANTED = {"digits": WantedModel(versions=["1", "2"], default="2", labels={"old": "2"})}
@@ -404,9 +409,9 @@ def mark(executor: Executor, number: str, failure: str = "") -> None:
     versions = executor.models.catalog.versions()
     [version] = [each for each in versions if each.version == number]
     if failure:
-        executor.models.mark_failed(version, failure)
+        executor.models.lifecycle.mark_failed(version, failure)
     else:
-        executor.models.mark_ready(version)
+        executor.models.lifecycle.mark_ready(version)
 
 
 async def test_name_of_failed_version_means_what_it_did_also_after_start(tmp_path: Path) -> None:
@@ -448,15 +453,15 @@ async def test_version_that_is_gone_is_on_its_way_while_nothing_can_be_bound_ins
     executor = Executor(tmp_path)
     models = executor.models
     models.want({"digits": WantedModel(versions=["2"], default="2")})
-    assert models.is_on_its_way("digits", "1")
+    assert models.wanted.is_on_its_way("digits", "1")
     await models.reload()
-    assert models.is_on_its_way("digits", "1")
+    assert models.wanted.is_on_its_way("digits", "1")
     executor.load()
-    assert not models.is_on_its_way("digits", "1")
+    assert not models.wanted.is_on_its_way("digits", "1")
     models.want({"digits": WantedModel(versions=["2", "3"], default="3")})
     await models.reload()
     assert executor.loading().version == "3"
-    assert not models.is_on_its_way("digits", "1")  # version 2 still has the name
+    assert not models.wanted.is_on_its_way("digits", "1")  # version 2 still has the name
 
 
 class InterruptedScanner(VersionScanner):
@@ -540,4 +545,4 @@ async def test_processes_decide_alike_about_breaking_version(tmp_path: Path) -> 
         models.open()
         states = [str(version.state) for version in models.catalog.versions()]
         assert states == ["ready", state]
-        assert len(models.unready()) == states.count("failed")
+        assert len(models.wanted.unready()) == states.count("failed")

@@ -27,7 +27,7 @@ class Repository:
         self.models = Models(settings, keeps_replaced=True, clock_s=lambda: self.now_s)
         add_version(directory, "digits", 1, digits())
         self.models.open()
-        self.models.subscribe(lambda change: self.unloaded.append(change.version))
+        self.models.lifecycle.subscribe(lambda change: self.unloaded.append(change.version))
         self.first = self.models.catalog.lookup("digits")
 
     async def replace_first(self) -> None:
@@ -52,10 +52,10 @@ async def test_replaced_version_is_unloaded_after_last_use(tmp_path: Path) -> No
     repository.now_s += KEPT_S - 1
     repository.models.catalog.lookup_bound("digits", "1")
     repository.now_s += KEPT_S - 1
-    repository.models.unload_unused()
+    repository.models.lifecycle.unload_unused()
     assert repository.unloaded == []
     repository.now_s += 1
-    repository.models.unload_unused()
+    repository.models.lifecycle.unload_unused()
     assert repository.unloaded == [repository.first]
     assert refusal(repository.models, "digits", "1").code == Code.UNKNOWN_MODEL
 
@@ -66,11 +66,12 @@ async def test_replaced_version_is_kept_while_executor_announces_it(tmp_path: Pa
     await repository.replace_first()
     repository.now_s += KEPT_S - 1
     hosted = HostedModel(name="digits", version="1", instances=1, max_batch_size=4)
-    repository.models.apply_executor_event(
+    assert repository.models.remote is not None
+    repository.models.remote.apply_event(
         ExecutorEvent(executor="one", silent_after_ms=1000, models=[hosted])
     )
     repository.now_s += KEPT_S - 1
-    repository.models.unload_unused()
+    repository.models.lifecycle.unload_unused()
     assert repository.models.catalog.lookup("digits", "1").max_batch_size == 4
 
 
@@ -83,7 +84,7 @@ async def test_reselected_version_serves_without_loading(tmp_path: Path) -> None
     assert repository.models.catalog.lookup("digits") is repository.first
     assert repository.first.reason == ""
     repository.now_s += KEPT_S
-    repository.models.unload_unused()
+    repository.models.lifecycle.unload_unused()
     assert [version.version for version in repository.unloaded] == ["2"]
 
 

@@ -37,9 +37,9 @@ async def test_new_version_is_loaded_when_old_one_is_gone(tmp_path: Path) -> Non
     assert new.state is State.LOADING
     assert refusal(executor.models, "digits", "1").message.startswith("model_version: expected")
 
-    executor.models.mark_gone(old)
+    executor.models.lifecycle.mark_gone(old)
     assert executor.told() == [("load", "2")]
-    executor.models.mark_ready(new)
+    executor.models.lifecycle.mark_ready(new)
     assert executor.told() == []
     assert [executor.models.catalog.servable(), new.state] == [[new], State.READY]
 
@@ -47,14 +47,14 @@ async def test_new_version_is_loaded_when_old_one_is_gone(tmp_path: Path) -> Non
 async def test_old_version_is_loaded_again_when_new_one_fails(tmp_path: Path) -> None:
     """Requests that wait for the new version are bound to the old one; the reason is shown."""
     executor, old, new = await swapping(tmp_path)
-    executor.models.mark_gone(old)
+    executor.models.lifecycle.mark_gone(old)
     executor.told()
-    executor.models.mark_failed(new, "no memory")
+    executor.models.lifecycle.mark_failed(new, "no memory")
     assert executor.told() == [("reassign", "2"), ("load", "1")]
     assert executor.models.catalog.lookup("digits") is old
     assert (old.state, old.reason) == (State.LOADING, "loading again, since version 2 failed")
 
-    executor.models.mark_ready(old)
+    executor.models.lifecycle.mark_ready(old)
     assert executor.models.catalog.servable() == [old]
     shown = {each["version"]: each["reason"] for each in executor.models.catalog.status()}
     assert shown == {"1": "", "2": "no memory"}
@@ -64,10 +64,10 @@ async def test_old_version_is_loaded_again_when_new_one_fails(tmp_path: Path) ->
 async def test_model_without_any_version_refuses_with_reason(tmp_path: Path) -> None:
     """The old one could not be loaded again either."""
     executor, old, new = await swapping(tmp_path)
-    executor.models.mark_gone(old)
-    executor.models.mark_failed(new, "no memory")
+    executor.models.lifecycle.mark_gone(old)
+    executor.models.lifecycle.mark_failed(new, "no memory")
     executor.told()
-    executor.models.mark_failed(old, "no memory either")
+    executor.models.lifecycle.mark_failed(old, "no memory either")
     assert executor.told() == [("reassign", "1")]
     assert refusal(executor.models, "digits").message == "model digits: no memory"
 
@@ -80,7 +80,7 @@ async def test_changed_files_of_same_version_leave_its_requests_to_it(tmp_path: 
     (change,) = executor.changes
     assert (change.action, change.version, change.leaves_waiting) == ("unload", old, True)
     executor.told()
-    executor.models.mark_gone(old)
+    executor.models.lifecycle.mark_gone(old)
     new = executor.load()
     assert executor.told() == [("load", "1")]
     assert executor.models.catalog.lookup("digits", "1") is new
@@ -93,12 +93,12 @@ async def test_third_version_replaces_the_one_that_loads(tmp_path: Path) -> None
     add_version(tmp_path, "digits", 3, digits(), FIRST)
     await executor.models.reload()
     assert executor.told() == [("unload", "2")]
-    executor.models.mark_gone(old)
+    executor.models.lifecycle.mark_gone(old)
     assert executor.told() == []
-    executor.models.mark_gone(second)
+    executor.models.lifecycle.mark_gone(second)
     assert executor.told() == [("load", "3")]
     third = executor.models.catalog.lookup("digits")
-    executor.models.mark_failed(third, "no memory")
+    executor.models.lifecycle.mark_failed(third, "no memory")
     assert executor.told() == [("reassign", "3"), ("load", "1")]
     assert executor.load() is old
     assert executor.models.catalog.servable() == [old]
@@ -109,10 +109,10 @@ async def test_reload_during_swap_changes_nothing(tmp_path: Path) -> None:
     executor, old, new = await swapping(tmp_path)
     executor.told()
     await executor.models.reload()
-    executor.models.mark_gone(old)
+    executor.models.lifecycle.mark_gone(old)
     await executor.models.reload()
     assert executor.told() == [("load", "2")]
-    executor.models.mark_ready(new)
+    executor.models.lifecycle.mark_ready(new)
     assert executor.models.catalog.servable() == [new]
 
 

@@ -28,7 +28,7 @@ class Process:
         """Have the one version that is loading become ready."""
         [version] = self.models.catalog.versions(State.LOADING)
         version.load_s = 0.25
-        self.models.mark_ready(version)
+        self.models.lifecycle.mark_ready(version)
 
 
 class Time:
@@ -144,7 +144,7 @@ async def test_version_that_fails_while_loading_has_span_with_reason(tmp_path: P
         process.models.open()
         time.now_us += 9
         [version] = process.models.catalog.versions()
-        process.models.mark_failed(version, "the probe failed")
+        process.models.lifecycle.mark_failed(version, "the probe failed")
 
     span = spans.one("load")
     assert span.status.description == "the probe failed"
@@ -159,7 +159,7 @@ async def test_ready_version_that_fails_has_span_of_unload_with_reason(tmp_path:
         process.models.open()
         process.load()
         [version] = process.models.catalog.versions()
-        process.models.mark_failed(version, "its thread hangs")
+        process.models.lifecycle.mark_failed(version, "its thread hangs")
 
     assert spans.one("unload").status.description == "its thread hangs"
 
