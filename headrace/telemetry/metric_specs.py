@@ -237,6 +237,13 @@ ENDS = (
         "their successors failed.",
     ),
     MetricSpec(
+        "headrace_model_load_failures",
+        "counter",
+        _MODEL,
+        "Loads that failed in an executor, trial loads included: each attempt. Versions that "
+        "cannot be read are in headrace_model_state.",
+    ),
+    MetricSpec(
         "headrace_model_unloads",
         "counter",
         (*_MODEL, "reason"),

@@ -74,6 +74,7 @@ class Metrics:
         self._rows = self._bulk_counter("rows")
         self._comparisons = self._bulk_counter("batch_comparisons")
         self._model_loads = self._bulk_counter("model_loads")
+        self._model_load_failures = self._bulk_counter("model_load_failures")
         self._model_unloads = self._bulk_counter("model_unloads")
         self._durations = {name: self._bulk(f"{name}_seconds", SECONDS) for name in _TIMES}
         self._slack = self._bulk("answer_slack_seconds", SECONDS)
@@ -257,7 +258,8 @@ class Metrics:
         by_version: tuple[BatchedCounter | BatchedHistogram, ...] = (
             *(self._requests, self._batches, self._runs, self._rows, self._comparisons),
             *(self._durations.values()),
-            *(self._slack, self._batch_rows, self._model_loads, self._model_unloads),
+            *(self._slack, self._batch_rows),
+            *(self._model_loads, self._model_load_failures, self._model_unloads),
         )
         totals: dict[VersionKey, int] = {}
         for each in by_version:
@@ -293,6 +295,10 @@ class Metrics:
         `restored` since its successor failed.
         """
         self._model_loads.add((model, version, reason))
+
+    def model_failed_to_load(self, model: str, version: str) -> None:
+        """Count a load, or a trial load, that failed."""
+        self._model_load_failures.add((model, version))
 
     def model_unloaded(self, model: str, version: str, reason: str) -> None:
         """Count a version that was unloaded: `removed`, idle while `memory` was short, or for a

@@ -65,10 +65,6 @@ async def _is_known(version: ModelVersion) -> bool:
     return bool(known) and known == await asyncio.to_thread(stamp_files, version.directory)
 
 
-def _log_failed(version: ModelVersion, error: Exception) -> None:
-    log.error(Event.MODEL_FAILED, model=version.name, version=version.version, reason=str(error))
-
-
 class ExecutorService:
     """Load the models and run their batches.
 
@@ -226,15 +222,20 @@ class ExecutorService:
                 self._fail(version, error)
                 return
             # Not its fault: other versions are busy. A later request has it loaded again.
-            _log_failed(version, error)
+            self._report_failed(version, error)
             self._models.lifecycle.refuse_waiting(version, str(error))
         except ConfigurationError as error:
             self._fail(version, error)
 
     def _fail(self, version: ModelVersion, error: ConfigurationError) -> None:
-        _log_failed(version, error)
+        self._report_failed(version, error)
         self._models.lifecycle.mark_failed(version, str(error))
         self._note_loaded(version)
+
+    def _report_failed(self, version: ModelVersion, error: ConfigurationError) -> None:
+        name, number = version.name, version.version
+        log.error(Event.MODEL_FAILED, model=name, version=number, reason=str(error))
+        self._metrics.model_failed_to_load(name, number)
 
     async def _load(
         self, version: ModelVersion, loader: BackendLoader, count: int

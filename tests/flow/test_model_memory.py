@@ -50,6 +50,8 @@ async def test_third_model_is_refused_with_figures_and_first_two_answer(tmp_path
         labels = {"model": "a", "version": "1", "device": "host"}
         shown = value("headrace_model_memory_bytes", labels)
         held = value("headrace_model_memory_budget_bytes", {"kind": "held"})
+        of_c = {"model": "c", "version": "1"}
+        failed_loads = value("headrace_model_load_failures_total", of_c)
 
     state, reason = found["c/1"]
     assert state == State.FAILED
@@ -59,6 +61,7 @@ async def test_third_model_is_refused_with_figures_and_first_two_answer(tmp_path
         rf"of 240\.0 MiB are in use, held by [ab]/1 \({figure}\), [ab]/1 \({figure}\)",
         reason,
     )
+    assert failed_loads == 1
     assert taken["c"] is None
     # Other memory of the process grows and shrinks meanwhile.
     assert [size > MODEL_BYTES / 2 for size in taken["a"] + taken["b"]] == [True, True]

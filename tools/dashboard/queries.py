@@ -34,6 +34,11 @@ def rate(metric: str, by: str = "", more: str = "", part: str = "") -> str:
     return f"{_over('sum', by)} (rate({selected(metric, more, part)}[{_INTERVAL}]))"
 
 
+def count(metric: str, by: str = "") -> str:
+    """Events of one step of the graph, for those that are rare."""
+    return f"{_over('sum', by)} (increase({selected(metric)}[{_INTERVAL}]))"
+
+
 def mean(metric: str, by: str = "") -> str:
     """The mean of a histogram's observations."""
     return f"{rate(metric, by, part='_sum')} / {rate(metric, by, part='_count')}"

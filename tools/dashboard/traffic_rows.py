@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tools.dashboard.panels import Panel, Query, Row
 from tools.dashboard.queries import (
+    count,
     least,
     mean,
     quantile,
@@ -249,6 +250,33 @@ BATCHES = Row(
             (
                 Query(worst("headrace_model_cache_bytes", "instance"), "{{instance}}"),
                 Query(worst("headrace_model_cache_limit_bytes", "instance"), "{{instance}} limit"),
+            ),
+        ),
+        Panel(
+            "Loads and unloads",
+            "Requested and memory: idle versions that make room for each other. Restored: a swap "
+            "that failed. A load that fails is counted with each attempt; the table of models has "
+            "the state, and the page of the process the reason.",
+            "none",
+            (
+                Query(count("headrace_model_loads", "reason"), "loaded: {{reason}}"),
+                Query(count("headrace_model_unloads", "reason"), "unloaded: {{reason}}"),
+                Query(
+                    count("headrace_model_load_failures", "model, version"),
+                    "failed: {{model}}/{{version}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Memory budget of models",
+            "Where models.memory_bytes is set: the bound, and what the loaded versions hold of it, "
+            "which is the larger of the size of their files and what was measured.",
+            "bytes",
+            (
+                Query(
+                    worst("headrace_model_memory_budget_bytes", "instance, kind"),
+                    "{{instance}} {{kind}}",
+                ),
             ),
         ),
     ),
