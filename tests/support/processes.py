@@ -52,6 +52,7 @@ class Process:
         }
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __aexit__
         self._process: asyncio.subprocess.Process | None = None
+        self._earlier_output = 0
         self.http_port = 0
 
     async def __aenter__(self) -> Self:
@@ -59,7 +60,8 @@ class Process:
         return self
 
     async def start(self) -> None:
-        """Start it and wait until `/health/ready` answers 200."""
+        """Start it, also once more, and wait until `/health/ready` answers 200."""
+        self._earlier_output = len(self.output)
         self._process = await asyncio.create_subprocess_exec(
             HEADRACE,
             *self._arguments,
@@ -83,7 +85,7 @@ class Process:
         assert self._process is not None
         if self._process.returncode is not None:
             raise AssertionError(f"exit code {self._process.returncode}")
-        found = re.search(r'"http_port": (\d+)', self.output)
+        found = re.search(r'"http_port": (\d+)', self.output[self._earlier_output :])
         if found is None:
             return False
         self.http_port = int(found[1])
