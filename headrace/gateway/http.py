@@ -115,9 +115,7 @@ _DENIED = frozenset({401, 403})
 _RETRY_AFTER = frozenset({429, 503})
 ALL_BINARY = InferCall(None, {}, None, {}, 0, {}, binary_by_default=True)
 _RECORD_TYPES = {JSON: "", OCTETS: MSGPACK}
-"""Content types for the record of an answer by those over HTTP; others are the same. JSON of the
-protocol can hold any answer.
-"""
+"""Content types for the record of an answer by those of the protocol, whose JSON holds any answer."""
 
 _JSON_TYPES = frozenset({"", JSON, OCTETS, "application/x-www-form-urlencoded"})
 """Content types of a body that begins with JSON: clients call any body octets, and `curl -d` calls
@@ -340,15 +338,16 @@ class HttpDoor:
             json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
             accept = _accepted(request)
             call: InferCall | None = None
+            is_whole = False
             if json_bytes is None and media_type(content_type) not in _JSON_TYPES:
-                wanted = self._choose_answer(request, accept, content_type)
+                wanted, is_whole = self._choose_answer(request, accept, content_type)
                 call = ALL_BINARY if wanted == OCTETS else None
                 answer = await gateway.infer_payload(
                     model,
                     version,
                     body,
                     content_type,
-                    _RECORD_TYPES.get(wanted, wanted),
+                    wanted if is_whole else _RECORD_TYPES[wanted],
                     self._urgency(request),
                     self._record_headers(request, span),
                 )
@@ -368,7 +367,7 @@ class HttpDoor:
                     model, version, call, urgency, self._record_headers(request, span)
                 )
             span.answered(answer)
-            if wanted not in (JSON, OCTETS) and (payload := answer.payload):
+            if is_whole and (payload := answer.payload):
                 headers = _typed(payload.content_type)
                 return await self._compressed(request, payload.content, headers)
             body, json_bytes = await conversions.run(
@@ -402,25 +401,29 @@ class HttpDoor:
             )
             return await self._compressed(request, answered, _typed(JSON))
 
-    def _choose_answer(self, request: web.Request, accept: str, content_type: str) -> str:
-        """Return the content type in which a payload is to be answered over HTTP: JSON of the
-        protocol by default, its binary form (`OCTETS`), or what the model answers instead.
+    def _choose_answer(
+        self, request: web.Request, accept: str, content_type: str
+    ) -> tuple[str, bool]:
+        """Return the content type in which a payload is to be answered over HTTP, and whether what
+        the model answers is the body. Otherwise the body is the protocol's, in JSON by default or
+        in its binary form (`OCTETS`).
 
         Raises:
             RefusedAtDoor: the caller accepts none of these.
             Rejected: it does not accept JSON, and the model is not known here.
         """
         if not accept:
-            return JSON
+            return JSON, False
         try:
             version = self._find_version(request)
         except Rejected:
             if not choose_content_type(accept, (JSON,)):
                 raise
-            return JSON  # the stages decide whether there is such a model
+            return JSON, False  # the stages decide whether there is such a model
         envelope = Envelope(content_type=media_type(content_type), model=version.name)
-        others = [each for each in version.whole_types(envelope) if each != JSON]
-        return _require_accepted(accept, (JSON, *others, OCTETS))
+        whole = version.whole_types(envelope)
+        wanted = _require_accepted(accept, (JSON, *whole, OCTETS))
+        return wanted, wanted in whole
 
     async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""

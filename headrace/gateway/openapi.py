@@ -73,6 +73,12 @@ _SECURITY_SCHEMES = {
         "description": "A client certificate that `gateway.keys_file` names.",
     },
 }
+_OWN_ANSWER = {
+    "description": "What a model with `[answer.classes]` or `[answer.boxes]` answers to a payload, "
+    "where `Accept` names JSON: one object for each row",
+    "type": "array",
+    "items": {"type": "object"},
+}
 _TAGS = ("inference", "models", "health", "repository", "v1", "shared memory")
 
 
@@ -232,7 +238,8 @@ def _describe_operation(operation: Operation, schemas: dict[Any, Any]) -> dict[s
         answers["503"] = answers["200"] | {"description": "Not now"}
     if operation.binary:
         described["requestBody"]["content"] |= {OCTETS: {}, "*/*": {}}
-        answers["200"]["content"] |= {OCTETS: {}, "*/*": {}}
+        either = {"anyOf": [schemas[operation.answer], _OWN_ANSWER]}
+        answers["200"]["content"] = {**_json(either), OCTETS: {}, "*/*": {}}
         answers["200"]["headers"] = {"Inference-Header-Content-Length": _JSON_BYTES}
     if parameters:
         described["parameters"] = parameters

@@ -171,6 +171,22 @@ async def test_payload_over_http_is_answered_as_it_accepts(served: Served) -> No
     assert served.counted(406) == 1
 
 
+async def test_classes_over_http_are_body_where_json_is_accepted(served: Served) -> None:
+    """By name or with all types of applications; without that the protocol's JSON holds them."""
+    url, sent = "/v2/models/animals/infer", {"Content-Type": "text/csv"}
+    accepted = [
+        await served.post(url, CSV, headers={**sent, "Accept": accept})
+        for accept in (JSON, "application/*", f"text/html, {JSON};q=0.9, */*;q=0.1")
+    ]
+    usual = [await served.post(url, CSV, headers=sent | more) for more in ({}, {"Accept": "*/*"})]
+
+    classes = [{"classes": [{"index": 1, "value": 2.0}, {"index": 0, "value": 1.0}]}]
+    assert [(each.headers["Content-Type"], each.json) for each in accepted] == [(JSON, classes)] * 3
+    for each in usual:
+        (output,) = each.json["outputs"]
+        assert (output["name"], json.loads(output["data"][0])) == ("record", classes)
+
+
 async def test_tensors_over_http_are_answered_as_they_accept(served: Served) -> None:
     """Binary tensors without a flag in the body; nothing else but JSON."""
     url = "/v2/models/animals/infer"
