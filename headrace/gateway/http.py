@@ -115,7 +115,7 @@ _DENIED = frozenset({401, 403})
 _RETRY_AFTER = frozenset({429, 503})
 ALL_BINARY = InferCall(None, {}, None, {}, 0, {}, binary_by_default=True)
 _RECORD_TYPES = {JSON: "", OCTETS: MSGPACK}
-"""Content types for the record of an answer by those of the protocol, whose JSON holds any answer."""
+"""Content types for the record of an answer by the protocol's, whose JSON can hold any answer."""
 
 _JSON_TYPES = frozenset({"", JSON, OCTETS, "application/x-www-form-urlencoded"})
 """Content types of a body that begins with JSON: clients call any body octets, and `curl -d` calls
