@@ -14,7 +14,7 @@ import click
 from headrace.cli import models_control, models_copying, models_packing
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
-from headrace.cli.payloads import check_samples
+from headrace.cli.samples import check_samples
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError, describe_error
@@ -99,8 +99,8 @@ def describe(settings: Settings, model: str, as_json: bool) -> None:
 def check(settings: Settings, model: str | None, as_json: bool) -> None:
     """Load models, and run them as at warm-up.
 
-    MODEL, or all models when none is named. Payloads in samples/ of a version must become inputs.
-    Exit code 1 when a version cannot serve.
+    MODEL, or all models when none is named. Payloads in samples/ of a version must become inputs,
+    and answers if the model makes those itself. Exit code 1 when a version cannot serve.
     """
     models = _opened(settings)
     if model is not None:
@@ -108,7 +108,7 @@ def check(settings: Settings, model: str | None, as_json: bool) -> None:
     samples: dict[tuple[str, str], int] = {}
     for version in models.catalog.versions():
         if model in (None, version.name):
-            samples[version.name, version.version] = run(_try_out(models, version))
+            samples[version.name, version.version] = run(_try_out(models, version, settings))
     entries = [
         entry | {"samples": samples.get((entry["name"], entry["version"]), 0)}
         for entry in models.catalog.status()
@@ -135,23 +135,24 @@ def _require(models: Models, name: str) -> None:
         raise ConfigurationError(f"model: expected one of {there}, got {name}")
 
 
-async def _try_out(models: Models, version: ModelVersion) -> int:
+async def _try_out(models: Models, version: ModelVersion, settings: Settings) -> int:
     """Load one instance as an executor does: on its own thread, within `max_load_s`.
 
     Returns:
-        How many sample payloads became inputs.
+        How many sample payloads were accepted.
     """
-    count = 0
+    count, fault = 0, ""
     loader = BackendLoader(version, models.cores)
     try:
-        async with make_instance(version, 0, loader):
-            pass
+        async with make_instance(version, 0, loader) as instance:
+            if loader.verdict is not None:
+                version.apply_verdict(loader.verdict)
+            count, fault = await check_samples(version, instance, settings)
     except HeadraceError as error:
         models.lifecycle.mark_failed(version, str(error))
     except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
         models.lifecycle.mark_failed(version, describe_error(error))
     else:
-        count, fault = await check_samples(version)
         if fault:
             models.lifecycle.mark_failed(version, fault)
         else:
@@ -190,7 +191,7 @@ def _batching(entry: dict[str, Any]) -> str:
 
 def _samples(entry: dict[str, Any]) -> str:
     count = entry.get("samples", 0)
-    return f"samples: {count} became inputs" if count else ""
+    return f"samples: {count} passed" if count else ""
 
 
 def _measured(entry: dict[str, Any]) -> str:

@@ -6,13 +6,10 @@ import mimetypes
 from pathlib import Path
 
 from headrace.config import Settings
-from headrace.errors import Rejected, Retriable
+from headrace.models.inputs.binding import Bound
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Tensor
-
-SAMPLES = "samples"
-"""Directory of a version's sample payloads, which `headrace models check` reads."""
 
 _CONTENT_TYPES = {
     ".avro": "avro/binary",
@@ -47,27 +44,16 @@ async def make_inputs(
     models = Models(settings)
     models.open()
     found = models.catalog.lookup(model, version)
-    return found, await _make_inputs(found, payload, content_type)
+    return found, (await bind_payload(found, payload, content_type)).tensors
 
 
-async def check_samples(version: ModelVersion) -> tuple[int, str]:
-    """Return how many sample payloads of a version become inputs, and what is wrong with one that
-    does not; empty if all do.
+async def bind_payload(version: ModelVersion, payload: bytes, content_type: str) -> Bound:
+    """Return the checked inputs that a version makes of a payload.
+
+    Raises:
+        Rejected: the version refuses the payload.
+        Retriable: the schema registry is away.
     """
-    count = 0
-    directory = version.directory / SAMPLES
-    for path in sorted(each for each in directory.glob("*") if each.is_file()):
-        try:
-            await _make_inputs(version, path.read_bytes(), guess_content_type(path.name))
-        except (OSError, Rejected, Retriable) as error:
-            return count, f"{SAMPLES}/{path.name}: {error}"
-        count += 1
-    return count, ""
-
-
-async def _make_inputs(
-    version: ModelVersion, payload: bytes, content_type: str
-) -> tuple[Tensor, ...]:
     if version.records is not None and version.records.framed is not None:
         await version.records.framed.learn_alone(payload)
-    return version.bind(version.transform(payload, content_type)).tensors
+    return version.bind(version.transform(payload, content_type))

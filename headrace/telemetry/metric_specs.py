@@ -312,6 +312,12 @@ ENDS = (
         "Bytes of inputs that transform workers made.",
     ),
     MetricSpec(
+        "headrace_postprocess_duration_seconds",
+        "histogram",
+        ("model",),
+        "Time of a worker for the postprocess of one request, with all attempts.",
+    ),
+    MetricSpec(
         "headrace_transform_restarts",
         "counter",
         ("reason",),

@@ -90,6 +90,7 @@ class Metrics:
         self._commit = self._bulk("commit_duration_seconds", SECONDS)
         self.loop_lag = self._bulk("event_loop_lag_seconds", SECONDS)
         self._transform_duration = self._bulk("transform_duration_seconds", SECONDS)
+        self._postprocess_duration = self._bulk("postprocess_duration_seconds", SECONDS)
         self._transform_bytes = self._bulk_counter("transform_bytes")
         self._gateway_requests = self._bulk_counter("gateway_requests")
         self._gateway_duration = self._bulk("gateway_duration_seconds", SECONDS)
@@ -323,6 +324,10 @@ class Metrics:
         """Count a payload that a transform worker has ended, and the inputs that it made."""
         self._transform_duration.observe((model,), took_s)
         self._transform_bytes.add((model,), size_bytes)
+
+    def postprocessed(self, model: str, took_s: float) -> None:
+        """Record the time of a worker for the postprocess of one request."""
+        self._postprocess_duration.observe((model,), took_s)
 
     def transform_restarted(self, reason: str) -> None:
         """Count a child process of transforms that is replaced: `crash`, `hang` or `start`.

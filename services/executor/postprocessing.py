@@ -99,7 +99,7 @@ class Postprocessor:
     Args:
         version: one with a postprocess.
         options: of the process.
-        metrics: count child processes that are replaced.
+        metrics: count child processes that are replaced, and have the time of each call.
 
     Raises:
         ConfigurationError: it is to run in a child process, and the system is not Linux.
@@ -112,6 +112,7 @@ class Postprocessor:
         assert version.config.python is not None
         self._version = version
         self._postprocess = version.postprocess
+        self._metrics = metrics
         self._in_child = version.config.python.isolation == "process"
         self._worker: TransformWorker = (
             TransformProcess(options.max_attempts, options.max_bytes, metrics, options.tuning)
@@ -134,6 +135,8 @@ class Postprocessor:
         pending = [made for request in requests if (made := self._prepare(request)) is not None]
         await self._worker.run(PayloadRound(pending, sys.maxsize))  # all in one round
         for each in pending:
+            if each.took_s:
+                self._metrics.postprocessed(each.model, each.took_s)
             _take(each)
 
     def _prepare(self, request: Request) -> PendingPostprocess | None:

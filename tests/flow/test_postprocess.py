@@ -23,6 +23,7 @@ from tests.support.gateways import gateway_of
 from tests.support.models import add_version, identity
 from tests.support.pipelines import PARTITIONS, log_for, serving
 
+CALLS = "headrace_postprocess_duration_seconds_count"
 GROUPS = [[list(STAGES)], [[stage] for stage in STAGES]]
 NUMBERS = """
 max_execution_s = 2.0
@@ -88,13 +89,18 @@ async def test_payloads_are_answered_with_what_code_makes_of_outputs(
     log = await log_for(settings)
     async with (
         asyncio.timeout(DEADLINE_S),
-        serving(settings, log, groups),
+        serving(settings, log, groups) as pipelines,
         Client(log=log, settings=settings, compression="gzip") as client,
     ):
         answers = await asyncio.gather(*[ask(client, number) for number in range(12)])
         packed = await ask(client, 4, "application/msgpack")
         tensors = await client.infer("numbers", {"x": np.ones((1, 2), np.float32)})
 
+    assert [
+        count
+        for pipeline in pipelines
+        if (count := pipeline.metrics.registry.get_sample_value(CALLS, {"model": "numbers"}))
+    ] == [13]
     assert answers == [[2 * number] * 2 for number in range(12)]
     assert packed == [8, 8]
     assert tensors.outputs["y"].tolist() == [[1, 1]]

@@ -99,7 +99,7 @@ def test_check_counts_samples_that_become_inputs(version: Path, call: Call) -> N
     result = call("models", "check")
 
     assert result.exit_code == Exit.DONE
-    assert "\n  samples: 2 became inputs" in result.stdout
+    assert "\n  samples: 2 passed" in result.stdout
     (entry,) = json.loads(call("models", "check", "--json").stdout)
     assert entry["samples"] == 2
 
@@ -115,3 +115,34 @@ def test_check_fails_version_that_refuses_sample(version: Path, call: Call) -> N
         "samples/b.json: INVALID_TENSOR: rows[1].first: expected a number, got nothing"
         in result.stdout
     )
+
+
+POSTPROCESS = """
+def postprocess(outputs, request):
+    if outputs["scores"].shape[0] == 3:
+        raise ValueError("three rows")
+    return {"label": outputs["scores"].argmax(axis=1)}
+"""
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_check_makes_answers_of_samples_with_code_of_the_model(
+    tmp_path: Path, call: Call, isolation: str
+) -> None:
+    """The model is run, and its postprocess; one that raises fails the version."""
+    answer = (
+        f'[answer.python]\nisolation = "{isolation}"\n'
+        'outputs = [{ name = "label", datatype = "INT64", shape = [-1] }]\n'
+    )
+    directory = add_version(tmp_path / "models", "digits", 1, digits(), RECORDS + answer)
+    (directory.parent / "postprocess.py").write_text(POSTPROCESS)
+    payload(directory / "samples", "a.json", '{"first": 1}')
+    passing = call("models", "check")
+    payload(directory / "samples", "b.csv", "1\n2\n3\n")
+    failing = call("models", "check")
+
+    assert passing.exit_code == Exit.DONE, passing.stdout
+    assert "\n  samples: 1 passed" in passing.stdout
+    assert failing.exit_code == Exit.FAILED
+    assert "samples/b.csv: MODEL_FAILED: postprocess: ValueError: three rows" in failing.stdout
+    assert "\n  samples: 1 passed" in failing.stdout

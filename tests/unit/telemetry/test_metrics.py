@@ -213,6 +213,8 @@ def test_transform_metrics_are_counted_by_model_alone(
 ) -> None:
     """A scrape fails where a series has other labels than its family."""
     metrics.transformed("digits", 0.5, 7)
+    metrics.postprocessed("digits", 0.5)
     value = registry.get_sample_value
     assert value("headrace_transform_bytes_total", {"model": "digits"}) == 7
     assert value("headrace_transform_duration_seconds_count", {"model": "digits"}) == 1
+    assert value("headrace_postprocess_duration_seconds_count", {"model": "digits"}) == 1
