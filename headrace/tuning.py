@@ -257,7 +257,7 @@ class TransportTuning:
     source_record_overhead_bytes: int = 512
     """Estimate of what a source record takes besides its value: batch, key and headers."""
     source_surplus_bytes: int = 16 * 1024 * 1024
-    """Most bytes of values to keep that came with others."""
+    """Most bytes of source records to keep that came with others."""
     source_retry_first_s: float = 0.1
     """First pause after source records could not be read; later ones double."""
     source_retry_max_s: float = 1.0

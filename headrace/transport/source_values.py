@@ -25,7 +25,7 @@ from headrace.claims.stores import ClaimUnavailable
 from headrace.clock import wall_clock_us
 from headrace.crash_isolation.isolation import is_isolated
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
-from headrace.delivery.inflight import InFlightAck
+from headrace.delivery.inflight import InFlightAck, record_bytes
 from headrace.errors import Code, Rejected, Retriable
 from headrace.log.errors import UnknownPartition
 from headrace.log.port import Log, Record, TopicPartition
@@ -238,7 +238,8 @@ class SourceValues:
         left: list[Request] = []
         for request in requests:
             record = self._surplus.pop(request.partition, request.offset)
-            if record is None:
+            # A kept record may be of a topic that has been made anew since.
+            if record is None or not _is_source_of(request, record):
                 left.append(request)
             else:
                 self._restore(request, record, "kept")
@@ -344,8 +345,7 @@ class SourceValues:
 
     def _restore(self, request: Request, record: Record, outcome: str) -> None:
         value = record.value or b""
-        identity = record.timestamp, record.key, len(value)
-        if identity != (request.timestamp_ms, request.key, request.referenced):
+        if not _is_source_of(request, record):
             self._lose(request, "another record has its offset")
             return
         try:
@@ -371,12 +371,18 @@ class SourceValues:
             )
 
 
+def _is_source_of(request: Request, record: Record) -> bool:
+    """Return True unless the record shows that it is another one at the offset of the request."""
+    identity = record.timestamp, record.key, len(record.value or b"")
+    return identity == (request.timestamp_ms, request.key, request.referenced)
+
+
 class _Surplus:
     """Records that came with others and that another request may need soon: a fetch returns whole
     record batches, whose requests may be spread over several batches of a model.
 
     Args:
-        max_bytes: of their values together; beyond it the oldest are dropped.
+        max_bytes: of all records together, see `record_bytes`; beyond it the oldest are dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -388,7 +394,7 @@ class _Surplus:
         """Remove and return a record; None if it is not here."""
         record = self._records.pop((partition, offset), None)
         if record is not None:
-            self._size_bytes -= len(record.value or b"")
+            self._size_bytes -= record_bytes(record)
         return record
 
     def add(self, records: Iterable[Record]) -> None:
@@ -396,6 +402,6 @@ class _Surplus:
         for record in records:
             self.pop(record.partition, record.offset)
             self._records[record.partition, record.offset] = record
-            self._size_bytes += len(record.value or b"")
+            self._size_bytes += record_bytes(record)
         while self._size_bytes > self._max_bytes:
             self.pop(*next(iter(self._records)))

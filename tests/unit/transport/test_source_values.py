@@ -13,7 +13,7 @@ from headrace.config import ClaimSettings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.failures import REVOKED
-from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.inflight import InFlightTracker, record_bytes
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
@@ -157,15 +157,40 @@ async def test_concurrent_reads_of_partition_share_what_one_of_them_fetches() ->
 
 
 async def test_records_that_came_with_others_are_bounded() -> None:
-    """The value kept longest is dropped, and is read again if it is needed after all."""
+    """Small ones count with all that they take. The one kept longest is dropped, and is read again
+    if it is needed after all.
+    """
     log = CountingLog()
     await write_source(log, 9)
-    values = values_from(log, replace(QUICK, source_surplus_bytes=2 * len(value_of(0))))
+    (record,) = await log.fetch(SOURCE, 1, 1, 1)
+    values = values_from(log, replace(QUICK, source_surplus_bytes=2 * record_bytes(record)))
+    log.fetched.clear()
     await values.read([referring(0), referring(4)])
 
     await values.read([referring(1), referring(3)])
 
     assert log.fetched == [(0, 0, 4), (0, 1, 1)]
+
+
+async def test_kept_record_of_replaced_topic_is_read_again() -> None:
+    """What was kept is of the topic that was deleted; the request is of the one made anew."""
+    log = CountingLog()
+    await write_source(log, 3)
+    values = values_from(log)
+    await values.read([referring(0), referring(2)])
+    log.faults.topics.replace(TOPIC)
+    later_ms = NOW_MS + 1
+    async with log.producer() as producer:
+        for number in range(2):
+            record = NewRecord(b"key", value_of(number), timestamp_ms=later_ms)
+            await write(producer, SOURCE, record)
+    wanted = referring(1)
+    wanted.timestamp_ms = later_ms
+
+    await values.read([wanted])
+
+    assert wanted.failure is None
+    assert seen([wanted]) == expected(1)
 
 
 async def test_unavailable_log_is_asked_again() -> None:
