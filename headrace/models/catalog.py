@@ -235,13 +235,15 @@ class ModelEntry:
         return restored
 
     def outdated(self) -> list[ModelVersion]:
-        """Return unselected serving versions, once all selected ones settled and one is ready.
+        """Return unselected serving versions, once all selected ones settled and one is servable.
 
         A version that a label, or the default, still means is not among them: its successor is not
         ready.
         """
-        states = {version.state for version in self.selected.values()}
-        if State.LOADING in states or State.READY not in states or "" in self.faults:
+        selected = self.selected.values()
+        is_any_loading = any(version.state is State.LOADING for version in selected)
+        is_any_servable = any(version.is_servable for version in selected)
+        if is_any_loading or not is_any_servable or "" in self.faults:
             return []
         return [
             version

@@ -108,6 +108,23 @@ async def test_new_version_replaces_unloaded_one(tmp_path: Path) -> None:
     assert executor.models.catalog.lookup("digits").version == "2"
 
 
+async def test_version_is_retired_though_those_that_remain_are_unloaded(tmp_path: Path) -> None:
+    """Going back to the one before takes effect at once: that one is loaded when it is needed."""
+    for number in (1, 2):
+        add_version(tmp_path, "digits", number, digits(), 'unload_idle = "wait"\nversions = "all"')
+    executor = Executor(tmp_path)
+    models = executor.models
+    for version in models.catalog.versions():
+        models.lifecycle.mark_ready(version)
+    for version in models.catalog.versions():
+        models.lifecycle.mark_unloaded(version, "unloaded while idle")
+    executor.told()
+    shutil.rmtree(tmp_path / "digits" / "2")
+    await models.reload()
+    assert executor.told() == [("unload", "2")]
+    assert models.catalog.lookup("digits").version == "1"
+
+
 @pytest.mark.parametrize(("setting", "refuses"), [("wait", False), ("refuse", True)])
 def test_new_requests_wait_or_are_refused_by_setting(
     tmp_path: Path, setting: str, *, refuses: bool
