@@ -102,6 +102,11 @@ class Prefetch:
         at_s = asyncio.get_running_loop().time() + pause_s
         heappush(self._retries, _Retry(at_s, next(self._numbers), batch, attempts))
 
+    @property
+    def has_retries(self) -> bool:
+        """True if a batch that failed is to be retried."""
+        return bool(self._retries)
+
     def next_nowait(self) -> PreparedBatch | None:
         """Return the next batch; None if there is none now."""
         # Order: a started run (it holds the thread), a due retry, then parts and fresh batches.

@@ -327,7 +327,7 @@ class ExecutorService:
     def _may_unload(self, version: ModelVersion) -> bool:
         if version.state is not State.READY or version.config.unload_idle == "never":
             return False
-        is_busy = any(each.is_running for each in self._workers if each.version is version)
+        is_busy = any(each.is_busy for each in self._workers if each.version is version)
         return not is_busy and not self._batch_queue.has_waiting(_key_of(version))
 
     def _unload_for_memory(self, version: ModelVersion) -> None:

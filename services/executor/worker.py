@@ -134,6 +134,7 @@ class Worker:
 
     Attributes:
         activity: the current run.
+        is_busy: True from a batch's arrival until its answers are sent, and while one is retried.
     """
 
     def __init__(
@@ -167,16 +168,12 @@ class Worker:
         self._buffer = AnswerBuffer(answers, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
+        self.is_busy = False
 
     @property
     def version(self) -> ModelVersion:
         """The version that it runs."""
         return self._version
-
-    @property
-    def is_running(self) -> bool:
-        """True during a run."""
-        return self.activity.for_s() is not None
 
     def device_memory(self) -> DeviceSnapshot | None:
         """Return the memory of the instance's device; None if that is the host."""
@@ -209,19 +206,26 @@ class Worker:
         """
         prepared, buffer = prefetch.next_nowait(), self._buffer
         if not buffer.requests:
-            return prepared or await prefetch.wait_next()
+            return prepared or await self._wait_next(prefetch)
         if prepared is None:
             if self._answers.is_full():
                 # A batch may come while this waits, so look again afterwards.
                 await buffer.send()
-                return prefetch.next_nowait() or await prefetch.wait_next()
+                return prefetch.next_nowait() or await self._wait_next(prefetch)
             # No batch can have come since `next_nowait`: there is no await between the two.
             buffer.send_nowait()
-            return await prefetch.wait_next()
+            return await self._wait_next(prefetch)
         if buffer.is_due():
             await buffer.send()
             await asyncio.sleep(0)
         return prepared
+
+    async def _wait_next(self, prefetch: Prefetch) -> PreparedBatch | None:
+        self.is_busy = prefetch.has_retries
+        try:
+            return await prefetch.wait_next()
+        finally:
+            self.is_busy = True
 
     async def _send(self, batch: Batch, finished: list[Request]) -> None:
         """Send finished requests to the responder, those of quick runs a few batches at a time."""

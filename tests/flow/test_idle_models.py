@@ -34,6 +34,21 @@ from tests.support.sized_models import (
 WAIT = 'unload_idle = "wait"'
 REFUSE = 'unload_idle = "refuse"'
 AT_THE_GATE = "from tests.support.python_models import BEGUN, GATE; BEGUN.set(); GATE.wait()"
+WITH_POSTPROCESS = """
+max_execution_s = 3600
+[transform.record]
+[transform.record.inputs]
+x = [{ path = "number" }]
+[answer.python]
+"""
+AT_THE_GATE_BEHIND = """
+from tests.support.python_models import BEGUN, GATE
+
+def postprocess(outputs, request):
+    BEGUN.set()
+    GATE.wait()
+    return {"y": outputs["y"]}
+"""
 FUSED: Grouping = [STAGES]
 EXECUTOR_APART: Grouping = [(Stage.INGEST, Stage.BATCHER), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
 NAMES = ("a", "b", "c")
@@ -200,6 +215,25 @@ async def test_deadline_holds_while_request_waits_for_its_model(tmp_path: Path) 
                 await eventually(lambda: value("headrace_expired_requests_total", labels) == 1)
                 GATE.set()
         assert [task.result() for task in busy] == [True, True]
+
+
+async def test_model_whose_answers_are_being_made_is_not_idle(tmp_path: Path) -> None:
+    """Its run has ended, but code behind it may take as long as a run: another model goes."""
+    add_model(tmp_path, "a", WAIT)
+    add_model(tmp_path, "b", WAIT + WITH_POSTPROCESS)
+    (tmp_path / "b" / "postprocess.py").write_text(AT_THE_GATE_BEHIND)
+    add_model(tmp_path, "c", WAIT)
+    async with serving(tmp_path) as (pipeline, client):
+        assert unloaded(pipeline) == ["a"]
+        with shut_gate():
+            async with asyncio.TaskGroup() as tasks:
+                payload = client.infer_raw("b", b'{"number": 21}', "application/json")
+                busy = tasks.create_task(payload)
+                await eventually(BEGUN.is_set)
+                assert await answers(client, "a")
+                assert unloaded(pipeline) == ["c"]
+                GATE.set()
+        assert busy.result().outputs["y"] == 42
 
 
 async def test_model_that_cannot_be_loaded_again_refuses_those_that_wait(tmp_path: Path) -> None:
