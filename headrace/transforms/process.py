@@ -217,7 +217,7 @@ class _Child:
         call = call._replace(
             content_type=payload.content_type, what=payload.what, users_fault=payload.users_fault
         )
-        payload.inputs, message = self._call(call, payload.value, until_s)
+        payload.inputs, message = self._call(call, payload.child_value, until_s)
         if isinstance(payload, PendingRequest):
             payload.message = message
 

@@ -112,6 +112,11 @@ class PendingValue:
             ack_handle.resize(ack_handle.size_bytes + size_bytes)
             self.reserved_bytes += size_bytes
 
+    @property
+    def child_value(self) -> bytes | memoryview:
+        """The value as a child process gets it. Raises `Rejected`."""
+        return self.value
+
     def make_inputs(self) -> list[InputTensor]:
         """Return the inputs that the value becomes. Raises `Rejected`, or what user code does."""
         raise NotImplementedError

@@ -34,12 +34,14 @@ from headrace.tuning import TUNING, IngestTuning
 class PendingPostprocess(PendingUserCode):
     """The outputs of a request that wait for their postprocess; `inputs` are what it has made.
 
+    The worker decompresses the payload when it takes the request: those of a whole batch would take
+    memory that nothing is charged for, and time of the event loop.
+
     Args:
         request: with outputs.
         version: of the model that has run.
         postprocess: of the version.
-        about: the request, as the user's function gets it.
-        packs: whether a child process gets the arguments.
+        answer_type: content type of the answer that it makes; empty if it makes arrays.
     """
 
     what = "postprocess"
@@ -50,26 +52,36 @@ class PendingPostprocess(PendingUserCode):
         request: Request,
         version: ModelVersion,
         postprocess: Postprocess,
-        about: PayloadRequest,
-        *,
-        packs: bool,
+        answer_type: str,
     ) -> None:
-        rows = request.rows if version.signature.batched else None
-        packed = pack(request.outputs or (), about, rows) if packs else b""
-        super().__init__(request, version, packed, about.content_type)
+        super().__init__(request, version, b"", request.envelope.content_type)
         self._postprocess = postprocess
-        self._about = about
-        self._rows = rows
+        self._answer_type = answer_type
+        self._rows = request.rows if version.signature.batched else None
 
     @property
     def source(self) -> WorkerSource:
         """See `PendingValue`."""
         return self.version.postprocess_source
 
+    @property
+    def child_value(self) -> bytes:
+        """See `PendingValue`."""
+        return pack(self.request.outputs or (), self._describe_request(), self._rows)
+
     def make_inputs(self) -> list[InputTensor]:
         """See `PendingValue`."""
+        about = self._describe_request()
         outputs = {tensor.name: to_array(tensor) for tensor in self.request.outputs or ()}
-        return self._postprocess.apply(outputs, self._about, self._rows)
+        return self._postprocess.apply(outputs, about, self._rows)
+
+    def _describe_request(self) -> PayloadRequest:
+        """Return the request as the user's function gets it. Raises `Rejected`."""
+        request, limit_bytes = self.request, TUNING.protocol.max_decompressed_bytes
+        payload = plain_value(request.value, request.envelope, limit_bytes)
+        if payload is None:
+            raise Rejected(Code.INTERNAL, "expected the payload of the request, got none")
+        return PayloadRequest(bytes(payload), self.content_type, self._answer_type)
 
     def bind(self) -> None:
         """See `PendingValue`: what was made has been checked."""
@@ -113,10 +125,9 @@ class Postprocessor:
         self._version = version
         self._postprocess = version.postprocess
         self._metrics = metrics
-        self._in_child = version.config.python.isolation == "process"
         self._worker: TransformWorker = (
             TransformProcess(options.max_attempts, options.max_bytes, metrics, options.tuning)
-            if self._in_child
+            if version.config.python.isolation == "process"
             else TransformThread(options.tuning)
         )
 
@@ -141,22 +152,16 @@ class Postprocessor:
 
     def _prepare(self, request: Request) -> PendingPostprocess | None:
         """Return what the worker takes; None for a request that is not for it, or fails."""
-        version, envelope = self._version, request.envelope
         if request.output_data is None or request.failure is not None:
             return None
         try:
-            if (answer_type := self._choose_type(envelope)) is None:
-                return None
-            payload = plain_value(request.value, envelope, TUNING.protocol.max_decompressed_bytes)
-            if payload is None:
-                raise Rejected(Code.INTERNAL, "expected the payload of the request, got none")
-            about = PayloadRequest(bytes(payload), envelope.content_type, answer_type)
-            return PendingPostprocess(
-                request, version, self._postprocess, about, packs=self._in_child
-            )
+            answer_type = self._choose_type(request.envelope)
         except Rejected as error:
             _fail(request, error)
             return None
+        if answer_type is None:
+            return None
+        return PendingPostprocess(request, self._version, self._postprocess, answer_type)
 
     def _choose_type(self, envelope: Envelope) -> str | None:
         """Return the content type of the answer that is to be made, empty for arrays; None if the
