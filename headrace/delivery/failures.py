@@ -55,15 +55,18 @@ def split_ended(
     ended: list[Request] = []
     remaining: list[Request] = []
     for request in requests:
-        failure = REVOKED if request.ack_handle.revoked else None
-        if request.envelope.deadline_ms:
-            failure = failure or deadline_passed(request, now_us, stage)
+        failure = find_end(request, now_us, stage)
         if failure is None:
             remaining.append(request)
         else:
             request.fail(failure)
             ended.append(request)
     return ended, remaining
+
+
+def find_end(request: Request, now_us: int, stage: str) -> Failure | None:
+    """Return the failure of a request that has expired, or whose partition was revoked; or None."""
+    return REVOKED if request.ack_handle.revoked else deadline_passed(request, now_us, stage)
 
 
 def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None:

@@ -51,7 +51,7 @@ async def rewrite_answers(
         Fatal: see `Postprocessor.run`.
     """
     if postprocessor is not None:
-        await postprocessor.run(requests)
+        await postprocessor.run(requests, clock)
     chosen = [request for request in requests if _gets_whole_answer(request, version)]
     if not chosen:
         return

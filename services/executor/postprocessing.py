@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace.clock import Clock, wall_clock_us
 from headrace.config import DeliverySettings, LimitSettings
-from headrace.delivery.failures import rejection
+from headrace.delivery.failures import find_end, rejection
 from headrace.errors import Code, Rejected
 from headrace.models.postprocess import PayloadRequest, Postprocess, pack
 from headrace.models.version import ModelVersion
@@ -42,6 +43,7 @@ class PendingPostprocess(PendingUserCode):
         version: of the model that has run.
         postprocess: of the version.
         answer_type: content type of the answer that it makes; empty if it makes arrays.
+        clock: wall clock, in which deadlines are given.
     """
 
     what = "postprocess"
@@ -53,8 +55,10 @@ class PendingPostprocess(PendingUserCode):
         version: ModelVersion,
         postprocess: Postprocess,
         answer_type: str,
+        clock: Clock,
     ) -> None:
         super().__init__(request, version, b"", request.envelope.content_type)
+        self._clock = clock
         self._postprocess = postprocess
         self._answer_type = answer_type
         self._rows = request.rows if version.signature.batched else None
@@ -78,6 +82,9 @@ class PendingPostprocess(PendingUserCode):
     def _describe_request(self) -> PayloadRequest:
         """Return the request as the user's function gets it. Raises `Rejected`."""
         request, limit_bytes = self.request, TUNING.protocol.max_decompressed_bytes
+        # Requests of the same run may have taken the time until its turn.
+        if ended := find_end(request, self._clock(), Stage.EXECUTOR):
+            raise Rejected(Code(ended.code), ended.message)
         payload = plain_value(request.value, request.envelope, limit_bytes)
         if payload is None:
             raise Rejected(Code.INTERNAL, "expected the payload of the request, got none")
@@ -135,22 +142,23 @@ class Postprocessor:
         """End the worker after the request that it has."""
         self._worker.close()
 
-    async def run(self, requests: Sequence[Request]) -> None:
+    async def run(self, requests: Sequence[Request], clock: Clock = wall_clock_us) -> None:
         """Replace the outputs of requests with payloads by what the user's function makes of them.
 
-        A request fails if that cannot be made.
+        A request fails if that cannot be made, or if its deadline passes before its turn.
 
         Raises:
             Fatal: the function hangs on a thread and could not be interrupted.
         """
-        pending = [made for request in requests if (made := self._prepare(request)) is not None]
+        prepared = [self._prepare(request, clock) for request in requests]
+        pending = [each for each in prepared if each is not None]
         await self._worker.run(PayloadRound(pending, sys.maxsize))  # all in one round
         for each in pending:
             if each.took_s:
                 self._metrics.postprocessed(each.model, each.took_s)
             _take(each)
 
-    def _prepare(self, request: Request) -> PendingPostprocess | None:
+    def _prepare(self, request: Request, clock: Clock) -> PendingPostprocess | None:
         """Return what the worker takes; None for a request that is not for it, or fails."""
         if request.output_data is None or request.failure is not None:
             return None
@@ -161,7 +169,7 @@ class Postprocessor:
             return None
         if answer_type is None:
             return None
-        return PendingPostprocess(request, self._version, self._postprocess, answer_type)
+        return PendingPostprocess(request, self._version, self._postprocess, answer_type, clock)
 
     def _choose_type(self, envelope: Envelope) -> str | None:
         """Return the content type of the answer that is to be made, empty for arrays; None if the
