@@ -54,8 +54,7 @@ class Deployment(NamedTuple):
     Attributes:
         generation: number of changes so far; 0 before the first one.
         models: what is to be loaded.
-        former: what names of models meant before, as far as it is still to be loaded, and known: a
-            snapshot says nothing of it.
+        former: what names of models meant before, as far as it is still to be loaded.
     """
 
     generation: int = 0
@@ -69,7 +68,7 @@ class Deployment(NamedTuple):
             BrokenHistory: the record is not the next change of this state.
         """
         if self.generation == 0 and record.snapshot is not None:
-            return Deployment(record.generation, record.snapshot)
+            return Deployment(record.generation, record.snapshot, record.former)
         if record.generation != self.generation + 1:
             missing = "" if self.generation else ", and no snapshot is left"
             raise BrokenHistory(
@@ -202,7 +201,7 @@ def make_record(
         return None
     generation = state.generation + 1
     models = [*state.models.values(), *after.values()]
-    return ControlRecord(
+    record = ControlRecord(
         format=FORMAT if any(each.overrides for each in models) else FORMAT_WITHOUT_OVERRIDES,
         generation=generation,
         change_id=change_id,
@@ -212,8 +211,14 @@ def make_record(
         action=change.action,
         before={name: state.models.get(name) for name in names},
         after={name: after.get(name) for name in names},
-        snapshot=dict(after) if generation % snapshot_every == 0 else None,
     )
+    if generation % snapshot_every:
+        return record
+    former = {
+        model: {name: [*numbers] for name, numbers in meant.items()}
+        for model, meant in state.after(record).former.items()
+    }
+    return replace(record, snapshot=dict(after), former=former)
 
 
 def find_requested(record: ControlRecord) -> set[tuple[str, str]]:

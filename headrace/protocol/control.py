@@ -45,7 +45,9 @@ class ControlRecord(Struct, kw_only=True, frozen=True, omit_defaults=True):
     `generation` counts the changes from 1. `before` and `after` have the models that it changes;
     None is a model of which nothing is to be loaded. `action` is a word such as `load`, and
     `change_id` was drawn by the writer to recognise its own record. Every so many changes
-    `snapshot` has all models after the change, with which reading may begin.
+    `snapshot` has all models after the change, with which reading may begin, and `former` the
+    versions that their labels and, under "", their defaults meant before, as far as these are still
+    to be loaded, the latest first.
     """
 
     format: int
@@ -58,3 +60,4 @@ class ControlRecord(Struct, kw_only=True, frozen=True, omit_defaults=True):
     before: dict[str, WantedModel | None]
     after: dict[str, WantedModel | None]
     snapshot: dict[str, WantedModel] | None = None
+    former: dict[str, dict[str, list[str]]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from headrace.client import Client
 from headrace.config import Settings
 from headrace.control.topic import ControlTopic
 from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicPartition
 from headrace.models.version import State
 from headrace.models.wanted import (
     Author,
@@ -27,14 +29,17 @@ from headrace.models.wanted import (
 )
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
-from headrace.topics import Stage
+from headrace.topics import Stage, Topic
+from headrace.tuning import TUNING
 from tests.flow.test_controlled_models import Operator, controlled, version_of_answer
 from tests.support.conditions import eventually
 from tests.support.pipelines import Grouping, log_for, serving
-from tests.support.python_models import GATE, STEPS, shut_gate
+from tests.support.python_models import GATE, STEPS, add_whole_model, shut_gate
 
 APART: Grouping = [(Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
 ROUNDS = 3
+RECORD_AND_MARKER = 2
+"""Offsets of one change: its record, and the end of its transaction."""
 
 
 @asynccontextmanager
@@ -106,7 +111,9 @@ async def test_name_does_not_move_before_executor_has_version(tmp_path: Path) ->
 async def test_ingest_that_starts_during_failed_change_gives_names_their_former_meaning(
     tmp_path: Path,
 ) -> None:
-    """It takes over from one that had seen the version that served before."""
+    """It takes over from one that had seen the version that served before, and learns of that from
+    the changes, or where these are lost, from the last snapshot.
+    """
     settings = controlled(tmp_path)
     (tmp_path / "digits" / "9").mkdir()
     (tmp_path / "digits" / "9" / "model.onnx").write_bytes(b"garbage")
@@ -117,6 +124,9 @@ async def test_ingest_that_starts_during_failed_change_gives_names_their_former_
     ):
         async with serving(settings, log, APART[:1]) as front:
             operator = Operator(settings, log, [*front, *rest])
+            operator.topic = ControlTopic(
+                log, settings, replace(TUNING.models, control_snapshot_every=6)
+            )
             await operator.change(load("digits", "1"))
             await operator.change(load("digits", "2"))
             await operator.change(set_label("digits", "canary", "2"))
@@ -124,9 +134,12 @@ async def test_ingest_that_starts_during_failed_change_gives_names_their_former_
             await operator.change(set_default("digits", "9"), wait=False)
             await operator.change(set_label("digits", "canary", "9"), wait=False)
             assert await version_of_answer(client, "digits") == "1"
-        async with serving(settings, log, APART[:1]):
-            assert await version_of_answer(client, "digits") == "1"
-            assert await version_of_answer(client, "digits@canary") == "2"
+        control = TopicPartition(settings.topic(Topic.CONTROL), 0)
+        for first in (0, log.faults.partitions.end_offset(control) - RECORD_AND_MARKER):
+            log.faults.partitions.trim(control, first)
+            async with serving(settings, log, APART[:1]):
+                assert await version_of_answer(client, "digits") == "1"
+                assert await version_of_answer(client, "digits@canary") == "2"
 
 
 async def test_ingest_that_starts_before_executors_reads_when_they_are_ready(
@@ -174,6 +187,23 @@ async def test_requests_wait_for_executor_that_is_started_again(tmp_path: Path) 
             assert await version_of_answer(client, "digits") == "2"
 
 
+GATED = """
+from tests.support.python_models import GATE
+
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+
+    def warm_up(self):
+        pass
+
+    def run(self, inputs):
+        GATE.wait()
+        return {"y": inputs["x"] * 2}
+"""
+
+
 STEPPED = """
 from tests.support.python_models import GATE, STEPS
 
@@ -192,6 +222,62 @@ class Model:
         GATE.wait()
         return {"y": inputs["x"] * 2}
 """
+
+
+def waiting(batcher: Pipeline) -> int:
+    """Return the number of requests that wait in a batcher."""
+    queue = batcher.state.queue()
+    return 0 if queue is None else queue.requests
+
+
+def known_executors(batcher: Pipeline) -> float | None:
+    """Return the number of executors that a batcher knows."""
+    return batcher.metrics.registry.get_sample_value("headrace_known_executors")
+
+
+def unanswered(executor: Pipeline) -> int:
+    """Return the number of batches that an executor has read and not answered."""
+    records: int = executor.state.status()["sources"][0]["in_flight_records"]
+    return records
+
+
+async def test_version_is_kept_while_requests_for_it_wait_in_batcher(tmp_path: Path) -> None:
+    """They name its number, and their runs take longer than unused versions are kept."""
+    limits = "max_batch_size = 1\nmax_execution_s = 300"
+    for number in (1, 2, 3):
+        add_whole_model(tmp_path, "gated", GATED, limits, version=number)
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    ones = {"x": np.ones((1, 1), np.float32)}
+    async with deployment(settings, log) as (operator, client, pipelines):
+        batcher, executor = pipelines[1].models.catalog, pipelines[2].models.catalog
+        for version in ("1", "2", "3"):
+            await operator.change(load("gated", version))
+        await operator.change(set_default("gated", "3"))
+        # Otherwise the batcher would leave all of them to whichever executor comes.
+        await eventually(lambda: known_executors(pipelines[1]) == 1)
+        with shut_gate():
+            asking = [
+                asyncio.create_task(client.infer("gated", ones, version="1", timeout_s=120))
+                for _ in range(12)
+            ]
+            await eventually(
+                lambda: waiting(pipelines[1]) + unanswered(pipelines[2]) == len(asking),
+                what="the executor has as many as it takes, and the others wait in the batcher",
+            )
+            await operator.change(unload("gated", "1"))
+            await operator.change(unload("gated", "2"))
+            await eventually(
+                lambda: not batcher.find("gated", "2") and not executor.find("gated", "2"),
+                what="the other version, unloaded later, was kept for its time",
+            )
+            GATE.set()
+            answers = await asyncio.gather(*asking)
+        assert {each.model_version for each in answers} == {"1"}
+        await eventually(
+            lambda: not batcher.find("gated", "1") and not executor.find("gated", "1"),
+            what="it is unloaded when nothing needs it any more",
+        )
 
 
 async def test_batches_of_version_that_still_loads_wait_at_new_owner_of_their_partitions(

@@ -333,6 +333,7 @@ def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
         ("control", _CHANGE),
         ("control-snapshot", _CHANGE_WITH_SNAPSHOT),
         ("control-overrides", _CHANGE_OF_OVERRIDES),
+        ("control-former", _CHANGE_WITH_FORMER_NAMES),
     ):
         write = partial(encode_control, record)
         yield name, GoldenSample("control-record", MSGPACK, write, decode_control)
@@ -385,6 +386,18 @@ _CHANGE_WITH_SNAPSHOT = ControlRecord(
     before={"alone": WantedModel(versions=["3"], default="3")},
     after={"alone": None},
     snapshot={"sample": _SAMPLE_MODEL},
+)
+_CHANGE_WITH_FORMER_NAMES = ControlRecord(
+    format=1,
+    generation=128,
+    change_id="7a8b9c0d",
+    at_ms=_TIMESTAMP_MS + 3,
+    who="ada@ops-1",
+    action="default",
+    before={"sample": WantedModel(versions=["1", "2"], default="1")},
+    after={"sample": WantedModel(versions=["1", "2"], default="2")},
+    snapshot={"sample": WantedModel(versions=["1", "2"], default="2")},
+    former={"sample": {"": ["1"]}},
 )
 _CHANGE_OF_OVERRIDES = ControlRecord(
     format=2,
