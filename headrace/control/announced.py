@@ -82,6 +82,14 @@ class AnnouncedVersions:
             for model in event.models
         }
 
+    def has_executor(self, model: str, version: str) -> bool:
+        """Return whether an executor announces a version, wanted or not."""
+        return any(
+            (each.name, each.version) == (model, version)
+            for event in self._with_stage(Stage.EXECUTOR)
+            for each in event.models
+        )
+
     def _with_stage(self, stage: Stage) -> list[ExecutorEvent]:
         """Return the announcements of processes with a stage, but without ingest.
 

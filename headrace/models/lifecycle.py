@@ -264,10 +264,21 @@ class VersionLifecycle:
 
     # --- replaced versions ------------------------------------------------------------------------
 
-    def unload_unused(self) -> None:
-        """Unload replaced versions that were not used for `models.keep_replaced_s`."""
+    def unload_unused(self, is_needed: Callable[[str, str], bool] = lambda *_: False) -> None:
+        """Unload replaced versions that were not used for `models.keep_replaced_s`.
+
+        Args:
+            is_needed: returns whether a version, by model and number, is in use now.
+        """
+        for version in self._replaced.versions():
+            if is_needed(version.name, version.version):
+                self._replaced.note_use(version.name, version.version)
         for version in self._replaced.take_unused():
             self.unload(version)
+            if not self._executes:
+                # No executor will take the requests that wait for it: an executor of this process
+                # would run them before it unloads the version.
+                self._notify(VersionChange("reassign", version))
 
     def _reason_while_ready(self, version: ModelVersion) -> str:
         """Return the reason of a version that is ready: it has one if it was replaced."""

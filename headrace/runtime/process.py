@@ -328,7 +328,15 @@ class Pipeline:
         """Unload replaced versions once they have been unused for a while; never returns."""
         while True:
             await asyncio.sleep(self.tuning.runtime.unload_check_interval_s)
-            self.models.lifecycle.unload_unused()
+            self.models.lifecycle.unload_unused(self._is_waited_for)
+
+    def _is_waited_for(self, model: str, version: str) -> bool:
+        """Return whether requests wait for a version in a batcher of this process, and an executor
+        of another one can run them.
+        """
+        return self._announced.has_executor(model, version) and any(
+            group.has_waiting((model, version)) for group in self._groups
+        )
 
     async def _forget_series(self) -> None:
         """Remove the metrics of versions that are no longer loaded; never returns."""

@@ -56,6 +56,7 @@ from headrace.transforms.workers import TransformPool, TransformThread
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
 from headrace.transport.channels import SendStream
 from headrace.transport.dispatcher import BatchDispatcher
+from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, ExecutorIdentity
 from headrace.transport.rebinding import Rebinder
 from headrace.transport.source_values import SourceValues, has_inputs_in_source
@@ -244,6 +245,11 @@ class StageGroup:
         """Return what waits for a batch; None without a batcher."""
         batcher = self._stages.batcher
         return None if batcher is None else batcher.waiting()
+
+    def has_waiting(self, key: ModelKey) -> bool:
+        """Return whether requests for a model and version wait for a batch."""
+        batcher = self._stages.batcher
+        return batcher is not None and batcher.batch_queue.has_waiting(key)
 
     async def abandon(self) -> None:
         """Commit what is acknowledged; another process repeats what is still in flight."""

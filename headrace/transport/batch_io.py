@@ -9,7 +9,7 @@ from itertools import count
 
 from headrace.clock import wall_clock_us
 from headrace.consumer.source import Source
-from headrace.crash_isolation.isolation import Isolation
+from headrace.crash_isolation.isolation import Isolation, is_isolated
 from headrace.delivery.failures import poisoned_failure, rejection, split_ended
 from headrace.delivery.inflight import AssignedPartition, ack_all
 from headrace.delivery.producing import deliver, too_large
@@ -24,7 +24,7 @@ from headrace.topics import Stage
 from headrace.transport.channels import BatchQueue, Demand, SendStream
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorHeartbeat
-from headrace.transport.rebinding import Rebind, refuse_to_rebind, version_not_ready
+from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     admit_record,
@@ -231,7 +231,11 @@ class BatchReceiver:
             return []
         batches, refused = self._split_servable(batch)
         for each in batches:
-            self._ready.setdefault((each.model, each.version), deque()).append(each)
+            key = each.model, each.version
+            if is_isolated(each.requests[0]):
+                self.batch_queue.put_first(key, each)
+            else:
+                self._ready.setdefault(key, deque()).append(each)
         return refused
 
     def _must_wait(self, batch: Batch) -> bool:
@@ -252,8 +256,8 @@ class BatchReceiver:
             ended: list[Request] = []
             for batch in waiting:
                 late, left = split_ended(batch.requests, self._clock(), Stage.EXECUTOR)
-                if late and self._heartbeat is not None:
-                    self._heartbeat.finished(batch.batch_id, late)
+                if late:
+                    self._finish_refused(batch.batch_id, late)
                 ended += late
                 rest = Batch(batch.batch_id, left, batch.reason)
                 if left and self._must_wait(rest):
@@ -271,8 +275,8 @@ class BatchReceiver:
             self._check(batch.model, batch.version)
         except Rejected as gone:
             batches, refused = self._rebind_requests(batch, gone)
-            if refused and self._heartbeat is not None:
-                self._heartbeat.finished(batch.batch_id, refused)
+            if refused:
+                self._finish_refused(batch.batch_id, refused)
             return batches, refused
         return [batch], []
 
@@ -296,7 +300,8 @@ class BatchReceiver:
 
     def _enqueue_isolated(self, batch: Batch, offset: int, isolation: Isolation) -> list[Request]:
         """Fail the poisoned requests of a batch and queue the others. If the record is isolated,
-        queue each of them as its own batch, ahead of all other batches. Return the failures.
+        queue each of them as its own batch, ahead of all other batches, as soon as its version
+        runs here. Return the failures.
         """
         poisoned = [
             one
@@ -310,15 +315,13 @@ class BatchReceiver:
         left = [request for request in batch.requests if request.failure is None]
         if left and isolation.isolated is None:
             return poisoned + self._enqueue(Batch(batch.batch_id, left, batch.reason))
-        _, refused = (
-            self._split_servable(Batch(batch.batch_id, left, batch.reason)) if left else ((), [])
-        )
         isolation.isolate(batch.requests)
+        refused = poisoned
         for place, request in enumerate(batch.requests):
             if request.failure is None:
                 one = Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
-                self.batch_queue.put_first((request.model, request.version), one)
-        return poisoned + refused
+                refused += self._enqueue(one)
+        return refused
 
     def _admit(
         self, assignment: AssignedPartition, record: Record, isolation: Isolation | None
@@ -340,15 +343,8 @@ class BatchReceiver:
         if change.action not in ("reassign", "refuse"):
             return
         key = (change.version.name, change.version.version)
-        isolated = self.batch_queue.take_first(key)
         refused: list[Request] = []
-        for batch in isolated:
-            refused += self._refuse(
-                batch, change.refusal or version_not_ready(change.version.reason)
-            )
-            self._source.quarantine.has_run(batch.requests)
-        ready = self._ready.pop(key, ())
-        for batch in ready:
+        for batch in [*self.batch_queue.take_first(key), *self._ready.pop(key, ())]:
             refused += (
                 self._enqueue(batch)
                 if change.refusal is None
@@ -368,9 +364,16 @@ class BatchReceiver:
         """Fail the requests of a batch, and return them."""
         for request in batch.requests:
             request.fail(rejection(refusal, Stage.EXECUTOR))
-        if self._heartbeat is not None:
-            self._heartbeat.finished(batch.batch_id, batch.requests)
+        self._finish_refused(batch.batch_id, batch.requests)
         return batch.requests
+
+    def _finish_refused(self, batch_id: str, requests: Sequence[Request]) -> None:
+        """Report requests that will not run: they hold up neither the batcher nor the next record
+        that is to run alone.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.finished(batch_id, requests)
+        self._source.quarantine.has_run([one for one in requests if is_isolated(one)])
 
     def _has_waiting(self, key: ModelKey) -> bool:
         waiting = ((batch.model, batch.version) for batch in self._waiting)

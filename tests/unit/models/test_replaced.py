@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from headrace.errors import Code
+from headrace.models.lifecycle import VersionChange
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.events import ExecutorEvent, HostedModel
@@ -22,13 +23,17 @@ class Repository:
         self.directory = directory
         self.now_s = 1000.0
         self.unloaded: list[ModelVersion] = []
+        self.reassigned: list[ModelVersion] = []
         settings = settings_for(directory)
         assert settings.models.keep_replaced_s == KEPT_S
         self.models = Models(settings, keeps_replaced=True, clock_s=lambda: self.now_s)
         add_version(directory, "digits", 1, digits())
         self.models.open()
-        self.models.lifecycle.subscribe(lambda change: self.unloaded.append(change.version))
+        self.models.lifecycle.subscribe(self._note)
         self.first = self.models.catalog.lookup("digits")
+
+    def _note(self, change: VersionChange) -> None:
+        (self.unloaded if change.action == "unload" else self.reassigned).append(change.version)
 
     async def replace_first(self) -> None:
         """Add version 2, which is wanted instead of version 1, and look at the repository."""
@@ -58,6 +63,21 @@ async def test_replaced_version_is_unloaded_after_last_use(tmp_path: Path) -> No
     repository.models.lifecycle.unload_unused()
     assert repository.unloaded == [repository.first]
     assert refusal(repository.models, "digits", "1").code == Code.UNKNOWN_MODEL
+
+
+async def test_replaced_version_is_kept_while_requests_wait_for_it(tmp_path: Path) -> None:
+    """Afterwards its time begins; what comes too late for an executor gets another version."""
+    repository = Repository(tmp_path)
+    await repository.replace_first()
+    repository.now_s += KEPT_S
+    waiting = {("digits", "1")}
+    repository.models.lifecycle.unload_unused(lambda *key: key in waiting)
+    repository.now_s += KEPT_S - 1
+    repository.models.lifecycle.unload_unused()
+    assert repository.unloaded == []
+    repository.now_s += 1
+    repository.models.lifecycle.unload_unused()
+    assert repository.unloaded == repository.reassigned == [repository.first]
 
 
 async def test_replaced_version_is_kept_while_executor_announces_it(tmp_path: Path) -> None:

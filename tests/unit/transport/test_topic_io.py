@@ -13,6 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
+from headrace.crash_isolation.isolation import is_isolated
+from headrace.crash_isolation.markers import NOBODY, CrashMarkers
+from headrace.crash_isolation.poison_search import CrashMarker
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
@@ -46,9 +49,20 @@ async def make_log(max_message_bytes: int = 1_000_000) -> MemoryLog:
 
 
 @asynccontextmanager
-async def reading(log: MemoryLog) -> AsyncIterator[Source]:
-    """A source of the topic that runs until the end of the context."""
-    settings = SourceSettings(TOPIC, "group", "group", True, 1_000_000, 5.0)
+async def reading(log: MemoryLog, accused: int = 0) -> AsyncIterator[Source]:
+    """A source of the topic that runs until the end of the context.
+
+    Args:
+        log: with the topic.
+        accused: number of records of the first partition that are to run alone, since earlier
+            processes that ran them ended uncleanly.
+    """
+    settings = SourceSettings(
+        TOPIC, "group", "group", True, 1_000_000, 5.0, max_attempts=3 if accused else 0, runs=True
+    )
+    if accused:
+        marker = CrashMarker(is_open=True, stop=accused, ends=2, accused=((0, accused),))
+        await CrashMarkers(log, "group").write({TopicPartition(TOPIC, 0): marker}, NOBODY)
     source = Source(log, settings, Metrics(CollectorRegistry()))
     async with asyncio.TaskGroup() as tasks, source:
         running = tasks.create_task(source.run())
@@ -445,6 +459,58 @@ async def test_request_that_waits_for_its_version_ends_at_its_deadline() -> None
     assert expired.failure is not None
     assert (expired.failure.code, expired.offset) == (Code.DEADLINE_EXCEEDED, late.offset)
     assert waited.offset == other.offset
+
+
+async def test_batch_that_runs_alone_waits_for_its_version_to_load() -> None:
+    """Its requests run one by one as soon as the version is ready, and then the next record."""
+    log = await make_log()
+    requests = [make_request(inputs=PIXELS) for _ in range(3)]
+    await write_batches(log, Batch("b-1", requests[:2], "full"))
+    await write_batches(log, Batch("b-2", requests[2:], "full"))
+    version, answers, key = LoadingVersion(), Tray(), ("digits", "1")
+
+    async with reading(log, accused=2) as source:
+        feed = BatchReceiver(source, answers, version.check, is_on_its_way=version.is_on_its_way)
+        running = asyncio.create_task(feed.run())
+        await eventually(lambda: feed.batch_queue.has_waiting(key))
+        version.is_ready = True
+        ran: list[int] = []
+        while len(ran) < len(requests):
+            batch = await feed.batch_queue.consumer(key).pull()
+            assert batch is not None
+            [request] = batch.requests
+            assert is_isolated(request)
+            source.quarantine.has_run([request])
+            request.ack_handle.ack()
+            ran.append(request.offset)
+        source.stop_reading()
+        await running
+
+    assert ran == [one.offset for one in requests]
+    assert answers.requests == []
+
+
+async def test_batches_that_run_alone_are_answered_when_their_version_fails() -> None:
+    """The next record is not held up by requests that never run."""
+    log = await make_log()
+    sent = [make_request(inputs=PIXELS) for _ in range(3)]
+    await write_batches(log, Batch("b-1", sent[:2], "full"))
+    await write_batches(log, Batch("b-2", sent[2:], "full"))
+    version, answers = LoadingVersion(), Tray()
+
+    async with reading(log, accused=2) as source:
+        feed = BatchReceiver(source, answers, version.check, is_on_its_way=version.is_on_its_way)
+        running = asyncio.create_task(feed.run())
+        await eventually(lambda: feed.batch_queue.has_waiting(("digits", "1")))
+        version.is_loading = False
+        await eventually(lambda: len(answers.requests) == len(sent))
+        for request in answers.requests:
+            request.ack_handle.ack()
+        source.stop_reading()
+        await running
+
+    assert [one.offset for one in answers.requests] == [one.offset for one in sent]
+    assert {one.failure.code for one in answers.requests if one.failure} == {Code.MODEL_NOT_READY}
 
 
 async def test_record_of_many_items_is_done_with_last_of_them() -> None:
