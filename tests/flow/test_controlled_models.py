@@ -718,9 +718,12 @@ async def test_version_that_ends_or_stops_its_process_is_refused_while_old_one_a
         await eventually(operator.followed, deadline_s=TRIALS_S)
         await operator.change(load("model", "2"), wait=False)
         await operator.change(set_default("model", "2"), wait=False)
-        async with asyncio.timeout(TRIALS_S):
-            while reason not in "".join(operator.unready()):
-                answered_by.append((await client.infer("model", ones)).model_version)
+
+        async def is_refused() -> bool:
+            answered_by.append((await client.infer("model", ones)).model_version)
+            return reason in "".join(operator.unready())
+
+        await eventually(is_refused, deadline_s=TRIALS_S, recheck_s=0.05)
         answered_by.append((await client.infer("model", ones)).model_version)
         state = [each["state"] for each in operator.models_of("model") if each["version"] == "2"]
     async with deployment(settings, log, 1) as (operator, client):
