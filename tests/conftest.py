@@ -22,17 +22,21 @@ pytest_plugins = ["tests.support.broker", "tests.support.command_line", "tests.s
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that may take longest first, by the time limits of their slow tests.
+    """Put the files that may take longest first, by the time limits of their tests.
 
     Each process of `make test` takes the next file when it has none: short ones at the end let
-    all of them end together. The rest stays in random order.
+    all of them end together. A test counts by its limit if it is slow or has one of its own, and
+    other flows by about a second each. The rest stays in random order.
     """
     default_s = float(config.getini("timeout"))
     limits_s: defaultdict[Path, float] = defaultdict(float)
     for item in items:
-        if item.get_closest_marker("broker") or item.get_closest_marker("slow"):
-            limit = item.get_closest_marker("timeout")
-            limits_s[item.path] += limit.args[0] if limit else default_s
+        if limit := item.get_closest_marker("timeout"):
+            limits_s[item.path] += limit.args[0]
+        elif item.get_closest_marker("broker") or item.get_closest_marker("slow"):
+            limits_s[item.path] += default_s
+        elif item.nodeid.startswith("tests/flow/"):
+            limits_s[item.path] += 1.0
     items.sort(key=lambda item: -limits_s[item.path])
 
 
