@@ -26,6 +26,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import brotli
 import numpy as np
 import soundfile
 import tokenizers
@@ -118,12 +119,17 @@ def _compress_large(coding: str) -> bytes:
     return stream.compress(bytes(LARGE_BYTES)) + stream.flush()
 
 
-def _compressed(coding: str) -> Bomb:
+def _compress_in_small_blocks() -> bytes:
+    """Return a br stream whose first block does not show how large it becomes."""
+    return brotli.compress(bytes(LARGE_BYTES), quality=0)
+
+
+def _compressed(coding: str, make: Callable[[], bytes]) -> Bomb:
     limit_bytes = make_settings({}).limits.max_request_bytes
     return Bomb(
         lambda payload: decompress(payload, coding, limit_bytes, "value"),
         compress(b"{}", coding),
-        _compress_large(coding),
+        make(),
     )
 
 
@@ -142,7 +148,13 @@ def _tokens(payload: bytes) -> Bomb:
 
 
 BOMBS: dict[str, Callable[[], Bomb]] = {
-    **{f"{coding}, 256 MiB of zeros": partial(_compressed, coding) for coding in sorted(CODINGS)},
+    **{
+        f"{coding}, 256 MiB of zeros": partial(
+            _compressed, coding, partial(_compress_large, coding)
+        )
+        for coding in sorted(CODINGS)
+    },
+    "br, blocks of 96 KiB": partial(_compressed, BROTLI, _compress_in_small_blocks),
     "PNG, 60,000 x 60,000": partial(_image, _png),
     "TIFF, 100,000 pages": partial(_image, _tiff),
     "FLAC, 10^10 samples": _sound,

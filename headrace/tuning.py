@@ -196,6 +196,10 @@ class ProtocolTuning:
     """Largest value that is decompressed where no setting limits it, as in a client."""
     first_zstd_bytes: int = 64 * 1024
     """First room for what is made of zstd, besides eight times its size; then eight times that."""
+    first_inflated_bytes: int = 256 * 1024
+    """So much of gzip and deflate is made before it is looked at whether this may be a bomb."""
+    dense_ratio: int = 64
+    """It may, if it has become more than so many times as large by then."""
     located_damage_bytes: int = 256
     """Damage in a compressed value is located to so many bytes."""
 

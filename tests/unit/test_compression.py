@@ -7,6 +7,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 
+import brotli
 import pytest
 
 from headrace.errors import Code, Rejected
@@ -19,6 +20,7 @@ from headrace.protocol.compression import (
 )
 
 LIMIT_BYTES = 1 << 20
+RUNS = bytes(LIMIT_BYTES)
 TEXT = b"".join(b"%d, " % number for number in range(20_000))
 
 
@@ -81,15 +83,16 @@ def test_formats_are_those_of_other_programs() -> None:
     assert zlib.decompress(compress(TEXT, "deflate")) == TEXT
 
 
+@pytest.mark.parametrize("plain", [TEXT, RUNS], ids=["text", "runs"])
 @pytest.mark.parametrize("coding", CODINGS)
-def test_result_at_limit_is_whole_and_one_byte_more_refused(coding: str) -> None:
-    """The limit is the largest result."""
-    content = compress(TEXT, coding)
+def test_result_at_limit_is_whole_and_one_byte_more_refused(coding: str, plain: bytes) -> None:
+    """The limit is the largest result, also of what becomes a thousand times as large."""
+    content = compress(plain, coding)
 
-    assert decompress(content, coding, len(TEXT), "value") == TEXT
-    error = refusal(content, coding, len(TEXT) - 1)
+    assert decompress(content, coding, len(plain), "value") == plain
+    error = refusal(content, coding, len(plain) - 1)
     assert error.code == Code.TOO_LARGE
-    assert error.message == f"value: expected at most {len(TEXT) - 1} bytes, got more"
+    assert error.message == f"value: expected at most {len(plain) - 1} bytes, got more"
 
 
 @pytest.mark.parametrize("coding", CODINGS)
@@ -118,23 +121,48 @@ def test_damage_is_refused_with_its_place(coding: str) -> None:
     assert 20_000 <= int(place[2]) <= len(content)
 
 
+@pytest.mark.parametrize("plain", [TEXT, RUNS], ids=["text", "runs"])
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_truncated_stream_is_refused_with_both_sizes(coding: str) -> None:
+def test_truncated_stream_is_refused_with_both_sizes(coding: str, plain: bytes) -> None:
     """It is not taken for a shorter value."""
-    content = compress(TEXT, coding)[:5_000]
-    error = refusal(content, coding)
+    whole = compress(plain, coding)
+    end = len(whole) - 5
+    error = refusal(whole[:end], coding)
 
     assert error.code == Code.INVALID_REQUEST
-    assert error.message.startswith(f"value: expected a whole {coding} stream, got 5000 bytes that")
+    assert error.message.startswith(
+        f"value: expected a whole {coding} stream, got {end} bytes that end early, after "
+    )
 
 
+@pytest.mark.parametrize("plain", [TEXT, RUNS], ids=["text", "runs"])
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_bytes_behind_stream_are_refused_with_their_place(coding: str) -> None:
+def test_bytes_behind_stream_are_refused_with_their_place(coding: str, plain: bytes) -> None:
     """Nothing is dropped without a word."""
-    content = compress(TEXT, coding)
+    content = compress(plain, coding)
     error = refusal(content + b"more", coding)
 
     assert error.message.endswith(f"got other bytes from byte {len(content)} on")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_wrong_checksum_behind_runs_is_refused(coding: str) -> None:
+    """What becomes very large is checked like anything else."""
+    content = bytearray(compress(RUNS, coding))
+    content[-5 if coding == "gzip" else -1] ^= 1
+
+    assert refusal(bytes(content), coding).code == Code.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("window_bits", [10, 16, 17, 18, 22, 24])
+@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, LIMIT_BYTES, LIMIT_BYTES + 1])
+def test_br_of_each_window_is_refused_by_its_result_alone(window_bits: int, size: int) -> None:
+    """The size that its first block declares is never taken for a larger one."""
+    content = brotli.compress(bytes(size), lgwin=window_bits)
+    if size > LIMIT_BYTES:
+        assert refusal(content, "br").code == Code.TOO_LARGE
+    else:
+        assert decompress(content, "br", max(size, 1), "value") == bytes(size)
 
 
 def test_truncated_zstd_is_refused_with_its_size() -> None:
