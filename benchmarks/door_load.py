@@ -17,6 +17,7 @@ import json
 import struct
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -180,11 +181,10 @@ class Loop:
 # --- HTTP/1.1 -----------------------------------------------------------------------------------
 
 
-class HttpConnection(asyncio.Protocol):
-    """A kept connection with one request under way."""
+class HttpCaller(asyncio.Protocol, ABC):
+    """A kept connection with one request under way; a subclass takes the responses."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._buffer = b""
         self._transport: asyncio.Transport | None = None
 
@@ -192,15 +192,13 @@ class HttpConnection(asyncio.Protocol):
         """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
-    def start(self) -> None:
-        """Send the next request."""
+    def write(self, request: bytes) -> None:
+        """Send a request."""
         assert self._transport is not None
-        self._exchange = self._loop.next()
-        self._sent_s = time.perf_counter()
-        self._transport.write(self._exchange.request)
+        self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        """Take the answer, once it is there as a whole."""
+        """Take a response, once it is there as a whole."""
         buffer = self._buffer + data if self._buffer else data
         head_end = buffer.find(b"\r\n\r\n")
         length = -1 if head_end < 0 else content_length(buffer[:head_end])
@@ -208,10 +206,32 @@ class HttpConnection(asyncio.Protocol):
             self._buffer = buffer
             return
         self._buffer = b""
-        if buffer.startswith(b"HTTP/1.1 200"):
-            self._loop.answered(self._exchange, self._sent_s, buffer[head_end + 4 :])
+        self.take(buffer, buffer[head_end + 4 :], is_ok=buffer.startswith(b"HTTP/1.1 200"))
+
+    @abstractmethod
+    def take(self, response: bytes, body: bytes, *, is_ok: bool) -> None:
+        """Take a whole response, and its body; `is_ok`: its status is 200."""
+
+
+class HttpConnection(HttpCaller):
+    """A connection of a closed loop."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def start(self) -> None:
+        """Send the next request."""
+        self._exchange = self._loop.next()
+        self._sent_s = time.perf_counter()
+        self.write(self._exchange.request)
+
+    def take(self, response: bytes, body: bytes, *, is_ok: bool) -> None:
+        """Count an answer, and send the next request."""
+        if is_ok:
+            self._loop.answered(self._exchange, self._sent_s, body)
         else:
-            self._loop.failed(buffer.decode(errors="replace"))
+            self._loop.failed(response.decode(errors="replace"))
         if not self._loop.ended:
             self.start()
 

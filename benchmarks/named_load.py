@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from benchmarks.door_load import content_length, http_request
+from benchmarks.door_load import HttpCaller, http_request
 from headrace.tools.bench.load import PoissonArrivals
 
 HOST = "127.0.0.1"
@@ -258,31 +258,18 @@ class _Sender:
         return Report(rows, refusals)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(HttpCaller):
     def __init__(self, sender: _Sender) -> None:
+        super().__init__()
         self._sender = sender
-        self._buffer = b""
         self._under_way: tuple[int, int, int] | None = None
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
 
     def start(self, name: int, due_ns: int, request: bytes) -> None:
-        assert self._transport is not None
         self._under_way = name, due_ns, time.monotonic_ns()
-        self._transport.write(request)
+        self.write(request)
 
-    def data_received(self, data: bytes) -> None:
-        buffer = self._buffer + data if self._buffer else data
-        head_end = buffer.find(b"\r\n\r\n")
-        length = -1 if head_end < 0 else content_length(buffer[:head_end])
-        if length < 0 or len(buffer) < head_end + 4 + length:
-            self._buffer = buffer
-            return
-        self._buffer = b""
-        body = buffer[head_end + 4 :]
-        if not buffer.startswith(b"HTTP/1.1 200"):
+    def take(self, response: bytes, body: bytes, *, is_ok: bool) -> None:
+        if not is_ok:
             self._end(REFUSED, body.decode(errors="replace"))
         else:
             try:

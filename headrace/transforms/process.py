@@ -44,6 +44,7 @@ from headrace.transforms.child import (
 from headrace.transforms.workers import (
     PayloadRound,
     PendingRequest,
+    PendingUserCode,
     PendingValue,
     apply_transform,
 )
@@ -211,8 +212,8 @@ class _Child:
         if isinstance(payload, PendingRequest):
             call = self._prepare(TransformCall(0, decoding=(payload.envelope, payload.limits)))
         else:
-            assert payload.version is not None
-            call = self._prepare(TransformCall(self._load(payload.version, payload)))
+            assert isinstance(payload, PendingUserCode)
+            call = self._prepare(TransformCall(self._load(payload)))
         until_s = time.monotonic() + payload.limit_s
         call = call._replace(
             content_type=payload.content_type, what=payload.what, users_fault=payload.users_fault
@@ -221,8 +222,9 @@ class _Child:
         if isinstance(payload, PendingRequest):
             payload.message = message
 
-    def _load(self, version: ModelVersion, payload: PendingValue) -> int:
+    def _load(self, payload: PendingUserCode) -> int:
         """Return the number of a version, whose function the child has made by then."""
+        version = payload.version
         if version not in self._keys:
             key = next(self._next_key)
             until_s = time.monotonic() + version.config.max_load_s

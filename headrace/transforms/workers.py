@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -30,7 +31,7 @@ from headrace.transforms.child import WorkerSource
 from headrace.tuning import TUNING, IngestTuning
 
 
-class PendingValue:
+class PendingValue(ABC):
     """A value that waits for a worker, and what the worker has made of it.
 
     Attributes:
@@ -70,19 +71,14 @@ class PendingValue:
         return ""
 
     @property
+    @abstractmethod
     def limit_s(self) -> float:
         """Time in which the inputs must be made."""
-        raise NotImplementedError
 
     @property
     def is_of_process(self) -> bool:
         """True if only this process can make the inputs, or does it sooner than a child."""
         return False
-
-    @property
-    def source(self) -> WorkerSource:
-        """Source of the function that a child process calls with the value."""
-        raise NotImplementedError
 
     @property
     def made_bytes(self) -> int:
@@ -117,13 +113,13 @@ class PendingValue:
         """The value as a child process gets it. Raises `Rejected`."""
         return self.value
 
+    @abstractmethod
     def make_inputs(self) -> list[InputTensor]:
         """Return the inputs that the value becomes. Raises `Rejected`, or what user code does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bind(self) -> None:
         """Set `bound`. Raises `Rejected`."""
-        raise NotImplementedError
 
     def describe_hang(self) -> Rejected:
         """Return the error of a value whose worker took too long."""
@@ -152,6 +148,11 @@ class PendingUserCode(PendingValue):
         """See `PendingValue`."""
         return self.version.config.max_execution_s
 
+    @property
+    @abstractmethod
+    def source(self) -> WorkerSource:
+        """Source of the function that a child process calls with the value."""
+
 
 class PendingTransform(PendingUserCode):
     """A payload that waits for its transform."""
@@ -164,7 +165,7 @@ class PendingTransform(PendingUserCode):
 
     @property
     def source(self) -> WorkerSource:
-        """See `PendingValue`."""
+        """See `PendingUserCode`."""
         return self.version.transform_source
 
     @property

@@ -65,7 +65,7 @@ class PendingPostprocess(PendingUserCode):
 
     @property
     def source(self) -> WorkerSource:
-        """See `PendingValue`."""
+        """See `PendingUserCode`."""
         return self.version.postprocess_source
 
     @property

@@ -342,7 +342,7 @@ async def store_slow(target: Target) -> None:
     target.store.pause_s = target.rng.uniform(0.5, 3.0)
     try:
         await asyncio.sleep(target.rng.uniform(1.0, 4.0))
-        target.store.cut()
+        target.store.abort_connections()
     finally:
         target.store.pause_s = 0.0
     target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_AWAY, ()))

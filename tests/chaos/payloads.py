@@ -124,7 +124,7 @@ def asking(seed: int, requests: int, store: ChaosStore) -> Callable[[int], Quest
         partition, key = rng.randrange(PARTITIONS), f"key-{rng.randrange(KEYS)}"
         if number not in fates and kind < 0.35:
             x = np.full((rng.randint(1, 2), CLAIMED_COLUMNS), float(number))
-            claim = store.keep(_place(number), request_of(MODEL, "x", x))
+            claim = store.put(_place(number), request_of(MODEL, "x", x))
             headers = ((b"x-model", MODEL.encode()), (b"x-claim", claim))
             return Question(number, partition, key, None, ("ok",), rng.random() < 0.1, headers)
         fate, statuses = "none", ("ok",)
@@ -138,7 +138,7 @@ def asking(seed: int, requests: int, store: ChaosStore) -> Callable[[int], Quest
         if kind > 0.75:
             assert payload is not None
             padded = payload.ljust(rng.randrange(100, 50_000))
-            about.append((b"x-claim", store.keep(_place(number), padded)))
+            about.append((b"x-claim", store.put(_place(number), padded)))
             payload = None
         replies = rng.random() < 0.1
         return Question(number, partition, key, payload, statuses, replies, tuple(about))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from types import TracebackType
-from typing import Self
 
 from aiohttp import web
 
-from headrace.protocol.claims import Claim, describe_claim, parse_claim, write_claim
+from headrace.protocol.claims import Claim, parse_claim
+from tests.support.claim_store import ObjectServer
 
 PART = 8 * 1024
 SLOWEST_S = 0.1
@@ -18,14 +17,13 @@ SLOWEST_S = 0.1
 UNAVAILABLE = 503
 
 
-class ChaosStore:
-    """Objects by the paths of their URLs, over HTTP.
+class ChaosStore(ObjectServer):
+    """A store that fails at random.
 
     Each transfer may be refused, before or after it was done, broken off, slow, or, of a read, have
     wrong bytes: some that were changed, too few, too many, or another object's.
 
     Attributes:
-        objects: what it holds.
         spoiled: paths of which it gave out wrong bytes.
         is_away: it refuses everything.
         pause_s: pause before each answer.
@@ -33,45 +31,12 @@ class ChaosStore:
     """
 
     def __init__(self, rng: random.Random) -> None:
+        super().__init__()
         self._rng = rng
-        self._transports: set[asyncio.Transport] = set()
-        application = web.Application(client_max_size=1 << 26)
-        application.router.add_route("GET", "/{path:.*}", self._get)
-        application.router.add_route("PUT", "/{path:.*}", self._put)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        self.objects: dict[str, bytes] = {}
         self.spoiled: set[str] = set()
         self.is_away = False
         self.pause_s = 0.0
         self.faults: dict[str, int] = {}
-        self.url = ""
-
-    async def __aenter__(self) -> Self:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cut()
-        await self._runner.cleanup()
-
-    def cut(self) -> None:
-        """Break all connections."""
-        for transport in self._transports:
-            transport.abort()
-        self._transports.clear()
-
-    def keep(self, path: str, content: bytes) -> bytes:
-        """Keep an object; return the header of its claim."""
-        self.objects[path] = content
-        return write_claim(describe_claim(self.url + path, content))
 
     def resolve(self, header: bytes) -> bytes | None:
         """Return the object that the claim in an answer refers to; None if the store does not have
@@ -83,8 +48,9 @@ class ChaosStore:
 
     # --- HTTP -------------------------------------------------------------------------------------
 
-    async def _get(self, request: web.Request) -> web.StreamResponse:
-        chance = await self._begin(request)
+    async def answer_get(self, request: web.Request) -> web.StreamResponse:
+        """Send an object, with or without a fault."""
+        chance = await self._begin()
         if self._strikes("refused a read", chance < 0.08):
             return web.Response(status=UNAVAILABLE)
         content = self.objects.get(request.path)
@@ -106,8 +72,9 @@ class ChaosStore:
                 await asyncio.sleep(self._rng.uniform(0.0, SLOWEST_S))
         return response if sent is content else self._break_off(request, response)
 
-    async def _put(self, request: web.Request) -> web.StreamResponse:
-        chance = await self._begin(request)
+    async def answer_put(self, request: web.Request) -> web.StreamResponse:
+        """Keep an object, with or without a fault."""
+        chance = await self._begin()
         if self._strikes("refused a write", chance < 0.08):
             return web.Response(status=UNAVAILABLE)
         content = await request.read()
@@ -122,10 +89,8 @@ class ChaosStore:
             return self._break_off(request, web.Response())
         return web.Response()
 
-    async def _begin(self, request: web.Request) -> float:
+    async def _begin(self) -> float:
         """Return a number from 0 to 1 that draws the fault of a request; 0 while it is away."""
-        if request.transport is not None:
-            self._transports.add(request.transport)
         if self.pause_s:
             await asyncio.sleep(self._rng.uniform(0.0, self.pause_s))
         return 0.0 if self.is_away else self._rng.random()

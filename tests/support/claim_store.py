@@ -1,9 +1,10 @@
-"""A store of claims over HTTP, and in S3's protocol, that fails as it is told."""
+"""Stores of claims over HTTP, and in S3's protocol, for tests."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
@@ -14,42 +15,21 @@ from headrace.protocol.claims import describe_claim, write_claim
 CHUNK = 64 * 1024
 
 
-class StandInStore:
-    """Objects by the paths of their URLs.
+class ObjectServer(ABC):
+    """Serves objects by the paths of their URLs, over HTTP, while its context lasts.
 
     Attributes:
-        requests: methods and paths, in order.
-        failures_left: this many requests get status 503.
-        away_after: likewise those for an object, after this many.
-        pause_s: pause after each part of an object.
-        forgets: beginning of the paths whose objects are not kept when they are put.
-        held: set to let reads go on that `holds` stops before their last bytes.
-        sent_bytes: bytes of objects that were sent.
-        most_reads, most_writes: most that were in progress together.
+        objects: contents by path.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
-        self.attributes: dict[str, dict[str, str]] = {}
-        self.requests: list[str] = []
-        self.failures_left = 0
-        self.pause_s = 0.0
-        self.holds = False
-        self.forgets = ""
-        self.held = asyncio.Event()
-        self.away_after: dict[str, int] = {}
-        self.sent_bytes = 0
-        self.reads = self.most_reads = 0
-        self.writes = self.most_writes = 0
-        self.redirects: dict[str, str] = {}
-        self.lengths: dict[str, int | None] = {}
-        self.cut: set[str] = set()
+        self.url = ""
         self._transports: set[asyncio.Transport] = set()
         application = web.Application(client_max_size=1 << 30)
-        application.router.add_route("GET", "/{path:.*}", self._get)
-        application.router.add_route("PUT", "/{path:.*}", self._put)
+        application.router.add_route("GET", "/{path:.*}", self._serve)
+        application.router.add_route("PUT", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        self.url = ""
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()
@@ -65,19 +45,68 @@ class StandInStore:
         trace: TracebackType | None,
     ) -> None:
         # One that still has bytes to send would be left open by the end of the test.
+        self.abort_connections()
+        await self._runner.cleanup()
+
+    def abort_connections(self) -> None:
+        """Break all connections."""
         for transport in self._transports:
             transport.abort()
-        await self._runner.cleanup()
+        self._transports.clear()
 
     def put(self, path: str, content: bytes) -> bytes:
         """Put an object; return the header of its claim."""
         self.objects[path] = content
         return write_claim(describe_claim(self.url + path, content))
 
-    async def _get(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
         if request.transport is not None:
             self._transports.add(request.transport)
+        return await (self.answer_put if request.method == "PUT" else self.answer_get)(request)
+
+    @abstractmethod
+    async def answer_get(self, request: web.Request) -> web.StreamResponse:
+        """Answer the read of an object."""
+
+    @abstractmethod
+    async def answer_put(self, request: web.Request) -> web.StreamResponse:
+        """Answer the write of an object."""
+
+
+class StandInStore(ObjectServer):
+    """A store that fails as its attributes say.
+
+    Attributes:
+        requests: methods and paths, in order.
+        failures_left: this many requests get status 503.
+        away_after: likewise those for an object, after this many.
+        pause_s: pause after each part of an object.
+        forgets: beginning of the paths whose objects are not kept when they are put.
+        held: set to let reads go on that `holds` stops before their last bytes.
+        sent_bytes: bytes of objects that were sent.
+        most_reads, most_writes: most that were in progress together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attributes: dict[str, dict[str, str]] = {}
+        self.requests: list[str] = []
+        self.failures_left = 0
+        self.pause_s = 0.0
+        self.holds = False
+        self.forgets = ""
+        self.held = asyncio.Event()
+        self.away_after: dict[str, int] = {}
+        self.sent_bytes = 0
+        self.reads = self.most_reads = 0
+        self.writes = self.most_writes = 0
+        self.redirects: dict[str, str] = {}
+        self.lengths: dict[str, int | None] = {}
+        self.cut: set[str] = set()
+
+    async def answer_get(self, request: web.Request) -> web.StreamResponse:
+        """Send an object in parts, unless the request is to fail."""
+        path = request.path
         self.requests.append(f"GET {path}")
         is_beyond = self.requests.count(f"GET {path}") > self.away_after.get(path, 1 << 30)
         if self.failures_left or is_beyond:
@@ -120,7 +149,8 @@ class StandInStore:
             if self.pause_s:
                 await asyncio.sleep(self.pause_s)
 
-    async def _put(self, request: web.Request) -> web.Response:
+    async def answer_put(self, request: web.Request) -> web.Response:
+        """Keep an object, unless the request is to fail."""
         self.requests.append(f"PUT {request.path}")
         content = await request.read()
         self.writes += 1
