@@ -172,7 +172,7 @@ async def test_payload_over_http_is_answered_as_it_accepts(served: Served) -> No
 
 
 async def test_classes_over_http_are_body_where_json_is_accepted(served: Served) -> None:
-    """By name or with all types of applications; without that the protocol's JSON holds them."""
+    """`Accept` names JSON or any application type; otherwise the protocol's JSON has them."""
     url, sent = "/v2/models/animals/infer", {"Content-Type": "text/csv"}
     accepted = [
         await served.post(url, CSV, headers={**sent, "Accept": accept})

@@ -139,7 +139,7 @@ max_images = 1
 
 @pytest.mark.parametrize("groups", [[list(STAGES)], [[stage] for stage in STAGES]])
 async def test_image_gets_its_mask(tmp_path: Path, groups: list[list[Stage]]) -> None:
-    """As a PNG of its own size; several images in one request are refused before they run."""
+    """The mask is a PNG of the image's size; requests of several images are refused unrun."""
     add_version(tmp_path, "parts", 1, segmenter(), MASK_CONFIG)
     settings = make_settings({"models": {"repository": str(tmp_path)}})
     log = await log_for(settings)
@@ -192,7 +192,7 @@ async def test_payload_over_http_gets_its_classes(repository: Path) -> None:
 
 
 def test_classes_are_shown_on_the_command_line(call: Call, repository: Path) -> None:
-    """As the JSON that a caller gets."""
+    """`headrace infer` prints the JSON that a caller gets."""
     path = repository.parent / "animals.csv"
     path.write_bytes(CSV)
 

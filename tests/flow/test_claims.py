@@ -192,7 +192,7 @@ async def test_claims_over_their_models_share_are_left_in_log(tmp_path: Path) ->
 
 
 async def test_claims_that_cannot_be_fetched_are_answered_within_deadline(tmp_path: Path) -> None:
-    """By their deadlines, or as retriable after the time for one object."""
+    """An answer comes at the deadline, or is retriable after the time limit of one object."""
     async with StandInStore() as store:
         settings = claiming(tmp_path, store, claims={"timeout_ms": 1000})
         log = await log_for(settings)
@@ -567,7 +567,7 @@ def claims_of(store: StandInStore) -> dict[str, Any]:
 
 
 def answers_of(store: StandInStore) -> dict[str, Any]:
-    """Likewise for answers."""
+    """Settings by which answers of more than 2000 bytes are put into a store."""
     return {"claim_store": f"{store.url}/out", "claim_above_bytes": 2000}
 
 

@@ -59,7 +59,7 @@ async def test_compressed_values_pass_stages_apart(tmp_path: Path) -> None:
 
 
 async def test_small_answers_are_not_compressed(tmp_path: Path) -> None:
-    """Nor are small requests: a coding costs more than it saves."""
+    """A small request is not compressed either: a coding costs more than it saves."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     async with (

@@ -229,7 +229,7 @@ async def test_unusable_file_is_named_at_start(repository: Path, keys: Path, con
 
 
 async def test_without_file_anybody_is_answered(repository: Path) -> None:
-    """As on a developer's machine."""
+    """A gateway without a file of keys, as on a developer's machine, requires none."""
     async with gateway_of(repository) as served:
         assert served.url.startswith(HOST)
         assert await status_of_infer(served, NO_KEY) == 200

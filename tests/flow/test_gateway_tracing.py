@@ -99,7 +99,7 @@ async def test_trace_of_caller_shows_door_and_stages(repository: Path, door: str
 
 @pytest.mark.parametrize("door", DOORS)
 async def test_call_without_context_begins_trace_at_door(repository: Path, door: str) -> None:
-    """By the sampling ratio; the stages follow the decision."""
+    """The sampling ratio decides whether it is recorded, and the stages follow the decision."""
     spans = await traced(repository, DOORS[door][0], None)
 
     assert parent_of(spans.one("server")) is None

@@ -210,7 +210,7 @@ async def test_large_payload_of_records_is_answered(settings: Settings) -> None:
 
 
 async def test_orders_of_topic_are_answered_with_their_keys(settings: Settings) -> None:
-    """As a producer writes them that knows nothing but two headers."""
+    """A producer that sets only two headers gets answers with the keys of its orders."""
     log = await log_for(settings)
     headers = [("x-model", b"fraud"), ("content-type", b"application/json")]
     records = [

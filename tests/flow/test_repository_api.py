@@ -318,7 +318,7 @@ async def test_failed_load_is_undone_although_another_model_changes_meanwhile(
 
 
 async def test_call_over_grpc_that_is_overtaken_is_aborted(repository: Path) -> None:
-    """As over HTTP, and gRPC's own retries stay away."""
+    """The status is ABORTED, which gRPC does not retry by itself."""
     async with (
         gateway_of(repository, mode="explicit", grpc_port=0, **ANYONE) as served,
         triton_grpc_aio.InferenceServerClient(served.grpc) as client,

@@ -63,7 +63,7 @@ async def test_sound_in_a_record_gets_an_answer(repository: Path, grouping: Grou
 
 
 async def test_sound_over_http_gets_an_answer(repository: Path) -> None:
-    """By its content type; bytes of another format are refused."""
+    """The content type selects the decoder; bytes of another format are refused."""
     async with gateway_of(repository) as served:
         url = "/v2/models/sounds/infer"
         answer = await served.post(url, sound("FLAC"), headers={"Content-Type": "audio/flac"})

@@ -88,7 +88,7 @@ class Archive(Jar):
 
     @property
     def file_name(self) -> str:
-        """As it is called in the repository."""
+        """Name of the file in the repository."""
         return f"{self.artifact}-{self.version}-all.tar.gz"
 
 

@@ -23,7 +23,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class CUDADriverError(RuntimeError):
-    """Likewise."""
+    """CuPy's error of that name, from the driver's API."""
 
 
 class OutOfMemoryError(MemoryError):

@@ -125,7 +125,7 @@ def test_json_data_is_flat_or_nested(data: Any) -> None:
 
 
 def test_json_carries_nan_and_infinity_as_strings() -> None:
-    """Not finite numbers are strings."""
+    """NaN and infinities are strings, since JSON has no such numbers."""
     content = json_data("FP64", ["NaN", "Infinity", "-Infinity", 0], [4])
 
     np.testing.assert_array_equal(np.frombuffer(content), [np.nan, np.inf, -np.inf, 0])

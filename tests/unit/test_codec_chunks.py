@@ -269,7 +269,7 @@ def test_record_of_later_format_ends_process_that_names_both(decode: Callable[..
 
 
 def test_fields_of_newer_release_are_ignored() -> None:
-    """As long as it writes the same format."""
+    """Unknown fields are ignored if the format is the same."""
     sent = chunk_of(2)
 
     record = changed(encode_items(sent), lambda fields: fields.update(colour="red"))

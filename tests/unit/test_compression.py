@@ -71,7 +71,7 @@ def test_coding_is_read_without_case(text: str, coding: str | None) -> None:
     ],
 )
 def test_answer_coding_has_highest_quality(accepted: str, coding: str) -> None:
-    """As HTTP reads the header; of equals, zstd and then gzip."""
+    """The highest quality of the header wins; among equals zstd precedes gzip."""
     assert choose_coding(accepted) == coding
 
 

@@ -94,7 +94,7 @@ def test_dashboard_panels_do_not_overlap(dashboard: dict[str, Any]) -> None:
 
 
 def test_dashboard_declares_variables_of_its_queries(dashboard: dict[str, Any]) -> None:
-    """Besides Grafana's own, each `$name` is a variable of the dashboard."""
+    """Each `$name` is a variable of the dashboard, or one of Grafana's own."""
     declared = {variable["name"] for variable in dashboard["templating"]["list"]}
     used = {
         name

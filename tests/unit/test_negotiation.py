@@ -53,7 +53,7 @@ MSGPACK, JSON = "application/msgpack", "application/json"
     ],
 )
 def test_content_type_of_highest_quality_is_chosen(accepted: str, chosen: str) -> None:
-    """As HTTP reads the header: the most specific range counts, and of equals the first offer."""
+    """The most specific range of the header counts, and the first offer among equals."""
     assert choose_content_type(read_accept(accepted), OFFERS) == chosen
 
 

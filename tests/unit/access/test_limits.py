@@ -149,7 +149,7 @@ def test_many_callers_take_bounded_memory() -> None:
 
 
 def test_bytes_that_gateway_refuses_are_not_counted_for_caller() -> None:
-    """Otherwise its own limit would shrink with each refusal, for ever."""
+    """If they were counted, each refusal would lower the caller's own limit for ever."""
     callers, limits = CallerLimits(max_idle=10), Limits(max_in_flight_bytes=1000)
     under_way = UnderWay(max_requests=10, max_bytes=100, callers=callers)
     caller = Caller("a", "caller a", limits)

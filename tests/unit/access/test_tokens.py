@@ -51,7 +51,7 @@ def tokens_of(file: Path, **others: Any) -> JwtVerifier:
 def test_signed_token_names_tenant_and_groups(
     provider: Provider, jwks: Path, algorithm: str
 ) -> None:
-    """By the key that it names."""
+    """The token is checked with the key that it names."""
     claims = tokens_of(jwks).read(provider.token(algorithm))
 
     assert claims == Claims("team-a", frozenset({"openid", "inference"}))
@@ -200,7 +200,7 @@ def test_verified_token_is_refused_once_it_expires(provider: Provider, jwks: Pat
 
 
 def test_key_that_leaves_file_verifies_nothing_more(provider: Provider, jwks: Path) -> None:
-    """Also no token that was verified before."""
+    """A token that was verified before is refused as well."""
     tokens = tokens_of(jwks)
     token = provider.token("ES256")
     tokens.read(token)

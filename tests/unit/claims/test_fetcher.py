@@ -63,7 +63,7 @@ async def test_object_is_fetched_over_http() -> None:
 
 
 async def test_object_is_fetched_from_s3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the library, with the address and the login of the environment."""
+    """The library takes the address and the login from the environment."""
     async with StandInStore() as store:
         use_s3(monkeypatch, store)
         store.objects["/bucket/in/a b"] = CONTENT
@@ -182,7 +182,7 @@ async def test_endless_object_is_read_up_to_its_size() -> None:
 
 
 async def test_claim_of_large_object_is_refused_unfetched() -> None:
-    """By the size that it names."""
+    """The size that the claim names is enough to refuse it."""
     async with StandInStore() as store:
         header = store.put("/a", CONTENT)
         with pytest.raises(Rejected, match="expected at most 50000 bytes, got 100000") as raised:

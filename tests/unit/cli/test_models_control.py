@@ -63,7 +63,7 @@ def test_overrides_that_cannot_be_read_are_refused(
 
 @pytest.mark.parametrize("error", [KeyError, OSError])
 def test_user_without_name_is_recorded_by_number(error: type[Exception]) -> None:
-    """As in a container that runs under a number which its `/etc/passwd` does not have."""
+    """A container may run under a number that its `/etc/passwd` does not have."""
 
     def look_up() -> str:
         raise error("getpwuid(): uid not found: 4711")
@@ -78,7 +78,7 @@ def test_status_without_processes_has_not_followed() -> None:
 
 
 def test_status_has_memory_of_each_version_and_process() -> None:
-    """By device, as far as it was measured."""
+    """Memory is listed by device, as far as it was measured."""
     taken = {"host": 1024, "cuda:0": 2048}
     reports = {
         "b": ProcessReport(3, ("digits/1",), (), {"digits/1": taken}),

@@ -74,7 +74,7 @@ def test_explained_json_is_a_request(version: Path, tmp_path: Path, call: Call) 
 
 
 def test_explain_says_what_is_wrong_with_payload(version: Path, tmp_path: Path, call: Call) -> None:
-    """As the caller of a service would learn it."""
+    """The message is the one that the caller of a service gets."""
     file = payload(tmp_path, "orders.json", '{"first": "much"}')
     result = call("infer", "digits", "--file", file, "--explain")
 

@@ -31,7 +31,7 @@ def test_single_model_gets_its_share_of_budget() -> None:
 
 
 def test_second_model_gets_share_of_free_budget() -> None:
-    """As much as is left to others after it."""
+    """The share leaves as much room to further models as it takes."""
     bench = BudgetHarness()
     bench.fill(bench.shares.share("a", ""))
 
@@ -39,7 +39,7 @@ def test_second_model_gets_share_of_free_budget() -> None:
 
 
 def test_share_of_one_is_whole_budget() -> None:
-    """As if there were no shares: the budget itself pauses reading."""
+    """A share of 1 limits nothing: the budget itself pauses reading."""
     bench = BudgetHarness(model_share=1)
     share = bench.shares.share("a", "")
     bench.budget.used_bytes = share.model.used_bytes = 1200

@@ -49,7 +49,7 @@ def test_ended_process_is_gone(how: str) -> None:
 
 
 def test_this_process_is_not_gone() -> None:
-    """Nor is one without a name, or with a name of a form that is not known here."""
+    """A process without a name, or with a name of an unknown form, is not gone either."""
     assert not any(map(is_gone, [process_name(), "", "gpu-1/8d2c6f1e/4026531836/71/9273"]))
 
 

@@ -83,7 +83,7 @@ async def test_leaving_takes_records_out_of_next_marker() -> None:
 
 
 async def test_isolated_record_that_runs_no_model_has_ended_when_it_was_read() -> None:
-    """Otherwise it would end only with the run of its last request."""
+    """A record that runs a model ends with the run of its last request instead."""
     given = Reading()
     given.gate.is_marking = True
     record = given.records[0]

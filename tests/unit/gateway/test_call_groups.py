@@ -80,7 +80,7 @@ def test_wait_that_finds_enough_ends_rarity() -> None:
 
 @given(st.lists(st.integers(1, 5), max_size=40), st.integers(0, 20))
 def test_some_call_waits_after_any_waits(waits: list[int], most_passed: int) -> None:
-    """Otherwise callers that come later would never go on together."""
+    """If none waited, callers that come later would never go on together."""
     rule = WaitRule(least_calls=3, most_passed=most_passed)
     for calls in waits:
         assert passed_before_wait(rule) <= most_passed

@@ -31,7 +31,7 @@ def test_classes_come_largest_first_with_labels() -> None:
 
 
 def test_equal_values_come_by_index() -> None:
-    """Also where more are equal than are wanted."""
+    """The lowest indices are taken if more values are equal than are wanted."""
     assert of_row([2, 7, 7, 2, 7], 2) == [b"7.0:1", b"7.0:2"]
 
 

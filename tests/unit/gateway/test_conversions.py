@@ -94,7 +94,7 @@ def test_message_takes_long_unless_its_contents_are_raw_numbers(conversions: Con
 
 
 def test_answer_takes_long_unless_it_is_binary_numbers(conversions: Conversions) -> None:
-    """By the number of elements."""
+    """The number of elements decides."""
     numbers, texts = answer_of(np.zeros(MANY)), answer_of(np.full(MANY, b"", dtype=object))
     binary, json = call_for(binary=True), call_for(binary=False)
 

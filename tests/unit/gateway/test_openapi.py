@@ -14,7 +14,7 @@ from tests.support.tree import ROOT
 
 
 def test_openapi_document_is_valid() -> None:
-    """By the meta-schema of OpenAPI 3.1, and the rules beside it."""
+    """The document satisfies the meta-schema of OpenAPI 3.1, and the rules beside it."""
     OpenAPIV31SpecValidator(describe()).validate()
 
 

@@ -223,7 +223,7 @@ def test_boxes_are_in_pixels_of_the_image(fit: str, form: str) -> None:
 
 
 def test_outputs_that_are_no_boxes_are_refused() -> None:
-    """By their names, datatypes and shapes, when the version is loaded."""
+    """Names, datatypes and shapes of the outputs are checked when the version is loaded."""
     images = Images(
         ImageTransform(),
         make_signature([TensorSpec("x", "UINT8", (-1, 8, 8, 3))], [TensorSpec("y", "FP32", (-1,))]),
@@ -307,7 +307,7 @@ def test_class_of_a_pixel_has_the_largest_score(datatype: str, dtype: Any) -> No
 
 
 def test_classes_with_one_channel_are_the_mask() -> None:
-    """Also those of BOOL."""
+    """One channel, of any datatype including BOOL, holds the classes themselves."""
     payload = as_png(np.zeros((2, 2, 3), np.uint8))
     classes = np.array([[[[1, 0], [0, 1]]]])
 
@@ -343,7 +343,7 @@ def test_output_that_is_no_mask_fails_its_request(
     ],
 )
 def test_output_that_cannot_be_a_mask_is_refused(datatype: str, shape: tuple[int, ...]) -> None:
-    """By its name, datatype and shape, when the version is loaded."""
+    """Name, datatype and shape of the output are checked when the version is loaded."""
     signature = mask_signature(datatype, *shape)
     images = Images(ImageTransform(), mask_signature("UINT8", 8, 8))
 

@@ -112,7 +112,7 @@ def test_more_records_than_allowed_are_too_large_before_they_are_read() -> None:
 
 
 def test_damaged_deflate_is_refused() -> None:
-    """As damaged, not as an error of the library's."""
+    """The error says that the container is damaged, and is not the library's own."""
     payload = container_of(ROWS[:3], "deflate")
     block = zlib.compress(b"x" * 5)
     damaged = payload[:-26] + block[:10] + payload[-16:]

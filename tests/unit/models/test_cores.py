@@ -28,7 +28,7 @@ def test_second_model_gets_least_used_cores() -> None:
 
 
 def test_returned_cores_are_free_again() -> None:
-    """As when a version is unloaded."""
+    """Another version can take the cores of one that was unloaded."""
     cores = Cores(range(2))
     first = cores.reserve(1)
     cores.release(first)
@@ -47,7 +47,7 @@ def test_more_instances_than_cores_are_refused_with_counts() -> None:
     [("1/1", [0, 2, 4, 6, 8]), ("1/2", [0, 2]), ("2/2", [4, 6, 8]), ("2/8", [0]), ("8/8", [8])],
 )
 def test_processes_have_different_cores(part: str, cores: list[int]) -> None:
-    """As long as there are enough; nobody is without one."""
+    """Processes share cores only if there are too few; each process has at least one."""
     assert part_of({8, 6, 4, 2, 0}, part) == cores
 
 

@@ -161,7 +161,7 @@ def test_normalized_values_are_those_of_the_formula(files: list[bytes]) -> None:
 
 
 def test_crop_takes_middle_of_covering_image(files: list[bytes]) -> None:
-    """As torchvision does: the shorter side becomes 16, and the middle of it is taken."""
+    """The shorter side becomes 16 and the middle is taken, which is what torchvision does."""
     images = images_of([-1, 12, 12, 3], fit="crop", shortest_side=16)
     for payload in files[::10]:
         image = directly(payload, "RGB")

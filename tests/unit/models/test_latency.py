@@ -131,7 +131,7 @@ def test_steady_slowdown_keeps_sizes_apart() -> None:
 
 
 def test_best_size_is_that_of_least_cost_per_row() -> None:
-    """As with magika on a CPU: 406 rows a second at 8, and 312 at 64."""
+    """Magika on a CPU runs 406 rows a second at a size of 8, and 312 at 64."""
     magika = {1: 3300, 2: 5500, 4: 10_200, 8: 19_700, 16: 44_400, 32: 97_000, 64: 205_000}
     latency = seeded(magika, times=3)
 

@@ -72,7 +72,7 @@ def test_bound_outputs_are_not_overwritten_by_next_run(tmp_path: Path) -> None:
 def test_bound_outputs_of_in_place_model_are_not_overwritten(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    """Not even by a model whose output is its input."""
+    """Outputs stay as they are even if the output of the model is its input."""
     backend = load(tmp_path, models.identity("FP32"), **config)
     inputs = placed(x=np.ones((2, 2), np.float32))
     earlier = backend.run(inputs)

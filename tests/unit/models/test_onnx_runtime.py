@@ -272,7 +272,7 @@ class Told:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
-    """As if there were a GPU: the sessions that are made from now on."""
+    """Return the sessions made from now on, in a process that believes it has a GPU."""
     sessions: list[Told] = []
 
     def make_session(file: object, **arguments: Any) -> Told:

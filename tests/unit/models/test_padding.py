@@ -42,7 +42,7 @@ PADDED: dict[str, Any] = {
 
 
 def config_of(**values: Any) -> ModelConfig:
-    """As from a `model.toml`."""
+    """Return the configuration that a `model.toml` with these keys gives."""
     return make_model_config(values, make_settings({}))
 
 

@@ -72,7 +72,7 @@ def test_outputs_are_read_only(tmp_path: Path) -> None:
 
 
 def test_packed_arguments_give_the_same(tmp_path: Path) -> None:
-    """As a child process gets them, with a source that is pickled."""
+    """A child process gets packed arguments and a pickled source, and returns the same outputs."""
     postprocess = made(tmp_path, "return outputs")
     source = PostprocessSource(tmp_path, SIGNATURE, 10.0)
     other = pickle.loads(pickle.dumps(source)).make()
@@ -151,7 +151,7 @@ def test_wrong_result_fails_the_request(
 
 
 def test_refusal_of_function_keeps_its_code(tmp_path: Path) -> None:
-    """As that of a transform does."""
+    """A postprocess that raises a refusal decides its code, like a transform."""
     postprocess = made(
         tmp_path,
         "from headrace.errors import Code, Rejected; raise Rejected(Code.TOO_LARGE, 'too many')",
@@ -214,7 +214,7 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def test_function_may_stand_before_each_form_and_alone() -> None:
-    """Also before records with the outputs in them."""
+    """A postprocess may precede any form of answer, including records with the outputs in them."""
     record = {"record": {"inputs": {"x": [{"path": "a"}]}, "pass_through": True}}
     for values in (
         {"answer": {"python": {}}, **TABLE},

@@ -72,7 +72,7 @@ def runs(backend: OnnxBackend, **arrays: NDArray[Any]) -> list[dict[str, NDArray
 
 
 def softmax(values: NDArray[Any]) -> NDArray[Any]:
-    """By its definition."""
+    """Return the softmax by its definition."""
     powers: NDArray[Any] = np.exp(values - values.max(axis=-1, keepdims=True))
     shares: NDArray[Any] = powers / powers.sum(axis=-1, keepdims=True)
     return shares

@@ -116,7 +116,7 @@ def full_order(order_type: Any) -> Any:
 
 
 def test_fields_of_message_become_columns(directory: Path, order_type: Any) -> None:
-    """By name through messages, lists, maps, enums, dates and wrappers."""
+    """A path of names selects a field in messages, lists, maps, enums, dates and wrappers."""
     records = records_of(directory)
 
     assert row_of(records, full_order(order_type).SerializeToString()) == [

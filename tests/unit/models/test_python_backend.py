@@ -135,7 +135,7 @@ def test_warm_up_of_python_model_replaces_default(make: Make) -> None:
 
 
 def test_default_warm_up_finds_that_larger_batches_fail(make: Make) -> None:
-    """As for every backend: one row runs, two do not, batching is off."""
+    """If one row runs and two do not, batching is off, for every backend."""
     backend = make(model("assert len(inputs['x']) < 2; return {'y': inputs['x'][:, 0]}"))
     backend.load()
     assert backend.warm_up().batching_fault.startswith("a run of 2 rows failed")

@@ -170,7 +170,7 @@ def test_recursive_avro_schema_is_fault(tmp_path: Path) -> None:
 
 
 def test_numbers_are_scaled_by_column() -> None:
-    """By mean and deviation, before they are rounded to the input's datatype."""
+    """Mean and deviation are applied before numbers are rounded to the input's datatype."""
     transform = records_of('{ path = "a", mean = 10, deviation = 4 }, { path = "b" }')
 
     assert array_of(transform, b'[{"a": 12, "b": 1}, {"a": 6, "b": 2}]').tolist() == [
@@ -295,7 +295,7 @@ def test_wrong_value_is_refused_with_row_and_path(
     ],
 )
 def test_unreadable_payload_is_refused(payload: bytes, content_type: str, message: str) -> None:
-    """As an invalid request, which says where."""
+    """The code is INVALID_REQUEST, and the message says where the fault is."""
     error = refusal(records_of(TWO), payload, content_type)
 
     assert error.code == Code.INVALID_REQUEST

@@ -57,7 +57,7 @@ async def test_reload_unloads_removed_model(tmp_path: Path) -> None:
 
 
 async def test_old_version_serves_until_new_version_is_ready(tmp_path: Path) -> None:
-    """Then the old one is unloaded: there is no moment without a ready one."""
+    """The old version is unloaded after that, so that one version is ready at any time."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     executor.load()
@@ -84,7 +84,7 @@ async def test_broken_new_version_leaves_old_one_serving(tmp_path: Path) -> None
 
 
 async def test_unreadable_new_version_leaves_old_one_serving(tmp_path: Path) -> None:
-    """Nor does one whose file cannot even be opened; the fault is told."""
+    """A new version whose file cannot be opened replaces nothing, and its fault is reported."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     executor.load()
@@ -368,7 +368,7 @@ async def test_announcements_of_others_do_not_make_version_ready_that_still_load
 
 
 async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path: Path) -> None:
-    """Also before the repository is read, which may take long where files are downloaded."""
+    """It is on its way even before the repository is read, which takes long for downloads."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     models = executor.models
@@ -415,7 +415,7 @@ def mark(executor: Executor, number: str, failure: str = "") -> None:
 
 
 async def test_name_of_failed_version_means_what_it_did_also_after_start(tmp_path: Path) -> None:
-    """As in the processes that have seen the change; a label that is new means nothing."""
+    """After a start a name means what it does in other processes; a new label means nothing."""
     executor = await started_with(tmp_path)
     mark(executor, "1")
     assert refusal(executor.models, "digits").code == Code.MODEL_NOT_READY  # 2 is loading

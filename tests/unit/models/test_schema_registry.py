@@ -98,7 +98,7 @@ async def test_schema_that_is_too_large_is_refused_and_not_read_again() -> None:
 
 
 async def test_login_is_sent() -> None:
-    """As HTTP's basic authentication."""
+    """The login is sent as HTTP's basic authentication."""
     async with StandInRegistry({1: ("AVRO", "string")}) as registry:
         registry.login = ("ada", "secret")
         async with client_of(registry, username="ada", password="secret") as client:

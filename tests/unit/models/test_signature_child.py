@@ -45,7 +45,7 @@ def test_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
 
 
 def test_child_that_ends_without_reply_is_reported(tmp_path: Path) -> None:
-    """As one that the kernel kills, or that cannot start."""
+    """A child that the kernel kills, or that cannot start, ends without a reply."""
     path = tmp_path / "model.onnx"
     onnx.save(digits(), path)
     with pytest.raises(ConfigurationError, match=r"but it ended with exit code 1$"):

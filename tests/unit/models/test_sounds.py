@@ -245,7 +245,7 @@ def test_samples_are_normalized() -> None:
 
 
 def hz_of_slaney(mel: float) -> float:
-    """By the formula of Slaney's Auditory Toolbox."""
+    """Convert mels to Hz by the formula of Slaney's Auditory Toolbox."""
     return float(mel * 200 / 3 if mel < 15 else 1000 * 6.4 ** ((mel - 15) / 27))
 
 
@@ -381,7 +381,7 @@ def test_bomb_is_refused_before_a_sample_is_made(kind: str) -> None:
 
 
 def test_flac_without_a_length_is_refused() -> None:
-    """As encoders write it to a pipe: nothing says how much decoding would make."""
+    """Encoders that write to a pipe omit the length, so the decoded size is unknown."""
     flac = bytearray(written(noise(4000), kind="FLAC"))
     flac[18:26] = struct.pack(">Q", struct.unpack(">Q", flac[18:26])[0] >> 36 << 36)
 

@@ -529,7 +529,7 @@ def cached(digest: str, used_s: float, size: int, *, in_use: bool = False) -> Ca
     ids=["fits", "one-goes", "both-go", "never-fits"],
 )
 def test_longest_unused_versions_make_room(limit: int, expected: Room) -> None:
-    """As few as needed go; none if even all of them are not enough."""
+    """Only as many as needed are removed; none if even all of them are not enough."""
     room = make_room([cached("new", 2, 10), cached("old", 1, 10)], {"wanted": 10}, limit)
     assert room == expected
 

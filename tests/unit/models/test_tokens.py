@@ -233,7 +233,7 @@ def test_thousand_rows_of_ids_are_the_texts_that_the_library_gives(
 
 
 def test_flood_of_tokens_is_too_large(directory: Path) -> None:
-    """By its bytes, before it is split, and by its tokens after that."""
+    """Its bytes are counted before it is split, and its tokens after that."""
     tokens = tokens_of(directory)
     flood = refusal(tokens, b"a " * 2_000_000)
     assert flood.code == Code.TOO_LARGE
@@ -287,7 +287,7 @@ def test_ids_behind_unused_ones_are_decoded(directory: Path, tmp_path: Path) -> 
 
 
 class PanicException(BaseException):
-    """As pyo3 raises when Rust code panics; its class has this name, and is in no module."""
+    """Stand-in for what pyo3 raises when Rust code panics: a class of this name in no module."""
 
 
 class StandInTokenizer:

@@ -66,7 +66,7 @@ def read(directory: Path, text: str) -> ModelConfig:
 def test_field_becomes_key_of_configuration(
     tmp_path: Path, text: str, expected: dict[str, Any]
 ) -> None:
-    """Or has no effect, where it cannot change an answer."""
+    """A field that cannot change an answer becomes no key, and has no effect."""
     config = read(tmp_path, text)
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -161,7 +161,7 @@ def test_tensors_that_model_does_not_have_are_refused(tmp_path: Path, text: str,
 
 
 def test_free_dimensions_of_either_side_agree(tmp_path: Path) -> None:
-    """As in Triton."""
+    """Triton compares free dimensions in the same way."""
     read(tmp_path, "max_batch_size: 8\n" + PIXELS.replace("64", "-1") + SCORES)
     (model,) = Repository(tmp_path, Settings()).scan()
     assert model.config is not None

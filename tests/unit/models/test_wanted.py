@@ -114,7 +114,7 @@ def test_later_version_must_be_compatible_with_default_of_that_time() -> None:
 
 
 def test_permission_to_break_is_part_of_change() -> None:
-    """Also for a version that is loaded, and was refused."""
+    """The permission also lets a version load again that was refused."""
     once = loaded(load("digits", "1"), load("digits", "2", allow_breaking=True))
     later = loaded(
         load("digits", "1"), load("digits", "2"), load("digits", "2", allow_breaking=True)

@@ -168,7 +168,7 @@ def test_changed_byte_never_gives_other_records(tmp_path: Path) -> None:
     ],
 )
 def test_foreign_capture_files_are_refused(tmp_path: Path, header: object, said: str) -> None:
-    """By their header, before anything else of them is read."""
+    """The header of a file is checked before anything else of it is read."""
     path = tmp_path / "file"
     path.write_bytes(msgpack.packb(header))
     with pytest.raises(ConfigurationError, match=said):

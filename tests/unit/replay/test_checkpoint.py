@@ -38,7 +38,7 @@ def test_missing_checkpoint_file_starts_new_run(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_run_with_other_options_is_refused(tmp_path: Path) -> None:
-    """By the option, what it was and what it is."""
+    """The error names the option, its former value and its value now."""
     path = tmp_path / "checkpoint"
     write_checkpoint(path, CHECKPOINT)
     with pytest.raises(ConfigurationError, match=r"another run: limit: expected None, got 5"):

@@ -111,7 +111,7 @@ async def test_replay_report_counts_sent_records() -> None:
 
 
 async def test_unpaced_replay_has_no_spacing_error() -> None:
-    """As fast as possible cannot be late."""
+    """A replay that runs as fast as possible cannot be late."""
     sleeper = Sleeper()
     outcome = await replay(KeepingSink(sleeper), Unpaced(), sleeper).run()
     assert (outcome.spacing_p50_ms, outcome.rate_per_s) == (None, 0.0)

@@ -40,7 +40,7 @@ def test_service_time_of_unmeasured_size_lies_between_measured() -> None:
 
 
 def test_service_time_beyond_largest_size_follows_slope() -> None:
-    """By least squares, weighted by how often each size was seen."""
+    """The slope is that of least squares, weighted by how often each size was seen."""
     service_time = ServiceTime([BatchTime(8, 500, 10), BatchTime(16, 900, 10)])
 
     assert (service_time.t0_us, service_time.a_us) == pytest.approx((100, 50))

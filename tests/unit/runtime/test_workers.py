@@ -135,7 +135,7 @@ async def test_unusable_settings_at_later_start_leave_others(tmp_path: Path) -> 
 async def test_worker_that_cannot_be_started_leaves_others_and_is_tried_again(
     tmp_path: Path,
 ) -> None:
-    """As when the machine has no process left: the others must not be left without a parent."""
+    """When the machine has no process left, the other workers must not lose their parent."""
     pids, late = tmp_path / "pids", tmp_path / "late"
     pids.mkdir()
     commands = [command(DRAINING, pids, 1), WorkerCommand([str(late)], {})]

@@ -277,7 +277,7 @@ async def test_instance_free_early_gets_waiting_requests() -> None:
 
 
 async def test_cancelled_request_is_answered_and_cancelling_record_is_not() -> None:
-    """By its place or by its correlation id; the records are acknowledged and counted."""
+    """The record names its target by place or correlation id; both are acknowledged and counted."""
     async with running(limited(Limits())) as bench:
         by_place, kept = make_request(), make_request()
         by_name = make_request(envelope=Envelope(correlation_id=b"mine"))

@@ -56,7 +56,7 @@ class Machine:
 
 
 def warm_up(latency: Latency, machine: Machine) -> None:
-    """As a version is before its first request: a second of runs of all sizes in turn."""
+    """Run all sizes in turn for a second, like a version before its first request."""
     while machine.now_us < 1e6:
         for rows in ROW_US:
             if machine.now_us < 1e6:

@@ -119,7 +119,7 @@ async def test_device_outputs_belong_to_their_rows(tmp_path: Path, count: int) -
 
 
 async def test_padding_repeats_row_of_its_own_batch(tmp_path: Path) -> None:
-    """Not even what is thrown away is computed of another batch's rows."""
+    """Rows that are discarded are not computed from another batch's rows either."""
     device = Watched()
     async with make(tmp_path, models.digits(), device=device) as instance:
         await answer(instance, digits(9, 9, 9, 9, 9, 9))
@@ -256,7 +256,7 @@ async def test_model_larger_than_device_memory_is_refused(tmp_path: Path) -> Non
 
 
 async def test_device_memory_is_reported(tmp_path: Path) -> None:
-    """As it was a moment ago."""
+    """The reported memory was measured a moment ago."""
     async with make(tmp_path, models.digits(), device=Gpu()) as instance:
         seen = instance.device_memory()
     assert seen == DeviceSnapshot("cuda:0", {"free": 2**40, "total": 2**34, "cupy": 2**20})

@@ -225,7 +225,7 @@ MEET = "from tests.support import python_models; python_models.MEETING.wait(40)"
 
 
 def expect_long_runs(bench: ExecutorHarness) -> None:
-    """As the executor has learned it of runs before."""
+    """Let the executor expect long runs, as if it had measured them."""
     bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 
 

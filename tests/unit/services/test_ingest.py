@@ -182,7 +182,7 @@ async def test_cancelling_record_is_passed_on_without_answer(models: Models) -> 
 
 
 async def test_cancelling_record_has_no_model(models: Models) -> None:
-    """Also where its headers name one, whose requests may wait: it must not join them."""
+    """Its headers may name a model, but it must not wait with the requests of that model."""
     headers = [("x-cancel", b"headrace.requests/0/0"), ("x-model", b"digits/1")]
 
     (record,), _ = await ingest(models, delivery(None, headers=headers, first=1))
@@ -219,7 +219,7 @@ async def test_cancelling_record_delays_no_request_of_its_key(models: Models) ->
 async def test_cancelling_record_without_target_is_refused(
     models: Models, value: bytes, told: str
 ) -> None:
-    """As a request that is wrong: nobody else would tell its sender."""
+    """It is answered like an invalid request, so that its sender learns of the mistake."""
     able, (ended,) = await ingest(models, delivery(None, headers=[("x-cancel", value)], first=9))
 
     assert able == []

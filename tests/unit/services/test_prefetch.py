@@ -61,7 +61,7 @@ async def test_batch_without_running_one_is_not_gathered_ahead() -> None:
 
 
 async def test_batch_is_gathered_while_another_one_runs() -> None:
-    """As soon as the batcher lets it go."""
+    """The next batch is gathered as soon as the batcher has closed it."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
         bench.prefetch.start_prefetch(NOW_US, LONG_US)
@@ -74,7 +74,7 @@ async def test_batch_is_gathered_while_another_one_runs() -> None:
 
 
 async def test_slow_gathering_closes_next_batch_earlier() -> None:
-    """By twice what it took lately."""
+    """The batch closes earlier by twice the recent gathering time."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
         bench.gathering_us = 3000
@@ -130,7 +130,7 @@ async def test_prefetched_batch_alternates_with_halves() -> None:
 
 
 async def test_pending_halves_are_run_before_drain_ends() -> None:
-    """Also when the pull ahead has learned already that nothing more comes."""
+    """The halves are run even if the prefetch has already learned that no batch follows."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
         bench.prefetch.start_prefetch(NOW_US, LONG_US)

@@ -51,5 +51,5 @@ def test_copied_rows_are_smaller_than_models_rows() -> None:
     ids=["free", "strings", "no batch"],
 )
 def test_model_of_unknown_sizes_has_no_ring(output: TensorSpec) -> None:
-    """Nor has a model without a batch."""
+    """A model without a batch dimension has no ring either."""
     assert plan_ring(processing(output), max_rows=8, slots=3) is None

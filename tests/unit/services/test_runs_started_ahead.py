@@ -39,7 +39,7 @@ def meeting() -> Iterator[threading.Barrier]:
 
 
 def expect_long_runs(bench: ExecutorHarness) -> None:
-    """As the executor has learned it of runs before."""
+    """Let the executor expect long runs, as if it had measured them."""
     bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 
 
@@ -96,7 +96,7 @@ async def test_partly_expired_batch_waits_for_run_started_ahead(
 
 
 async def test_hung_run_started_ahead_is_cancelled(tmp_path: Path) -> None:
-    """By its own limit, and not by that of what waits behind it, which would end the process."""
+    """Its own time limit cancels it; that of the run behind it would end the process."""
     add_python_model(
         tmp_path,
         f"""if {POISON} in x:

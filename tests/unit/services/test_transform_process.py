@@ -233,7 +233,7 @@ asyncio.run(main())
 
 
 async def test_child_dies_with_its_parent(repository: Path) -> None:
-    """Also with one that is killed while the child is in the middle of a payload."""
+    """The child ends with a parent that is killed, even in the middle of a payload."""
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, str(repository))
     try:
         await eventually(lambda: bool(list((repository / "digits").glob("*.begun"))))

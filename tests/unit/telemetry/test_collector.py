@@ -64,7 +64,7 @@ def test_collector_of_environment_is_used(
     variables: dict[str, str],
     expected: Collector | None,
 ) -> None:
-    """By the standard variables first, then by the setting; with neither there is none."""
+    """The standard variables precede the setting; with neither there is no collector."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 

@@ -131,7 +131,7 @@ async def test_unknown_http_path_has_form_of_protocol(session: ClientSession) ->
 
 
 async def test_wrong_http_method_names_allowed_ones(session: ClientSession) -> None:
-    """As HTTP wants it, in the header `Allow`."""
+    """The header `Allow` lists the allowed methods, as HTTP demands."""
     async with session.post("/v2") as response:
         assert (response.status, response.headers["Allow"]) == (405, "GET,HEAD")
 

@@ -161,7 +161,7 @@ async def test_certificate_opens_what_is_not_public(tmp_path: Path, files: Certi
 
 
 async def test_file_of_keys_names_certificates(tmp_path: Path, files: Certificates) -> None:
-    """Then one that it does not name opens nothing but what is public."""
+    """A certificate that the file does not name gives access only to what is public."""
     authority, file = Authority(tmp_path), tmp_path / "keys.toml"
     file.write_text('[callers.prometheus]\ncertificate = "CN=prometheus"\ngroups = ["metrics"]\n')
     access = {

@@ -82,7 +82,7 @@ def test_request_without_readable_context_starts_trace(header: bytes | None) -> 
 
 
 def test_traceparent_of_later_version_is_read() -> None:
-    """As W3C Trace Context demands."""
+    """W3C Trace Context demands that later versions are read."""
     with tracing_spans() as (tracing, spans):
         pass_through(tracing, make_traced(b"cc" + traceparent()[2:] + b"-what-comes"))
 
@@ -179,7 +179,7 @@ def test_failure_over_rate_is_traced_in_trace_of_caller() -> None:
 
 
 def test_rate_of_zero_traces_nothing() -> None:
-    """Not even the first one."""
+    """A rate of 0 does not trace even the first request."""
     request = make_traced(None)
     with tracing_spans(tracing_settings(traces_per_second=0.0)) as (tracing, _):
         tracing.ingested([request], T)

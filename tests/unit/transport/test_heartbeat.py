@@ -98,7 +98,7 @@ async def test_heartbeat_carries_identity_and_models(tmp_path: Path) -> None:
 
 
 async def test_heartbeat_carries_memory_of_all_instances_by_device(tmp_path: Path) -> None:
-    """As it was measured when they were loaded."""
+    """The heartbeat carries what was measured when they were loaded."""
     async with announcing(tmp_path) as bench:
         version = bench.version
         version.memory_bytes = {"host": [1000, 200], "cuda:0": [5000, 5000]}

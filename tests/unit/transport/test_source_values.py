@@ -220,7 +220,7 @@ async def test_revoked_request_is_no_longer_read_and_not_run() -> None:
 
 
 async def test_claim_of_revoked_request_is_no_longer_fetched() -> None:
-    """Nor does a drain wait for its store before that."""
+    """A drain does not wait for the store of a revoked request."""
     tracker = InFlightTracker(Budget(1 << 20), lambda: None)
     place = TopicPartition("batches", 0)
     assignment = tracker.assign(place, AckedOffsets(0))
