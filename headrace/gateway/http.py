@@ -1,8 +1,8 @@
 """The door for HTTP: the Open Inference Protocol, REST, with Triton's extensions for clients.
 
-`HttpDoor._take` is a request's whole way through the door, and `_take_predict` that of one in the
-older protocol. The metadata and health paths beside them answer from the models and the health of
-this process. Protocol:
+`InferencePaths._take` is a request's whole way through the door, and `_take_predict` that of one in
+the older protocol. `ManagementPaths` answers from the models and the health of this process.
+Protocol:
 https://github.com/kserve/open-inference-protocol (REST); extensions: binary tensor data and model
 configuration, https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
@@ -114,6 +114,7 @@ _STATUS = {
 _DENIED = frozenset({401, 403})
 _RETRY_AFTER = frozenset({429, 503})
 ALL_BINARY = InferCall(None, {}, None, {}, 0, {}, binary_by_default=True)
+_MODEL_PATHS = ("{model}", "{model}/versions/{version}")
 _RECORD_TYPES = {JSON: "", OCTETS: MSGPACK}
 """Content types for the record of an answer by the protocol's, whose JSON can hold any answer."""
 
@@ -156,6 +157,9 @@ class HttpDoor:
             None if certificates is None else RenewedContext.of(certificates),
             reuse_port=gateway.settings.reuse_port,
         )
+        bodies = BodyReader(gateway)
+        self._inference = InferencePaths(gateway, bodies, self._listener)
+        self._management = ManagementPaths(gateway, bodies)
 
     @property
     def port(self) -> int:
@@ -187,42 +191,8 @@ class HttpDoor:
         """Return the methods and paths that the door answers; `headrace.gateway.openapi` describes
         them.
         """
-        base_path = self._gateway.settings.base_path
-        root, older = f"{base_path}/v2", f"{base_path}/v1/models"
-        routes = [
-            web.get(root, self._show_server),
-            web.get(f"{root}/health/live", self._show_live),
-            web.get(f"{root}/health/ready", self._show_ready),
-            web.get(f"{root}/models", self._show_models),
-            # before the model of that name
-            web.get(f"{root}/models/stats", self._show_statistics),
-            web.post(f"{root}/repository/index", self._show_index),
-            web.get(older, self._show_models),
-        ]
-        allowed = self._gateway.has_shared_memory
-        for kind, has in (("system", allowed), ("cuda", False)):
-            path = f"{root}/{kind}sharedmemory"
-            refuse = partial(self._refuse_shared_memory, OFF if kind == "system" else NO_CUDA)
-            for place in (path, f"{path}/region/{{region}}"):
-                routes.append(web.get(f"{place}/status", self._show_regions if has else refuse))
-                routes.append(web.post(f"{place}/unregister", self._unregister if has else refuse))
-            register = f"{path}/region/{{region}}/register"
-            routes.append(web.post(register, self._register if has else refuse))
-        for action, change in (("load", self._load), ("unload", self._unload)):
-            path = f"{root}/repository/models/{{model}}/{action}"
-            routes.append(web.post(path, change))
-        for model in ("{model}", "{model}/versions/{version}"):
-            path = f"{root}/models/{model}"
-            routes += [
-                web.post(f"{path}/infer", self._infer),  # tried first: most requests are for it
-                web.get(path, self._show_model),
-                web.get(f"{path}/ready", self._show_model_ready),
-                web.get(f"{path}/config", self._show_config),
-                web.get(f"{path}/stats", self._show_statistics),
-                web.get(f"{older}/{model}", self._show_model_status),
-                web.post(f"{older}/{model}:predict", self._predict),
-            ]
-        return routes
+        # Those of inference are tried first: most requests are for them.
+        return [*self._inference.routes(), *self._management.routes()]
 
     def _make_application(self) -> web.Application:
         application = web.Application(
@@ -273,159 +243,18 @@ class HttpDoor:
                 raise
         return await handler(request)
 
-    # --- inference ----------------------------------------------------------------------------
 
-    async def _infer(self, request: web.Request) -> web.Response:
-        return await self._answer(request, self._take)
+class BodyReader:
+    """Reads the bodies of requests, within their limits.
 
-    async def _predict(self, request: web.Request) -> web.Response:
-        return await self._answer(request, self._take_predict)
+    Args:
+        gateway: has the limits, and the threads that decompress.
+    """
 
-    async def _answer(
-        self,
-        request: web.Request,
-        take: Callable[[web.Request, ServerSpan], Awaitable[web.Response]],
-    ) -> web.Response:
-        """Take a request, and count it with the status that its caller gets."""
-        began_s = time.monotonic()
-        status = CALLER_GONE
-        given = (request.headers.get(name) for name in (TRACEPARENT, TRACESTATE))
-        span = self._gateway.spans.begin(*given)
-        try:
-            response = await take(request, span)
-            status = response.status
-        except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
-            answer = answer_of_error(error)
-            response = _error_response(error, answer, self._tuning.retry_after_s)
-            status = response.status
-            span.failed(answer.code, answer.message, is_callers_fault=status < 500)
-        finally:
-            self._gateway.metrics.ended_at_door(DOOR, str(status), time.monotonic() - began_s)
-            span.end(partial(self._describe_call, request, status))
-        return response
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
-    def _describe_call(self, request: web.Request, status: int) -> tuple[str, Attributes]:
-        """Return the name and the attributes of the span of a call."""
-        resource = request.match_info.route.resource
-        route = "" if resource is None else resource.canonical
-        attributes: Attributes = {
-            "http.request.method": request.method,
-            "http.response.status_code": status,
-            "http.route": route,
-            "network.protocol.version": f"{request.version.major}.{request.version.minor}",
-            "server.address": self._gateway.settings.http_host,
-            "server.port": self.port,
-            "url.path": request.path,
-            "url.scheme": request.scheme,
-        }
-        if request.remote:
-            attributes["client.address"] = request.remote
-        if agent := request.headers.get("User-Agent"):
-            attributes["user_agent.original"] = agent
-        return f"{request.method} {route}", attributes
-
-    async def _take(self, request: web.Request, span: ServerSpan) -> web.Response:
-        """Read a request, send it to the log, wait for its answer, and encode that.
-
-        aiohttp cancels this when the caller hangs up; that cancels the request.
-        """
-        gateway, conversions = self._gateway, self._gateway.conversions
-        model, version = request.match_info["model"], request.match_info.get("version")
-        with gateway.under_way.counting(request.get(_CALLER)) as counted:
-            body = await self._read_body(request, counted)
-            content_type = _content_type(request)
-            regions = gateway.access(counted)
-            json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
-            accept = _accepted(request)
-            call: InferCall | None = None
-            is_whole = False
-            if json_bytes is None and media_type(content_type) not in _JSON_TYPES:
-                wanted, is_whole = self._choose_answer(request, accept, content_type)
-                call = ALL_BINARY if wanted == OCTETS else None
-                answer = await gateway.infer_payload(
-                    model,
-                    version,
-                    body,
-                    content_type,
-                    wanted if is_whole else _RECORD_TYPES[wanted],
-                    self._urgency(request),
-                    self._record_headers(request, span),
-                )
-            else:
-                if json_bytes == 0:
-                    call = decode_raw(body, self._find_version(request).signature)
-                else:
-                    call = await conversions.run(
-                        partial(decode_call, body, json_bytes, regions),
-                        takes_long=conversions.decoding_takes_long(body, json_bytes),
-                    )
-                wanted = _require_accepted(accept, (JSON, OCTETS))
-                if wanted == OCTETS:
-                    call = call._replace(binary_by_default=True)
-                urgency = self._urgency(request, call.timeout_us)
-                answer = await gateway.infer(
-                    model, version, call, urgency, self._record_headers(request, span)
-                )
-            span.answered(answer)
-            if is_whole and (payload := answer.payload):
-                headers = _typed(payload.content_type)
-                return await self._compressed(request, payload.content, headers)
-            body, json_bytes = await conversions.run(
-                partial(encode_answer, answer, call, regions),
-                takes_long=conversions.encoding_takes_long(answer, call),
-            )
-            headers = _typed(JSON)
-            if json_bytes is not None:
-                headers = {**_typed(OCTETS), JSON_BYTES: str(json_bytes)}
-            return await self._compressed(request, body, headers)
-
-    async def _take_predict(self, request: web.Request, span: ServerSpan) -> web.Response:
-        """Do the same for a request of TensorFlow Serving's protocol."""
-        gateway, conversions = self._gateway, self._gateway.conversions
-        model, version = request.match_info["model"], request.match_info.get("version")
-        with gateway.under_way.counting(request.get(_CALLER)) as counted:
-            body = await self._read_body(request, counted)
-            _require_accepted(_accepted(request), (JSON,))
-            predict = await conversions.run(
-                partial(decode_predict, body, self._find_version(request).signature),
-                takes_long=conversions.decoding_takes_long(body),
-            )
-            urgency = self._urgency(request)
-            answer = await gateway.infer(
-                model, version, predict.call, urgency, self._record_headers(request, span)
-            )
-            span.answered(answer)
-            answered = await conversions.run(
-                partial(encode_predictions, answer, predict),
-                takes_long=conversions.encoding_takes_long(answer, None),
-            )
-            return await self._compressed(request, answered, _typed(JSON))
-
-    def _choose_answer(
-        self, request: web.Request, accept: str, content_type: str
-    ) -> tuple[str, bool]:
-        """Return the content type in which a payload is to be answered over HTTP, and whether what
-        the model answers is the body. Otherwise the body is the protocol's, in JSON by default or
-        in its binary form (`OCTETS`).
-
-        Raises:
-            RefusedAtDoor: the caller accepts none of these.
-            Rejected: it does not accept JSON, and the model is not known here.
-        """
-        if not accept:
-            return JSON, False
-        try:
-            version = self._find_version(request)
-        except Rejected:
-            if not choose_content_type(accept, (JSON,)):
-                raise
-            return JSON, False  # the stages decide whether there is such a model
-        envelope = Envelope(content_type=media_type(content_type), model=version.name)
-        whole = version.whole_types(envelope)
-        wanted = _require_accepted(accept, (JSON, *whole, OCTETS))
-        return wanted, wanted in whole
-
-    async def _read_body(self, request: web.Request, counted: CountedRequest) -> bytes:
+    async def read(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
         settings = self._gateway.settings
         limit, timeout_s = settings.max_body_bytes, settings.body_timeout_s
@@ -467,6 +296,184 @@ class HttpDoor:
         counted.add(max(0, len(plain) - len(body)))
         return plain
 
+
+class InferencePaths:
+    """Paths that send a request to the log, and answer what comes back.
+
+    Args:
+        gateway: an open one.
+        bodies: reads the bodies.
+        listener: has the port, for spans.
+    """
+
+    def __init__(self, gateway: Gateway, bodies: BodyReader, listener: HttpListener) -> None:
+        self._gateway = gateway
+        self._tuning = gateway.tuning
+        self._bodies = bodies
+        self._listener = listener
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the methods and paths, those of one version and those of the default."""
+        base_path = self._gateway.settings.base_path
+        return [
+            route
+            for model in _MODEL_PATHS
+            for route in (
+                web.post(f"{base_path}/v2/models/{model}/infer", self._infer),
+                web.post(f"{base_path}/v1/models/{model}:predict", self._predict),
+            )
+        ]
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        return await self._answer(request, self._take)
+
+    async def _predict(self, request: web.Request) -> web.Response:
+        return await self._answer(request, self._take_predict)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        take: Callable[[web.Request, ServerSpan], Awaitable[web.Response]],
+    ) -> web.Response:
+        """Take a request, and count it with the status that its caller gets."""
+        began_s = time.monotonic()
+        status = CALLER_GONE
+        given = (request.headers.get(name) for name in (TRACEPARENT, TRACESTATE))
+        span = self._gateway.spans.begin(*given)
+        try:
+            response = await take(request, span)
+            status = response.status
+        except Exception as error:  # noqa: BLE001 - the caller gets it as an answer, and it is logged
+            answer = answer_of_error(error)
+            response = _error_response(error, answer, self._tuning.retry_after_s)
+            status = response.status
+            span.failed(answer.code, answer.message, is_callers_fault=status < 500)
+        finally:
+            self._gateway.metrics.ended_at_door(DOOR, str(status), time.monotonic() - began_s)
+            span.end(partial(self._describe_call, request, status))
+        return response
+
+    def _describe_call(self, request: web.Request, status: int) -> tuple[str, Attributes]:
+        """Return the name and the attributes of the span of a call."""
+        resource = request.match_info.route.resource
+        route = "" if resource is None else resource.canonical
+        attributes: Attributes = {
+            "http.request.method": request.method,
+            "http.response.status_code": status,
+            "http.route": route,
+            "network.protocol.version": f"{request.version.major}.{request.version.minor}",
+            "server.address": self._gateway.settings.http_host,
+            "server.port": self._listener.port,
+            "url.path": request.path,
+            "url.scheme": request.scheme,
+        }
+        if request.remote:
+            attributes["client.address"] = request.remote
+        if agent := request.headers.get("User-Agent"):
+            attributes["user_agent.original"] = agent
+        return f"{request.method} {route}", attributes
+
+    async def _take(self, request: web.Request, span: ServerSpan) -> web.Response:
+        """Read a request, send it to the log, wait for its answer, and encode that.
+
+        aiohttp cancels this when the caller hangs up; that cancels the request.
+        """
+        gateway, conversions = self._gateway, self._gateway.conversions
+        model, version = request.match_info["model"], request.match_info.get("version")
+        with gateway.under_way.counting(request.get(_CALLER)) as counted:
+            body = await self._bodies.read(request, counted)
+            content_type = _content_type(request)
+            regions = gateway.access(counted)
+            json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
+            accept = _accepted(request)
+            call: InferCall | None = None
+            is_whole = False
+            if json_bytes is None and media_type(content_type) not in _JSON_TYPES:
+                wanted, is_whole = self._choose_answer(request, accept, content_type)
+                call = ALL_BINARY if wanted == OCTETS else None
+                answer = await gateway.infer_payload(
+                    model,
+                    version,
+                    body,
+                    content_type,
+                    wanted if is_whole else _RECORD_TYPES[wanted],
+                    self._urgency(request),
+                    self._record_headers(request, span),
+                )
+            else:
+                if json_bytes == 0:
+                    call = decode_raw(body, _find_version(self._gateway, request).signature)
+                else:
+                    call = await conversions.run(
+                        partial(decode_call, body, json_bytes, regions),
+                        takes_long=conversions.decoding_takes_long(body, json_bytes),
+                    )
+                wanted = _require_accepted(accept, (JSON, OCTETS))
+                if wanted == OCTETS:
+                    call = call._replace(binary_by_default=True)
+                urgency = self._urgency(request, call.timeout_us)
+                answer = await gateway.infer(
+                    model, version, call, urgency, self._record_headers(request, span)
+                )
+            span.answered(answer)
+            if is_whole and (payload := answer.payload):
+                headers = _typed(payload.content_type)
+                return await self._compressed(request, payload.content, headers)
+            body, json_bytes = await conversions.run(
+                partial(encode_answer, answer, call, regions),
+                takes_long=conversions.encoding_takes_long(answer, call),
+            )
+            headers = _typed(JSON)
+            if json_bytes is not None:
+                headers = {**_typed(OCTETS), JSON_BYTES: str(json_bytes)}
+            return await self._compressed(request, body, headers)
+
+    async def _take_predict(self, request: web.Request, span: ServerSpan) -> web.Response:
+        """Do the same for a request of TensorFlow Serving's protocol."""
+        gateway, conversions = self._gateway, self._gateway.conversions
+        model, version = request.match_info["model"], request.match_info.get("version")
+        with gateway.under_way.counting(request.get(_CALLER)) as counted:
+            body = await self._bodies.read(request, counted)
+            _require_accepted(_accepted(request), (JSON,))
+            predict = await conversions.run(
+                partial(decode_predict, body, _find_version(self._gateway, request).signature),
+                takes_long=conversions.decoding_takes_long(body),
+            )
+            urgency = self._urgency(request)
+            answer = await gateway.infer(
+                model, version, predict.call, urgency, self._record_headers(request, span)
+            )
+            span.answered(answer)
+            answered = await conversions.run(
+                partial(encode_predictions, answer, predict),
+                takes_long=conversions.encoding_takes_long(answer, None),
+            )
+            return await self._compressed(request, answered, _typed(JSON))
+
+    def _choose_answer(
+        self, request: web.Request, accept: str, content_type: str
+    ) -> tuple[str, bool]:
+        """Return the content type in which a payload is to be answered over HTTP, and whether what
+        the model answers is the body. Otherwise the body is the protocol's, in JSON by default or
+        in its binary form (`OCTETS`).
+
+        Raises:
+            RefusedAtDoor: the caller accepts none of these.
+            Rejected: it does not accept JSON, and the model is not known here.
+        """
+        if not accept:
+            return JSON, False
+        try:
+            version = _find_version(self._gateway, request)
+        except Rejected:
+            if not choose_content_type(accept, (JSON,)):
+                raise
+            return JSON, False  # the stages decide whether there is such a model
+        envelope = Envelope(content_type=media_type(content_type), model=version.name)
+        whole = version.whole_types(envelope)
+        wanted = _require_accepted(accept, (JSON, *whole, OCTETS))
+        return wanted, wanted in whole
+
     def _urgency(self, request: web.Request, timeout_us: int = 0) -> Urgency:
         headers = request.headers
         timeout_ms = read_number(TIMEOUT_MS, headers.get(TIMEOUT_MS), 1, MAX_TIMEOUT_MS)
@@ -488,7 +495,61 @@ class HttpDoor:
         )
         return web.Response(body=compressed, headers={**headers, "Content-Encoding": coding})
 
-    # --- health and metadata ------------------------------------------------------------------
+    def _record_headers(self, request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
+        def given(name: str) -> str | None:
+            return ", ".join(request.headers.getall(name, ())) if name in request.headers else None
+
+        return self._gateway.record_headers(span, request.get(_CALLER), given)
+
+
+class ManagementPaths:
+    """Paths about the server and its models: health, metadata, repository and shared memory.
+
+    Args:
+        gateway: an open one.
+        bodies: reads the bodies.
+    """
+
+    def __init__(self, gateway: Gateway, bodies: BodyReader) -> None:
+        self._gateway = gateway
+        self._bodies = bodies
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the methods and paths; those of repository and shared memory are Triton's."""
+        base_path = self._gateway.settings.base_path
+        root, older = f"{base_path}/v2", f"{base_path}/v1/models"
+        routes = [
+            web.get(root, self._show_server),
+            web.get(f"{root}/health/live", self._show_live),
+            web.get(f"{root}/health/ready", self._show_ready),
+            web.get(f"{root}/models", self._show_models),
+            # before the model of that name
+            web.get(f"{root}/models/stats", self._show_statistics),
+            web.post(f"{root}/repository/index", self._show_index),
+            web.get(older, self._show_models),
+        ]
+        allowed = self._gateway.has_shared_memory
+        for kind, has in (("system", allowed), ("cuda", False)):
+            path = f"{root}/{kind}sharedmemory"
+            refuse = partial(self._refuse_shared_memory, OFF if kind == "system" else NO_CUDA)
+            for place in (path, f"{path}/region/{{region}}"):
+                routes.append(web.get(f"{place}/status", self._show_regions if has else refuse))
+                routes.append(web.post(f"{place}/unregister", self._unregister if has else refuse))
+            register = f"{path}/region/{{region}}/register"
+            routes.append(web.post(register, self._register if has else refuse))
+        for action, change in (("load", self._load), ("unload", self._unload)):
+            path = f"{root}/repository/models/{{model}}/{action}"
+            routes.append(web.post(path, change))
+        for model in _MODEL_PATHS:
+            path = f"{root}/models/{model}"
+            routes += [
+                web.get(path, self._show_model),
+                web.get(f"{path}/ready", self._show_model_ready),
+                web.get(f"{path}/config", self._show_config),
+                web.get(f"{path}/stats", self._show_statistics),
+                web.get(f"{older}/{model}", self._show_model_status),
+            ]
+        return routes
 
     async def _show_live(self, request: web.Request) -> web.Response:
         live = self._gateway.health.live
@@ -510,14 +571,16 @@ class HttpDoor:
 
     async def _show_model(self, request: web.Request) -> web.Response:
         ready = self._gateway.models.servable()
-        return _json_response(describe_model(self._find_version(request), ready))
+        return _json_response(describe_model(_find_version(self._gateway, request), ready))
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:
-        return _json_response(ModelReady(name=self._find_version(request).name, ready=True))
+        return _json_response(
+            ModelReady(name=_find_version(self._gateway, request).name, ready=True)
+        )
 
     async def _show_model_status(self, request: web.Request) -> web.Response:
         """Describe a model as KServe (`name`, `ready`) and TensorFlow Serving do."""
-        version = self._find_version(request)
+        version = _find_version(self._gateway, request)
         fine = VersionStatusText(error_code="OK", error_message="")
         status = VersionStatus(version=version.version, state="AVAILABLE", status=fine)
         return _json_response(
@@ -525,7 +588,7 @@ class HttpDoor:
         )
 
     async def _show_config(self, request: web.Request) -> web.Response:
-        return _json_response(describe_config(self._find_version(request)))
+        return _json_response(describe_config(_find_version(self._gateway, request)))
 
     async def _show_statistics(self, request: web.Request) -> web.Response:
         path = request.match_info
@@ -534,7 +597,7 @@ class HttpDoor:
 
     async def _show_index(self, request: web.Request) -> web.Response:
         with self._gateway.under_way.counting() as counted:
-            body = await self._read_body(request, counted)
+            body = await self._bodies.read(request, counted)
             try:
                 options = msgspec.json.decode(body or b"{}", type=IndexOptions)
             except DECODE_ERRORS as error:
@@ -553,7 +616,7 @@ class HttpDoor:
     ) -> web.Response:
         """Change the models, and answer when all processes have followed."""
         with self._gateway.under_way.counting() as counted:
-            body = await self._read_body(request, counted)
+            body = await self._bodies.read(request, counted)
             try:
                 given = msgspec.json.decode(body or b"{}", type=ChangeOptions)
             except DECODE_ERRORS as error:
@@ -563,14 +626,12 @@ class HttpDoor:
             await change(request.match_info["model"], given.parameters, who)
         return _json_response({})
 
-    # --- shared memory ------------------------------------------------------------------------
-
     async def _show_regions(self, request: web.Request) -> web.Response:
         return _json_response(self._gateway.regions.describe(request.match_info.get("region", "")))
 
     async def _register(self, request: web.Request) -> web.Response:
         with self._gateway.under_way.counting() as counted:
-            body = await self._read_body(request, counted)
+            body = await self._bodies.read(request, counted)
             try:
                 given = msgspec.json.decode(body, type=RegisterRequest)
             except DECODE_ERRORS as error:
@@ -586,16 +647,6 @@ class HttpDoor:
     async def _refuse_shared_memory(self, reason: str, request: web.Request) -> web.Response:
         error = f"{request.path} is not supported: {reason}"
         return _json_response(ErrorBody(error=error), 501)
-
-    def _record_headers(self, request: web.Request, span: ServerSpan) -> list[tuple[str, bytes]]:
-        def given(name: str) -> str | None:
-            return ", ".join(request.headers.getall(name, ())) if name in request.headers else None
-
-        return self._gateway.record_headers(span, request.get(_CALLER), given)
-
-    def _find_version(self, request: web.Request) -> ModelVersion:
-        path = request.match_info
-        return self._gateway.models.lookup(path["model"], path.get("version"))
 
 
 # --- callers ------------------------------------------------------------------------------------
@@ -620,6 +671,11 @@ def _changes_models(request: web.Request) -> bool:
     resource = request.match_info.route.resource
     path = "" if resource is None else resource.canonical
     return "/repository/models/" in path
+
+
+def _find_version(gateway: Gateway, request: web.Request) -> ModelVersion:
+    path = request.match_info
+    return gateway.models.lookup(path["model"], path.get("version"))
 
 
 # --- headers and codings ------------------------------------------------------------------------
