@@ -274,17 +274,6 @@ def _raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
     return little.reshape(-1).view(np.uint8).data
 
 
-def rows_of(array: NDArray[Any], start: int, stop: int) -> memoryview | bytes:
-    """Return the bytes of rows `start` to `stop` (exclusive) of an array of rank 1 or more.
-
-    A view for a little-endian, contiguous array of fixed-size elements; `BYTES` are joined.
-
-    Raises:
-        Rejected: `INVALID_TENSOR`, see `from_array`.
-    """
-    return from_array("rows", array[start:stop]).data
-
-
 def split_rows(
     name: str, array: NDArray[Any], rows: Sequence[int]
 ) -> list[bytes] | list[memoryview]:

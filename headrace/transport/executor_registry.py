@@ -125,11 +125,6 @@ class ExecutorRegistry:
             for key, instances in executor.instances.items()
         }
 
-    def knows(self, executor: str) -> bool:
-        """Return True if the executor counts as alive and reads a partition."""
-        known = self._executors.get(executor)
-        return known is not None and bool(known.partitions)
-
     def partition_of(self, executor: str) -> int | None:
         """Return the executor's next partition, round-robin; None if the executor is gone."""
         known = self._executors.get(executor)

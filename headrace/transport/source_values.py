@@ -51,6 +51,72 @@ def has_inputs_in_source(request: IngestedRequest) -> bool:
     )
 
 
+class ClaimedValues:
+    """Fetches the values that are in stores, each by itself.
+
+    Args:
+        fetcher: fetches objects; None where no claims are allowed.
+        stage: failures name it.
+    """
+
+    def __init__(self, fetcher: ClaimFetcher | None, stage: Stage) -> None:
+        self._fetcher = fetcher
+        self._stage = stage
+        self._fetching: dict[Request, asyncio.Timeout] = {}
+        self._held: dict[Request, InFlightAck] = {}
+
+    async def fetch(self, request: Request) -> None:
+        """Set the value of a request to the object of its claim, or fail the request."""
+        try:
+            if self._fetcher is None or request.envelope.claim is None:
+                raise refuse_claim("none, since claims.allowed is empty", "a claim")
+            claim = self._fetcher.read_claim(request.envelope.claim)
+            due_ms = request.envelope.deadline_ms
+            left_s = due_ms / 1000 - wall_clock_us() / 1e6
+            async with asyncio.timeout(left_s if due_ms else None) as within:
+                self._fetching[request] = within
+                self._note_revocation(request, within)
+                content = await self._fetcher.fetch(claim)
+            restore_value(request, content)
+        except TimeoutError:
+            is_revoked = request.ack_handle.revoked
+            late = REVOKED if is_revoked else deadline_exceeded(due_ms, 0.0, self._stage)
+            self._end(request, late)
+        except ClaimUnavailable as error:
+            self._end(request, Failure(Code.INTERNAL, str(error), self._stage))
+        except Rejected as error:
+            self._end(request, rejection(error, self._stage))
+        finally:
+            self._fetching.pop(request, None)
+            held = self._held.pop(request, None)
+            if held is not None:
+                held.release()
+
+    def _note_revocation(self, request: Request, within: asyncio.Timeout) -> None:
+        ack_handle = request.ack_handle
+        if ack_handle.revoked:
+            within.reschedule(asyncio.get_running_loop().time())
+        elif (
+            isinstance(ack_handle, InFlightAck)
+            and ack_handle.assignment.leaving
+            and request not in self._held
+        ):
+            self._held[request] = ack_handle
+            ack_handle.hold()
+
+    def _end(self, request: Request, failure: Failure) -> None:
+        request.referenced = 0
+        if request.failure is None:
+            request.fail(failure)
+
+    def revoked(self) -> None:
+        """End the fetches of claims whose partitions were revoked. A drain does not wait for those
+        of partitions that are leaving.
+        """
+        for request, within in self._fetching.items():
+            self._note_revocation(request, within)
+
+
 class SourceValues:
     """Reads the values that requests of this process need and that only their source records hold.
 
@@ -76,7 +142,6 @@ class SourceValues:
         tuning: TransportTuning = TUNING.transport,
         fetcher: ClaimFetcher | None = None,
     ) -> None:
-        self._fetcher = fetcher
         self._log = log_
         self._topic = topic
         self._is_needed = is_needed
@@ -87,8 +152,7 @@ class SourceValues:
         self._backoff = Backoff(tuning.source_retry_first_s, tuning.source_retry_max_s)
         self._surplus = _Surplus(tuning.source_surplus_bytes)
         self._reading: dict[int, asyncio.Lock] = {}
-        self._fetching: dict[Request, asyncio.Timeout] = {}
-        self._held: dict[Request, InFlightAck] = {}
+        self._claimed = ClaimedValues(fetcher, stage)
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests whose values have to be read."""
@@ -101,11 +165,8 @@ class SourceValues:
         return sum([request.referenced for request in self.missing(requests)])
 
     def revoked(self) -> None:
-        """End the fetches of claims whose partitions were revoked. A drain does not wait for those
-        of partitions that are leaving.
-        """
-        for request, within in self._fetching.items():
-            self._note_revocation(request, within)
+        """End the fetches of claims whose partitions were revoked."""
+        self._claimed.revoked()
 
     async def pump(
         self,
@@ -207,7 +268,7 @@ class SourceValues:
             async with asyncio.TaskGroup() as tasks:
                 for request in claimed:
                     name = f"read-claim-{request.partition}"
-                    tasks.create_task(self._fetch_claim(request), name=name)
+                    tasks.create_task(self._claimed.fetch(request), name=name)
         partitions: dict[int, list[Request]] = {}
         for request in requests:
             partitions.setdefault(request.partition, []).append(request)
@@ -298,50 +359,6 @@ class SourceValues:
                 self._metrics.retried("fetch")
                 await pauses.sleep()
         return None
-
-    async def _fetch_claim(self, request: Request) -> None:
-        """Set the value of a request to the object of its claim, or fail the request."""
-        try:
-            if self._fetcher is None or request.envelope.claim is None:
-                raise refuse_claim("none, since claims.allowed is empty", "a claim")
-            claim = self._fetcher.read_claim(request.envelope.claim)
-            due_ms = request.envelope.deadline_ms
-            left_s = due_ms / 1000 - wall_clock_us() / 1e6
-            async with asyncio.timeout(left_s if due_ms else None) as within:
-                self._fetching[request] = within
-                self._note_revocation(request, within)
-                content = await self._fetcher.fetch(claim)
-            restore_value(request, content)
-        except TimeoutError:
-            is_revoked = request.ack_handle.revoked
-            late = REVOKED if is_revoked else deadline_exceeded(due_ms, 0.0, self._stage)
-            self._end_claim(request, late)
-        except ClaimUnavailable as error:
-            self._end_claim(request, Failure(Code.INTERNAL, str(error), self._stage))
-        except Rejected as error:
-            self._end_claim(request, rejection(error, self._stage))
-        finally:
-            self._fetching.pop(request, None)
-            held = self._held.pop(request, None)
-            if held is not None:
-                held.release()
-
-    def _note_revocation(self, request: Request, within: asyncio.Timeout) -> None:
-        ack_handle = request.ack_handle
-        if ack_handle.revoked:
-            within.reschedule(asyncio.get_running_loop().time())
-        elif (
-            isinstance(ack_handle, InFlightAck)
-            and ack_handle.assignment.leaving
-            and request not in self._held
-        ):
-            self._held[request] = ack_handle
-            ack_handle.hold()
-
-    def _end_claim(self, request: Request, failure: Failure) -> None:
-        request.referenced = 0
-        if request.failure is None:
-            request.fail(failure)
 
     def _restore(self, request: Request, record: Record, outcome: str) -> None:
         value = record.value or b""

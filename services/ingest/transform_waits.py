@@ -71,6 +71,93 @@ class Expectations:
         self._averages[payload.model] = size_bytes, took_s
 
 
+class TransformQueue:
+    """Values that wait to be granted to a worker, by model; models take turns.
+
+    Args:
+        expected: what their inputs will need.
+        is_idle: returns True if nothing that was made is unanswered, so that nothing frees room.
+        interval_s: time between searches for a value that others wait for.
+    """
+
+    def __init__(
+        self, expected: Expectations, is_idle: Callable[[], bool], interval_s: float
+    ) -> None:
+        self._expected = expected
+        self._is_idle = is_idle
+        self._interval_s = interval_s
+        self._waiting: OrderedDict[str, OrderedDict[int, PendingValue]] = OrderedDict()
+        self._reserved_bytes = 0
+        self._oldest_due_s = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, payload: PendingValue) -> None:
+        """Let a value wait behind the others of its model."""
+        self._waiting.setdefault(payload.model, OrderedDict())[payload.serial] = payload
+        self._reserved_bytes += payload.reserved_bytes
+
+    def remove(self, payload: PendingValue) -> bool:
+        """Remove a value; return False if it does not wait here."""
+        waiting = self._waiting.get(payload.model)
+        if waiting is None or waiting.pop(payload.serial, None) is None:
+            return False
+        self._reserved_bytes -= payload.reserved_bytes
+        if not waiting:
+            del self._waiting[payload.model]
+        return True
+
+    def pop_next(self, count_ahead: int, ahead_bytes: int) -> PendingValue | None:
+        """Remove and return the next payload that may be transformed.
+
+        Args:
+            count_ahead: number of granted payloads that no worker has taken.
+            ahead_bytes: what these need besides what they have reserved.
+        """
+        if not self._waiting:
+            return None
+        payload = next(iter(next(iter(self._waiting.values())).values()))
+        if not self._has_room(payload, ahead_bytes) and (count_ahead or not self._is_idle()):
+            oldest = self._find_oldest()
+            if oldest is None:
+                return None
+            payload = oldest
+        self._waiting.move_to_end(payload.model)
+        self.remove(payload)
+        return payload
+
+    def _has_room(self, payload: PendingValue, ahead_bytes: int) -> bool:
+        """Return True unless what is in memory, and what is granted, exceeds the budget."""
+        ack_handle = payload.request.ack_handle
+        if not isinstance(ack_handle, InFlightAck):
+            return True
+        budget = ack_handle.assignment.budget
+        return budget.used_bytes - self._reserved_bytes + ahead_bytes < budget.limit_bytes
+
+    def unreserved_bytes(self, payload: PendingValue) -> int:
+        """Return what is expected beyond what was reserved, when less was known of the model."""
+        return self._expected.input_bytes(payload) - payload.reserved_bytes
+
+    def _find_oldest(self) -> PendingValue | None:
+        """Return a payload for whose answer all later ones of its partition wait, where they are in
+        order: these may be what has taken the room.
+        """
+        now_s = time.monotonic()
+        if now_s < self._oldest_due_s:
+            return None
+        self._oldest_due_s = now_s + self._interval_s
+        for payloads in self._waiting.values():
+            for payload in payloads.values():
+                ack_handle = payload.request.ack_handle
+                if (
+                    isinstance(ack_handle, InFlightAck)
+                    and ack_handle.assignment.progress.base > ack_handle.previous
+                ):
+                    return payload
+        return None
+
+
 class TransformWaits:
     """Values that wait for workers.
 
@@ -98,14 +185,12 @@ class TransformWaits:
         self._tuning = tuning
         self._expected = Expectations(tuning.unknown_input_bytes, tuning.granted_s)
         self._payloads: dict[int, PendingValue] = {}
-        self._waiting: OrderedDict[str, OrderedDict[int, PendingValue]] = OrderedDict()
+        self._queue = TransformQueue(self._expected, self._is_idle, tuning.room_interval_s)
         self._deadlines: list[tuple[int, int]] = []
         self._serials = count()
         self._ended: list[PendingValue] = []
-        self._reserved_bytes = 0
         self._answering: list[InFlightAck] = []
         self._prune_at = tuning.max_records_at_once
-        self._oldest_due_s = 0.0
         self._busy = 0
         self._is_marking = False
         self._is_closing = False
@@ -131,7 +216,7 @@ class TransformWaits:
             return
         payload.serial = serial = next(self._serials)
         self._payloads[serial] = payload
-        self._wait_for_grant(payload)
+        self._queue.add(payload)
         self._metrics.transforms_waiting.inc()
         self._metrics.transforms_waiting_bytes.inc(payload.waiting_bytes)
         is_next = False
@@ -140,10 +225,6 @@ class TransformWaits:
             is_next = self._deadlines[0][1] == serial
         if is_next or self._busy < len(self._pool.workers):
             self._changed.set()  # otherwise it is looked at when a worker has made something
-
-    def _wait_for_grant(self, payload: PendingValue) -> None:
-        self._waiting.setdefault(payload.model, OrderedDict())[payload.serial] = payload
-        self._reserved_bytes += payload.reserved_bytes
 
     async def run_alone(self, payload: PendingValue) -> Request:
         """Make the inputs of a request that runs alone, while no worker is in the gate; return it.
@@ -267,7 +348,7 @@ class TransformWaits:
         if self._deadlines:
             due_s = self._deadlines[0][0] / 1000 - self._clock() / 1e6
             timeout_s = max(due_s, self._tuning.expiry_interval_s)
-        if self._waiting and not self._round.waiting():
+        if self._queue and not self._round.waiting():
             # They wait for room, which an acknowledgement makes.
             interval_s = self._tuning.room_interval_s
             timeout_s = min(timeout_s or interval_s, interval_s)
@@ -284,8 +365,8 @@ class TransformWaits:
         if self._gate.is_marking != self._is_marking:
             self._is_marking = self._gate.is_marking
             for unmarked in self._round.withdraw():
-                self._wait_for_grant(unmarked)
-        if not self._waiting:
+                self._queue.add(unmarked)
+        if not self._queue:
             return
         most = self._tuning.max_records_at_once
         if self._is_marking:
@@ -296,78 +377,25 @@ class TransformWaits:
         workers = len(self._pool.workers)
         # A short time ahead, so that workers have no pause, and another model's turn is near.
         left_s = self._tuning.granted_s * workers - sum(map(self._expected.took_s, before))
-        ahead_bytes = sum(map(self._unreserved_bytes, before))
+        ahead_bytes = sum(map(self._queue.unreserved_bytes, before))
         count_ahead = len(before)
         while (
             count_ahead < most
             and (left_s > 0 or count_ahead < workers)
-            and (payload := self._pick(count_ahead, ahead_bytes)) is not None
+            and (payload := self._queue.pop_next(count_ahead, ahead_bytes)) is not None
         ):
             granted.append(payload)
             count_ahead += 1
             left_s -= self._expected.took_s(payload)
-            ahead_bytes += self._unreserved_bytes(payload)
+            ahead_bytes += self._queue.unreserved_bytes(payload)
         if granted:
             self._round.add(granted)
             self._granted.set()
-
-    def _pick(self, count_ahead: int, ahead_bytes: int) -> PendingValue | None:
-        """Remove and return the next payload that may be transformed.
-
-        Args:
-            count_ahead: number of granted payloads that no worker has taken.
-            ahead_bytes: what these need besides what they have reserved.
-        """
-        if not self._waiting:
-            return None
-        model = next(iter(self._waiting))
-        payload = next(iter(self._waiting[model].values()))
-        if not self._has_room(payload, ahead_bytes) and (count_ahead or not self._is_idle()):
-            oldest = self._find_oldest()
-            if oldest is None:
-                return None
-            payload, model = oldest, oldest.model
-        del self._waiting[model][payload.serial]
-        self._reserved_bytes -= payload.reserved_bytes
-        self._waiting.move_to_end(model)
-        if not self._waiting[model]:
-            del self._waiting[model]
-        return payload
-
-    def _has_room(self, payload: PendingValue, ahead_bytes: int) -> bool:
-        """Return True unless what is in memory, and what is granted, exceeds the budget."""
-        ack_handle = payload.request.ack_handle
-        if not isinstance(ack_handle, InFlightAck):
-            return True
-        budget = ack_handle.assignment.budget
-        return budget.used_bytes - self._reserved_bytes + ahead_bytes < budget.limit_bytes
-
-    def _unreserved_bytes(self, payload: PendingValue) -> int:
-        """Return what is expected beyond what was reserved, when less was known of the model."""
-        return self._expected.input_bytes(payload) - payload.reserved_bytes
 
     def _is_idle(self) -> bool:
         """Return True if nothing that was transformed is unanswered, so that nothing frees room."""
         self._prune_answered()
         return not (self._answering or self._busy)
-
-    def _find_oldest(self) -> PendingValue | None:
-        """Return a payload for whose answer all later ones of its partition wait, where they are in
-        order: these may be what has taken the room.
-        """
-        now_s = time.monotonic()
-        if now_s < self._oldest_due_s:
-            return None
-        self._oldest_due_s = now_s + self._tuning.room_interval_s
-        for payloads in self._waiting.values():
-            for payload in payloads.values():
-                ack_handle = payload.request.ack_handle
-                if (
-                    isinstance(ack_handle, InFlightAck)
-                    and ack_handle.assignment.progress.base > ack_handle.previous
-                ):
-                    return payload
-        return None
 
     # --- requests that end while they wait --------------------------------------------------------
 
@@ -390,13 +418,8 @@ class TransformWaits:
         """Fail requests now, wherever their values are; what a worker makes of them is dropped."""
         for payload in payloads:
             del self._payloads[payload.serial]
-            waiting = self._waiting.get(payload.model)
-            if waiting is None or waiting.pop(payload.serial, None) is None:
+            if not self._queue.remove(payload):
                 self._round.discard(payload)
-            else:
-                self._reserved_bytes -= payload.reserved_bytes
-                if not waiting:
-                    del self._waiting[payload.model]
             self._forget(payload)
             payload.release()
             payload.request.fail(failure)

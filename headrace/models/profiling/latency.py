@@ -328,14 +328,6 @@ class Latency:
             return best
         return known.curve().most_within(best, slack_us / known.slowdown)
 
-    def rows_per_s(self, shape_class: ShapeClass, limit: int) -> float | None:
-        """Return one instance's throughput at its best size up to `limit`; None if unknown."""
-        known = self._closest_class(shape_class)
-        if known is None:
-            return None
-        best = known.best(limit)
-        return best / known.predict_us(best) * 1e6
-
     def table(self) -> list[dict[str, Any]]:
         """Return a table for display: for each of the most recent classes the line t0 + a b, the
         known size with the best throughput, and S in microseconds for each known size.

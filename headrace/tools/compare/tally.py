@@ -126,11 +126,6 @@ class OutputTally:
             self._topk_sum += difference.topk
 
     @property
-    def exact_share(self) -> float:
-        """Share of exact pairs among all pairs."""
-        return self.exact / self.count if self.count else 1.0
-
-    @property
     def mismatched_share(self) -> float:
         """Share of pairs that differ without a numeric distance: labels, texts, other shapes."""
         return self.mismatched / self.count if self.count else 0.0

@@ -107,7 +107,7 @@ def test_partition_belongs_to_executor_that_announced_it_last() -> None:
 def test_executor_that_lost_all_partitions_is_removed() -> None:
     """Its group has noticed that it died before its silence shows."""
     registry = registry_of(event("a", 0), event("b", 0, 1))
-    assert not registry.knows("a")
+    assert registry.partition_of("a") is None
     assert len(registry) == 1
 
 
@@ -115,8 +115,8 @@ def test_silent_executor_is_removed() -> None:
     """Each says how long that is."""
     registry = registry_of(event("a", 0, silent_after_ms=1000), event("b", 1, silent_after_ms=5000))
     registry.expire(1.5)
-    assert not registry.knows("a")
-    assert registry.knows("b")
+    assert registry.partition_of("a") is None
+    assert registry.partition_of("b") is not None
 
 
 def test_executor_with_heartbeats_is_kept() -> None:
@@ -124,7 +124,7 @@ def test_executor_with_heartbeats_is_kept() -> None:
     registry = registry_of(event("a", 0, silent_after_ms=1000))
     registry.apply(event("a", 0, silent_after_ms=1000), 0.9)
     registry.expire(1.5)
-    assert registry.knows("a")
+    assert registry.partition_of("a") is not None
 
 
 def test_leaving_executor_is_removed_at_once() -> None:
@@ -137,4 +137,4 @@ def test_released_partition_can_be_announced_by_another_executor() -> None:
     """A former owner that announces the partition again is its owner again."""
     registry = registry_of(event("a", 0, 1), event("a", 1), event("b", 0), event("a", 0, 1))
     assert {registry.partition_of("a") for _ in range(4)} == {0, 1}
-    assert not registry.knows("b")
+    assert registry.partition_of("b") is None
