@@ -365,7 +365,7 @@ def _median_slowdown(slowdowns: Iterable[float]) -> float:
 
     For an even number it is the geometric mean of the middle two, since the values are factors.
     """
-    known = sorted(slowdown for slowdown in slowdowns if slowdown)
+    known = sorted(filter(None, slowdowns))
     if not known:
         return 0.0
     half, is_odd = divmod(len(known), 2)
