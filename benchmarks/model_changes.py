@@ -75,7 +75,6 @@ P99_RATIO = 1.5
 START_S = 180.0
 FOLLOW_DEADLINE_S = 120.0
 GONE_DEADLINE_S = 60.0
-KEEP_REPLACED_S = 10.0
 LOOK_AGAIN_S = 0.05
 POLL_S = 0.05
 POLL_RECORDS = 1000
@@ -94,6 +93,8 @@ class Plan(NamedTuple):
         quiet_share: length of a period without changes, as a share of the one before it.
         warm_s: of load before the first period.
         trial_load: versions are loaded in a child process first, as they are by default.
+        keep_replaced_s: a process keeps a version so long after its last request, one stage after
+            the other.
     """
 
     form: str = "four"
@@ -104,6 +105,7 @@ class Plan(NamedTuple):
     quiet_share: float = 1.0
     warm_s: float = 10.0
     trial_load: bool = True
+    keep_replaced_s: float = 10.0
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -210,7 +212,7 @@ def settings_of(plan: Plan, bootstrap_servers: str, namespace: str, repository: 
                 "repository": repository,
                 "mode": "explicit",
                 "trial_load": plan.trial_load,
-                "keep_replaced_s": KEEP_REPLACED_S,
+                "keep_replaced_s": plan.keep_replaced_s,
             },
         }
     )
@@ -241,7 +243,7 @@ async def deployment(plan: Plan, settings: Settings) -> AsyncIterator[Deployment
         Path(settings.models.locations[0]),
         MODELS__MODE="explicit",
         MODELS__TRIAL_LOAD=json.dumps(plan.trial_load),
-        MODELS__KEEP_REPLACED_S=str(KEEP_REPLACED_S),
+        MODELS__KEEP_REPLACED_S=str(plan.keep_replaced_s),
         GATEWAY__HTTP_PORT=str(port),
         GATEWAY__GRPC_PORT="off",
     )

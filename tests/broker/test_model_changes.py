@@ -15,7 +15,9 @@ async def test_requests_during_changes_are_answered_by_versions_of_their_names(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """Load, label, default, rollback and unload; `benchmarks.model_changes` makes more of them."""
-    plan = Plan("four", per_s=40, rounds=1, periods=1, quiet_share=0.0, warm_s=0.5)
+    plan = Plan(
+        "four", per_s=40, rounds=1, periods=1, quiet_share=0.0, warm_s=0.5, keep_replaced_s=3.0
+    )
     found = await measure(plan, kafka.bootstrap_servers, unique_name, tmp_path)
     assert found.faults() == []
     assert [each.action for each in found.made] == [

@@ -87,8 +87,11 @@ async def _answers(bootstrap_servers: str, topic: str) -> AsyncIterator[Answers]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("stages", [FUSED, FOUR], ids=["fused", "four-processes"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("stages", "number"),
+    [(FUSED, signal.SIGINT), (FOUR, signal.SIGTERM)],
+    ids=["fused-SIGINT", "four-processes-SIGTERM"],
+)
 async def test_stop_signal_under_load_neither_loses_nor_repeats_answers(
     kafka: LocalKafka, unique_name: str, stages: tuple[str, ...], number: signal.Signals
 ) -> None:
