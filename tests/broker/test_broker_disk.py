@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.tools.local_kafka import LocalKafka
-from tests.broker.test_broker_trouble import (
-    GUARANTEES,
-    ONE_NODE,
-    deployment,
-    require_nothing_lost,
-    unready,
-)
+from tests.broker.test_broker_trouble import ONE_NODE, deployments, unready
 from tests.support.conditions import eventually
 
 DISK_BYTES = 192 * 1024 * 1024
@@ -51,25 +45,25 @@ def fill(disk: Path) -> Path:
     return file
 
 
-@GUARANTEES
 async def test_full_broker_disk_loses_no_request(
-    kafka_installed: None, disk: Path, unique_name: str, guarantee: str
+    kafka_installed: None, disk: Path, unique_name: str
 ) -> None:
     """It ends, as Kafka does then; with room again, and started, it has all it acknowledged."""
     async with (
         LocalKafka(disk / "kafka", start_timeout_s=120.0) as cluster,
-        deployment(cluster.bootstrap_servers, unique_name, guarantee, ONE_NODE) as (
-            process,
-            traffic,
-        ),
+        deployments(cluster.bootstrap_servers, unique_name, ONE_NODE) as deployed,
     ):
-        await traffic.flows(100)
+        for each in deployed:
+            await each.traffic.flows(100)
         taken = fill(disk)
         await eventually(lambda: not cluster.node().is_running, deadline_s=90, recheck_s=0.2)
-        await unready(process, 30)
+        for each in deployed:
+            await unready(each.process, 30)
         taken.unlink()
         await cluster.start_node()
-        await traffic.flows(100)
-        await eventually(process.is_ready, deadline_s=30, recheck_s=0.2)
-        await traffic.all_answered()
-    require_nothing_lost(traffic, guarantee)
+        for each in deployed:
+            await each.traffic.flows(100)
+            await eventually(each.process.is_ready, deadline_s=30, recheck_s=0.2)
+            await each.traffic.all_answered()
+    for each in deployed:
+        each.require_nothing_lost()
