@@ -97,6 +97,11 @@ _with_manner = options_as(
 )
 @click.option("--no-overrides", is_flag=True, help="Remove all overrides of MODEL.")
 @click.option(
+    "--instead-of",
+    metavar="OLD",
+    help="Unload version OLD by the same change; the default and labels that name it name VERSION.",
+)
+@click.option(
     "--allow-breaking",
     is_flag=True,
     help="Serve VERSION even if its inputs and outputs break callers of the default version.",
@@ -114,11 +119,12 @@ def load_command(
     version: str,
     overrides: tuple[str, ...],
     no_overrides: bool,
+    instead_of: str | None,
     allow_breaking: bool,
     again: bool,
     given: Manner,
 ) -> None:
-    """Load MODEL's VERSION beside those that are loaded.
+    """Load MODEL's VERSION beside those that are loaded, or instead of one.
 
     The first version of a model becomes its default; a later one gets requests that name it, or a
     label of it. Overrides may also be given for a version that is loaded: it is loaded again with
@@ -127,7 +133,14 @@ def load_command(
     if overrides and no_overrides:
         raise ConfigurationError("--override, --no-overrides: expected one of them, got both")
     values = _parse_overrides(overrides) if overrides or no_overrides else None
-    change = load(model, version, values, allow_breaking=allow_breaking, again=again)
+    change = load(
+        model,
+        version,
+        values,
+        instead_of=instead_of,
+        allow_breaking=allow_breaking,
+        again=again,
+    )
     _change(settings, given, lambda _: change)
 
 

@@ -124,6 +124,9 @@ class ModelEntry:
         self.names: dict[str, str] = {}
         self._reached: dict[str, str] = {}
         """Wanted versions that names have meant here."""
+        self._before_swap: dict[str, str] = {}
+        """What names meant that mean a version which is not loaded yet, since the old one was
+        unloaded first."""
         self.read_as: WantedModel | None = None
 
     def was_read_as(self, wanted: WantedModel) -> bool:
@@ -158,17 +161,31 @@ class ModelEntry:
             name: [number for number in numbers if number in there]
             for name, numbers in candidates.items()
         }
-        self.names = {name: numbers[0] for name, numbers in found.items() if numbers}
+        before, self.names = (
+            self.names,
+            {name: numbers[0] for name, numbers in found.items() if numbers},
+        )
+        self._note_swap(before)
         self._reached |= {
             name: number
             for name, number in self.names.items()
             if number == wanted[name] and number in self.serving
         }
 
+    def _note_swap(self, before: Mapping[str, str]) -> None:
+        """Remember what names meant that wait for their version to be loaded."""
+        for name, number in self.names.items():
+            if number in self.serving:
+                self._before_swap.pop(name, None)
+            elif before.get(name, number) != number:
+                self._before_swap.setdefault(name, before[name])
+
     def _find_earlier(self, name: str, number: str) -> Sequence[str]:
         """Return what a name may mean instead of its wanted version, the first choice first."""
         if name in self.names:
-            return [self.names[name]]
+            # If the version for which a name waits fails, the one before is loaded again.
+            old = self._before_swap.get(name)
+            return [self.names[name], *([] if old is None else [old])]
         # Not before it has failed: in the other processes the name may mean it already. And not
         # when it has served here: a version that breaks while it serves has no substitute.
         if self._reached.get(name) == number or not self._has_failed(number):

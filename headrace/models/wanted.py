@@ -332,6 +332,7 @@ def load(
     version: str,
     overrides: Mapping[str, Any] | None = None,
     *,
+    instead_of: str | None = None,
     allow_breaking: bool = False,
     again: bool = False,
 ) -> Change:
@@ -342,6 +343,8 @@ def load(
         version: its number.
         overrides: values for keys of `model.toml`, for all versions of the model; None leaves those
             that there are.
+        instead_of: number of a loaded version that is unloaded by the same change; what names it
+            names the new one.
         allow_breaking: the version's inputs and outputs may break callers of the default.
         again: read the files of a known model again, and load versions that failed once more.
     """
@@ -352,7 +355,10 @@ def load(
             raise ChangeRefused(f"model: {fault}")
         if not is_version(version):
             raise ChangeRefused(f"version: expected a number such as 1, got {version!r}")
-        known = models.get(model) or WantedModel(versions=[], default=version)
+        if instead_of is None:
+            known = models.get(model) or WantedModel(versions=[], default=version)
+        else:
+            known = _require(models, model, instead_of)
         given = known.overrides if overrides is None else _check_overrides(overrides)
         versions = sorted({*known.versions, version}, key=int)
         compatible = {**_pair_with_default(known, [version]), **known.compatible}
@@ -365,6 +371,8 @@ def load(
             compatible=compatible,
             reads=known.reads + (again and model in models),
         )
+        if instead_of is not None:
+            loaded = _replace_version(loaded, instead_of, version)
         return {**models, model: loaded}
 
     return Change("load", apply)
@@ -551,6 +559,21 @@ def _keep(known: WantedModel, versions: Sequence[str]) -> WantedModel:
         if each in versions and other in versions
     }
     return replace(known, versions=list(versions), compatible=compatible)
+
+
+def _replace_version(known: WantedModel, old: str, new: str) -> WantedModel:
+    """Return a model without one of its versions, whose names name another one."""
+    if old == new:
+        raise ChangeRefused(f"version: expected another one than {old}, which it replaces, got it")
+    kept = _keep(known, [each for each in known.versions if each != old])
+    # Where the old one still serves, the new one is compared with it.
+    compared = {new: known.compatible[new]} if new in known.compatible else {}
+    return replace(
+        kept,
+        default=new if kept.default == old else kept.default,
+        labels={label: new if each == old else each for label, each in kept.labels.items()},
+        compatible={**kept.compatible, **compared},
+    )
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -76,7 +76,7 @@ async def run_page(form: Sequence[str], settings: dict[str, str]) -> None:
         status = json.loads(await headrace(["models", "status", "--json"], settings))
     assert status["models"] == {"digits": {"versions": ["1"], "default": "1"}}
     assert status["followed"]
-    assert [report["generation"] for report in status["processes"].values()] == [8] * len(form)
+    assert [report["generation"] for report in status["processes"].values()] == [9] * len(form)
     history = json.loads(printed[-1])
     assert [(each["action"], each["why"]) for each in history] == [
         ("load", "first release"),
@@ -86,6 +86,7 @@ async def run_page(form: Sequence[str], settings: dict[str, str]) -> None:
         ("label", ""),
         ("unload", ""),
         ("load", "ticket 4712"),
+        ("load", "ticket 4713"),
         ("rollback", "worse on night images"),
     ]
 

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from headrace.client import Client
+from headrace.config import Settings, make_settings
 from headrace.models.version import State
+from headrace.models.wanted import fold, load, roll_back, set_label
 from headrace.runtime.process import Pipeline
 from headrace.topics import STAGES, Stage
+from tests.flow.test_controlled_models import Operator
 from tests.support.conditions import eventually
-from tests.support.pipelines import Grouping, log_for
+from tests.support.pipelines import PARTITIONS, Grouping, log_for
 from tests.support.pipelines import serving as serving_groups
 from tests.support.sized_models import MIB, MODEL_BYTES, add_model, settings_with_budget, states
 
@@ -44,8 +47,9 @@ async def serving(
 class Callers:
     """Callers that send requests one after the other; each failure ends the test."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, names: Sequence[str] = ("a",)) -> None:
         self._client = client
+        self._names = names
         self._stopping = False
         self.factors: list[float] = []
 
@@ -53,15 +57,15 @@ class Callers:
     async def calling(self) -> AsyncIterator[None]:
         """Call until the end of the context."""
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(AT_ONCE):
-                tasks.create_task(self._call())
+            for number in range(AT_ONCE):
+                tasks.create_task(self._call(self._names[number % len(self._names)]))
             yield
             self._stopping = True
 
-    async def _call(self) -> None:
+    async def _call(self, name: str) -> None:
         while not self._stopping:
             x = np.array([[1]], np.float32)
-            response = await self._client.infer("a", {"x": x}, timeout_s=60)
+            response = await self._client.infer(name, {"x": x}, timeout_s=60)
             self.factors.append(float(response.outputs["y"][0, 0]))
 
     async def answered_more(self, factor: float) -> None:
@@ -165,3 +169,56 @@ async def test_executor_apart_loads_old_version_again(tmp_path: Path) -> None:
             await eventually(lambda: count(executor, "loads", "restored") == 1)
             await callers.answered_more(2)
     assert set(callers.factors) == {2}
+
+
+def controlled(repository: Path) -> Settings:
+    """Settings of a deployment that follows the control topic."""
+    return make_settings(
+        {
+            "kafka": {"bootstrap_servers": "127.0.0.1:1"},  # for its settings alone
+            "topics": {"partitions": PARTITIONS},
+            "models": {
+                "repository": repository,
+                "mode": "explicit",
+                "keep_replaced_s": 0.5,
+                "trial_load": False,
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["loads", "fails"])
+async def test_stages_apart_swap_under_load_by_one_change_of_control_topic(
+    tmp_path: Path, *, fails: bool
+) -> None:
+    """Requests for the default and for a label wait, and none is refused. After a version that
+    cannot be loaded the old one answers again, also when the change is rolled back.
+    """
+    add_model(tmp_path, "a", FIRST)
+    add_model(tmp_path, "a", FIRST, version=2, factor=3, load=FAILS if fails else "pass")
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    async with (
+        serving_groups(settings, log, APART) as pipelines,
+        Client(log=log, settings=settings) as client,
+    ):
+        executor = pipelines[2]
+        operator = Operator(settings, log, pipelines)
+        await operator.change(load("a", "1"))
+        await operator.change(set_label("a", "stable", "1"))
+        earlier = fold(await operator.topic.read()).models
+        callers = Callers(client, ("a", "a@stable"))
+        async with callers.calling():
+            await callers.answered_more(2)
+            await operator.change(load("a", "2", instead_of="1"), wait=not fails)
+            if fails:
+                await eventually(lambda: count(executor, "loads", "restored") == 1)
+                await eventually(lambda: "does not load" in str(operator.unready()))
+                await callers.answered_more(2)
+                await operator.change(roll_back(earlier))
+                await callers.answered_more(2)
+            else:
+                await callers.answered_more(3)
+        assert count(executor, "unloads", "swap") == 1
+        assert states(executor) == {"a/1" if fails else "a/2": (State.READY, "")}
+    assert set(callers.factors) == ({2} if fails else {2, 3})

@@ -37,6 +37,7 @@ def is_given(overrides: object) -> bool:
 
 CHANGES = st.one_of(
     st.builds(load, MODELS, VERSIONS, OVERRIDES),
+    st.builds(load, MODELS, VERSIONS, instead_of=VERSIONS),
     st.builds(add_versions, MODELS, ASCENDING, OVERRIDES.filter(is_given)),
     st.builds(unload, MODELS, st.none() | VERSIONS),
     st.builds(set_label, MODELS, LABELS, VERSIONS),

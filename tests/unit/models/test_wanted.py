@@ -14,6 +14,7 @@ from headrace.models.wanted import (
     Wanted,
     add_versions,
     describe,
+    find_requested,
     fold,
     keep_versions,
     load,
@@ -154,6 +155,37 @@ def test_senseless_change_is_refused_with_reason(change: Change, reason: str) ->
     with pytest.raises(ChangeRefused) as refused:
         change.apply(TWO)
     assert reason in str(refused.value)
+
+
+def test_version_loaded_instead_of_another_gets_its_names() -> None:
+    """By one change, so that memory for both is never needed; it is compared with the old one."""
+    records = history(
+        load("digits", "1"),
+        load("digits", "2"),
+        set_label("digits", "stable", "1"),
+        set_label("digits", "canary", "2"),
+        load("digits", "3", instead_of="1"),
+    )
+    after = fold(records).models["digits"]
+    assert after.versions == ["2", "3"]
+    assert (after.default, after.labels) == ("3", {"stable": "3", "canary": "2"})
+    assert after.compatible == {"3": "1"}
+    assert ("digits", "3") in find_requested(records[-1])
+
+
+@pytest.mark.parametrize(
+    ("version", "old", "reason"),
+    [
+        ("1", "1", "expected another one than 1, which it replaces"),
+        ("2", "7", "version: expected one that is loaded, 1, got '7'"),
+    ],
+)
+def test_version_cannot_be_loaded_instead_of_itself_or_of_one_that_is_not_loaded(
+    version: str, old: str, reason: str
+) -> None:
+    """Nothing changes."""
+    with pytest.raises(ChangeRefused, match=reason):
+        loaded(load("digits", "1"), load("digits", version, instead_of=old))
 
 
 def test_unloading_model_removes_versions_and_labels() -> None:
