@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.cluster import running_cluster
 from tests.chaos.story import tell
-from tests.chaos.trial import Trial, draw_trial, run_trial
+from tests.chaos.trial import draw_trial, run_trial
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1200)
 async def test_random_faults_of_few_seeds_break_no_promise(
     kafka_installed: None, tmp_path: Path
 ) -> None:
     """Under kills, bad networks, a quota, a clock that is set back, bombs and a handover nothing is
     lost, invented, crossed or overtaken, and what is repeated is explained.
+
+    In the last seed children with transforms crash, hang and are killed, and the store of claims
+    fails, is slow and gives wrong bytes: each request is answered once, with its own outputs.
     """
-    drawn = [
-        draw_trial(2, "at_least_once", "fused", "none", "tensors"),
-        draw_trial(3, "exactly_once", "four", "key", "tensors"),
+    trials = [
+        draw_trial(2, "at_least_once", "fused", "none", "tensors")._replace(requests=2000),
+        draw_trial(3, "exactly_once", "four", "key", "tensors")._replace(requests=2000),
+        draw_trial(1033, "exactly_once", "three", "none", "payloads")._replace(requests=300),
     ]
-    await run_all([trial._replace(requests=2000) for trial in drawn], tmp_path)
-
-
-@pytest.mark.timeout(900)
-async def test_random_faults_of_children_and_stores_break_no_promise(
-    kafka_installed: None, tmp_path: Path
-) -> None:
-    """Children with transforms crash, hang and are killed, and the store of claims fails, is slow
-    and gives wrong bytes: each request is answered once, with its own outputs.
-    """
-    trial = draw_trial(1033, "exactly_once", "three", "none", "payloads")
-    await run_all([trial._replace(requests=300)], tmp_path)
-
-
-async def run_all(trials: Sequence[Trial], tmp_path: Path) -> None:
-    """Run trials on one broker; fail with the stories of the first that breaks a promise."""
     async with running_cluster() as cluster:
         for trial in trials:
             outcome = await run_trial(trial, cluster, tmp_path / f"seed-{trial.seed}")
