@@ -5,10 +5,10 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.complete
 LOCK  := requirements.lock
 NODES ?= 1
-# Most of the time of a test on a real Kafka is waiting, so three processes share two cores. A
+# Most of the time of a test on a real Kafka is waiting, so four processes share two cores. A
 # file's tests stay in one process; the files are taken in the order of tests/conftest.py, the
 # longest first.
-WORKERS ?= 3
+WORKERS ?= 4
 # A broker of a test ends before the optimising compiler pays, and the first compiler pays sooner
 # than by default: together they halve the processor time of such a broker.
 test test-broker chaos chaos-models: export KAFKA_JVM_PERFORMANCE_OPTS ?= \
