@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 
-from benchmarks.loops.served import Model, arguments, start
+from benchmarks.loops.served import Model, arguments, connect, start
 
 POLL_RECORDS = 512
 
@@ -25,19 +25,7 @@ async def commit_answered(consumer: AIOKafkaConsumer, answered: dict[TopicPartit
 async def main() -> None:
     given = arguments()
     model = Model(given.model, given.threads)
-    consumer = AIOKafkaConsumer(
-        given.requests,
-        bootstrap_servers=given.bootstrap_servers,
-        group_id=given.group,
-        enable_auto_commit=False,
-        auto_offset_reset="earliest",
-    )
-    producer = AIOKafkaProducer(
-        bootstrap_servers=given.bootstrap_servers,
-        acks="all",
-        enable_idempotence=True,
-        max_batch_size=256 * 1024,
-    )
+    consumer, producer = connect(given, max_batch_size=256 * 1024)
     answered: dict[TopicPartition, int] = {}
     async with consumer, producer, asyncio.TaskGroup() as tasks:
         tasks.create_task(commit_answered(consumer, answered), name="commit")

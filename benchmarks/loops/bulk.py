@@ -15,7 +15,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from benchmarks.loops.background import commit_answered
-from benchmarks.loops.served import Arguments, Model, arguments, start
+from benchmarks.loops.served import Arguments, Model, arguments, connect, start
 
 POLL_RECORDS = 4096
 SLOW_BATCHES = 4
@@ -90,19 +90,7 @@ async def main() -> None:
     if overlapped:
         sys.argv.remove("--overlapped")
     given = arguments()
-    consumer = AIOKafkaConsumer(
-        given.requests,
-        bootstrap_servers=given.bootstrap_servers,
-        group_id=given.group,
-        enable_auto_commit=False,
-        auto_offset_reset="earliest",
-    )
-    producer = AIOKafkaProducer(
-        bootstrap_servers=given.bootstrap_servers,
-        acks="all",
-        enable_idempotence=True,
-        max_batch_size=256 * 1024,
-    )
+    consumer, producer = connect(given, max_batch_size=256 * 1024)
     async with consumer, producer, asyncio.TaskGroup() as tasks:
         loop = Loop(given, consumer, producer)
         tasks.create_task(commit_answered(consumer, loop.answered), name="commit")

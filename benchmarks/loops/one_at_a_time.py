@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
-
-from benchmarks.loops.served import Model, arguments, start
+from benchmarks.loops.served import Model, arguments, connect, start
 
 
 async def main() -> None:
     given = arguments()
     model = Model(given.model, given.threads)
-    consumer = AIOKafkaConsumer(
-        given.requests,
-        bootstrap_servers=given.bootstrap_servers,
-        group_id=given.group,
-        enable_auto_commit=False,
-        auto_offset_reset="earliest",
-    )
-    producer = AIOKafkaProducer(
-        bootstrap_servers=given.bootstrap_servers, acks="all", enable_idempotence=True
-    )
+    consumer, producer = connect(given)
     async with consumer, producer:
         async for record in consumer:
             (value,) = await model.answer_soon([record.value], given.slow)

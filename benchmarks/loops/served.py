@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnxruntime
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 
 class RequestInput(msgspec.Struct):
@@ -70,6 +71,26 @@ class Arguments:
     batch: int
     threads: int
     slow: bool
+
+
+def connect(
+    given: Arguments, max_batch_size: int = 16384
+) -> tuple[AIOKafkaConsumer, AIOKafkaProducer]:
+    """Return a consumer of requests and a producer of answers, neither of them started."""
+    consumer = AIOKafkaConsumer(
+        given.requests,
+        bootstrap_servers=given.bootstrap_servers,
+        group_id=given.group,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+    )
+    producer = AIOKafkaProducer(
+        bootstrap_servers=given.bootstrap_servers,
+        acks="all",
+        enable_idempotence=True,
+        max_batch_size=max_batch_size,
+    )
+    return consumer, producer
 
 
 def arguments() -> Arguments:

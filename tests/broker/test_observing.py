@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import aiohttp
-import msgpack
-import numpy as np
 import pytest
 from aiokafka import AIOKafkaProducer
 
@@ -19,6 +17,7 @@ from tests.support.conditions import eventually
 from tests.support.metric_names import SHOWN_ONLY_WHEN
 from tests.support.processes import Process, environment, headrace
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers
+from tests.support.traffic import VALUE
 
 BROKER_SILENCE_S = TUNING.runtime.broker_silence_s
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
@@ -27,19 +26,6 @@ REQUESTS = 20_000
 PARTITIONS = 4
 MARGIN_S = 5.0
 """Seconds that a busy machine may add to a stated time."""
-VALUE = msgpack.packb(
-    {
-        "model_name": "digits",
-        "inputs": [
-            {
-                "name": "pixels",
-                "datatype": "FP32",
-                "shape": [1, 64],
-                "data": np.zeros(64, np.float32).tobytes(),
-            }
-        ],
-    }
-)
 
 
 async def _produce(bootstrap_servers: str, topic: str, requests: int) -> None:

@@ -10,28 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
-import numpy as np
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
+from tests.support.traffic import VALUE
 
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
-VALUE = msgpack.packb(
-    {
-        "model_name": "digits",
-        "inputs": [
-            {
-                "name": "pixels",
-                "datatype": "FP32",
-                "shape": [1, 64],
-                "data": np.zeros(64, np.float32).tobytes(),
-            }
-        ],
-    }
-)
 
 
 class Answer(NamedTuple):

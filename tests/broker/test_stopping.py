@@ -10,33 +10,19 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import msgpack
-import numpy as np
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
+from tests.support.traffic import VALUE
 
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 REQUESTS = 30_000
 PARTITIONS = 4
 FUSED = ("ingest,batcher,executor,responder",)
 FOUR = ("ingest", "batcher", "executor", "responder")
-VALUE = msgpack.packb(
-    {
-        "model_name": "digits",
-        "inputs": [
-            {
-                "name": "pixels",
-                "datatype": "FP32",
-                "shape": [1, 64],
-                "data": np.zeros(64, np.float32).tobytes(),
-            }
-        ],
-    }
-)
 
 
 async def _produce(bootstrap_servers: str, topic: str) -> None:
