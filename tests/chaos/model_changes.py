@@ -75,6 +75,8 @@ class Trial(NamedTuple):
         moments_s: from a change, or from a strike, to the next thing that happens; before it, some
             turns of the event loop, which the steps of a change take on the embedded log.
         follow_s: the longest that the processes need in the end.
+        swap: of `model.toml`, where versions are also loaded instead of each other; empty: they are
+            not.
         verbose: say what happens while it does.
     """
 
@@ -83,6 +85,7 @@ class Trial(NamedTuple):
     changes: int = 15
     moments_s: Sequence[float] = (0.0, 0.0, 0.0, 0.001, 0.02, 0.1)
     follow_s: float = 60.0
+    swap: str = ""
     verbose: bool = False
 
 
@@ -117,10 +120,11 @@ class Processes(Protocol):
     def crashes(self) -> list[str]: ...
 
 
-def add_models(repository: Path) -> None:
+def add_models(repository: Path, swap: str = "") -> None:
     """Write all versions; version n multiplies by n."""
+    config = "probe = false" + (f'\nswap = "{swap}"' if swap else "")
     for number in map(int, VERSIONS):
-        add_version(repository, "digits", number, digits(number), "probe = false")
+        add_version(repository, "digits", number, digits(number), config)
 
 
 def settings_of(repository: Path, namespace: str, servers: str, **kafka: Any) -> Settings:
@@ -343,11 +347,24 @@ async def on_kafka(
 # --- operators -----------------------------------------------------------------------------------
 
 
-def random_change(chooser: random.Random, model: WantedModel) -> Change:
-    """A change that is allowed and changes something; all names keep a version."""
+def random_change(chooser: random.Random, model: WantedModel, *, replaces: bool = False) -> Change:
+    """A change that is allowed and changes something; all names keep a version.
+
+    Args:
+        chooser: of the change.
+        model: before the change.
+        replaces: it may load a version instead of another one.
+    """
     named = {model.default, *model.labels.values()}
     changes = [load("digits", each) for each in VERSIONS if each not in model.versions]
     changes += [unload("digits", each) for each in model.versions if each not in named]
+    if replaces:
+        changes += [
+            load("digits", new, instead_of=old)
+            for old in model.versions
+            for new in VERSIONS
+            if new != old
+        ]
     for version in model.versions:
         if version != model.default:
             changes += [set_default("digits", version)] * 2
@@ -390,8 +407,11 @@ class Operators:
         model = fold(before).models["digits"]
         strikes = [self._kill, self._interrupt, self._disturb, self._kill_operator, None]
         strike = self._chooser.choice(strikes)
-        change = random_change(self._chooser, model)
-        other = random_change(self._chooser, model) if self._chooser.random() < 0.3 else None
+        replaces = bool(self._trial.swap)
+        change = random_change(self._chooser, model, replaces=replaces)
+        other = None
+        if self._chooser.random() < 0.3:
+            other = random_change(self._chooser, model, replaces=replaces)
         while len(after := await self.read()) == len(before):
             writers = {"one": change} if other is None else {"one": change, "other": other}
             writing = {
@@ -522,7 +542,7 @@ class Callers:
 
 async def run_trial(trial: Trial, directory: Path, kafka: LocalKafka | None = None) -> Outcome:
     """Run a trial; on the embedded log, or on a broker that is not used by others."""
-    add_models(directory / "models")
+    add_models(directory / "models", trial.swap)
     start = embedded(trial, directory) if kafka is None else on_kafka(trial, directory, kafka)
     async with start as (settings, processes):
         operators = Operators(trial, settings, processes)
@@ -576,13 +596,20 @@ async def _wait_until_followed(trial: Trial, processes: Processes, generation: i
 @click.option("--first-seed", default=1, show_default=True, help="The others follow it.")
 @click.option("--form", type=click.Choice(list(FORMS)), help="In turns if not given.")
 @click.option("--kafka", is_flag=True, help="On a real broker, with real processes.")
+@click.option(
+    "--swap",
+    type=click.Choice(["beside", "unload_first"]),
+    help="Load versions instead of each other, too, in this way.",
+)
 @click.option("--verbose", is_flag=True, help="Say what happens while it does.")
-def main(seeds: int, first_seed: int, form: str | None, kafka: bool, verbose: bool) -> None:
+def main(
+    seeds: int, first_seed: int, form: str | None, kafka: bool, swap: str | None, verbose: bool
+) -> None:
     """Run seeds; exit code 1 if anything was wrong."""
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     trials = [
-        Trial(seed, form or list(FORMS)[seed % len(FORMS)])
+        Trial(seed, form or list(FORMS)[seed % len(FORMS)], swap=swap or "")
         for seed in range(first_seed, first_seed + seeds)
     ]
     if kafka:
