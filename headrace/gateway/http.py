@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import structlog
@@ -86,6 +86,8 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 DOOR = "http"
 JSON_BYTES = "Inference-Header-Content-Length"
@@ -295,6 +297,20 @@ class BodyReader:
             )
         counted.add(max(0, len(plain) - len(body)))
         return plain
+
+    async def read_json(
+        self, request: web.Request, counted: CountedRequest, kind: type[T], default: bytes = b""
+    ) -> T:
+        """Return the value of a JSON body, or of the default if the body is empty.
+
+        Raises:
+            Rejected: it is no such value.
+        """
+        body = await self.read(request, counted)
+        try:
+            return msgspec.json.decode(body or default, type=kind)
+        except DECODE_ERRORS as error:
+            raise faults.refusal(error, body, faults.JSON) from error
 
 
 class InferencePaths:
@@ -597,11 +613,7 @@ class ManagementPaths:
 
     async def _show_index(self, request: web.Request) -> web.Response:
         with self._gateway.under_way.counting() as counted:
-            body = await self._bodies.read(request, counted)
-            try:
-                options = msgspec.json.decode(body or b"{}", type=IndexOptions)
-            except DECODE_ERRORS as error:
-                raise faults.refusal(error, body, faults.JSON) from error
+            options = await self._bodies.read_json(request, counted, IndexOptions, b"{}")
             entries = await self._gateway.repository.index(ready_only=options.ready)
         return _json_response(entries)
 
@@ -616,11 +628,7 @@ class ManagementPaths:
     ) -> web.Response:
         """Change the models, and answer when all processes have followed."""
         with self._gateway.under_way.counting() as counted:
-            body = await self._bodies.read(request, counted)
-            try:
-                given = msgspec.json.decode(body or b"{}", type=ChangeOptions)
-            except DECODE_ERRORS as error:
-                raise faults.refusal(error, body, faults.JSON) from error
+            given = await self._bodies.read_json(request, counted, ChangeOptions, b"{}")
             caller = request.get(_CALLER)
             who = (caller and caller.tenant) or f"address {request.remote}"
             await change(request.match_info["model"], given.parameters, who)
@@ -631,11 +639,7 @@ class ManagementPaths:
 
     async def _register(self, request: web.Request) -> web.Response:
         with self._gateway.under_way.counting() as counted:
-            body = await self._bodies.read(request, counted)
-            try:
-                given = msgspec.json.decode(body, type=RegisterRequest)
-            except DECODE_ERRORS as error:
-                raise faults.refusal(error, body, faults.JSON) from error
+            given = await self._bodies.read_json(request, counted, RegisterRequest)
             name = request.match_info["region"]
             self._gateway.regions.register(name, given.key, given.offset, given.byte_size)
         return _json_response({})

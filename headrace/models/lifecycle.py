@@ -13,7 +13,7 @@ All calls come from one thread, the event loop's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from headrace.errors import Rejected
 from headrace.models.catalog import (
@@ -52,20 +52,11 @@ LoadOutcome: TypeAlias = Literal["ready", "failed", "withdrawn"]
 """How loading a version ended; withdrawn: it was no longer selected."""
 
 
-class ModelObserver(Protocol):
-    """Notified of the changes in a process; `headrace.telemetry.model_spans.ModelSpans`."""
+class ModelObserver:
+    """Notified of the changes in a process; this one ignores them.
 
-    def load_began(self, version: ModelVersion) -> None: ...
-    def load_ended(self, version: ModelVersion, outcome: LoadOutcome, reason: str) -> None: ...
-    def could_not_open(self, model: str, number: str, fault: str) -> None: ...
-    def unloaded(self, version: ModelVersion, reason: str) -> None: ...
-    def names_moved(
-        self, model: str, before: Mapping[str, str], after: Mapping[str, str]
-    ) -> None: ...
-
-
-class NoObserver:
-    """Ignores all changes."""
+    See `headrace.telemetry.model_spans.ModelSpans`.
+    """
 
     def load_began(self, version: ModelVersion) -> None: ...
     def load_ended(self, version: ModelVersion, outcome: LoadOutcome, reason: str) -> None: ...

@@ -19,7 +19,7 @@ from headrace.config import Settings
 from headrace.models.catalog import ModelCatalog, ModelEntry, ReplacedVersions
 from headrace.models.compatibility import find_breaking_changes
 from headrace.models.cores import Cores
-from headrace.models.lifecycle import ModelObserver, NoObserver, VersionLifecycle
+from headrace.models.lifecycle import ModelObserver, VersionLifecycle
 from headrace.models.memory import ModelMemory
 from headrace.models.repositories import open_repository
 from headrace.models.scan import (
@@ -103,7 +103,7 @@ class Models:
         self._scanner = scanner or VersionScanner(
             open_repository(settings, tuning), tuning, registry, try_opening
         )
-        self._observer = observer or NoObserver()
+        self._observer = observer or ModelObserver()
         self.catalog = ModelCatalog(
             replaced,
             binds=binds,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from headrace.clock import Clock, steady_clock_us, wall_clock_us
 from headrace.errors import Code
-from headrace.models.lifecycle import LoadOutcome
+from headrace.models.lifecycle import LoadOutcome, ModelObserver
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Failure
 from headrace.protocol.trace_context import SpanId, new_span_id, new_trace
@@ -19,8 +19,8 @@ from headrace.telemetry.span_attributes import Attributes
 from headrace.telemetry.tracing import FinishedSpan
 
 
-class ModelSpans:
-    """Makes the spans; implements `headrace.models.lifecycle.ModelObserver`.
+class ModelSpans(ModelObserver):
+    """Makes the spans.
 
     Args:
         write: receives each span, from any thread.
