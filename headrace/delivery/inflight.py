@@ -257,7 +257,8 @@ class AssignedPartition:
 
 
 class InFlightAck(Struct, eq=False, gc=False):
-    """Ack handle of one record. It takes `parts` acks: a batch record has one per request.
+    """Ack handle of one record. It takes `parts` acks: a batch record has one per request. None are
+    left once the record was left in the log.
 
     A struct for speed; it is never encoded. An assignment has no reference to its ack handles, so
     they form no cycle, and the garbage collector need not track them.
@@ -275,6 +276,11 @@ class InFlightAck(Struct, eq=False, gc=False):
     def revoked(self) -> bool:
         """True if the partition was revoked: work on the record is wasted."""
         return self.assignment.revoked
+
+    @property
+    def is_in_flight(self) -> bool:
+        """True until the record is acknowledged, or left in the log."""
+        return self.parts > 0
 
     @property
     def leaving(self) -> bool:
@@ -299,6 +305,7 @@ class InFlightAck(Struct, eq=False, gc=False):
         assignment.budget.used_bytes -= self.size_bytes
         deferred = Deferred(self, share, rows, envelope)
         assignment.deferred[self.offset] = deferred
+        self.parts = 0
         assignment.notify()
         return deferred
 

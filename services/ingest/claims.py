@@ -194,7 +194,7 @@ class ClaimWaits:
         async with self._turn:
             while budget.used_bytes + size_bytes > budget.limit_bytes:
                 # Answers that are held in order may fill the budget until this one is answered.
-                self._reserved = [each for each in self._reserved if each.parts]
+                self._reserved = [each for each in self._reserved if each.is_in_flight]
                 if not self._reserved:
                     break
                 await self._freed.wait(self._tuning.room_interval_s)

@@ -339,7 +339,7 @@ class TransformWaits:
         return bind_transformed(payload)
 
     def _prune_answered(self) -> None:
-        self._answering = [each for each in self._answering if each.parts]
+        self._answering = [each for each in self._answering if each.is_in_flight]
         self._prune_at = 2 * len(self._answering) + self._tuning.max_records_at_once
 
     async def _wait(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,23 @@ from headrace.config import LimitSettings
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.crash_isolation.run_gate import RunGate
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.budget import Budget
+from headrace.delivery.budget import Budget, Share, Usage
 from headrace.delivery.failures import REVOKED
-from headrace.delivery.inflight import AssignedPartition, InFlightTracker
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker
 from headrace.errors import Code
 from headrace.log.port import Record
 from headrace.models.registry import Models
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
+from headrace.services.ingest.transform_waits import TransformWaits
 from headrace.telemetry.instruments import Instruments
+from headrace.transforms.workers import (
+    PendingTransform,
+    PendingValue,
+    TransformPool,
+    TransformThread,
+)
 from headrace.tuning import TUNING, IngestTuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits, settings_for
@@ -37,7 +44,7 @@ from tests.support.services import (
     make_assignment,
     make_instruments,
 )
-from tests.support.work import NOW_US, Tray
+from tests.support.work import NOW_US, Tray, make_request
 
 TRANSFORM = """
 import numpy as np
@@ -307,6 +314,42 @@ async def test_oldest_payload_of_partition_needs_no_room(models: Models) -> None
         await eventually(lambda: ingest.sent == [0], what="the first is made: nothing else is")
         ingest.items.requests[0].ack_handle.ack()
         await eventually(lambda: ingest.sent == [0, 1], what="the second is the oldest now")
+
+
+async def test_request_that_is_deferred_after_its_transform_makes_room(models: Models) -> None:
+    """Its model, known only then, may be over its share. Nothing that was made is unanswered then,
+    so that no answer will make room for another payload.
+    """
+    tracker = InFlightTracker(Budget(1000), lambda: None)
+    assignment = tracker.assign(REQUESTS, AckedOffsets(0))
+    made: list[int] = []
+
+    async def finish(payloads: Sequence[PendingValue]) -> None:
+        for each in payloads:
+            made.append(each.request.offset)
+            acks[each.request.offset].defer(Share(Usage(), None), 1, each.request.envelope)
+
+    acks = [assignment.admit(0, 10), assignment.admit(1, 1000)]
+    first, second = (transform_of(models, ack) for ack in acks)
+    tuning = replace(TUNING.ingest, unknown_input_bytes=0, room_interval_s=0.001)
+    pool = TransformPool([TransformThread(tuning)], tuning)
+    instruments = make_instruments()
+    waits = TransformWaits(pool, finish, RunGate(), instruments.metrics, instruments.clock, tuning)
+    with closing(pool):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(waits.run())
+            waits.add(first)
+            await eventually(lambda: made == [0], what="the first is made, and deferred")
+            waits.add(second)
+            await eventually(lambda: made == [0, 1], what="the second is made")
+            waits.close()
+
+
+def transform_of(models: Models, ack_handle: InFlightAck) -> PendingTransform:
+    """A payload that waits for its transform."""
+    request = make_request("slow")
+    request.offset, request.ack_handle = ack_handle.offset, ack_handle
+    return PendingTransform(request, models.catalog.lookup("slow"), b"x", "text/plain")
 
 
 async def test_worker_marks_payloads_before_it_takes_them(models: Models) -> None:
