@@ -62,7 +62,10 @@ class SchemaWaits:
         self._closed = False
 
     def add(self, payload: PendingTransform) -> None:
-        """Let a payload wait until its schema is known."""
+        """Let a payload wait until its schema is known, or leave it in the log if it is leaving."""
+        if is_leaving(payload.request):  # a drain must not wait for the registry
+            leave_in_log(payload.request)
+            return
         key = (payload.version, _schema_id(payload))
         if key not in self._waiting:
             self._changed.set()

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from headrace.config import make_settings
+from headrace.delivery.acked_offsets import AckedOffsets
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import InFlightTracker
 from headrace.errors import Code
+from headrace.log.port import TopicPartition
 from headrace.models.registry import Models
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.version import ModelVersion
@@ -85,3 +89,22 @@ async def test_payload_alone_that_has_no_schema_in_time_ends(tmp_path: Path, fau
     else:
         assert payload.error is not None
         assert payload.error.code == Code.INVALID_REQUEST
+
+
+async def test_payload_read_while_its_partition_leaves_is_left_in_the_log(tmp_path: Path) -> None:
+    """A drain would wait for the registry otherwise: the rest of a chunk is still being read."""
+    tracker = InFlightTracker(Budget(1000), lambda: None)
+    assignment = tracker.assign(TopicPartition("requests", 0), AckedOffsets(0))
+    async with StandInRegistry() as registry:
+        version, client = version_of(tmp_path, registry)
+        async with client:
+            waits = SchemaWaits(finish, lambda: NOW_US, QUICK)
+            assignment.leaving = True
+            waits.revoked()
+            request = make_request()
+            request.ack_handle = assignment.admit(0, 10)
+            waits.add(PendingTransform(request, version, FRAMED, "avro/binary"))
+
+    assert tracker.unfinished() == 0
+    assert tracker.budget.used_bytes == 0
+    assert list(assignment.deferred) == [0]
