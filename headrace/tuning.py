@@ -257,7 +257,8 @@ class TransportTuning:
     source_near_offsets: int = 16
     """Source records at most this far apart are read with one fetch."""
     source_fetch_bytes: int = 8 * 1024 * 1024
-    """Most bytes of values to read with one fetch; a larger one is read alone."""
+    """Most bytes of values to read with one fetch, and of others that come with them. A larger one
+    is read alone."""
     source_record_overhead_bytes: int = 512
     """Estimate of what a source record takes besides its value: batch, key and headers."""
     source_surplus_bytes: int = 16 * 1024 * 1024

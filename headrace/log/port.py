@@ -17,7 +17,7 @@ Rules of use, which hold for both:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
@@ -360,6 +360,53 @@ class TransactionalProducer(Entered, Protocol):
         ...
 
 
+class Wanted(NamedTuple):
+    """Records that a fetch is made for. What lies between them may be much larger.
+
+    Attributes:
+        offsets: their offsets.
+        others_bytes: most bytes, in values, of other records that are returned.
+    """
+
+    offsets: Collection[int]
+    others_bytes: int
+
+
+class Fetched:
+    """Records that a fetch returns.
+
+    Args:
+        wanted: see `Log.fetch`.
+
+    Attributes:
+        records: those found up to now, in order.
+    """
+
+    def __init__(self, wanted: Wanted | None) -> None:
+        self.records: list[Record] = []
+        self._wanted = wanted
+        self._left_bytes = 0 if wanted is None else wanted.others_bytes
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Add records that were found, except others for which there is no room."""
+        if self._wanted is None:
+            self.records += records
+            return
+        for record in records:
+            if record.offset not in self._wanted.offsets:
+                size_bytes = len(record.value or b"")
+                if size_bytes > self._left_bytes:
+                    continue
+                self._left_bytes -= size_bytes
+            self.records.append(record)
+
+    def next_offset(self, position: int, last: int) -> int:
+        """Return the next offset to read from; the one behind `last` if none is wanted any more."""
+        if self._wanted is None:
+            return position
+        return min((each for each in self._wanted.offsets if each >= position), default=last + 1)
+
+
 class Log(Entered, Protocol):
     """Factory of consumers and producers, which `async with` starts."""
 
@@ -432,7 +479,12 @@ class Log(Entered, Protocol):
         ...
 
     async def fetch(
-        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+        self,
+        partition: TopicPartition,
+        first: int,
+        last: int,
+        max_bytes: int,
+        wanted: Wanted | None = None,
     ) -> Sequence[Record]:
         """Return the records from offset `first` to `last` that the log still holds, in order, and
         those after `last` that came with them.
@@ -447,6 +499,7 @@ class Log(Entered, Protocol):
             last: the last offset.
             max_bytes: the size of one response, which its first batch may exceed; several follow
                 each other if needed.
+            wanted: offsets that are needed, and how much may come with them; None: all are needed.
 
         Raises:
             LogUnavailable: no answer within the deadline.

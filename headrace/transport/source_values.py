@@ -28,7 +28,7 @@ from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.delivery.inflight import InFlightAck, record_bytes
 from headrace.errors import Code, Rejected, Retriable
 from headrace.log.errors import UnknownPartition
-from headrace.log.port import Log, Record, TopicPartition
+from headrace.log.port import Log, Record, TopicPartition, Wanted
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.claims import refuse_claim
@@ -341,14 +341,18 @@ class SourceValues:
     async def _fetch(
         self, partition: TopicPartition, wanted: Sequence[Request]
     ) -> Sequence[Record] | None:
-        """Return the records from the first to the last; None if all requests are revoked."""
+        """Return the records of requests, and of others that lie between them as many as fit into
+        `source_fetch_bytes`; None if all requests are revoked.
+        """
         overhead_bytes = self._tuning.source_record_overhead_bytes
         max_bytes = sum([request.referenced + overhead_bytes for request in wanted])
+        # Values that lie between these are charged to nothing here, and may be of any size.
+        needed = Wanted({each.offset for each in wanted}, self._tuning.source_fetch_bytes)
         pauses = Pauses(self._backoff)
         while not all(request.ack_handle.revoked for request in wanted):
             try:
                 return await self._log.fetch(
-                    partition, wanted[0].offset, wanted[-1].offset, max_bytes
+                    partition, wanted[0].offset, wanted[-1].offset, max_bytes, needed
                 )
             except UnknownPartition:
                 return ()

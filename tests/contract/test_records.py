@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace.log.errors import RecordRefused, RecordTooLarge, UnknownPartition
-from headrace.log.port import Log, NewRecord, SentBatch, TopicPartition
+from headrace.log.port import Log, NewRecord, SentBatch, TopicPartition, Wanted
 from tests.contract.conftest import MakeTopic
 from tests.support.logs import read, values, write, write_to
 
@@ -270,6 +270,15 @@ async def test_fetch_with_small_responses_returns_all_records(
             await write(producer, partition, each)
     found = await log.fetch(partition, 0, 4, 1)
     assert values(found) == large
+
+
+async def test_fetch_returns_wanted_records_and_few_others(log: Log, make_topic: MakeTopic) -> None:
+    """Others are returned in order as long as their values have the bytes that are allowed."""
+    (partition,) = await make_topic()
+    for number in range(8):
+        await write_to(log, partition, b"%d" % number)
+    found = await log.fetch(partition, 1, 6, MEBIBYTE, Wanted({1, 4, 6}, others_bytes=1))
+    assert values(found) == [b"1", b"2", b"4", b"6"]
 
 
 async def test_fetched_record_equals_polled_one(log: Log, make_topic: MakeTopic) -> None:

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.direct_fetch import DirectFetch
 from headrace.log.kafka.topic_cache import TopicCache
-from headrace.log.port import TopicPartition
+from headrace.log.port import TopicPartition, Wanted
 from headrace.tuning import KafkaTuning
 
 PARTITION = TopicPartition("requests", 0)
@@ -39,13 +40,17 @@ class Brokers:
         self._answers = list(answers)
         self.updates = 0
         self.requests = 0
+        self.positions: list[int] = []
         self.closed = 0
         self.cluster = SimpleNamespace(
             leader_for_partition=lambda _: 1, partitions_for_topic=lambda _: {0}
         )
 
-    async def send(self, _node: int, _request: object) -> Any:
+    async def send(self, _node: int, request: Any) -> Any:
         self.requests += 1
+        if isinstance(request, FetchRequest):
+            ((_, ((_, position, *_),)),) = request.topics
+            self.positions.append(position)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         return SimpleNamespace(topics=[("requests", [(0, *answer)])])
 
@@ -135,6 +140,22 @@ async def test_damaged_batch_is_passed_over() -> None:
     found = await fetch_from(brokers).fetch(PARTITION, 3, 4, 1000)
 
     assert [(record.offset, record.value) for record in found] == [(4, b"whole")]
+
+
+async def test_batches_between_wanted_records_are_neither_read_nor_kept() -> None:
+    """They may be of another model, and large."""
+    first, last = batch(3, b"first", b"other"), batch(9, b"large" * 100, b"last", b"other")
+    brokers = Brokers([first, last])
+    wanted = Wanted([3, 10], others_bytes=len(b"other"))
+
+    found = await fetch_from(brokers).fetch(PARTITION, 3, 10, 100, wanted)
+
+    assert [(each.offset, each.value) for each in found] == [
+        (3, b"first"),
+        (4, b"other"),
+        (10, b"last"),
+    ]
+    assert brokers.positions == [3, 10]
 
 
 async def test_forbidden_topic_ends_process() -> None:

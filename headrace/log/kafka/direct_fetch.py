@@ -25,7 +25,7 @@ from headrace.log.kafka.record_batches import (
     plain_batch,
 )
 from headrace.log.kafka.topic_cache import TopicCache
-from headrace.log.port import Record, TopicPartition
+from headrace.log.port import Fetched, Record, TopicPartition, Wanted
 
 _READ_UNCOMMITTED: Final = 0
 _NO_REPLICA: Final = -1
@@ -53,7 +53,12 @@ class DirectFetch:
         self._connecting = asyncio.Lock()
 
     async def fetch(
-        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+        self,
+        partition: TopicPartition,
+        first: int,
+        last: int,
+        max_bytes: int,
+        wanted: Wanted | None = None,
     ) -> list[Record]:
         """See the port."""
         async with self._connecting:
@@ -63,7 +68,9 @@ class DirectFetch:
         try:
             await self._topics.check(client, partition)
             async with answered(f"fetch from {partition}", self._connection.request_timeout_s):
-                return await self._read(client, partition, first, last, max_bytes)
+                fetched = Fetched(wanted)
+                await self._read(client, partition, first, last, max_bytes, fetched)
+                return fetched.records
         except LogUnavailable:
             # As for administration: only a new client goes back to the bootstrap servers.
             if self._client is client:
@@ -83,9 +90,9 @@ class DirectFetch:
         first: int,
         last: int,
         max_bytes: int,
-    ) -> list[Record]:
+        fetched: Fetched,
+    ) -> None:
         tuning = self._connection.tuning
-        found: list[Record] = []
         position, waited_s = first, 0.0
         while position <= last:
             asked = [(partition.topic, [(partition.partition, position, max_bytes)])]
@@ -97,7 +104,7 @@ class DirectFetch:
                 if following == position:
                     break  # the log ends before it
             else:
-                following = self._take(RecordSet(batches), partition, position, found)
+                following = self._take(RecordSet(batches), partition, position, fetched)
             if following == position:
                 # The log ends here, or its leader is new and does not know yet how far the
                 # followers have come: until then it shows no record after that (KIP-207).
@@ -105,8 +112,8 @@ class DirectFetch:
                     break
                 await asyncio.sleep(tuning.request_retry_s)
                 waited_s += tuning.request_retry_s
-            position = following
-        return found
+            # Batches without a wanted record are not read, as far as the broker did not send them.
+            position = fetched.next_offset(following, last)
 
     async def _first_offset(self, client: AIOKafkaClient, partition: TopicPartition) -> int:
         """Return the first offset that retention has left; the error does not tell it."""
@@ -137,9 +144,9 @@ class DirectFetch:
             await asyncio.sleep(self._connection.tuning.request_retry_s)
 
     def _take(
-        self, batches: RecordSet, partition: TopicPartition, position: int, found: list[Record]
+        self, batches: RecordSet, partition: TopicPartition, position: int, fetched: Fetched
     ) -> int:
-        """Add the records from `position` on to `found`; return the offset after the last batch.
+        """Add the records from `position` on; return the offset after the last batch.
 
         A batch that cannot be read is passed over.
         """
@@ -151,11 +158,11 @@ class DirectFetch:
                 following = batch.next_offset
                 if not batch.is_control_batch:
                     records = self._records_of(batch, batches.content)
-                    found += [
+                    fetched.add(
                         Record(*partition, r.offset, r.timestamp, r.key, r.value, r.headers or ())
                         for r in records
                         if r.offset >= position
-                    ]
+                    )
             except UnreadableBatch:
                 following = batches.following_offset() or position + 1
             position = max(position, following)

@@ -35,6 +35,7 @@ from headrace.log.port import (
     TopicInfo,
     TopicPartition,
     TransactionalProducer,
+    Wanted,
 )
 from headrace.tuning import TUNING, KafkaTuning
 
@@ -152,12 +153,17 @@ class KafkaLog:
             return await admin.remove_member(group, member_id)
 
     async def fetch(
-        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+        self,
+        partition: TopicPartition,
+        first: int,
+        last: int,
+        max_bytes: int,
+        wanted: Wanted | None = None,
     ) -> Sequence[Record]:
         """See the port."""
         if self._direct_fetch is None:
             self._direct_fetch = DirectFetch(self._connection, self._topics)
-        return await self._direct_fetch.fetch(partition, first, last, max_bytes)
+        return await self._direct_fetch.fetch(partition, first, last, max_bytes, wanted)
 
     @asynccontextmanager
     async def _administer(self, what: str) -> AsyncIterator[AdminClient]:

@@ -15,11 +15,13 @@ from headrace.log.memory.producer import MemoryProducer, MemoryTransactionalProd
 from headrace.log.memory.transactions import Transactions
 from headrace.log.port import (
     Committed,
+    Fetched,
     GroupMember,
     RebalanceListener,
     Record,
     TopicInfo,
     TopicPartition,
+    Wanted,
 )
 from headrace.tuning import TUNING, MemoryTuning
 
@@ -133,12 +135,19 @@ class MemoryLog:
         return there
 
     async def fetch(
-        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+        self,
+        partition: TopicPartition,
+        first: int,
+        last: int,
+        max_bytes: int,
+        wanted: Wanted | None = None,
     ) -> Sequence[Record]:
         await self.faults.brokers.answered()
         stored = self._topics.partition(partition)
-        first = max(first, stored.begin)
-        return stored.read(first, max(0, last - first + 1))[0] if first < stored.end else ()
+        first, fetched = max(first, stored.begin), Fetched(wanted)
+        if first < stored.end:
+            fetched.add(stored.read(first, max(0, last - first + 1))[0])
+        return fetched.records
 
     async def close(self) -> None:
         """Do nothing: the records stay as long as this object does."""

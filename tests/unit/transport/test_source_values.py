@@ -16,7 +16,7 @@ from headrace.delivery.failures import REVOKED
 from headrace.delivery.inflight import InFlightTracker, record_bytes
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
+from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition, Wanted
 from headrace.protocol.codec import refer_to_source
 from headrace.protocol.messages import Envelope, Request, Tensor
 from headrace.telemetry.metrics import Metrics
@@ -41,15 +41,23 @@ class CountingLog(MemoryLog):
         super().__init__(auto_create_partitions=2)
         self.fetched: list[tuple[int, int, int]] = []
         self.failures = 0
+        self.most_bytes = 0
 
     async def fetch(
-        self, partition: TopicPartition, first: int, last: int, max_bytes: int
+        self,
+        partition: TopicPartition,
+        first: int,
+        last: int,
+        max_bytes: int,
+        wanted: Wanted | None = None,
     ) -> Sequence[Record]:
         self.fetched.append((partition.partition, first, last))
         if self.failures:
             self.failures -= 1
             raise LogUnavailable("no answer")
-        return await super().fetch(partition, first, last, max_bytes)
+        records = await super().fetch(partition, first, last, max_bytes, wanted)
+        self.most_bytes = max(self.most_bytes, sum(len(each.value or b"") for each in records))
+        return records
 
 
 def value_of(number: int) -> bytes:
@@ -125,6 +133,23 @@ async def test_fetch_is_bounded_in_bytes() -> None:
 
     assert log.fetched == [(0, 0, 1), (0, 2, 2)]
     assert seen(wanted) == expected(0, 1, 2)
+
+
+async def test_values_between_those_that_are_read_together_are_bounded_in_bytes() -> None:
+    """Those of another model may be a thousand times as large, and are charged to nothing here."""
+    log = CountingLog()
+    size = len(value_of(0))
+    async with log.producer() as producer:
+        for number in range(41):
+            value = value_of(number) if number % 10 == 0 else b"x" * 1000
+            await write(producer, SOURCE, NewRecord(b"key", value, timestamp_ms=NOW_MS))
+    wanted = [referring(number) for number in range(0, 41, 10)]
+
+    await values_from(log, replace(QUICK, source_fetch_bytes=5 * size)).read(wanted)
+
+    assert seen(wanted) == expected(0, 10, 20, 30, 40)
+    assert log.fetched == [(0, 0, 40)]
+    assert log.most_bytes <= 2 * 5 * size
 
 
 async def test_record_that_came_with_others_is_not_fetched_again() -> None:
