@@ -332,7 +332,7 @@ async def test_executor_apart_fetches_object_itself(tmp_path: Path) -> None:
     """No topic between the stages holds it, and a failing store ends its request alone."""
     rows = 2000
     async with StandInStore() as store:
-        settings = claiming(tmp_path, store, topics={"partitions": 1}, claims={"timeout_ms": 500})
+        settings = claiming(tmp_path, store, topics={"partitions": 1}, claims={"timeout_ms": 2000})
         log = await log_for(settings)
         claims = [put(store, name, rows) for name in ("a", "b")]
         store.away_after["/in/b"] = 1  # ingest has it then
