@@ -34,17 +34,21 @@ def payload_bytes(record: NewRecord) -> int:
         TypeError: one of them is neither bytes nor None, or a header's name is not a string.
     """
     key, value = record.key, record.value
-    size = _length(key, "key") + _length(value, "value")
+    size = 0
+    if key is not None:
+        size += _length(key, "key")
+    if value is not None:
+        size += _length(value, "value")
     for name, content in record.headers:
         if not isinstance(name, str):
             raise TypeError(f"header name: expected str, got {type(name).__name__}")
-        size += len(name) + _length(content, f"header {name!r}")
+        size += len(name)
+        if content is not None:
+            size += len(content) if type(content) is bytes else _length(content, f"header {name!r}")
     return size
 
 
-def _length(content: bytes | None, where: str) -> int:
-    if content is None:
-        return 0
+def _length(content: bytes, where: str) -> int:
     if not isinstance(content, bytes):
         raise TypeError(f"{where}: expected bytes or None, got {type(content).__name__}")
     return len(content)

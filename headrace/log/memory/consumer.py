@@ -60,11 +60,11 @@ class MemoryReader:
             found = self._take(max_records, max_bytes)
             if found or self._gaps or loop.time() >= deadline:
                 return found
+            timer = loop.call_at(deadline, self._news.set)
             try:
-                async with asyncio.timeout_at(deadline):
-                    await self._news.wait()
-            except TimeoutError:
-                return {}
+                await self._news.wait()
+            finally:
+                timer.cancel()
 
     def gaps(self) -> Sequence[Gap]:
         return self._gaps
@@ -168,10 +168,17 @@ class MemoryReader:
         self._gaps = []
         if not self._gate_is_open or self._faults.brokers.is_down:
             return found
-        turns = [name for name in self._turns if name not in self._paused]
+        reading, positions, paused = self._reading, self._positions, self._paused
+        turns = [
+            name
+            for name in self._turns
+            if positions[name] != reading[name].end and name not in paused
+        ]
+        if not turns:
+            return found
         self._require_positions_in_range(turns)  # before any position moves
         for name in turns:
-            partition, position = self._reading[name], self._positions[name]
+            partition, position = reading[name], positions[name]
             stable_end = partition.stable_end
             if position >= stable_end:
                 continue

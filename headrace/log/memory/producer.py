@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Self
 
@@ -68,10 +68,13 @@ class MemoryProducer:
         ):
             batch, batch_sizes = records[start:stop], sizes[start:stop]
             refused = self._refusal(topic, batch, batch_sizes)
-            if refused is None:
-                acknowledged = self._write(partial(where.append, batch, batch_sizes))
-            else:
+            if refused is not None:
                 acknowledged = _failed(refused)
+            elif self._faults.brokers.is_down:
+                acknowledged = self._postpone(partial(where.append, batch, batch_sizes))
+            else:
+                where.append(batch, batch_sizes, self._now_ms())
+                acknowledged = self._faults.acknowledgements.next()
             batches.append(SentBatch(stop - start, acknowledged))
         return batches
 
@@ -116,10 +119,7 @@ class MemoryProducer:
             return TopicForbidden(topic.info.name)
         return refusal(topic, batch, sizes)
 
-    def _write(self, write: Callable[[int], None]) -> asyncio.Future[None]:
-        if not self._faults.brokers.is_down:
-            write(self._now_ms())
-            return self._faults.acknowledgements.next()
+    def _postpone(self, write: Callable[[int], None]) -> asyncio.Future[None]:
         future = self._faults.brokers.postpone(lambda: write(self._now_ms()))
         self._hanging.add(future)
         future.add_done_callback(self._hanging.discard)
@@ -285,15 +285,19 @@ def _failed(error: Exception) -> asyncio.Future[None]:
 
 def batch_bounds(
     sizes: Sequence[int], max_message_bytes: int, max_batch_bytes: int
-) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of batches: one exceeds the limit only if a single record does."""
+) -> Sequence[tuple[int, int]]:
+    """Return the bounds of batches: one exceeds the limit only if a single record does."""
     limit = min(max_message_bytes, max_batch_bytes)
+    if sizes and sum(sizes) + len(sizes) * FRAMING_BYTES <= limit:
+        return [(0, len(sizes))]
+    bounds: list[tuple[int, int]] = []
     start, filled = 0, 0
     for index, size in enumerate(sizes):
         framed = size + FRAMING_BYTES
         if index > start and filled + framed > limit:
-            yield start, index
+            bounds.append((start, index))
             start, filled = index, 0
         filled += framed
     if sizes:
-        yield start, len(sizes)
+        bounds.append((start, len(sizes)))
+    return bounds
