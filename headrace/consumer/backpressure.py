@@ -108,12 +108,21 @@ class Backpressure:
     def _crowded(self) -> Mapping[TopicPartition, str]:
         """Return the partitions to pause individually, with the reasons."""
         assignments = self._tracker.assignments
-        found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
-        if self._elsewhere:
+        elsewhere, safe_span = self._elsewhere, self._safe_span
+        far = [
+            each
+            for each in assignments
+            if elsewhere or each.last_read + 1 - each.progress.base >= safe_span
+        ]
+        found: dict[TopicPartition, str] = {}
+        if far and self._bounds_metadata:
+            found = {each.partition: "metadata" for each in far if self._outgrows(each)}
+        if elsewhere:
             found |= {each.partition: "ahead" for each in assignments if self._is_ahead(each)}
         elif self._shares:
             found |= {each.partition: "order" for each in assignments if self._exceeds(each)}
-        found |= {each.partition: "share" for each in assignments if self._defers_many(each)}
+        if deferring := [each for each in assignments if each.deferred]:
+            found |= {each.partition: "share" for each in deferring if self._defers_many(each)}
         return found
 
     def _defers_many(self, assignment: AssignedPartition) -> bool:
@@ -122,8 +131,6 @@ class Backpressure:
         return len(assignment.deferred) >= limit
 
     def _outgrows(self, assignment: AssignedPartition) -> bool:
-        if not self._bounds_metadata:
-            return False
         progress = self.progress(assignment)
         span = assignment.last_read + 1 - progress.base
         # The count of unanswered offsets costs a sum over all ranges: make it only if needed.

@@ -39,12 +39,12 @@ class PolledRecords(NamedTuple):
 class _WaitingRecords:
     """Polled records that may grow until the first stage receives them."""
 
-    __slots__ = ("polled", "records", "size_bytes")
+    __slots__ = ("_grown", "polled", "size_bytes")
 
     def __init__(self, polled: PolledRecords, size_bytes: int) -> None:
-        self.records = list(polled.records)
-        self.polled = polled._replace(records=self.records)
+        self.polled = polled
         self.size_bytes = size_bytes
+        self._grown: list[Record] | None = None
 
     def accepts(self, polled: PolledRecords, max_records: int) -> bool:
         """Return True if `polled` may be appended, as if both had been read together."""
@@ -54,8 +54,16 @@ class _WaitingRecords:
             and waiting.isolation is polled.isolation is None
             and waiting.skipped is polled.skipped is None
             and not (waiting.is_reread or polled.is_reread)
-            and len(self.records) + len(polled.records) <= max_records
+            and len(waiting.records) + len(polled.records) <= max_records
         )
+
+    def append(self, polled: PolledRecords, size_bytes: int) -> None:
+        """Append records that it accepts."""
+        if self._grown is None:  # the list of the poll is not changed
+            self._grown = list(self.polled.records)
+            self.polled = self.polled._replace(records=self._grown)
+        self._grown += polled.records
+        self.size_bytes += size_bytes
 
 
 class ReadyQueue:
@@ -94,8 +102,7 @@ class ReadyQueue:
         partition = polled.assignment.partition
         last = self._last.get(partition)
         if last is not None and last.accepts(polled, self._max_records):
-            last.records += polled.records
-            last.size_bytes += size_bytes
+            last.append(polled, size_bytes)
             return
         self._last[partition] = waiting = _WaitingRecords(polled, size_bytes)
         self._waiting.append(waiting)

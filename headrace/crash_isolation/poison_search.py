@@ -134,7 +134,10 @@ class PoisonSearch:
     @property
     def is_active(self) -> bool:
         """True if an unclean end is not yet resolved."""
-        return any(each.ends or _is_searched(each) for each in self._histories.values())
+        for each in self._histories.values():
+            if each.ends or ((each.accused or each.attempts) and _is_searched(each)):
+                return True
+        return False
 
     @property
     def is_careful(self) -> bool:

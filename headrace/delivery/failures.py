@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from headrace.errors import Code, Rejected
+from headrace.protocol.ack import Revocable
 from headrace.protocol.messages import Failure, Request
 from headrace.telemetry.metrics import Metrics
 
@@ -14,8 +15,14 @@ REVOKED = Failure(Code.CANCELLED, "the partition was revoked", "log")
 
 def any_revoked(requests: Iterable[Request]) -> bool:
     """Return True if the partition of at least one request was revoked."""
-    assignments = {request.ack_handle.assignment for request in requests}
-    return True in [each.revoked for each in assignments]
+    last: Revocable | None = None
+    for request in requests:
+        assignment = request.ack_handle.assignment
+        if assignment is not last:
+            if assignment.revoked:
+                return True
+            last = assignment
+    return False
 
 
 def drop_revoked(requests: Sequence[Request], metrics: Metrics) -> Sequence[Request]:

@@ -76,6 +76,15 @@ class ServiceRate:
         self._taken_us = run_us
         self._closes += 1
 
+    def count_close(self) -> None:
+        """Record the close of a batch while the rate `is_unknown`, if no rows still wait."""
+        self._closes += 1
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if no rate is known, and none is being measured."""
+        return not (self._since_us or self._predicted_us)
+
     def stop_measuring(self) -> None:
         """Stop measuring: nothing waits, so the time to the next batch says nothing."""
         self._since_us = 0

@@ -326,12 +326,11 @@ class DynamicBatcher:
         A batch that is already due waits for a consumer and is no event. A deadline is one until
         `expire` has handled it.
         """
-        dues = [due_us for queue in self._queues.values() if (due_us := queue.due_us())]
-        times = [due_us for due_us in dues if due_us > now_us]
-        deadline_us = self.earliest_deadline_us()
-        if deadline_us is not None:
-            times.append(deadline_us)
-        return min(times, default=None)
+        next_us = self._deadlines.earliest_us()
+        for queue in self._queues.values():
+            if queue.count and (due_us := queue.due_us()) is not None and due_us > now_us:
+                next_us = due_us if next_us is None else min(due_us, next_us)
+        return next_us
 
     def earliest_deadline_us(self) -> int | None:
         """Return the earliest deadline of the waiting requests; None if none has one."""
@@ -472,6 +471,9 @@ class DynamicBatcher:
 
 def _record_close(queue: ModelQueue, group: ShapeGroup, rows: int, now_us: int) -> None:
     """Let the model's service rate learn from a batch that has just closed."""
+    if not queue.rows and queue.rate.is_unknown:
+        queue.rate.count_close()
+        return
     latency, best = group.limits.latency, group.best_rows
     if latency is None:
         queue.rate.record_close(rows, 1.0, queue.rows, now_us)

@@ -167,7 +167,7 @@ class TenantQueue:
 
     def earliest_due_us(self) -> int:
         """Return the earliest deadline of the waiting requests; 0 if none has one."""
-        found = [fifo.earliest_due_us() for fifo in self.fifos]
+        found = [fifo.earliest_due_us() for fifo in self.fifos if fifo.deadlines]
         return min(filter(None, found), default=0)
 
     def waiting(self) -> list[Request]:

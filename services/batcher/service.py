@@ -161,13 +161,19 @@ class BatcherService:
         self._metrics.cancelled(len(cancelling), ended)
 
     def _supply(self, key: ModelKey | None, demand: Demand) -> Batch | None:
+        batcher = self._batcher
+        is_last = demand.is_last or batcher.draining
+        if key is not None and not is_last and not batcher.has_waiting(key):
+            return None  # and nothing to wake `_expire` for: an arrival does that
         now_us = self._now_us()
-        batch = self._batcher.next(key, now_us, demand)
+        batch = batcher.next(key, now_us, demand)
         if batch is not None:
             self._metrics.formed(batch)
             if self._tracing is not None:
                 self._tracing.formed(batch, batch.requests[0].batch.formed_us)
-        self._wake(now_us, demand.close_at_us if batch is None else 0)
+        # With fewer requests waiting, the next event is no earlier than the timer.
+        if batch is None or batcher.ended or batcher.draining:
+            self._wake(now_us, demand.close_at_us if batch is None else 0)
         return batch
 
     def _wake(self, now_us: int, close_at_us: int = 0) -> None:

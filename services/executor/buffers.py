@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,10 +195,13 @@ def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) 
             columns.append(split_rows(spec.name, array, rows))
         else:
             columns.append([from_array(spec.name, array).data])
-    metadata = _MetadataByRows(signature, outputs)
+    metadata: dict[int, tuple[TensorMetadata, ...]] = {}
     data: Iterable[tuple[bytes | memoryview, ...]] = zip(*columns, strict=True)
     for request, own in zip(requests, data, strict=True):
-        request.output_metadata = metadata[request.rows]
+        described = metadata.get(request.rows)
+        if described is None:
+            described = _describe_outputs(signature, outputs, request.rows, metadata)
+        request.output_metadata = described
         request.output_data = own
         request.inputs = ()
         wanted = request.wanted
@@ -208,19 +211,22 @@ def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) 
         cut(requests, signature)
 
 
-class _MetadataByRows(dict[int, tuple[TensorMetadata, ...]]):
-    """Cache of the outputs' metadata by row count; not for BYTES outputs."""
-
-    def __init__(self, signature: Signature, outputs: Arrays) -> None:
-        self._batched = signature.batched
-        self._arrays = [(spec.name, outputs[spec.name]) for spec in signature.outputs]
-
-    def __missing__(self, rows: int) -> tuple[TensorMetadata, ...]:
-        metadata = tuple([self._describe(rows, name, array) for name, array in self._arrays])
-        if "BYTES" not in [datatype for _, datatype, _ in metadata]:
-            self[rows] = metadata
-        return metadata
-
-    def _describe(self, rows: int, name: str, array: NDArray[Any]) -> TensorMetadata:
-        shape = (rows, *array.shape[1:]) if self._batched else array.shape
-        return name, datatype_of(array.dtype, name).name, shape
+def _describe_outputs(
+    signature: Signature,
+    outputs: Arrays,
+    rows: int,
+    shared: dict[int, tuple[TensorMetadata, ...]],
+) -> tuple[TensorMetadata, ...]:
+    """Return the outputs' metadata for this row count, and share it unless an output is BYTES."""
+    found: list[TensorMetadata] = []
+    has_bytes = False
+    for spec in signature.outputs:
+        array = outputs[spec.name]
+        datatype = datatype_of(array.dtype, spec.name)
+        has_bytes = has_bytes or not datatype.itemsize
+        shape = (rows, *array.shape[1:]) if signature.batched else array.shape
+        found.append((spec.name, datatype.name, shape))
+    metadata = tuple(found)
+    if not has_bytes:
+        shared[rows] = metadata
+    return metadata

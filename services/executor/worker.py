@@ -261,10 +261,11 @@ class Worker:
         ):
             return False
         entry = self._gate.begin()
-        finished, remaining = self._drop_expired(batch.requests)
+        clock = self._anchored()
+        began_us = clock()
+        finished, remaining = split_ended(batch.requests, began_us, Stage.EXECUTOR)
         if remaining:
-            clock = self._anchored()
-            run = ModelRun(batch, remaining, clock(), clock=clock, attempts=1)
+            run = ModelRun(batch, remaining, began_us, clock=clock, attempts=1)
             self.activity.begin()
             try:
                 arrays = instance.gather(remaining)

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from operator import length_hint
 from typing import TypeVar
 
 from headrace.claims.fetcher import ClaimFetcher
@@ -153,7 +154,7 @@ class IngestService:
             assignment, records = polled.assignment, iter(polled.records)
             if polled.skipped is not None:
                 await self._answers.send([skipped_range(assignment, polled.skipped)])
-            while not assignment.revoked:
+            while length_hint(records, 1) and not assignment.revoked:
                 read = self._reader.read(polled, records)
                 if not read:
                     break
@@ -182,6 +183,9 @@ class IngestService:
     async def _finish(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
         """Send on the requests that are complete, and let the others wait."""
         cancelling = [each for each in requests if each.ack_handle is NULL_ACK]
+        if not (cancelling or self._has_waiting()):
+            await self._pass_on(polled, list(requests))
+            return
         left = self._cancel(cancelling) if cancelling else []
         unlearnt = [each for each in _take_all(self._unlearnt) if each.request.failure is None]
         pending = [each for each in _take_all(self._pending) if each.request.failure is None]
@@ -205,6 +209,11 @@ class IngestService:
             # Last: what they cancel must have been sent before.
             self._trace(left)
             await self._items.send(left)
+
+    def _has_waiting(self) -> bool:
+        """Return True if one of the requests just read has to wait."""
+        left = self._unlearnt or self._pending or self._unfetched or self._decompressor.waiting
+        return bool(left)
 
     async def _pass_on(self, polled: PolledRecords, complete: list[Request]) -> None:
         """Send requests on; those of models over their share of the budget wait for room."""

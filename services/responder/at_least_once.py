@@ -124,6 +124,9 @@ class AtLeastOnce:
             # All partitions are written concurrently. The first needs no task of its own, and
             # often there is only one.
             (first_target, first_requests), *others = addressed.items()
+            if not others:
+                await self._answer_target(first_target, first_requests, unwritten)
+                return
             async with asyncio.TaskGroup() as tasks:
                 for target, requests in others:
                     answering = self._answer_target(target, requests, unwritten)
@@ -164,13 +167,14 @@ class AtLeastOnce:
                     if not requests[index].ack_handle.revoked
                 ]
             )
-        acknowledged_us = clock()
+        acknowledged_us = kept_us = clock()
         # Dead letters are written before the ack: an acknowledged request is not read again.
         assigned = drop_revoked(requests, self._metrics)
         failed = [request for request in assigned if request.failure is not None]
         if failed:
             await self._write_dead_letters(encoder.encode_dead_letters(failed))
-        times = Answering(began_us, encoded_us, acknowledged_us, clock())
+            kept_us = clock()
+        times = Answering(began_us, encoded_us, acknowledged_us, kept_us)
         encoder.record_answered({target: assigned}, times)
         # Ack last: a crash before this line repeats answers, but loses none.
         self._offset_store.ack(assigned)

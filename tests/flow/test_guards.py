@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -35,13 +36,16 @@ from headrace.services.ingest.decode import IngestRules, decode_records
 from headrace.topics import STAGES
 from headrace.tuning import TUNING, Tuning
 from tests.support.models import add_version, identity, settings_for
-from tests.support.pipelines import Caller, log_for, serving, settings_of
+from tests.support.pipelines import PARTITIONS, Caller, log_for, serving, settings_of
 from tests.support.services import delivery, digits_models, digits_value, make_assignment
 from tests.support.work import NOW_US
 
 REQUESTS = 4096
 FEW = 256
 CALLS_PER_REQUEST = 14.0
+LONE_WARM_UP = 50
+LONE_REQUESTS = 100
+CALLS_PER_LONE_REQUEST = 300
 BLOCKS_PER_REQUEST = 6.1
 GARBAGE_PER_REQUEST = 0.01
 
@@ -111,6 +115,34 @@ async def test_function_calls_per_request_stay_under_ceiling(tmp_path: Path) -> 
 
     calls = counter.of
     assert calls.total() / REQUESTS <= CALLS_PER_REQUEST, calls.most_common(40)
+
+
+RARE = replace(UNTIMED, delivery=replace(TUNING.delivery, commit_interval_s=3600.0))
+"""Besides, nothing is committed before the end, so that a slow machine makes no more commits."""
+
+
+async def test_function_calls_of_lone_requests_stay_under_ceiling(tmp_path: Path) -> None:
+    """Requests that come one at a time, each a chunk of its own, take so many calls each."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    value = digits_value()
+    answers = [TopicPartition("headrace.responses", number) for number in range(PARTITIONS)]
+    counts: list[int] = []
+    async with (
+        serving(settings, log, [STAGES], RARE),
+        log.producer() as producer,
+        log.reader(answers) as reader,
+    ):
+        for number in range(LONE_WARM_UP + LONE_REQUESTS):
+            with profiled() as counter:
+                target = TopicPartition("headrace.requests", number % PARTITIONS)
+                await producer.send(target, [NewRecord(None, value)])
+                while not await reader.poll(1.0, 1):
+                    pass
+            counts.append(counter.of.total())
+
+    # The median: now and then something that does not belong to the request comes in between.
+    assert median(counts[LONE_WARM_UP:]) <= CALLS_PER_LONE_REQUEST
 
 
 def our_garbage() -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headrace.tuning import TUNING, ModelTuning
@@ -212,26 +212,28 @@ class _Class:
         """Record a run. The first of a size is stored at once, others after their successors."""
         self.runs += 1
         bucket = round_up_rows(rows, self._tuning.exact_rows)
-        if bucket in self.sizes:
-            self._last.append(_Run(bucket, us, us / self.curve()(bucket)))
-            self.slowdown = _median_slowdown(run.slowdown for run in self._last) or 1.0
-        else:
-            self._last.append(_Run(bucket, us, 0.0))
-            self.sizes[bucket] = _Size(self._tuning)
-            self.sizes[bucket].add(self.runs, us / self.slowdown)
+        size = self.sizes.get(bucket)
+        slowdown = 0.0 if size is None else us / (self._curve or self.curve())(bucket)
+        self._last.append(_Run(bucket, us, slowdown))
+        slowdowns = [run.slowdown for run in self._last]
+        if size is None:
+            size = self.sizes[bucket] = _Size(self._tuning)
+            size.add(self.runs, us / self.slowdown)
             self._curve = None
-        self._store_middle_run()
+        else:
+            self.slowdown = _median_slowdown(slowdowns) or 1.0
+        self._store_middle_run(slowdowns)
         refit_after_runs = self._tuning.refit_after_runs
         if self.runs - self._drawn >= refit_after_runs or self.runs < refit_after_runs:
             self._curve = None
 
-    def _store_middle_run(self) -> None:
-        """Store the middle one of the last runs, normalized by the runs around it."""
+    def _store_middle_run(self, slowdowns: Sequence[float]) -> None:
+        """Store the middle one of the last runs, normalized by the slowdowns of the others."""
         last, middle = self._last, self._tuning.neighbour_runs
         if len(last) < 2 * middle + 1 or not last[middle].slowdown:
             return
         bucket, us, _ = last[middle]
-        beside = (run.slowdown for place, run in enumerate(last) if place != middle)
+        beside = [*slowdowns[:middle], *slowdowns[middle + 1 :]]
         self.sizes[bucket].add(self.runs, us / (_median_slowdown(beside) or self.slowdown))
 
     def _rescale(self) -> None:
@@ -244,7 +246,8 @@ class _Class:
 
     def predict_us(self, rows: int) -> float:
         """Return the predicted duration at the current slowdown."""
-        return self.curve()(round_up_rows(rows, self._tuning.exact_rows)) * self.slowdown
+        curve = self._curve or self.curve()
+        return curve(round_up_rows(rows, self._tuning.exact_rows)) * self.slowdown
 
     def curve(self) -> Curve:
         """Return the curve of the stored durations; it may lag by a few runs."""
@@ -259,7 +262,7 @@ class _Class:
         return self._curve
 
     def best(self, limit: int) -> int:
-        curve = self.curve()
+        curve = self._curve or self.curve()
         best = self._best.get(limit)
         if best is None:
             best = self._best[limit] = curve.best(limit)
@@ -309,7 +312,7 @@ class Latency:
         For an unknown class, the largest known class that is not larger is used, so that nothing is
         refused for lack of data.
         """
-        known = self._closest_class(shape_class)
+        known = self._classes.get(shape_class) or self._closest_class(shape_class)
         return None if known is None else max(1, round(known.predict_us(rows)))
 
     def best_rows(self, shape_class: ShapeClass, limit: int, slack_us: int | None = None) -> int:
@@ -320,7 +323,7 @@ class Latency:
             limit: maximum number of rows.
             slack_us: limit of the run's duration, kept if possible; None: no limit.
         """
-        known = self._closest_class(shape_class)
+        known = self._classes.get(shape_class) or self._closest_class(shape_class)
         if known is None:
             return limit
         best = known.best(limit)
@@ -360,7 +363,7 @@ class Latency:
         )
 
 
-def _median_slowdown(slowdowns: Iterable[float]) -> float:
+def _median_slowdown(slowdowns: Sequence[float]) -> float:
     """Return the median of the non-zero values; 0 if there are none.
 
     For an even number it is the geometric mean of the middle two, since the values are factors.

@@ -59,6 +59,7 @@ _TUNING = TUNING.protocol
 _frames: BoundedCache[tuple[object, ...], tuple[bytes, ...] | None] = BoundedCache(
     _TUNING.cached_frames
 )
+_templates: BoundedCache[tuple[object, ...], bytes | None] = BoundedCache(_TUNING.cached_frames)
 _packed_timings: BoundedCache[tuple[int, ...], bytes] = BoundedCache(_TUNING.cached_frames)
 
 
@@ -142,10 +143,15 @@ def _template(request: Request, now_us: int) -> bytes | None:
     metadata, data = request.output_metadata, request.output_data
     if not metadata or data is None or sum(map(len, data)) > _TUNING.templated_output_bytes:
         return None
-    frame = _known_frame(request, metadata, data, has_id=False)
-    if frame is None:
+    key = (request.model, request.version, metadata)
+    before = _templates.get(key)
+    if before is None and key not in _templates:
+        frame = _known_frame(request, metadata, data, has_id=False)
+        if frame is not None:
+            before = b"%b".join([each.replace(b"%", b"%%") for each in frame[::2]])
+        _templates.add(key, before)
+    if before is None:
         return None
-    before = b"%b".join([each.replace(b"%", b"%%") for each in frame[::2]])
     return before + _packed(_timings(request, now_us)).replace(b"%", b"%%")
 
 
