@@ -21,7 +21,7 @@ import aiohttp
 from tests.support.conditions import eventually
 
 HEADRACE = Path(sys.executable).parent / "headrace"
-START_DEADLINE_S = 80.0
+START_DEADLINE_S = 40.0
 STOP_DEADLINE_S = 30.0
 
 
