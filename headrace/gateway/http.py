@@ -159,7 +159,7 @@ class HttpDoor:
             None if certificates is None else RenewedContext.of(certificates),
             reuse_port=gateway.settings.reuse_port,
         )
-        bodies = BodyReader(gateway)
+        bodies = HttpBodies(gateway)
         self._inference = InferencePaths(gateway, bodies, self._listener)
         self._management = ManagementPaths(gateway, bodies)
 
@@ -246,7 +246,7 @@ class HttpDoor:
         return await handler(request)
 
 
-class BodyReader:
+class HttpBodies:
     """Reads the bodies of requests, within their limits.
 
     Args:
@@ -322,7 +322,7 @@ class InferencePaths:
         listener: has the port, for spans.
     """
 
-    def __init__(self, gateway: Gateway, bodies: BodyReader, listener: HttpListener) -> None:
+    def __init__(self, gateway: Gateway, bodies: HttpBodies, listener: HttpListener) -> None:
         self._gateway = gateway
         self._tuning = gateway.tuning
         self._bodies = bodies
@@ -526,7 +526,7 @@ class ManagementPaths:
         bodies: reads the bodies.
     """
 
-    def __init__(self, gateway: Gateway, bodies: BodyReader) -> None:
+    def __init__(self, gateway: Gateway, bodies: HttpBodies) -> None:
         self._gateway = gateway
         self._bodies = bodies
 
