@@ -94,6 +94,7 @@ async def test_stop_signal_under_load_neither_loses_nor_repeats_answers(
             for process in first:
                 process.send(number)
             codes = [await process.wait() for process in first]
+            printed = "\n".join(process.output[-4000:] for process in first)
         await answers.read(1.0)
         answered_before = len(answers.counts)
 
@@ -106,7 +107,8 @@ async def test_stop_signal_under_load_neither_loses_nor_repeats_answers(
     assert codes == [0] * len(stages)
     assert answered_before < REQUESTS, "the signal came too late to show anything"
     assert len(answers.counts) == REQUESTS
-    assert {name for name, count in answers.counts.items() if count > 1} == set()
+    repeated = {name for name, count in answers.counts.items() if count > 1}
+    assert repeated == set(), printed
 
 
 @pytest.mark.timeout(120)
