@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import ConfigurationError
-from headrace.models.repository import list_files
+from headrace.models.repository import files_of
 from headrace.primitives.resident_memory import resident_bytes
 
 
@@ -190,16 +190,14 @@ def loaded_files_bytes(directory: Path) -> int:
         directory: of the version.
 
     Raises:
-        ConfigurationError: a file disappeared meanwhile.
+        ConfigurationError: the files cannot be listed, or one disappeared meanwhile.
     """
-    try:
+    with files_of(directory) as files:
         return sum(
             path.stat().st_size
-            for path in list_files(directory)
+            for path in files
             if path.relative_to(directory).parts[0] not in _NOT_LOADED
         )
-    except OSError as error:
-        raise ConfigurationError(f"{directory}: its files cannot be read: {error}") from error
 
 
 def _format_mib(size_bytes: int) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -267,8 +268,27 @@ def list_files(directory: Path) -> Iterator[Path]:
 
 
 def stamp_files(directory: Path) -> str:
-    """Return what changes when a file below a directory does, by name, size or time."""
-    return _compute_stamp(list_files(directory))
+    """Return what changes when a file below a directory does, by name, size or time.
+
+    Raises:
+        ConfigurationError: the files cannot be listed, or one disappeared meanwhile.
+    """
+    with files_of(directory) as files:
+        return _compute_stamp(files)
+
+
+@contextmanager
+def files_of(directory: Path) -> Iterator[Iterator[Path]]:
+    """Yield the files of a version, as `list_files` does, for work on them in the context.
+
+    Raises:
+        ConfigurationError: they cannot be listed, or the work has raised an `OSError`.
+    """
+    try:
+        yield list_files(directory)
+    except OSError as error:  # the path in its text may have thousands of characters
+        why = error.strerror or describe_error(error)
+        raise ConfigurationError(f"{directory}: its files cannot be read: {why}") from error
 
 
 def _compute_stamp(files: Iterator[Path]) -> str:

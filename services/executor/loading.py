@@ -10,7 +10,7 @@ from headrace.device.cpu import CpuDevice
 from headrace.device.port import Device
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.loader import BackendLoader
-from headrace.models.repository import list_files
+from headrace.models.repository import files_of
 from headrace.models.version import ModelVersion
 from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement
 from headrace.services.executor.instance import HostBlockSize, Instance
@@ -26,7 +26,11 @@ def make_instance(
     loader: BackendLoader,
     tuning: ExecutorTuning = TUNING.executor,
 ) -> Instance:
-    """Return one instance of a version, not yet entered."""
+    """Return one instance of a version, not yet entered.
+
+    Raises:
+        ConfigurationError: the files of a version for a device cannot be listed.
+    """
     config = version.config
     name = f"{version.name}-{version.version}-{number}"
     backend = version.new_backend(loader.signature)
@@ -62,13 +66,15 @@ def _block_size_of(version: ModelVersion) -> HostBlockSize | None:
 
 def _placement_of(version: ModelVersion) -> DevicePlacement:
     config = version.config
+    with files_of(version.directory) as files:
+        weights_bytes = sum(path.stat().st_size for path in files)
     return DevicePlacement(
         open_device=partial(open_device, config.device),
         max_rows=config.max_batch_size,
         ring=config.ring,
         graphs=config.cuda_graphs and config.device != "cpu",
         needs={
-            "weights": sum(path.stat().st_size for path in list_files(version.directory)),
+            "weights": weights_bytes,
             "arena": config.gpu_memory_limit_bytes,
         },
     )

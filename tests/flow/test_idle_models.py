@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -255,6 +256,32 @@ async def test_model_that_cannot_be_loaded_again_refuses_those_that_wait(tmp_pat
         assert await answers(client, kept)
     assert {each.code for each in results} == {Code.MODEL_NOT_READY}
     assert all("its file is gone" in each.message for each in results)
+
+
+async def test_model_whose_files_cannot_be_listed_fails_alone(tmp_path: Path) -> None:
+    """As where the file system that has them is in trouble; the other models serve on."""
+    for name in NAMES:
+        add_model(tmp_path, name, WAIT)
+    async with serving(tmp_path) as (pipeline, client):
+        (name,) = unloaded(pipeline)
+        make_unlistable(tmp_path / name / "1")
+        refused = await outcome(client, name)
+        assert states(pipeline)[f"{name}/1"][0] == State.FAILED
+        for kept in {*NAMES} - {name}:
+            assert await answers(client, kept)
+    assert refused.code == Code.MODEL_NOT_READY
+    assert "File name too long" in refused.message
+
+
+def make_unlistable(directory: Path) -> None:
+    """Add directories below each other whose path is too long for the system."""
+    place = os.open(directory, os.O_RDONLY)
+    for _ in range(25):
+        os.mkdir("d" * 200, dir_fd=place)
+        below = os.open("d" * 200, os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = below
+    os.close(place)
 
 
 async def test_removed_model_answers_requests_that_had_it_loaded_again(tmp_path: Path) -> None:
