@@ -25,6 +25,10 @@ CODINGS = (ZSTD, GZIP, DEFLATE, BROTLI)
 """The known codings; of those that a caller accepts equally, the first one is taken."""
 
 _WINDOW_BITS = {GZIP: 16 + zlib.MAX_WBITS, DEFLATE: zlib.MAX_WBITS}
+_MAX_INFLATION = 1032
+"""Bytes that one byte of deflate becomes at most, see "Maximum compression factor" in zlib's
+technical details.
+"""
 _TUNING = TUNING.protocol
 
 
@@ -112,6 +116,8 @@ def _exceeds(content: bytes | memoryview, coding: str, limit_bytes: int) -> bool
     Bombs are runs of equal bytes, which this library copies ten times as fast as zlib; it is slower
     at other content, and does not say where damage is.
     """
+    if len(content) * _MAX_INFLATION <= limit_bytes:
+        return False
     room = np.empty(limit_bytes, np.uint8)  # memory only as it is written
     try:
         (cramjam.gzip if coding == GZIP else cramjam.zlib).decompress_into(content, room.data)

@@ -93,6 +93,7 @@ FACTS = {
         *("_MAX_COUNT", "_MAX_DIGITS", "OWN_ANSWER_HEADERS"),
     },
     "headrace/protocol/claims.py": {"MAX_CLAIM_BYTES"},
+    "headrace/protocol/compression.py": {"_MAX_INFLATION"},  # of RFC 1951
     "headrace/protocol/messages.py": {
         *("MAX_RANK", "MAX_INPUTS", "MAX_OUTPUTS", "MAX_NAME_LENGTH", "MAX_PARAMETERS"),
     },
