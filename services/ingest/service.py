@@ -362,15 +362,14 @@ class IngestService:
     async def _finish_transformed(self, payloads: Sequence[PendingValue]) -> None:
         """Pass on requests whose inputs were made, or that have ended."""
         self._trace([payload.request for payload in payloads])
-        placed = [payload for payload in payloads if not self._is_misplaced(payload)]
-        await self._send(*_divide([payload.request for payload in placed]))
-        if len(placed) == len(payloads):
-            return
-        deferral = self._source.deferral
-        assert deferral is not None
-        for payload in payloads:
-            if not self._is_misplaced(payload):
-                continue
+        # Looked at once: a request that was sent may be answered, and its share forgotten, before
+        # the next one is charged.
+        misplaced = [payload for payload in payloads if self._is_misplaced(payload)]
+        placed = [payload.request for payload in payloads if payload not in misplaced]
+        await self._send(*_divide(placed))
+        for payload in misplaced:
+            deferral = self._source.deferral
+            assert deferral is not None
             kept, over_share, late = deferral.charge_again(
                 payload.request, is_reread=payload.is_reread
             )

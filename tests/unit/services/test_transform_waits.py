@@ -9,18 +9,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.config import LimitSettings
+from headrace.consumer.deferring import Deferral
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.crash_isolation.run_gate import RunGate
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.budget import Budget, Share, Usage
+from headrace.delivery.budget import Budget, BudgetShares, Share, Usage
 from headrace.delivery.failures import REVOKED
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker
 from headrace.errors import Code
 from headrace.log.port import Record
 from headrace.models.registry import Models
+from headrace.protocol.codec import encode_request
+from headrace.protocol.headers import JSON
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
@@ -35,7 +39,7 @@ from headrace.transforms.workers import (
 from headrace.tuning import TUNING, IngestTuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits, settings_for
-from tests.support.python_models import BEGUN, GATE, shut_gate
+from tests.support.python_models import BEGUN, GATE, STEPS, shut_gate
 from tests.support.services import (
     REQUESTS,
     StillClock,
@@ -48,12 +52,15 @@ from tests.support.work import NOW_US, Tray, make_request
 
 TRANSFORM = """
 import numpy as np
-from tests.support.python_models import BEGUN, GATE
+from tests.support.python_models import BEGUN, GATE, STEPS
 
 def transform(payload, content_type):
     if payload == b"waits":
         BEGUN.set()
         GATE.wait()
+    if payload == b"steps":
+        BEGUN.set()
+        STEPS.acquire()
     return {"pixels": np.full((len(payload), 64), 1, np.float32)}
 """
 CONFIG = 'transform = "python"\nmax_execution_s = 3600\n'
@@ -75,7 +82,7 @@ def models(tmp_path: Path) -> Models:
 class Feed:
     """A source that delivers what the test puts into it."""
 
-    deferral = None
+    deferral: Deferral | None = None
 
     def __init__(self, assignment: AssignedPartition | None = None) -> None:
         self.assignment = assignment or make_assignment()
@@ -108,8 +115,15 @@ class Feed:
 class Running:
     """An ingest that runs, and what it has sent."""
 
-    def __init__(self, models: Models, feed: Feed, instruments: Instruments, tuning: IngestTuning):
-        self.items, self.answers = Tray(), Tray()
+    def __init__(
+        self,
+        models: Models,
+        feed: Feed,
+        instruments: Instruments,
+        tuning: IngestTuning,
+        items: Tray | None = None,
+    ):
+        self.items, self.answers = items or Tray(), Tray()
         self.instruments = instruments
         self.service = IngestService(
             feed,  # type: ignore[arg-type]  # what is used of it
@@ -141,9 +155,10 @@ async def running(
     feed: Feed,
     tuning: IngestTuning = TUNING.ingest,
     clock: StillClock | None = None,
+    items: Tray | None = None,
 ) -> AsyncIterator[Running]:
     """An ingest of one worker that ends with the context, when the gate has been opened."""
-    ingest = Running(models, feed, make_instruments(clock), tuning)
+    ingest = Running(models, feed, make_instruments(clock), tuning, items)
     async with asyncio.TaskGroup() as tasks:
         with shut_gate():
             tasks.create_task(ingest.service.run())
@@ -350,6 +365,62 @@ def transform_of(models: Models, ack_handle: InFlightAck) -> PendingTransform:
     request = make_request("slow")
     request.offset, request.ack_handle = ack_handle.offset, ack_handle
     return PendingTransform(request, models.catalog.lookup("slow"), b"x", "text/plain")
+
+
+class AnsweringTray(Tray):
+    """A stream whose requests are answered at once, while `is_open` is set.
+
+    Attributes:
+        closes_after: offset of the request after which it is full again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+        self.closes_after = -1
+
+    async def send(self, chunk: list[Request]) -> None:
+        await self.is_open.wait()
+        await super().send(chunk)
+        ack_all_of(chunk)
+        if self.closes_after in [request.offset for request in chunk]:
+            self.closes_after = -1
+            self.is_open.clear()
+
+
+async def test_request_is_sent_once_though_its_share_is_forgotten_meanwhile(
+    models: Models,
+) -> None:
+    """It was answered while another one, whose model is known only now, was charged again."""
+    tracker = InFlightTracker(Budget(1_000_000_000), lambda: None)
+    feed, items = Feed(tracker.assign(REQUESTS, AckedOffsets(0))), AnsweringTray()
+    feed.deferral = Deferral(BudgetShares(tracker.budget, 0.5, 0.5, max_idle_shares=1))
+    unnamed = encode_request(JSON, "digits", {"pixels": np.zeros((500, 64), np.float32)})
+    as_json = {"content-type": JSON.encode()}
+    async with running(models, feed, items=items) as ingest:
+        feed.put((unnamed, as_json), payload(model="other"))
+        await eventually(lambda: len(ingest.sent) == 2, what="the times of both are known")
+        feed.put(payload(b"steps"))
+        await eventually(BEGUN.is_set)
+        BEGUN.clear()
+        items.is_open.clear()
+        feed.put((unnamed, as_json), payload(model="other"), payload(b"steps"))
+        await eventually(lambda: counted(ingest.instruments, "transforms_waiting") == 4)
+        STEPS.release()
+        await eventually(BEGUN.is_set, what="those before the last are made")
+        items.closes_after = 4
+        items.is_open.set()
+        await eventually(lambda: 4 in ingest.sent and not items.is_open.is_set())
+        tenants = [{"x-tenant": b"%d" % number} for number in range(10)]
+        feed.put(*[(digits_value(), each) for each in tenants])
+        await eventually(lambda: feed.assignment.in_flight == 12, what="the others are read")
+        items.is_open.set()
+        await eventually(lambda: {*ingest.sent} >= {*range(5), 6}, what="they are sent")
+        STEPS.release()
+
+    assert sorted(ingest.sent) == [*range(16)]
+    assert tracker.budget.used_bytes == 0
 
 
 async def test_worker_marks_payloads_before_it_takes_them(models: Models) -> None:
