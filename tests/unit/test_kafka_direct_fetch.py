@@ -130,6 +130,19 @@ async def test_offset_behind_end_of_log_is_given_up_at_once() -> None:
     assert brokers.requests == 2
 
 
+async def test_batch_that_was_damaged_on_its_way_is_read_again() -> None:
+    """The log still has it, so its request need not fail."""
+    damaged = bytearray(batch(4, b"there")[-1])
+    damaged[-1] ^= 1
+    both = batch(3, b"first")[-1] + bytes(damaged)
+    brokers = Brokers([(0, 9, 9, 0, [], -1, both), batch(4, b"there")])
+
+    found = await fetch_from(brokers).fetch(PARTITION, 3, 4, 1000)
+
+    assert [(record.offset, record.value) for record in found] == [(3, b"first"), (4, b"there")]
+    assert brokers.positions == [3, 4]
+
+
 async def test_damaged_batch_is_passed_over() -> None:
     """The records behind it are there."""
     damaged = bytearray(batch(3, b"damaged")[-1])

@@ -94,6 +94,7 @@ class DirectFetch:
     ) -> None:
         tuning = self._connection.tuning
         position, waited_s = first, 0.0
+        damaged: set[int] = set()
         while position <= last:
             asked = [(partition.topic, [(partition.partition, position, max_bytes)])]
             request = FetchRequest(0, 0, max_bytes, _READ_UNCOMMITTED, asked)
@@ -104,7 +105,11 @@ class DirectFetch:
                 if following == position:
                     break  # the log ends before it
             else:
-                following = self._take(RecordSet(batches), partition, position, fetched)
+                known = len(damaged)
+                following = self._take(RecordSet(batches), partition, position, fetched, damaged)
+                if len(damaged) > known:  # perhaps only on its way: it is read once more
+                    position = following
+                    continue
             if following == position:
                 # The log ends here, or its leader is new and does not know yet how far the
                 # followers have come: until then it shows no record after that (KIP-207).
@@ -144,16 +149,25 @@ class DirectFetch:
             await asyncio.sleep(self._connection.tuning.request_retry_s)
 
     def _take(
-        self, batches: RecordSet, partition: TopicPartition, position: int, fetched: Fetched
+        self,
+        batches: RecordSet,
+        partition: TopicPartition,
+        position: int,
+        fetched: Fetched,
+        damaged: set[int],
     ) -> int:
         """Add the records from `position` on; return the offset after the last batch.
 
-        A batch that cannot be read is passed over.
+        This ends before a batch whose checksum is wrong for the first time, and adds the offset to
+        `damaged`. One that is damaged again, or cannot be read, is passed over.
         """
         while batches.has_next():
             try:
                 batch = batches.next_batch()
                 if not is_intact(batch, batches.content):
+                    if position not in damaged:
+                        damaged.add(position)
+                        return position
                     raise UnreadableBatch("expected the checksum of the batch, got another one")
                 following = batch.next_offset
                 if not batch.is_control_batch:
