@@ -231,6 +231,11 @@ class Source:
             polled.assignment.admit(polled.skipped, 0).ack()
         return None
 
+    @property
+    def is_stopping(self) -> bool:
+        """True once nothing more is admitted."""
+        return self._reader.is_stopping
+
     def stop_reading(self) -> None:
         """Admit no more records; stay in the group, to keep the partitions of those in flight."""
         self._reader.is_stopping = True

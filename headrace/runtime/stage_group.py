@@ -518,6 +518,7 @@ class _Composition:
             self._metrics,
             self._tuning.transport,
             self._fetcher,
+            lambda: self._source.is_stopping,
         )
         stages.source_values.append(values)
         return values

@@ -11,7 +11,7 @@ from headrace.clock import wall_clock_us
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation, is_isolated
 from headrace.delivery.failures import poisoned_failure, rejection, split_ended
-from headrace.delivery.inflight import AssignedPartition, ack_all
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, ack_all
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
@@ -191,8 +191,21 @@ class BatchReceiver:
         offset: int,
         isolation: Isolation | None,
     ) -> None:
-        """Queue a batch once the values that are not in it are read."""
+        """Queue a batch once the values that are not in it are read. Requests whose values are left
+        in a store at a stop are left in the log.
+        """
         await values.read(missing)
+        if left := values.left(missing):
+            if isolation is not None and isolation.isolated is not None:
+                isolation.leave()
+                for request in batch.requests:  # the last commit does not wait for held ones
+                    if request not in left and isinstance(request.ack_handle, InFlightAck):
+                        request.ack_handle.hold()
+                return
+            others = [request for request in batch.requests if request not in left]
+            if not others:
+                return
+            batch = Batch(batch.batch_id, others, batch.reason)
         refused = [request for request in missing if request.failure is not None]
         if refused and self._heartbeat is not None:
             self._heartbeat.finished(batch.batch_id, refused)

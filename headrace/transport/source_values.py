@@ -57,16 +57,22 @@ class ClaimedValues:
     Args:
         fetcher: fetches objects; None where no claims are allowed.
         stage: failures name it.
+        is_stopping: returns True once the process stops.
     """
 
-    def __init__(self, fetcher: ClaimFetcher | None, stage: Stage) -> None:
+    def __init__(
+        self, fetcher: ClaimFetcher | None, stage: Stage, is_stopping: Callable[[], bool]
+    ) -> None:
         self._fetcher = fetcher
+        self._is_stopping = is_stopping
         self._stage = stage
         self._fetching: dict[Request, asyncio.Timeout] = {}
         self._held: dict[Request, InFlightAck] = {}
 
     async def fetch(self, request: Request) -> None:
-        """Set the value of a request to the object of its claim, or fail the request."""
+        """Set the value of a request to the object of its claim, or fail the request. A request
+        whose object is not here at a stop keeps its claim, and is left in the log.
+        """
         try:
             if self._fetcher is None or request.envelope.claim is None:
                 raise refuse_claim("none, since claims.allowed is empty", "a claim")
@@ -79,9 +85,13 @@ class ClaimedValues:
                 content = await self._fetcher.fetch(claim)
             restore_value(request, content)
         except TimeoutError:
-            is_revoked = request.ack_handle.revoked
-            late = REVOKED if is_revoked else deadline_exceeded(due_ms, 0.0, self._stage)
-            self._end(request, late)
+            if request.ack_handle.revoked:
+                self._end(request, REVOKED)
+            elif request in self._held and self._is_stopping():
+                # It stays held, so that the last commit does not wait for it.
+                del self._held[request]
+            else:
+                self._end(request, deadline_exceeded(due_ms, 0.0, self._stage))
         except ClaimUnavailable as error:
             self._end(request, Failure(Code.INTERNAL, str(error), self._stage))
         except Rejected as error:
@@ -96,13 +106,12 @@ class ClaimedValues:
         ack_handle = request.ack_handle
         if ack_handle.revoked:
             within.reschedule(asyncio.get_running_loop().time())
-        elif (
-            isinstance(ack_handle, InFlightAck)
-            and ack_handle.assignment.leaving
-            and request not in self._held
-        ):
-            self._held[request] = ack_handle
-            ack_handle.hold()
+        elif isinstance(ack_handle, InFlightAck) and ack_handle.assignment.leaving:
+            if request not in self._held:
+                self._held[request] = ack_handle
+                ack_handle.hold()
+            if self._is_stopping():
+                within.reschedule(asyncio.get_running_loop().time())
 
     def _end(self, request: Request, failure: Failure) -> None:
         request.referenced = 0
@@ -111,7 +120,7 @@ class ClaimedValues:
 
     def revoked(self) -> None:
         """End the fetches of claims whose partitions were revoked. A drain does not wait for those
-        of partitions that are leaving.
+        of partitions that are leaving, and a stop ends them.
         """
         for request, within in self._fetching.items():
             self._note_revocation(request, within)
@@ -129,6 +138,7 @@ class SourceValues:
         metrics: counts the values.
         fetcher: fetches the objects of claims; None where none are allowed.
         tuning: tuning values.
+        is_stopping: returns True once the process stops.
     """
 
     def __init__(
@@ -141,6 +151,7 @@ class SourceValues:
         metrics: Metrics,
         tuning: TransportTuning = TUNING.transport,
         fetcher: ClaimFetcher | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._log = log_
         self._topic = topic
@@ -152,7 +163,7 @@ class SourceValues:
         self._backoff = Backoff(tuning.source_retry_first_s, tuning.source_retry_max_s)
         self._surplus = _Surplus(tuning.source_surplus_bytes)
         self._reading: dict[int, asyncio.Lock] = {}
-        self._claimed = ClaimedValues(fetcher, stage)
+        self._claimed = ClaimedValues(fetcher, stage, is_stopping)
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests whose values have to be read."""
@@ -163,6 +174,12 @@ class SourceValues:
         as soon as those are admitted, so that nothing else takes their room.
         """
         return sum([request.referenced for request in self.missing(requests)])
+
+    def left(self, requests: Sequence[Request]) -> list[Request]:
+        """Return those of requests that were read whose objects were not fetched since the process
+        stops: they stay in the log, for the next owners of their partitions.
+        """
+        return [each for each in requests if each.envelope.claim is not None and each.referenced]
 
     def revoked(self) -> None:
         """End the fetches of claims whose partitions were revoked."""
@@ -244,6 +261,11 @@ class SourceValues:
         await self.read(missing)
         if before is not None:
             await asyncio.wait([before])
+        if left := set(self.left(missing)):
+            chunk = [request for request in chunk if request not in left]
+            missing = [request for request in missing if request not in left]
+        if not chunk:
+            return
         if ended is None:
             await outgoing.send(chunk)
             return

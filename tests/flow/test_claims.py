@@ -50,6 +50,7 @@ from tests.support.tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "orders"
 TOGETHER, APART = [STAGES], [[stage] for stage in STAGES]
+EXECUTOR_TOGETHER = [STAGES[:1], STAGES[1:3], STAGES[3:]]
 QUICK = replace(TUNING, claims=ClaimTuning(backoff=Backoff(0.01, 0.05)))
 PATIENT = replace(QUICK, consumer=replace(QUICK.consumer, revocation_timeout_s=3600))
 MIB = 1024 * 1024
@@ -654,6 +655,33 @@ async def test_claims_that_wait_at_stop_are_answered_by_next_process(
 
     assert [read(each.result(), 1) for each in waiting] == ["ok"] * 5
     assert answered == 5 or guarantee == "exactly_once"  # transactions have markers
+
+
+@pytest.mark.parametrize("grouping", [APART, EXECUTOR_TOGETHER], ids=["apart", "with batcher"])
+async def test_claim_that_waits_in_executor_at_stop_is_answered_by_next_process(
+    tmp_path: Path, grouping: Any
+) -> None:
+    """Ingest has checked its object; the stop does not wait until the executor has it again."""
+    rows = 2000  # smaller ones travel with their requests
+    async with StandInStore() as store:
+        settings = claiming(
+            tmp_path, store, limits={"drain_timeout_s": 3600}, claims={"timeout_ms": 3_600_000}
+        )
+        log = await log_for(settings)
+        claim = put(store, "a", rows)
+        store.holds_repeats = True
+        async with RpcClient(log, settings) as client, asyncio.TaskGroup() as tasks:
+            async with serving(settings, log, grouping, QUICK):
+                waiting = tasks.create_task(client.call(record_of(claim)))
+                await eventually(
+                    lambda: store.reads == 1 and len(store.requests) > 1,
+                    what="the object is fetched again",
+                )
+            store.held.set()
+            async with serving(settings, log, grouping, QUICK):
+                await asyncio.wait([waiting])
+
+    assert read(waiting.result(), rows) == "ok"
 
 
 @pytest.mark.parametrize("order", ["none", "key", "partition"])

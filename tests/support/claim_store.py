@@ -83,6 +83,7 @@ class StandInStore(ObjectServer):
         pause_s: pause after each part of an object.
         forgets: beginning of the paths whose objects are not kept when they are put.
         held: set to let reads go on that `holds` stops before their last bytes.
+        holds_repeats: whether the same is done with all reads of an object but the first.
         sent_bytes: bytes of objects that were sent.
         most_reads, most_writes: most that were in progress together.
     """
@@ -93,7 +94,7 @@ class StandInStore(ObjectServer):
         self.requests: list[str] = []
         self.failures_left = 0
         self.pause_s = 0.0
-        self.holds = False
+        self.holds = self.holds_repeats = False
         self.forgets = ""
         self.held = asyncio.Event()
         self.away_after: dict[str, int] = {}
@@ -135,10 +136,13 @@ class StandInStore(ObjectServer):
     async def _send(
         self, request: web.Request, response: web.StreamResponse, content: bytes, *, is_cut: bool
     ) -> None:
+        is_held = self.holds or (
+            self.holds_repeats and self.requests.count(f"GET {request.path}") > 1
+        )
         await response.prepare(request)
         for start in range(0, len(content), CHUNK):
             part = content[start : start + CHUNK]
-            if self.holds and start + CHUNK >= len(content):
+            if is_held and start + CHUNK >= len(content):
                 await self.held.wait()
             if is_cut and start:
                 assert request.transport is not None
