@@ -134,7 +134,7 @@ class Worker:
 
     Attributes:
         activity: the current run.
-        is_busy: True from a batch's arrival until its answers are sent, and while one is retried.
+        is_busy: False while it waits for a batch and has none to retry; True before it first waits.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Worker:
         self._buffer = AnswerBuffer(answers, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
-        self.is_busy = False
+        self.is_busy = True
 
     @property
     def version(self) -> ModelVersion:

@@ -237,6 +237,25 @@ async def test_model_whose_answers_are_being_made_is_not_idle(tmp_path: Path) ->
         assert busy.result().outputs["y"] == 42
 
 
+async def test_model_is_not_idle_in_its_first_run(tmp_path: Path) -> None:
+    """The request for which it was loaded waited, so that the instance takes it without a wait."""
+    not_warmed_up = f'if inputs["x"][0, 0] == 21: {AT_THE_GATE}'
+    add_model(tmp_path, "a", WAIT, run=not_warmed_up)
+    add_model(tmp_path, "b", WAIT)
+    add_model(tmp_path, "c")
+    async with serving(tmp_path, tuning=IMPATIENT) as (pipeline, client):
+        assert unloaded(pipeline) == ["a"]
+        with shut_gate():
+            async with asyncio.TaskGroup() as tasks:
+                busy = tasks.create_task(answers(client, "a"))
+                await eventually(BEGUN.is_set)
+                refused = await outcome(client, "b")
+                assert unloaded(pipeline) == ["b"]
+                GATE.set()
+        assert busy.result()
+    assert refused.code == Code.MODEL_NOT_READY
+
+
 async def test_model_that_cannot_be_loaded_again_refuses_those_that_wait(tmp_path: Path) -> None:
     """They get the reason, as does every operator; the other models serve on."""
     loads = "import os; assert os.path.exists({there!r}), 'its file is gone'"
