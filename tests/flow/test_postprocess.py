@@ -22,6 +22,7 @@ from tests.support.dying import FUSED, outcomes, restart_until
 from tests.support.gateways import gateway_of
 from tests.support.models import add_version, identity
 from tests.support.pipelines import PARTITIONS, log_for, serving
+from tests.support.python_models import shut_gate
 
 CALLS = "headrace_postprocess_duration_seconds_count"
 GROUPS = [[list(STAGES)], [[stage] for stage in STAGES]]
@@ -165,11 +166,11 @@ async def test_code_that_crashes_in_a_child_fails_its_own_request(tmp_path: Path
 
 
 NATIVE = """
-import time
+from tests.support.python_models import GATE
 
 def postprocess(outputs, request):
     if outputs["y"][0, 0] == 13:
-        time.sleep(3600)
+        GATE.wait()
     return {"y": outputs["y"] * 2}
 """
 
@@ -205,7 +206,8 @@ async def test_code_that_hangs_in_native_code_on_a_thread_is_found_by_restarts(
         return len(await outcomes(settings, log)) == len(requests)
 
     quick = replace(TUNING, ingest=replace(TUNING.ingest, interrupt_grace_s=0.2))
-    restarts = await restart_until(all_answered, settings, log, [FUSED], tuning=quick)
+    with shut_gate():
+        restarts = await restart_until(all_answered, settings, log, [FUSED], tuning=quick)
 
     found = await outcomes(settings, log)
     assert found == {0: {2}, 1: {4}, 2: {"MODEL_FAILED"}, 3: {6}, 4: {8}}
