@@ -32,6 +32,7 @@ from benchmarks.plan import (
     plan_resources,
 )
 from benchmarks.results import LATEST, Results
+from headrace.config import LimitSettings
 
 PAGE = Path("docs/scaling.md")
 RATES_PER_S = (1_000, 10_000, 100_000)
@@ -106,11 +107,12 @@ def render(apart: Apart | None, results: Results | None) -> str:
 
 
 def _costs(size: OfSize, form: Form) -> Costs:
-    """Return the costs of a request. It is written to `requests`, and again by each process that
-    passes it on; answers are small here and left out.
+    """Return the costs of a request. It is written to `requests`, and if it is small again by each
+    process that passes it on; references to large values, and answers, are small here and left out.
     """
     handing_on = sum(not stages.endswith(LAST_STAGES) for stages in form.cpu_us_of)
-    written = size.value_bytes * (1 + handing_on)
+    is_inline = size.value_bytes < LimitSettings().inline_payload_bytes
+    written = size.value_bytes * (1 + handing_on * is_inline)
     return Costs(form.cpu_us_of, form.broker_us, written, GPUS.get(size.name))
 
 
