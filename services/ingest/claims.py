@@ -86,8 +86,13 @@ class ClaimWaits:
 
     async def run(self) -> None:
         """Fetch until `close`."""
-        async with self._tasks:
-            await self._closing.wait()
+        try:
+            async with self._tasks:
+                await self._closing.wait()
+        except BaseException:
+            # Nobody waits for `close` then, which ends the thread otherwise.
+            self._worker.close()
+            raise
 
     def add(self, pending: PendingClaim, *, is_charged: bool) -> None:
         """Let a request wait for its object.
