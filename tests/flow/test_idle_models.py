@@ -278,7 +278,7 @@ async def test_model_that_cannot_be_loaded_again_refuses_those_that_wait(tmp_pat
 
 
 async def test_model_whose_files_cannot_be_listed_fails_alone(tmp_path: Path) -> None:
-    """As where the file system that has them is in trouble; the other models serve on."""
+    """Where the file system of a model is in trouble, the other models serve on."""
     for name in NAMES:
         add_model(tmp_path, name, WAIT)
     async with serving(tmp_path) as (pipeline, client):

@@ -158,7 +158,7 @@ def test_senseless_change_is_refused_with_reason(change: Change, reason: str) ->
 
 
 def test_version_loaded_instead_of_another_gets_its_names() -> None:
-    """By one change, so that memory for both is never needed; it is compared with the old one."""
+    """One change does both, so memory for both is never needed; the signatures are compared."""
     records = history(
         load("digits", "1"),
         load("digits", "2"),
