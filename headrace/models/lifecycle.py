@@ -123,10 +123,13 @@ class VersionLifecycle:
             return
         # From now on requests are bound to the new versions. So nothing more comes for one with
         # another number, and it is unloaded when it has answered what waits for it.
+        pending = [] if model.swap is None else model.swap.pending
         model.begin_swap(added, replaced)
         self.publish_and_retire(added[0].name)
         for version in replaced:
             self.unload(version, "swap", leaves_waiting=version.version in model.awaited)
+            if version in pending:  # no executor will take the requests that wait for it
+                self._notify(VersionChange("reassign", version))
 
     def mark_ready(self, version: ModelVersion, verdict: Verdict | None = None) -> None:
         """Let a version take requests; they may share runs unless the verdict forbids it.

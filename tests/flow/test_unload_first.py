@@ -20,6 +20,7 @@ from tests.flow.test_controlled_models import Operator
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS, Grouping, log_for
 from tests.support.pipelines import serving as serving_groups
+from tests.support.python_models import BEGUN, GATE, shut_gate
 from tests.support.sized_models import MIB, MODEL_BYTES, add_model, settings_with_budget, states
 
 FIRST = 'swap = "unload_first"'
@@ -28,6 +29,7 @@ FUSED: Grouping = [STAGES]
 APART: Grouping = [(Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
 AT_ONCE = 4
 FAILS = "raise ValueError('does not load')"
+AT_THE_GATE = "from tests.support.python_models import BEGUN, GATE; BEGUN.set(); GATE.wait()"
 
 
 @asynccontextmanager
@@ -42,6 +44,12 @@ async def serving(
         Client(log=log, settings=settings) as client,
     ):
         yield pipelines, client
+
+
+async def factor_of_answer(client: Client, name: str = "a") -> float:
+    """By what the version that answers a request multiplies."""
+    response = await client.infer(name, {"x": np.array([[1]], np.float32)}, timeout_s=60)
+    return float(response.outputs["y"][0, 0])
 
 
 class Callers:
@@ -64,14 +72,18 @@ class Callers:
 
     async def _call(self, name: str) -> None:
         while not self._stopping:
-            x = np.array([[1]], np.float32)
-            response = await self._client.infer(name, {"x": x}, timeout_s=60)
-            self.factors.append(float(response.outputs["y"][0, 0]))
+            self.factors.append(await factor_of_answer(self._client, name))
 
     async def answered_more(self, factor: float) -> None:
         """Wait until some more requests were answered by the version with this factor."""
         before = self.factors.count(factor)
         await eventually(lambda: self.factors.count(factor) > before + 5 * AT_ONCE)
+
+
+def waiting_requests(pipeline: Pipeline) -> int:
+    """Requests that wait in its batcher."""
+    queue = pipeline.state.queue()
+    return 0 if queue is None else queue.requests
 
 
 def count(pipeline: Pipeline, metric: str, reason: str) -> float:
@@ -114,6 +126,28 @@ async def test_old_version_answers_again_when_new_one_cannot_be_loaded(tmp_path:
         assert "does not load" in found["a/2"][1]
         assert pipeline.models.catalog.lookup("a").version == "1"
     assert set(callers.factors) == {2}
+
+
+async def test_request_for_version_that_is_replaced_before_it_loads_is_answered(
+    tmp_path: Path,
+) -> None:
+    """It waits for version 2, which waits for a run of version 1; then version 3 is to be loaded
+    instead.
+    """
+    GATE.set()
+    add_model(tmp_path, "a", FIRST, run=AT_THE_GATE)
+    async with serving(tmp_path) as ((pipeline,), client), asyncio.TaskGroup() as tasks:
+        with shut_gate():
+            busy = tasks.create_task(factor_of_answer(client))
+            await eventually(BEGUN.is_set)
+            add_model(tmp_path, "a", FIRST, version=2, factor=3)
+            await pipeline.models.reload()
+            waiting = tasks.create_task(factor_of_answer(client))
+            await eventually(lambda: waiting_requests(pipeline) == 1)
+            add_model(tmp_path, "a", FIRST, version=3, factor=5)
+            await pipeline.models.reload()
+            GATE.set()
+            assert [await busy, await waiting] == [2, 5]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["loads", "fails"])

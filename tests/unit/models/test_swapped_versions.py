@@ -87,12 +87,14 @@ async def test_changed_files_of_same_version_leave_its_requests_to_it(tmp_path: 
 
 
 async def test_third_version_replaces_the_one_that_loads(tmp_path: Path) -> None:
-    """It waits until both are gone, and the first is what is left if it fails."""
+    """It waits until both are gone, and the first is what is left if it fails. Requests that wait
+    for the second are bound to the third.
+    """
     executor, old, second = await swapping(tmp_path)
     executor.told()
     add_version(tmp_path, "digits", 3, digits(), FIRST)
     await executor.models.reload()
-    assert executor.told() == [("unload", "2")]
+    assert executor.told() == [("unload", "2"), ("reassign", "2")]
     executor.models.lifecycle.mark_gone(old)
     assert executor.told() == []
     executor.models.lifecycle.mark_gone(second)
