@@ -31,6 +31,7 @@ from headrace.log.errors import UnknownPartition
 from headrace.log.port import Log, Record, TopicPartition, Wanted
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.primitives.stage_tasks import StageTasks
+from headrace.primitives.timeouts import end_now
 from headrace.protocol.claims import refuse_claim
 from headrace.protocol.codec import restore_value
 from headrace.protocol.messages import Failure, IngestedRequest, Request
@@ -105,13 +106,13 @@ class ClaimedValues:
     def _note_revocation(self, request: Request, within: asyncio.Timeout) -> None:
         ack_handle = request.ack_handle
         if ack_handle.revoked:
-            within.reschedule(asyncio.get_running_loop().time())
+            end_now(within)
         elif isinstance(ack_handle, InFlightAck) and ack_handle.assignment.leaving:
             if request not in self._held:
                 self._held[request] = ack_handle
                 ack_handle.hold()
             if self._is_stopping():
-                within.reschedule(asyncio.get_running_loop().time())
+                end_now(within)
 
     def _end(self, request: Request, failure: Failure) -> None:
         request.referenced = 0

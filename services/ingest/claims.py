@@ -24,6 +24,7 @@ from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Code, Rejected
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.stage_tasks import StageTasks
+from headrace.primitives.timeouts import end_now
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.messages import Failure, Request
 from headrace.services.ingest.decode import IngestRules, PendingClaim, decode_claimed
@@ -166,7 +167,7 @@ class ClaimWaits:
         """End the fetch of a request early."""
         within = self._waiting[request]
         if within is not None:
-            within.reschedule(asyncio.get_running_loop().time())
+            end_now(within)
 
     async def _fetch(self, pending: PendingClaim, *, is_charged: bool) -> None:
         """Set the value of a request to its object, or fail the request; neither if it is left in

@@ -21,6 +21,7 @@ from headrace.errors import Rejected, Retriable
 from headrace.models.inputs.framing import FramedSchemas
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Pauses
+from headrace.primitives.timeouts import end_now
 from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.topics import Stage
@@ -138,7 +139,7 @@ class SchemaWaits:
         """Leave payloads whose partitions were revoked, or are leaving, in the log."""
         for payload, within in self._alone.items():
             if is_leaving(payload.request):
-                within.reschedule(asyncio.get_running_loop().time())
+                end_now(within)
         for key, payloads in list(self._waiting.items()):
             self._waiting[key] = [each for each in payloads if not is_leaving(each.request)]
             if not self._waiting[key]:

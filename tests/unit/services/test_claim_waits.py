@@ -78,3 +78,42 @@ async def test_claim_that_was_left_in_the_log_holds_no_room(tmp_path: Path) -> N
                 waits.add(second, is_charged=False)
                 await eventually(lambda: finished == [second.request], what="it is here")
                 await waits.close()
+
+
+async def test_request_that_is_cancelled_twice_ends_once(tmp_path: Path) -> None:
+    """The second record comes while the fetch is being ended, which takes a turn of the loop."""
+    tracker = InFlightTracker(Budget(1000), lambda: None)
+    assignment = tracker.assign(TopicPartition("requests", 0), AckedOffsets(0))
+    finished: list[Request] = []
+
+    async def finish(claimed: Claimed) -> None:
+        finished.append(claimed.request)
+
+    models = Models(settings_for(tmp_path))
+    async with StandInStore() as store:
+        store.holds = True
+        header = store.put("/in/a", b"x" * OBJECT_BYTES)
+        async with ClaimFetcher(ClaimSettings(allowed=[f"{store.url}/in"])) as fetcher:
+            waits = ClaimWaits(
+                fetcher,
+                IngestRules(models.catalog, LimitSettings()),
+                finish,
+                tracker.budget,
+                AutoResetEvent(),
+                StillClock(),
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(waits.run())
+                await asyncio.sleep(0)
+                pending = claiming(fetcher, header, assignment)
+                waits.add(pending, is_charged=True)
+                await eventually(lambda: store.reads == 1, what="the object is fetched")
+                place = ("requests", 0, pending.request.offset)
+                cancelling = make_request(envelope=Envelope(cancels=place))
+                for _ in range(3):
+                    waits.cancel([cancelling])
+                    await asyncio.sleep(0)
+                await waits.close()
+                store.holds = False
+                store.held.set()
+    assert finished == [pending.request]
