@@ -200,6 +200,11 @@ class ProtocolTuning:
     """So much of gzip and deflate is made before it is looked at whether this may be a bomb."""
     dense_ratio: int = 64
     """It may, if it has become more than so many times as large by then."""
+    brotli_piece_bytes: int = 256
+    """So much of a br stream is read at first, and again while it becomes `dense_ratio` times as
+    large; otherwise twice as much each time."""
+    brotli_part_bytes: int = 256 * 1024
+    """After so many bytes, and as many again in its buffer, it is looked at what br becomes."""
     located_damage_bytes: int = 256
     """Damage in a compressed value is located to so many bytes."""
 

@@ -75,7 +75,7 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
 
     Raises:
         Rejected: `TOO_LARGE` for a larger result, of which only `limit_bytes` and one are made,
-            of br up to twice as many and 32 KiB;
+            of br up to 0.5 MiB more;
             `INVALID_REQUEST` for content that is damaged or not whole.
     """
     if coding == ZSTD:
@@ -102,6 +102,13 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
     if not stream.eof:
         raise _ends_early(where, coding, content, plain)
     return plain
+
+
+def fills_large_window(content: bytes | memoryview, coding: str) -> bool:
+    """Return True if a few bytes may take as long as 16 MiB: br whose window, which the library
+    fills first, is larger than the 4 MiB that encoders take by default (RFC 7932, 9.1).
+    """
+    return coding == BROTLI and len(content) > 0 and content[0] & 0b1101 == 0b1101
 
 
 def too_large(where: str, limit_bytes: int, got: str = "more") -> Rejected:
@@ -132,17 +139,27 @@ def _is_full(error: cramjam.DecompressionError) -> bool:
 
 
 def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str) -> bytes:
-    # The library fills its window, of up to 16 MiB, before it gives out a byte.
+    # The library fills its window, of up to 16 MiB, before it gives out a byte of a block.
     if _read_first_block_bytes(content) > limit_bytes:
         raise too_large(where, limit_bytes)
     stream = brotli.Decompressor()
+    parts, part = [], b""
+    size = done = 0
+    step = _TUNING.brotli_piece_bytes
     try:
-        # Over the limit the rest stays undone.
-        plain: bytes = stream.process(content, output_buffer_limit=limit_bytes + 1)
+        # Little of what becomes large is made at a time, and over the limit the rest stays undone.
+        while size <= limit_bytes and (part or done < len(content)):
+            piece = content[done : done + step] if stream.can_accept_more_data() else b""
+            part = stream.process(piece, output_buffer_limit=_TUNING.brotli_part_bytes)
+            parts.append(part)
+            done, size = done + len(piece), size + len(part)
+            is_dense = len(part) > _TUNING.dense_ratio * step
+            step = _TUNING.brotli_piece_bytes if is_dense else 2 * step
     except brotli.error as error:
         raise _damaged(where, "one br stream without damage", str(error)) from error
-    if len(plain) > limit_bytes:
+    if size > limit_bytes:
         raise too_large(where, limit_bytes)
+    plain = b"".join(parts)
     if not stream.is_finished():
         raise _ends_early(where, BROTLI, content, plain)
     return plain

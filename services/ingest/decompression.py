@@ -12,7 +12,7 @@ from collections import deque
 from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
 from headrace.primitives.worker_thread import WorkerThread
-from headrace.protocol.compression import decompress
+from headrace.protocol.compression import decompress, fills_large_window
 from headrace.protocol.messages import Request
 from headrace.tuning import TUNING, IngestTuning
 
@@ -48,7 +48,8 @@ class ValueDecompressor:
         """
         limit_bytes = self._limits.max_request_bytes
         inline_bytes = min(self._left_bytes, limit_bytes)
-        if len(value) <= inline_bytes:
+        coding = request.envelope.content_encoding
+        if len(value) <= inline_bytes and not fills_large_window(value, coding):
             try:
                 plain = _decompress(request, value, inline_bytes)
             except Rejected as error:

@@ -16,6 +16,7 @@ from headrace.protocol.compression import (
     choose_coding,
     compress,
     decompress,
+    fills_large_window,
     read_coding,
 )
 
@@ -108,6 +109,41 @@ def test_bomb_takes_no_more_memory_than_limit(coding: str) -> None:
 
     assert error.code == Code.TOO_LARGE
     assert peak_bytes < 3 * LIMIT_BYTES
+
+
+@pytest.mark.parametrize("window_bits", [16, 22, 24])
+def test_br_bomb_behind_small_block_stops_at_limit(window_bits: int) -> None:
+    """The first block says nothing of what follows it, and the library would make twice as much."""
+    stream = brotli.Compressor(lgwin=window_bits)
+    bomb = stream.process(b"{}") + stream.flush() + stream.process(RUNS * 8) + stream.finish()
+    tracemalloc.start()
+    try:
+        error = refusal(bomb, "br")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert error.code == Code.TOO_LARGE
+    assert peak_bytes < 1.6 * LIMIT_BYTES
+
+
+def test_br_is_read_from_blocks_of_any_size() -> None:
+    """What is dense, what is not, and what has been written in pieces."""
+    stream = brotli.Compressor()
+    pieces = [TEXT[:3], RUNS, TEXT[3:], bytes(range(256)) * 40, RUNS[:100_000]]
+    content = b"".join(stream.process(piece) + stream.flush() for piece in pieces)
+    plain = b"".join(pieces)
+
+    assert decompress(content + stream.finish(), "br", len(plain), "value") == plain
+
+
+@pytest.mark.parametrize("window_bits", range(10, 25))
+def test_br_with_window_over_4_mib_is_known_by_its_first_byte(window_bits: int) -> None:
+    """The window that encoders take by default is 4 MiB."""
+    content = brotli.compress(TEXT, lgwin=window_bits)
+
+    assert fills_large_window(content, "br") == (window_bits > 22)
+    assert not fills_large_window(content, "gzip")
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
