@@ -209,7 +209,12 @@ class Instance:
         return self
 
     async def _wait_loaded(self, call: Call) -> None:
-        done, _ = await asyncio.wait([call.done], timeout=self._max_load_s)
+        try:
+            done, _ = await asyncio.wait([call.done], timeout=self._max_load_s)
+        except asyncio.CancelledError:
+            if not call.done.done():
+                interrupt(self._worker.thread)  # so that it can be joined
+            raise
         if not done:
             self._backend.cancel()
             # Also interrupt Python code, which would otherwise keep using the interpreter lock.

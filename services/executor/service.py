@@ -104,6 +104,8 @@ class ExecutorService:
         self._metrics = instruments.metrics
         self._loading: set[ModelVersion] = set()
         self._served: dict[ModelVersion, _ServedVersion] = {}
+        self._beginning: dict[ModelVersion, asyncio.Task[None]] = {}
+        """Tasks of versions that are not loaded yet."""
         self._workers: set[Worker] = set()
         self._turn = asyncio.Lock()
         self.loaded = asyncio.Event()
@@ -129,6 +131,9 @@ class ExecutorService:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
             await self._batch_queue.ended()
             following.cancel()
+            for version, task in self._beginning.items():
+                if not self._batch_queue.has_waiting(_key_of(version)):
+                    task.cancel()  # a load may take minutes, and nothing needs it any more
         if self._announcer is not None:
             self._announcer.close()
         self._answers.close()
@@ -169,7 +174,8 @@ class ExecutorService:
         ]
         ended = None if before is None else before.task
         work = self._serve_until_gone(version, consumers, ended, change.reason)
-        return _ServedVersion(consumers, tasks.create_task(work, name=f"serve {version!r}"))
+        task = self._beginning[version] = tasks.create_task(work, name=f"serve {version!r}")
+        return _ServedVersion(consumers, task)
 
     async def _serve_until_gone(
         self,
@@ -186,9 +192,12 @@ class ExecutorService:
             before: serves the same version until it is unloaded; awaited first.
             reason: why it is loaded.
         """
-        if before is not None:
-            await asyncio.wait([before])
-        await self._serve(version, consumers, reason)
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+            await self._serve(version, consumers, reason)
+        finally:
+            self._beginning.pop(version, None)
         self._models.lifecycle.mark_gone(version)
 
     async def _serve(
@@ -205,6 +214,7 @@ class ExecutorService:
             if self._trials is not None and not is_known:
                 await self._trials.try_out(version)
             stack, instances = await self._load(version, loader, len(consumers))
+            self._beginning.pop(version, None)
             async with stack:
                 version.last_used_us = self._instruments.steady()
                 self._metrics.model_loaded(version.name, version.version, reason)

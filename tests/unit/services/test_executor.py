@@ -17,9 +17,17 @@ from headrace.services.executor.trial import TrialLoads
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
 from tests.support.models import add_version, digits, settings_for
-from tests.support.python_models import add_python_model, meeting_of
+from tests.support.python_models import BEGUN, add_python_model, meeting_of, shut_gate
 from tests.support.services import counted
 from tests.support.work import NOW_US, make_request, receipt_of
+
+LOADS_AT_THE_GATE = """
+    def load(self):
+        from tests.support.python_models import BEGUN, GATE
+        BEGUN.set()
+        while not (GATE.is_set() or self.cancelled.wait(0.01)):
+            pass
+"""
 
 
 async def test_executor_gives_each_request_its_own_rows(tmp_path: Path) -> None:
@@ -179,6 +187,20 @@ async def test_new_version_takes_over_while_serving(tmp_path: Path) -> None:
         await bench.answered(2)
 
     assert (outcome(old[0]), outcome(new[0])) == (2.0, 20.0)
+
+
+async def test_stop_does_not_wait_for_version_that_loads(tmp_path: Path) -> None:
+    """No request waits for it, and its load may take minutes."""
+    add_python_model(tmp_path, "")
+    with shut_gate():
+        async with running(tmp_path) as bench:
+            add_python_model(tmp_path, "", version=2)
+            path = tmp_path / "model" / "2" / "model.py"
+            path.write_text(path.read_text() + LOADS_AT_THE_GATE)
+            await bench.models.reload()
+            await eventually(BEGUN.is_set)
+            (loading,) = bench.models.catalog.versions(State.LOADING)
+        assert loading.state is State.LOADING
 
 
 async def test_model_may_use_its_output_array_again(tmp_path: Path) -> None:
