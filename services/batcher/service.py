@@ -1,8 +1,8 @@
 """The batcher stage: requests → waiting groups → batches, pulled by free executor instances.
 
-The path of a request: `collect` adds it to the `DynamicBatcher`; `_supply` returns the next batch
-to a consumer of `batch_queue`, often within `collect`; `_expire` answers requests that end while
-waiting.
+The path of a request: `send_nowait` adds it to the `DynamicBatcher`; `_supply` returns the next
+batch to a consumer of `batch_queue`, often within `send_nowait`; `_expire` answers requests that
+end while waiting.
 """
 
 from __future__ import annotations
@@ -78,20 +78,9 @@ class BatcherService:
 
     async def send(self, chunk: list[Request]) -> None:
         """See `SendStream`; it never waits."""
-        self.collect(chunk)
+        self.send_nowait(chunk)
 
     def send_nowait(self, chunk: list[Request]) -> None:
-        """See `SendStream`."""
-        self.collect(chunk)
-
-    def close(self) -> None:
-        """End the input: from now on partial batches close at once."""
-        # Set `draining` before waking consumers, so that they get partial batches at once.
-        self._batcher.draining = True
-        self.batch_queue.notify()
-        self._changed.set()
-
-    def collect(self, chunk: list[Request]) -> None:
         """Add requests to those that wait, and hand batches to the consumers that wait."""
         batcher = self._batcher
         now_us = self._now_us()
@@ -104,6 +93,13 @@ class BatcherService:
             self._cancel()
         self.batch_queue.notify()
         self._wake(now_us)
+
+    def close(self) -> None:
+        """End the input: from now on partial batches close at once."""
+        # Set `draining` before waking consumers, so that they get partial batches at once.
+        self._batcher.draining = True
+        self.batch_queue.notify()
+        self._changed.set()
 
     def apply_change(self, change: VersionChange) -> None:
         """Take back the requests that wait for a version that cannot be loaded."""

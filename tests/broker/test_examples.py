@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from headrace.tools.local_kafka import LocalKafka, install
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, environment, headrace, run_program
 from tests.support.tree import ROOT
 
 BUILD_TIMEOUT_S = 240.0
@@ -48,8 +46,8 @@ def needs(*programs: str) -> pytest.MarkDecorator:
 async def test_javascript_example_prints_digit(settings: dict[str, str], examples: Path) -> None:
     """kafkajs, from its lock file."""
     folder = examples / "javascript"
-    await run(["npm", "ci", "--silent"], folder, {}, BUILD_TIMEOUT_S)
-    assert await run(["node", "digits.js"], folder, settings, RUN_TIMEOUT_S) == "[ 8 ]"
+    await run_program(["npm", "ci", "--silent"], {}, folder, BUILD_TIMEOUT_S)
+    assert await run_program(["node", "digits.js"], settings, folder, RUN_TIMEOUT_S) == "[ 8 ]\n"
 
 
 @needs("java", "javac")
@@ -59,8 +57,9 @@ async def test_java_example_prints_digit(settings: dict[str, str], examples: Pat
     """kafka-clients, of the jars that the broker itself runs on."""
     folder = examples / "java"
     class_path = os.pathsep.join([".", *map(str, install().jars)])
-    await run(["javac", "-cp", class_path, "Digits.java"], folder, {}, BUILD_TIMEOUT_S)
-    printed = await run(["java", "-cp", class_path, "Digits"], folder, settings, RUN_TIMEOUT_S)
+    await run_program(["javac", "-cp", class_path, "Digits.java"], {}, folder, BUILD_TIMEOUT_S)
+    command = ["java", "-cp", class_path, "Digits"]
+    printed = await run_program(command, settings, folder, RUN_TIMEOUT_S)
     assert printed.splitlines()[-1] == "[8]"
 
 
@@ -70,26 +69,5 @@ async def test_java_example_prints_digit(settings: dict[str, str], examples: Pat
 async def test_go_example_prints_digit(settings: dict[str, str], examples: Path) -> None:
     """franz-go, from its module file."""
     folder = examples / "go"
-    await run(["go", "build", "-o", "digits", "."], folder, {}, BUILD_TIMEOUT_S)
-    assert await run(["./digits"], folder, settings, RUN_TIMEOUT_S) == "[8]"
-
-
-async def run(command: list[str], folder: Path, settings: dict[str, str], timeout_s: float) -> str:
-    """Return what a command prints; it must end with 0."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        cwd=folder,
-        env={**os.environ, **settings},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(timeout_s):
-            output, errors = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise
-    assert process.returncode == 0, errors.decode()
-    return output.decode().strip()
+    await run_program(["go", "build", "-o", "digits", "."], {}, folder, BUILD_TIMEOUT_S)
+    assert await run_program(["./digits"], settings, folder, RUN_TIMEOUT_S) == "[8]\n"

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from aiokafka import AIOKafkaConsumer
 
 from headrace.tools.local_kafka import LocalKafka, install
 from tests.support.apicurio import Apicurio, install_apicurio, install_avro, install_serdes
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, environment, headrace, run_program
 from tests.support.protoc import write_descriptors
 from tests.support.tree import ROOT
 
@@ -31,7 +30,6 @@ EXAMPLE = ROOT / "examples" / "orders"
 COUNT = 4000
 FEW = 200
 STAGES = "ingest,batcher,executor,responder"
-PROGRAM_TIMEOUT_S = 150.0
 DEADLINE_S = 60.0
 CONFLUENT = ROOT / ".venv-clients" / "bin" / "python"
 """The environment with Confluent's serializers, which `make test-tools` makes."""
@@ -99,23 +97,7 @@ async def run_java(file: Path, jars: Sequence[Path], settings: dict[str, str]) -
     """Run a program of the example from its source; return what it prints."""
     class_path = os.pathsep.join(map(str, jars))
     command = ["java", "-XX:TieredStopAtLevel=1", "-cp", class_path, file.name]
-    return await run_program(command, file.parent, settings)
-
-
-async def run_program(command: Sequence[str], directory: Path, settings: dict[str, str]) -> str:
-    """Run a program in a directory; return what it prints."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        cwd=directory,
-        env={**os.environ, **settings},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    async with asyncio.timeout(PROGRAM_TIMEOUT_S):
-        printed, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()
-    return printed.decode()
+    return await run_program(command, settings, file.parent)
 
 
 def frame_orders(model: Path, subject: str) -> None:
@@ -254,8 +236,7 @@ async def test_orders_of_confluents_serializers_come_back_enriched_to_its_deseri
     async with Process(STAGES, settings):
         printed = [
             await run_program(
-                [str(CONFLUENT), "scored_orders.py", form],
-                EXAMPLE / "python",
+                [CONFLUENT, "scored_orders.py", form],
                 {
                     "BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
                     "NAMESPACE": unique_name,
@@ -264,6 +245,7 @@ async def test_orders_of_confluents_serializers_come_back_enriched_to_its_deseri
                     "MODEL": model,
                     "COUNT": str(FEW),
                 },
+                EXAMPLE / "python",
             )
             for form, model in models.items()
         ]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, environment, headrace, run_program
+from tests.support.tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.1:9092"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
-DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ async def test_plain_producer_and_consumer_get_digit(settings: dict[str, str]) -
     """The example with aiokafka prints what the image shows."""
     plain, _ = _blocks(settings)
 
-    assert await _printed(plain, settings) == "[8]"
+    assert await run_program([sys.executable, "-c", plain], settings) == "[8]\n"
 
 
 async def test_client_gets_digit(settings: dict[str, str]) -> None:
@@ -55,7 +51,7 @@ async def test_client_gets_digit(settings: dict[str, str]) -> None:
         ]
     )
 
-    assert await _printed(script, settings) == "[8]"
+    assert await run_program([sys.executable, "-c", script], settings) == "[8]\n"
 
 
 def _blocks(settings: dict[str, str]) -> list[str]:
@@ -70,25 +66,3 @@ def _blocks(settings: dict[str, str]) -> list[str]:
 
 def _namespace(settings: dict[str, str]) -> str:
     return settings["HEADRACE_NAMESPACE"]
-
-
-async def _printed(script: str, settings: dict[str, str]) -> str:
-    """Return what a script, run in the root of the repository, prints; it must exit with 0."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        script,
-        cwd=ROOT,
-        env=settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            output, errors = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        raise
-    assert process.returncode == 0, errors.decode()
-    return output.decode().strip()

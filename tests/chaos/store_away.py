@@ -28,7 +28,8 @@ from benchmarks.cluster import a_port
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.processes import Process, headrace
-from tests.support.s3_bucket import BUCKET, HOST, Absence, S3Bucket
+from tests.support.s3_bucket import BUCKET, Absence, S3Bucket
+from tests.support.stand_in_server import HOST
 
 CALL_EVERY_S = 0.1
 CALL_TIMEOUT_S = 30.0

@@ -20,19 +20,12 @@ from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S
 from tests.support.dying import FUSED, outcomes, restart_until
 from tests.support.gateways import gateway_of
-from tests.support.models import add_version, identity
+from tests.support.models import add_numbers, add_version, identity
 from tests.support.pipelines import PARTITIONS, log_for, serving
 from tests.support.python_models import shut_gate
 
 CALLS = "headrace_postprocess_duration_seconds_count"
 GROUPS = [[list(STAGES)], [[stage] for stage in STAGES]]
-NUMBERS = """
-max_execution_s = 2.0
-[transform.record]
-[transform.record.inputs]
-x = [{ path = "number" }, { path = "number" }]
-[answer.python]
-"""
 DOUBLE = """
 import ctypes
 import os
@@ -53,12 +46,6 @@ def postprocess(outputs, request):
         raise ValueError("seventeen")
     return {"y": outputs["y"] * 2}
 """
-
-
-def add_numbers(repository: Path, more: str, code: str = DOUBLE, model: str = "numbers") -> None:
-    """Add a model that answers a record with its number, twice, which the code then changes."""
-    directory = add_version(repository, model, 1, identity("FP32", ("batch", 2)), NUMBERS + more)
-    (directory.parent / "postprocess.py").write_text(code)
 
 
 def settings_of(repository: Path) -> Settings:
@@ -85,7 +72,7 @@ async def test_payloads_are_answered_with_what_code_makes_of_outputs(
     tmp_path: Path, groups: list[list[Stage]], isolation: str
 ) -> None:
     """In each encoding of tensors; requests with tensors get the outputs of the model."""
-    add_numbers(tmp_path, f'isolation = "{isolation}"\n')
+    add_numbers(tmp_path, DOUBLE, answer=f'isolation = "{isolation}"\n')
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     async with (
@@ -112,8 +99,7 @@ async def test_code_that_raises_or_hangs_fails_its_own_request(
     tmp_path: Path, isolation: str
 ) -> None:
     """Requests of the same run are answered."""
-    more = f'isolation = "{isolation}"\n'
-    add_numbers(tmp_path, more)
+    add_numbers(tmp_path, DOUBLE, answer=f'isolation = "{isolation}"\n')
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     numbers = [1, 15, 2, 16, 3, 17, 4]
@@ -146,7 +132,7 @@ async def test_code_that_raises_or_hangs_fails_its_own_request(
 
 async def test_code_that_crashes_in_a_child_fails_its_own_request(tmp_path: Path) -> None:
     """The child is replaced, and the process goes on."""
-    add_numbers(tmp_path, 'isolation = "process"\n')
+    add_numbers(tmp_path, DOUBLE, answer='isolation = "process"\n')
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     async with (
@@ -179,9 +165,7 @@ async def test_code_that_hangs_in_native_code_on_a_thread_is_found_by_restarts(
     tmp_path: Path,
 ) -> None:
     """It cannot be interrupted, so it ends its process; all other requests are answered."""
-    add_numbers(tmp_path, "", NATIVE)
-    path = tmp_path / "numbers" / "model.toml"
-    path.write_text(path.read_text().replace("max_execution_s = 2.0", "max_execution_s = 0.5"))
+    add_numbers(tmp_path, NATIVE, max_execution_s=0.5)
     settings = make_settings(
         {
             "topics": {"partitions": PARTITIONS},
@@ -232,7 +216,7 @@ scores = "labels.txt"
 
 async def test_classes_are_those_of_what_code_returns(tmp_path: Path) -> None:
     """Its outputs have other names and shapes than those of the model, and labels."""
-    add_numbers(tmp_path, CLASSES, SORTED)
+    add_numbers(tmp_path, SORTED, answer=CLASSES)
     (tmp_path / "numbers" / "labels.txt").write_text("a\nb\nc\nd\n")
     settings = settings_of(tmp_path)
     log = await log_for(settings)
@@ -289,7 +273,7 @@ async def test_record_has_outputs_that_code_returns(tmp_path: Path) -> None:
     """With `pass_through`."""
     more = 'outputs = [{ name = "sum", datatype = "FP32", shape = [-1] }]\n'
     code = 'def postprocess(outputs, request):\n    return {"sum": outputs["y"].sum(axis=1)}\n'
-    add_numbers(tmp_path, more, code)
+    add_numbers(tmp_path, code, answer=more)
     path = tmp_path / "numbers" / "model.toml"
     path.write_text(
         path.read_text().replace(

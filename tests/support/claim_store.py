@@ -5,64 +5,33 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from types import TracebackType
-from typing import Self
 
 from aiohttp import web
 
 from headrace.protocol.claims import describe_claim, write_claim
+from tests.support.stand_in_server import StandInServer
 
 CHUNK = 64 * 1024
 
 
-class ObjectServer(ABC):
-    """Serves objects by the paths of their URLs, over HTTP, while its context lasts.
+class ObjectServer(StandInServer, ABC):
+    """Serves objects by the paths of their URLs.
 
     Attributes:
         objects: contents by path.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.objects: dict[str, bytes] = {}
-        self.url = ""
-        self._transports: set[asyncio.Transport] = set()
-        application = web.Application(client_max_size=1 << 30)
-        application.router.add_route("GET", "/{path:.*}", self._serve)
-        application.router.add_route("PUT", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-
-    async def __aenter__(self) -> Self:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # One that still has bytes to send would be left open by the end of the test.
-        self.abort_connections()
-        await self._runner.cleanup()
-
-    def abort_connections(self) -> None:
-        """Break all connections."""
-        for transport in self._transports:
-            transport.abort()
-        self._transports.clear()
+        router = self._application.router
+        router.add_route("GET", "/{path:.*}", self.answer_get)
+        router.add_route("PUT", "/{path:.*}", self.answer_put)
 
     def put(self, path: str, content: bytes) -> bytes:
         """Put an object; return the header of its claim."""
         self.objects[path] = content
         return write_claim(describe_claim(self.url + path, content))
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        if request.transport is not None:
-            self._transports.add(request.transport)
-        return await (self.answer_put if request.method == "PUT" else self.answer_get)(request)
 
     @abstractmethod
     async def answer_get(self, request: web.Request) -> web.StreamResponse:

@@ -219,6 +219,25 @@ def add_version(
     return directory
 
 
+NUMBERS = """
+[transform.record]
+[transform.record.inputs]
+x = [{ path = "number" }, { path = "number" }]
+[answer.python]
+"""
+
+
+def add_numbers(
+    repository: Path, postprocess: str, *, max_execution_s: float = 2.0, answer: str = ""
+) -> None:
+    """Add a model that answers a record with its number, twice, which the code of `postprocess`
+    then changes; `answer` is further lines of its section and those behind it.
+    """
+    config = f"max_execution_s = {max_execution_s}\n{NUMBERS}{answer}"
+    directory = add_version(repository, "numbers", 1, identity("FP32", ("batch", 2)), config)
+    (directory.parent / "postprocess.py").write_text(postprocess)
+
+
 def settings_for(repository: Path) -> Settings:
     """The default settings with this repository."""
     return make_settings({"models": {"repository": repository}})

@@ -19,10 +19,12 @@ from typing import Any, Self
 import aiohttp
 
 from tests.support.conditions import eventually
+from tests.support.tree import ROOT
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 START_DEADLINE_S = 40.0
 STOP_DEADLINE_S = 30.0
+PROGRAM_TIMEOUT_S = 150.0
 
 
 class Process:
@@ -204,16 +206,37 @@ def environment(
 
 async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> str:
     """Run a command of the CLI to its end, which must be good; return what it printed."""
+    return await run_program([HEADRACE, *arguments], settings, errors=subprocess.STDOUT)
+
+
+async def run_program(
+    command: Sequence[str | Path],
+    settings: dict[str, str],
+    directory: Path = ROOT,
+    timeout_s: float = PROGRAM_TIMEOUT_S,
+    errors: int = subprocess.PIPE,
+) -> str:
+    """Run a program to its end in a directory, with these variables besides those of the test;
+    return what it printed. It must exit with 0.
+    """
     process = await asyncio.create_subprocess_exec(
-        HEADRACE,
-        *arguments,
+        *command,
+        cwd=directory,
         env={**os.environ, **settings},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
     )
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
-    return output.decode()
+    try:
+        async with asyncio.timeout(timeout_s):
+            printed, failed = await process.communicate()
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        raise
+    assert process.returncode == 0, (failed or printed).decode()
+    return printed.decode()
 
 
 def transform_children(parent: int) -> list[int]:

@@ -6,13 +6,12 @@ import asyncio
 import hashlib
 import re
 from enum import Enum, auto
-from types import TracebackType
-from typing import Self
 from xml.sax.saxutils import escape
 
 from aiohttp import web
 
-HOST = "127.0.0.1"
+from tests.support.stand_in_server import StandInServer
+
 BUCKET = "models"
 MODIFIED = "2026-01-01T00:00:00.000Z"
 MODIFIED_HTTP = "Thu, 01 Jan 2026 00:00:00 GMT"
@@ -31,8 +30,8 @@ class Absence(Enum):
     """Requests are taken, and not answered."""
 
 
-class S3Bucket:
-    """Objects by key, served while the context lasts (ListObjectsV2, GetObject, PutObject).
+class S3Bucket(StandInServer):
+    """Objects by key (ListObjectsV2, GetObject, PutObject).
 
     Attributes:
         requests: number of requests that came, answered or not.
@@ -40,29 +39,12 @@ class S3Bucket:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.objects: dict[str, bytes] = {}
         self.requests = 0
         self._absence: Absence | None = None
         self._back = asyncio.Event()
-        self._site: web.TCPSite | None = None
-        self._port = 0
-        application = web.Application(client_max_size=1 << 30)
-        application.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-
-    async def __aenter__(self) -> Self:
-        await self._runner.setup()
-        await self._listen()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._back.set()
-        await self._runner.cleanup()
+        self._application.router.add_route("*", "/{path:.*}", self._answer)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -72,31 +54,21 @@ class S3Bucket:
             "AWS_SECRET_ACCESS_KEY": "b",
             "AWS_REGION": "us-east-1",
             "AWS_ALLOW_HTTP": "true",
-            "AWS_ENDPOINT_URL": f"http://{HOST}:{self._port}",
+            "AWS_ENDPOINT_URL": self.url,
         }
 
     async def go_away(self, absence: Absence) -> None:
         """Be away from now on."""
         self._absence = absence
         self._back.clear()
-        if absence is Absence.REFUSES and self._site is not None:
-            await self._site.stop()
-            self._site = None
-            for connection in self._runner.server.connections if self._runner.server else ():
-                if connection.transport is not None:
-                    connection.transport.abort()
+        if absence is Absence.REFUSES:
+            await self.refuse()
 
     async def come_back(self) -> None:
         """Answer again."""
         self._absence = None
         self._back.set()
-        if self._site is None:
-            await self._listen()
-
-    async def _listen(self) -> None:
-        self._site = web.TCPSite(self._runner, HOST, self._port, reuse_address=True)
-        await self._site.start()
-        self._port = self._runner.addresses[0][1]
+        await self.listen()
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.requests += 1

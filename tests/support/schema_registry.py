@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aiohttp import web
 
+from tests.support.stand_in_server import StandInServer
 
-class StandInRegistry:
-    """Answers as Confluent's registry does, as far as Headrace asks; entered when it listens.
+
+class StandInRegistry(StandInServer):
+    """Answers as Confluent's registry does, as far as Headrace asks.
 
     Attributes:
         schemas: by id, as `(form, text)`; a test may add some.
@@ -25,6 +26,7 @@ class StandInRegistry:
     """
 
     def __init__(self, schemas: dict[int, tuple[str, Any]] | None = None) -> None:
+        super().__init__()
         self.schemas = {
             number: (form, json.dumps(schema)) for number, (form, schema) in (schemas or {}).items()
         }
@@ -35,29 +37,11 @@ class StandInRegistry:
         self.holds = False
         self.refuses = 0
         self.login: tuple[str, str] | None = None
-        application = web.Application()
-        application.router.add_get("/schemas/ids/{id}", self._show)
-        application.router.add_post("/subjects/{subject}/versions", self._register)
-        application.router.add_post("/subjects/{subject}", self._look_up)
-        application.router.add_get("/subjects/{subject}/versions/latest", self._show_latest)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        self.url = ""
-
-    async def __aenter__(self) -> Self:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._runner.cleanup()
+        router = self._application.router
+        router.add_get("/schemas/ids/{id}", self._show)
+        router.add_post("/subjects/{subject}/versions", self._register)
+        router.add_post("/subjects/{subject}", self._look_up)
+        router.add_get("/subjects/{subject}/versions/latest", self._show_latest)
 
     async def _admit(self, request: web.Request) -> web.Response | None:
         self.requests.append(f"{request.method} {request.path}")

@@ -21,18 +21,11 @@ from headrace.protocol.tensors import from_array
 from headrace.services.executor.postprocessing import DEFAULT_OPTIONS, Postprocessor
 from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
-from tests.support.models import add_version, identity, settings_for
+from tests.support.models import add_numbers, settings_for
 from tests.support.python_models import BEGUN, GATE, shut_gate
 from tests.support.services import StillClock
 from tests.support.work import make_request, receipt_of
 
-CONFIG = """
-max_execution_s = 3600
-[transform.record]
-[transform.record.inputs]
-x = [{ path = "number" }, { path = "number" }]
-[answer.python]
-"""
 CODE = """
 from tests.support.python_models import BEGUN, GATE
 
@@ -48,8 +41,7 @@ PLAIN_BYTES = 4 * 2**20
 @pytest.fixture
 def postprocessor(tmp_path: Path) -> Iterator[Postprocessor]:
     """That of a model which adds the length of the payload to its outputs."""
-    directory = add_version(tmp_path, "numbers", 1, identity("FP32"), CONFIG)
-    (directory.parent / "postprocess.py").write_text(CODE)
+    add_numbers(tmp_path, CODE, max_execution_s=3600)
     models = Models(settings_for(tmp_path), executes=True)
     models.open()
     (version,) = models.catalog.versions()
