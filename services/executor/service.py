@@ -120,23 +120,31 @@ class ExecutorService:
 
     async def run(self) -> None:
         """Run until the batches end; load and unload versions as they are added or removed."""
-        changes: asyncio.Queue[VersionChange] = asyncio.Queue()
-        self._models.lifecycle.subscribe(changes.put_nowait)
-        initial = list(self._models.catalog.versions(State.LOADING))
-        self._loading.update(initial)
-        for version in initial:
-            changes.put_nowait(VersionChange("load", version, "added"))
-        self._note_loaded(None)
+        changes = self._begin()
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
             await self._batch_queue.ended()
             following.cancel()
-            for version, task in self._beginning.items():
-                if not self._batch_queue.has_waiting(_key_of(version)):
-                    task.cancel()  # a load may take minutes, and nothing needs it any more
+            self._end_loads()
         if self._announcer is not None:
             self._announcer.close()
         self._answers.close()
+
+    def _begin(self) -> asyncio.Queue[VersionChange]:
+        """Return the changes to apply: those that load what is there, and all from now on."""
+        changes: asyncio.Queue[VersionChange] = asyncio.Queue()
+        self._models.lifecycle.subscribe(changes.put_nowait)
+        for version in self._models.catalog.versions(State.LOADING):
+            self._loading.add(version)
+            changes.put_nowait(VersionChange("load", version, "added"))
+        self._note_loaded(None)
+        return changes
+
+    def _end_loads(self) -> None:
+        """End the loads that no request waits for: one may take minutes, and the process stops."""
+        for version, task in self._beginning.items():
+            if not self._batch_queue.has_waiting(_key_of(version)):
+                task.cancel()
 
     async def _follow(
         self, changes: asyncio.Queue[VersionChange], tasks: asyncio.TaskGroup
@@ -154,7 +162,7 @@ class ExecutorService:
     def _end(self, change: VersionChange, served: _ServedVersion | None) -> None:
         """Have a version unloaded when it has ended what it runs, or all that waits for it."""
         version = change.version
-        if served is None or served.task.done():
+        if served is None:
             self._models.lifecycle.mark_gone(version)
             return
         self._metrics.model_unloaded(version.name, version.version, change.reason)
@@ -198,6 +206,9 @@ class ExecutorService:
             await self._serve(version, consumers, reason)
         finally:
             self._beginning.pop(version, None)
+            served = self._served.get(version)
+            if served is not None and served.task is asyncio.current_task():
+                del self._served[version]
         self._models.lifecycle.mark_gone(version)
 
     async def _serve(

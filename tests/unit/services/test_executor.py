@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +153,19 @@ async def test_model_that_does_not_load_delays_no_other(tmp_path: Path) -> None:
 
     assert outcome(request) == 2.0
     assert states == {"model": State.READY, "broken": State.FAILED}
+
+
+async def test_version_that_failed_is_not_kept_when_it_is_tried_again(tmp_path: Path) -> None:
+    """A process may see any number of versions that do not load."""
+    add_python_model(tmp_path, "")
+    path = tmp_path / "model" / "1" / "model.py"
+    path.write_text(path.read_text() + "\n    def load(self):\n        raise SystemExit(1)\n")
+    async with running(tmp_path) as bench:
+        (failed,) = bench.models.catalog.versions(State.FAILED)
+        first = weakref.ref(failed)
+        del failed
+        await bench.models.reload()
+        await eventually(lambda: gc.collect() >= 0 and first() is None)
 
 
 class PassedTrials(TrialLoads):
