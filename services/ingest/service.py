@@ -207,6 +207,7 @@ class IngestService:
             await self._let_wait(polled, unlearnt, pending, unfetched)
         if left:
             # Last: what they cancel must have been sent before.
+            await self._transforms.passed_on()
             self._trace(left)
             await self._items.send(left)
 

@@ -194,6 +194,7 @@ class TransformWaits:
         self._busy = 0
         self._is_marking = False
         self._is_closing = False
+        self._passing_on = asyncio.Lock()
         self._changed = asyncio.Event()
         self._granted = asyncio.Event()
         self._round = PayloadRound((), tuning.transformed_bytes)
@@ -242,6 +243,13 @@ class TransformWaits:
         found = find_cancelled(cancelling, waiting)
         self._end([waiting[request] for request in found], cancelled_failure(Stage.INGEST))
         return found
+
+    async def passed_on(self) -> None:
+        """Wait until the requests that no longer wait here have been sent: a record that cancels
+        one of them must not overtake it.
+        """
+        async with self._passing_on:
+            pass
 
     def revoked(self) -> None:
         """End the requests whose partitions were revoked."""
@@ -320,7 +328,8 @@ class TransformWaits:
             self._forget(payload)
             self._take_made(payload)
         if ended or made:
-            await self._finish([*ended, *made])
+            async with self._passing_on:
+                await self._finish([*ended, *made])
         if taken:
             self._round.release(taken)
             self._granted.set()

@@ -108,6 +108,11 @@ class Feed:
     def end(self) -> None:
         self._deliveries.put_nowait(None)
 
+    @property
+    def is_read(self) -> bool:
+        """True once all that was put has been received."""
+        return self._deliveries.empty()
+
     async def receive(self) -> PolledRecords | None:
         return await self._deliveries.get()
 
@@ -249,6 +254,37 @@ async def test_cancelling_record_follows_request_that_does_not_wait(models: Mode
         await eventually(lambda: len(ingest.sent) == 3, what="all are sent")
 
     assert ingest.sent == [0, 2, 1]
+
+
+class SlowTray(Tray):
+    """A stream that has no room for the first request until `room` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_waiting = False
+        self.room = asyncio.Event()
+
+    async def send(self, chunk: list[Request]) -> None:
+        if any(request.offset == 0 for request in chunk):
+            self.is_waiting = True
+            await self.room.wait()
+        await super().send(chunk)
+
+
+async def test_cancelling_record_follows_request_whose_transform_has_ended(models: Models) -> None:
+    """The batcher finds the request, though it had to wait for room there."""
+    feed, items = Feed(), SlowTray()
+    async with running(models, feed, items=items) as ingest:
+        feed.put(payload())
+        await eventually(lambda: items.is_waiting)
+        feed.put((None, {"x-cancel": f"{REQUESTS.topic}/0/0".encode()}))
+        await eventually(lambda: feed.is_read)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        items.room.set()
+        await eventually(lambda: len(ingest.sent) == 2, what="both are sent")
+
+    assert ingest.sent == [0, 1]
 
 
 async def test_payload_whose_deadline_passes_is_answered_while_worker_is_busy(
