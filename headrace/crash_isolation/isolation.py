@@ -41,6 +41,11 @@ class IsolatedAck:
         """See `AckHandle`."""
         self.record_ack.ack()
 
+    def leave(self) -> None:
+        """Note that the request was left in the log, so that its record stays accused."""
+        self.isolated.is_left = True
+        self.isolated.open_places -= 1
+
 
 class Isolated:
     """Accused record that was admitted and waits to run alone.

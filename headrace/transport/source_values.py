@@ -23,7 +23,7 @@ import structlog
 from headrace.claims.fetcher import ClaimFetcher
 from headrace.claims.stores import ClaimUnavailable
 from headrace.clock import wall_clock_us
-from headrace.crash_isolation.isolation import is_isolated
+from headrace.crash_isolation.isolation import IsolatedAck, is_isolated
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.delivery.inflight import InFlightAck, record_bytes
 from headrace.errors import Code, Rejected, Retriable
@@ -105,6 +105,8 @@ class ClaimedValues:
 
     def _note_revocation(self, request: Request, within: asyncio.Timeout) -> None:
         ack_handle = request.ack_handle
+        if isinstance(ack_handle, IsolatedAck):
+            ack_handle = ack_handle.record_ack
         if ack_handle.revoked:
             end_now(within)
         elif isinstance(ack_handle, InFlightAck) and ack_handle.assignment.leaving:
@@ -263,6 +265,9 @@ class SourceValues:
         if before is not None:
             await asyncio.wait([before])
         if left := set(self.left(missing)):
+            for request in left:
+                if isinstance(request.ack_handle, IsolatedAck):
+                    request.ack_handle.leave()
             chunk = [request for request in chunk if request not in left]
             missing = [request for request in missing if request not in left]
         if not chunk:

@@ -775,6 +775,38 @@ async def test_claim_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
     assert [read(answer, 1) for answer in answers] == ["ok", "ok"]
 
 
+async def test_claim_that_runs_alone_in_executor_does_not_hold_stop(tmp_path: Path) -> None:
+    """The executor has the object again before it runs the request: it leaves it in the log."""
+    rows = 2000  # smaller ones travel with their requests
+    async with StandInStore() as store:
+        settings = claiming(
+            tmp_path, store, limits={"drain_timeout_s": 3600}, claims={"timeout_ms": 3_600_000}
+        )
+        log = await log_for(settings)
+        items = TopicPartition(settings.topic(Topic.ITEMS), 0)
+        markers = CrashMarkers(log, f"{settings.namespace}.batcher")
+        await markers.write({items: CrashMarker(is_open=True, accused=((0, 1),))}, NOBODY)
+        caller = Caller(settings, log)
+        place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
+        store.holds_repeats = True
+        await write_to(log, place, record_of(put(store, "a", rows)))
+        async with serving(settings, log, EXECUTOR_TOGETHER, QUICK):
+            await eventually(
+                lambda: store.reads == 1 and len(store.requests) > 1,
+                what="the object is fetched again",
+            )
+        answered = caller.answered()
+        marker, _ = (await markers.read([items]))[items]
+        store.held.set()
+        async with serving(settings, log, EXECUTOR_TOGETHER, QUICK):
+            await eventually(lambda: caller.answered() == 1, what="it is answered")
+        answers = await caller.answers()
+
+    assert answered == 0
+    assert (marker.is_open, marker.accused) == (False, ((0, 1),))
+    assert [read(answer, rows) for answer in answers] == ["ok"]
+
+
 async def rebalanced(
     settings: Settings, store: StandInStore, tuning: Tuning
 ) -> tuple[list[str], float | None]:
