@@ -891,7 +891,7 @@ class RuntimeTuning:
     """A reload of the models that takes longer is logged while it runs: it may be waiting for an
     import.
     """
-    last_commit_timeout_s: float = 1.0
+    last_commit_timeout_s: float = 2.0
     """Time for committing what is acknowledged when the drain times out. If the commit is not
     answered, that work is repeated by another process.
     """

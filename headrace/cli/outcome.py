@@ -14,6 +14,7 @@ class Exit(IntEnum):
     DONE = 0
     FAILED = 1
     USAGE = 2
+    NOT_DRAINED = 3
     INTERRUPTED = 130
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 import structlog
 
+from headrace.cli.outcome import Exit
 from headrace.cli.output import say
 from headrace.cli.replicas import Replicas, serve_replicas
 from headrace.cli.settings import Invocation, pass_invocation, require_broker
@@ -100,7 +101,8 @@ def command(
 
     The first signal drains: what is in flight is answered, within limits.drain_timeout_s. The
     second one ends at once; what is unanswered then is still on Kafka, and is answered after the
-    next start. SIGHUP looks for new and changed models.
+    next start. The exit code is 3 if requests were left unanswered or answers uncommitted. SIGHUP
+    looks for new and changed models.
 
     With --replicas N such processes run on this machine. Each has its own telemetry.http_port, the
     next one up from that of the one before, and its part of the cores. One that ends is started
@@ -161,9 +163,10 @@ def serve(
         open_doors = open_gateway
     announce = partial(announce_start, settings) if sys.stderr.isatty() else None
     serve_process = invocation.serve_process or process.run
-    raise click.exceptions.Exit(
-        run(serve_process(settings, stages, log_rate_limiter, announce, open_doors=open_doors))
+    is_drained = run(
+        serve_process(settings, stages, log_rate_limiter, announce, open_doors=open_doors)
     )
+    raise click.exceptions.Exit(Exit.DONE if is_drained else Exit.NOT_DRAINED)
 
 
 def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:

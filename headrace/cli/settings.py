@@ -41,7 +41,7 @@ class Invocation:
     config_file: Path | None = None
     debug: bool = False
     given: Settings | None = field(default=None, repr=False)
-    serve_process: Callable[..., Coroutine[Any, Any, int]] | None = None
+    serve_process: Callable[..., Coroutine[Any, Any, bool]] | None = None
     open_client: Callable[[Settings], AbstractAsyncContextManager[Client]] | None = None
 
     @cached_property

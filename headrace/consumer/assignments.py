@@ -53,6 +53,8 @@ class Assignments:
         consumer: the consumer of the group; set before the first assignment.
         assigned: set after the first assignment, even an empty one.
         assigning_since_s: monotonic time at which a pending assignment began; None if none is.
+        is_drained: False once the end of the source has left requests in flight, or answers whose
+            offsets are not committed.
     """
 
     consumer: Consumer
@@ -95,6 +97,7 @@ class Assignments:
         self._behind: dict[TopicPartition, int] = {}
         self.assigned = asyncio.Event()
         self.assigning_since_s: float | None = None
+        self.is_drained = True
 
     # --- the group ---------------------------------------------------------------------------
 
@@ -141,7 +144,18 @@ class Assignments:
         self._ready.drop(None)
         self._revoked([assignment.partition for assignment in self._tracker.assignments])
 
+    def report_left(self, partitions: Sequence[TopicPartition] | None) -> None:
+        """Log what is left to the next owners of `partitions`, or of all: requests in flight, and
+        answered ones that they answer once more.
+        """
+        in_flight = self._tracker.unfinished(partitions)
+        uncommitted = self._tracker.uncommitted(partitions) if self._settings.commits else 0
+        if in_flight or uncommitted:
+            log.warning(Event.DRAIN_INCOMPLETE, in_flight=in_flight, uncommitted=uncommitted)
+            self.is_drained = not (self._reader.is_stopping or self._reader.is_closing)
+
     def _revoked(self, partitions: Sequence[TopicPartition]) -> None:
+        self.report_left(partitions)
         for partition in partitions:
             self._tracker.revoke(partition)
         if self._source_offsets is not None:
@@ -165,7 +179,7 @@ class Assignments:
                 while self._tracker.unfinished(partitions):
                     await self._acked.wait(deadline_s)
         except TimeoutError:
-            log.warning(Event.DRAIN_INCOMPLETE, in_flight=self._tracker.in_flight(partitions))
+            pass  # `report_left` says what is left then
 
     @asynccontextmanager
     async def last_commit(self, deadline: float) -> AsyncIterator[None]:

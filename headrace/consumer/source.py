@@ -167,6 +167,7 @@ class Source:
 
     async def __aexit__(self, *_: object) -> None:
         self._reader.is_closing = True
+        self._assignments.report_left(None)  # nothing is assigned after `close_down`
         await self._stack.aclose()  # the member leaves though what comes before is cancelled
 
     async def _end_reading(self) -> None:
@@ -235,6 +236,11 @@ class Source:
     def is_stopping(self) -> bool:
         """True once nothing more is admitted."""
         return self._reader.is_stopping
+
+    @property
+    def is_drained(self) -> bool:
+        """False once the source has ended with requests in flight or answers not committed."""
+        return self._assignments.is_drained
 
     def stop_reading(self) -> None:
         """Admit no more records; stay in the group, to keep the partitions of those in flight."""

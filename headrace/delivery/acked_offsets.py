@@ -74,6 +74,13 @@ class AckedOffsets:
         """Number of answered offsets above the base, and of their ranges."""
         return sum(self._stops) - sum(self._starts), len(self._starts)
 
+    def answered_beyond(self, committed: Committed) -> int:
+        """Return how many offsets are answered here and not in a commit. Raises
+        `UnknownMetadata`.
+        """
+        other = AckedOffsets.from_committed(committed)
+        return max(0, self.base + self.answered_above[0] - other.base - other.answered_above[0])
+
     @property
     def ranges(self) -> list[Range]:
         """Answered ranges above the base, in order; no two touch."""

@@ -183,6 +183,11 @@ class Pipeline:
             self.health.explain(f"waiting for {', '.join(self._unready())}")
             await asyncio.sleep(self.tuning.transport.assignment_check_s)
 
+    @property
+    def is_drained(self) -> bool:
+        """False if the end left requests in flight, or answers whose offsets are not committed."""
+        return all(group.source.is_drained for group in self._groups)
+
     def _queue(self) -> QueueSnapshot | None:
         return next(filter(None, (group.waiting() for group in self._groups)), None)
 
@@ -367,7 +372,7 @@ class Pipeline:
                     for group in self._groups:
                         await group.abandon()
             except TimeoutError:
-                log.warning(Event.DRAIN_INCOMPLETE, reason="the last commit was not answered")
+                pass  # each source reports what it leaves when it ends
             for task in late:
                 task.cancel()
 
@@ -449,8 +454,8 @@ async def run(
     announce: Callable[[int, Mapping[str, int]], None] | None = None,
     tuning: Tuning = TUNING,
     open_doors: OpenDoors | None = None,
-) -> int:
-    """Run `headrace run`: serve until SIGTERM or SIGINT, and return the exit code.
+) -> bool:
+    """Run `headrace run`: serve until SIGTERM or SIGINT; return `Pipeline.is_drained`.
 
     Args:
         settings: settings of the process.
@@ -512,7 +517,7 @@ async def run(
         trimmed = partial(_count_trimmed, pipeline.models, metrics)
         await stack.enter_async_context(trimming(in_flight_bytes, trimmed, tuning.runtime))
         await pipeline.run(stop)
-    return 0
+    return pipeline.is_drained
 
 
 def _count_trimmed(models: Models, metrics: Metrics, size_bytes: int) -> None:

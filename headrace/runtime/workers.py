@@ -57,7 +57,7 @@ class Workers:
         self._running: dict[int, Process] = {}
 
     async def run(self, stop: Stop) -> int:
-        """Run the workers until a stop, and return the exit code: 0 if all of them drained.
+        """Run the workers until a stop, and return the highest exit code: 0 if all drained.
 
         A stop is passed on, and so is the second request for one. If the settings are unusable at
         the first start of a worker, all are stopped; later, when a file has changed, the others
@@ -92,7 +92,7 @@ class Workers:
             began_s = time.monotonic()
             code = await self._run_once(number, command, stop)
             if stop.requested.is_set():
-                return 0 if code in (0, -signal.SIGTERM) else 1
+                return code if code >= 0 else int(code != -signal.SIGTERM)
             if is_first and code == self._unusable:
                 stop.request()
                 return code

@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 
 import headrace.tools.local_kafka
+from headrace.cli.outcome import Exit
 from tests.chaos.history import Fault, FaultKind, History
 from tests.support.conditions import eventually
 from tests.support.processes import transform_children
@@ -137,9 +138,12 @@ class Member:
             noting.cancel()
         printed = self._log.read_text(encoding="utf-8", errors="replace")
         began = READY in printed or not any(reason in printed for reason in CANNOT_BEGIN)
+        at_ms = now_ms()
+        if code == Exit.NOT_DRAINED:  # it may have said so after the last look
+            began_ms, ended_ms = at_ms - UNDER_WAY_MS, at_ms + UNDER_WAY_MS
+            self._history.add(Fault(began_ms, ended_ms, FaultKind.DRAIN_CUT_SHORT, self.stages))
         if self._ended_by_us or not began:
             return
-        at_ms = now_ms()
         self._history.add(Fault(at_ms, at_ms + UNDER_WAY_MS, FaultKind.CRASHED, self.stages))
         self.crashes.append(f"{','.join(self.stages)} ended with {code}: see {self._log}")
 

@@ -134,11 +134,11 @@ class Process:
             self._process.kill()
         await self._process.wait()
 
-    async def wait(self) -> int:
+    async def wait(self, deadline_s: float = STOP_DEADLINE_S) -> int:
         """The exit code, when it ends by itself."""
         assert self._process is not None
         try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 return await self._process.wait()
         except TimeoutError:
             await self.kill()

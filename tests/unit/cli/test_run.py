@@ -47,13 +47,13 @@ def call(call: Call, started: Started) -> Call:
         log_rate_limiter: LogRateLimiter,
         announce: Callable[[int, Mapping[str, int]], None] | None,
         open_doors: OpenDoors | None,
-    ) -> int:
+    ) -> bool:
         started.append(tuple(stages))
         started.with_gateway = open_doors is not None
         started.settings = settings
         if announce is not None:
             announce(8123, {} if open_doors is None else {"http": 8124})
-        return 0 if settings.namespace == "headrace" else 1
+        return settings.namespace == "headrace"
 
     return lambda *arguments: call(*arguments, obj=Invocation(serve_process=record))
 
@@ -157,12 +157,12 @@ def test_run_shortens_thread_switch_interval(call: Call, started: Started) -> No
     assert sys.getswitchinterval() == pytest.approx(TUNING.runtime.thread_switch_interval_s)
 
 
-def test_run_exits_with_code_of_services(
+def test_run_that_left_requests_exits_with_code_of_its_own(
     call: Call, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends with the exit code of its services."""
+    """A supervisor can tell it from a drained process, and from one that failed."""
     monkeypatch.setenv("HEADRACE_NAMESPACE", "other")
-    assert call("run").exit_code == Exit.FAILED
+    assert call("run").exit_code == Exit.NOT_DRAINED
 
 
 def test_run_options_override_file_and_environment(

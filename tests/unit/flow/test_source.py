@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
 
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
@@ -19,13 +21,15 @@ from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, Record, TopicInfo
 from headrace.protocol.messages import Envelope, Request
+from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import RecordingListener, write_to
 from tests.support.sources import (
     GROUP,
     ONE,
     TOPIC,
+    Stage,
     commit,
     committed,
     fill,
@@ -98,6 +102,73 @@ async def test_only_one_commit_is_in_flight(log: MemoryLog) -> None:
         groups.release_commits()
         await closing
     assert await progress(log) == AckedOffsets(5)
+
+
+@pytest.mark.parametrize(("answered", "figures"), [([1, 3], (2, 2)), ([1, 2, 3, 4], (0, 4))])
+async def test_stop_without_last_commit_says_how_much_it_leaves(
+    log: MemoryLog, answered: list[int], figures: tuple[int, int]
+) -> None:
+    """Answers whose offsets are not committed are repeated, so an operator must see them."""
+    consumer = replace(QUICK.consumer, last_commit_timeout_s=0.01)
+    await fill(log, 5)
+    with capture_logs() as lines:
+        async with reading(log, replace(QUICK, consumer=consumer)) as stage:
+            await eventually(lambda: len(stage.offsets) == 5)
+            stage.ack([0])
+            await eventually(lambda: _is(log, AckedOffsets(1)))
+            log.faults.groups.hold_commits()
+            stage.ack(answered)
+            stage.source.stop_reading()
+            await stage.source.close_down(0)
+            assert not stage.source.is_drained
+
+    assert _left(lines) == [figures]
+
+
+def _left(lines: Sequence[EventDict]) -> list[tuple[int, int]]:
+    """Requests in flight and answers not committed, of each line that reports them."""
+    found = [line for line in lines if line["event"] == Event.DRAIN_INCOMPLETE]
+    return [(line["in_flight"], line["uncommitted"]) for line in found]
+
+
+async def test_end_without_drain_says_how_much_it_leaves(log: MemoryLog) -> None:
+    """As when a stage has failed, or a second signal came."""
+    await fill(log, 5)
+    source = make_source(log)
+    stage = Stage(source, CollectorRegistry())
+    with capture_logs() as lines:
+        async with asyncio.TaskGroup() as tasks:
+            async with source:
+                reader = tasks.create_task(source.run())
+                work = tasks.create_task(stage.run())
+                await eventually(lambda: len(stage.offsets) == 5)
+                log.faults.groups.hold_commits()
+                stage.ack([1, 3])
+            await reader
+            work.cancel()
+
+    assert _left(lines) == [(3, 2)]
+    assert not source.is_drained
+
+
+async def test_stop_with_slow_commit_waits_for_it_and_leaves_nothing(log: MemoryLog) -> None:
+    """The last commit has what is left of the drain deadline, beyond its own time-out."""
+    consumer = replace(QUICK.consumer, last_commit_timeout_s=0.0)
+    await fill(log, 2)
+    with capture_logs() as lines:
+        async with reading(log, replace(QUICK, consumer=consumer)) as stage:
+            await eventually(lambda: len(stage.offsets) == 2)
+            log.faults.groups.hold_commits()
+            stage.ack_all()
+            stage.source.stop_reading()
+            closing = asyncio.create_task(stage.source.close_down(DEADLINE_S))
+            await eventually(lambda: log.faults.groups.held_commits)
+            log.faults.groups.release_commits()
+            await closing
+            assert stage.source.is_drained
+
+    assert _left(lines) == []
+    assert await progress(log) == AckedOffsets(2)
 
 
 async def test_failed_commit_is_retried(log: MemoryLog) -> None:
