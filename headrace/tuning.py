@@ -666,7 +666,7 @@ class IngestTuning:
 
     inline_decompressed_bytes: int = 512 * 1024
     """Bytes made of compressed values on the event loop before it does something else; gzip
-    takes up to 4 ms for them. A value that yields more is decompressed on a thread."""
+    takes up to 4 ms for them. A value that yields more is left to a worker of transforms."""
 
     hold_loop_s: float = 0.01
     """Longest time to read without yielding; images or large JSON take milliseconds each."""

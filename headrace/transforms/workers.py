@@ -25,6 +25,7 @@ from headrace.models.user_code import Interrupted, interrupt
 from headrace.models.version import ModelVersion
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.codec import decode_request
+from headrace.protocol.compression import decompress
 from headrace.protocol.headers import JSON, MSGPACK_TYPES, NO_HEADERS
 from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor, Request
 from headrace.transforms.child import WorkerSource
@@ -182,7 +183,73 @@ class PendingTransform(PendingUserCode):
         self.bound = self.version.bind(self.inputs or [], None)
 
 
-class PendingRequest(PendingValue):
+class PendingDecoding(PendingValue):
+    """A value that takes long to decode, by code of ours.
+
+    Args:
+        limits: of the request.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        value: bytes | memoryview,
+        content_type: str,
+        limits: LimitSettings,
+        tuning: IngestTuning = TUNING.ingest,
+    ) -> None:
+        super().__init__(request, value, content_type)
+        self.limits = limits
+        self._limit_s = tuning.decode_limit_s
+
+    @property
+    def limit_s(self) -> float:
+        """See `PendingValue`."""
+        return self._limit_s
+
+    def describe_hang(self) -> Rejected:
+        """See `PendingValue`."""
+        return Rejected(
+            Code.INTERNAL, f"value: expected it to be decoded within {self.limit_s:g} s"
+        )
+
+
+class PendingCompressed(PendingDecoding):
+    """A compressed value that may become large.
+
+    Attributes:
+        plain: what it has become; what this contains is decoded afterwards.
+    """
+
+    is_of_process = True
+
+    def __init__(
+        self,
+        request: Request,
+        value: bytes | memoryview,
+        limits: LimitSettings,
+        tuning: IngestTuning = TUNING.ingest,
+    ) -> None:
+        # Without its content type: whatever that is, what this becomes takes memory besides it.
+        super().__init__(request, value, "", limits, tuning)
+        self.plain: bytes | memoryview = b""
+
+    @property
+    def made_bytes(self) -> int:
+        """See `PendingValue`."""
+        return len(self.plain)
+
+    def make_inputs(self) -> list[InputTensor]:
+        """See `PendingValue`."""
+        coding = self.request.envelope.content_encoding
+        self.plain = decompress(self.value, coding, self.limits.max_request_bytes, "value")
+        return []
+
+    def bind(self) -> None:
+        """See `PendingValue`."""
+
+
+class PendingRequest(PendingDecoding):
     """A large value with tensors, which takes long to decode.
 
     Args:
@@ -203,19 +270,12 @@ class PendingRequest(PendingValue):
         lookup: Callable[[str, str | None], ModelVersion],
         tuning: IngestTuning = TUNING.ingest,
     ) -> None:
-        super().__init__(request, value, envelope.content_type)
+        super().__init__(request, value, envelope.content_type, limits, tuning)
         self.envelope = NO_HEADERS._replace(
             content_type=envelope.content_type, model=envelope.model, version=envelope.version
         )
-        self.limits = limits
         self.message: InferenceRequest | None = None
         self._lookup = lookup
-        self._limit_s = tuning.decode_limit_s
-
-    @property
-    def limit_s(self) -> float:
-        """See `PendingValue`."""
-        return self._limit_s
 
     @property
     def is_of_process(self) -> bool:
@@ -233,12 +293,6 @@ class PendingRequest(PendingValue):
         assert message is not None
         self.version = self._lookup(message.model_name, message.model_version)
         self.bound = self.version.bind(self.inputs or [], message.outputs)
-
-    def describe_hang(self) -> Rejected:
-        """See `PendingValue`."""
-        return Rejected(
-            Code.INTERNAL, f"value: expected it to be decoded within {self.limit_s:g} s"
-        )
 
 
 class PayloadRound:

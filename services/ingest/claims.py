@@ -35,7 +35,7 @@ from headrace.tuning import TUNING, IngestTuning
 
 
 class Claimed(NamedTuple):
-    """A request whose object was fetched, or that has ended.
+    """A request whose object was fetched, or whose value was decompressed, or that has ended.
 
     Attributes:
         unlearnt: its payload, if its schema must be fetched.
@@ -45,6 +45,11 @@ class Claimed(NamedTuple):
     request: Request
     unlearnt: Sequence[PendingTransform] = ()
     pending: Sequence[PendingValue] = ()
+
+    @property
+    def is_pending(self) -> bool:
+        """True if it has to wait further."""
+        return bool(self.unlearnt or self.pending)
 
 
 class ClaimWaits:

@@ -45,10 +45,15 @@ from headrace.protocol.messages import (
 )
 from headrace.protocol.negotiation import require_content_type
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
-from headrace.services.ingest.decompression import ValueDecompressor
+from headrace.services.ingest.decompression import InlineDecompressor
 from headrace.services.ingest.schemas import find_unknown
 from headrace.topics import Stage
-from headrace.transforms.workers import PendingRequest, PendingTransform, PendingValue
+from headrace.transforms.workers import (
+    PendingCompressed,
+    PendingRequest,
+    PendingTransform,
+    PendingValue,
+)
 from headrace.tuning import TUNING, IngestTuning
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
@@ -86,9 +91,9 @@ class IngestRules:
 
     Attributes:
         admission: None if the batcher is in another process.
-        decompressor: decompresses values; without it they are decompressed immediately.
+        decompressor: decompresses small values; without it, all are decompressed immediately.
         transform_later: receives payloads whose transform is user code or may take long, and
-            requests that take long to decode, for a worker; without it none waits.
+            values that take long to decompress or to decode, for a worker; without it none waits.
         learn_later: receives payloads whose schemas must be fetched first.
         read_claim: returns the claim in a header, or raises `Rejected`; see
             `headrace.claims.fetcher.ClaimFetcher`. None where no claims are allowed.
@@ -101,7 +106,7 @@ class IngestRules:
     models: ModelLookup
     limits: LimitSettings
     admission: Admission | None = None
-    decompressor: ValueDecompressor | None = None
+    decompressor: InlineDecompressor | None = None
     transform_later: Callable[[PendingValue], None] | None = None
     learn_later: Callable[[PendingTransform], None] | None = None
     read_claim: Callable[[bytes], Claim] | None = None
@@ -125,7 +130,7 @@ class RequestReader:
     def __init__(
         self,
         rules: IngestRules,
-        decompressor: ValueDecompressor,
+        decompressor: InlineDecompressor,
         clock: Clock,
         tuning: IngestTuning = TUNING.ingest,
     ) -> None:
@@ -454,14 +459,16 @@ def decode_claimed(
 
 
 def _decode_compressed(request: Request, value: bytes | None, rules: IngestRules) -> Request:
-    """Decode a compressed value, unless the decompressor leaves it to its thread."""
-    limits, decompressor = rules.limits, rules.decompressor
+    """Decode a compressed value, unless it is left to a worker."""
+    limits, decompressor, later = rules.limits, rules.decompressor, rules.transform_later
     try:
         compressed = check_value(value, limits)
-        if decompressor is None:
+        if decompressor is None or later is None:
             plain = plain_value(compressed, request.envelope, limits.max_request_bytes)
         else:
-            plain = decompressor.decompress(request, compressed)
+            plain = decompressor.decompress(compressed, request.envelope.content_encoding)
+            if plain is None:
+                later(PendingCompressed(request, compressed, limits))
     except Rejected as error:
         _refuse(request, error, None)
         return request
@@ -481,12 +488,6 @@ def bind_decompressed(request: Request, plain: bytes | memoryview, rules: Ingest
         _refuse(request, error, plain)
     assert isinstance(ack_handle, InFlightAck)
     ack_handle.resize(ack_handle.size_bytes + kept_bytes)
-    return request
-
-
-def refuse_compressed(request: Request, error: Rejected) -> Request:
-    """Fail a request whose value could not be decompressed; return it."""
-    _refuse(request, error, None)
     return request
 
 
@@ -646,8 +647,13 @@ def bind_transformed(payload: PendingValue) -> Request:
     try:
         if payload.error is not None:
             raise payload.error
+        if isinstance(payload, PendingCompressed):
+            return request  # `bind_decompressed` follows
         _take_bound(request, payload)
     except Rejected as error:
+        if isinstance(payload, PendingCompressed):
+            _refuse(request, error, None)
+            return request
         if isinstance(payload, PendingRequest):
             _refuse(request, error, payload.value)
             return request

@@ -64,7 +64,7 @@ class SchemaWaits:
 
     def add(self, payload: PendingTransform) -> None:
         """Let a payload wait until its schema is known, or leave it in the log if it is leaving."""
-        if is_leaving(payload.request):  # a drain must not wait for the registry
+        if self._closed or is_leaving(payload.request):  # a drain must not wait for the registry
             leave_in_log(payload.request)
             return
         key = (payload.version, _schema_id(payload))

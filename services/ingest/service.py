@@ -20,9 +20,7 @@ from headrace.claims.fetcher import ClaimFetcher
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.delivery.cancelling import cancelled_failure, find_cancelled
-from headrace.delivery.failures import REVOKED
 from headrace.delivery.inflight import InFlightAck, skipped_range
-from headrace.errors import Rejected
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Request
 from headrace.services.ingest.claims import Claimed, ClaimWaits, charge
@@ -31,14 +29,14 @@ from headrace.services.ingest.decode import (
     PendingClaim,
     RequestReader,
     bind_decompressed,
-    refuse_compressed,
 )
-from headrace.services.ingest.decompression import ValueDecompressor
+from headrace.services.ingest.decompression import InlineDecompressor
 from headrace.services.ingest.schemas import SchemaWaits
 from headrace.services.ingest.transform_waits import TransformWaits
 from headrace.telemetry.instruments import Instruments
 from headrace.topics import Stage
 from headrace.transforms.workers import (
+    PendingCompressed,
     PendingTransform,
     PendingValue,
     TransformPool,
@@ -82,7 +80,7 @@ class IngestService:
         self._pending: list[PendingValue] = []
         self._unlearnt: list[PendingTransform] = []
         self._unfetched: list[PendingClaim] = []
-        self._decompressor = ValueDecompressor(rules.limits, tuning)
+        decompressor = InlineDecompressor(rules.limits, tuning)
         self._workers = transforms or TransformPool([TransformThread(tuning)], tuning)
         self._transforms = TransformWaits(
             self._workers,
@@ -106,13 +104,13 @@ class IngestService:
             )
         self._rules = replace(
             rules,
-            decompressor=self._decompressor,
+            decompressor=decompressor,
             transform_later=self._pending.append,
             learn_later=self._unlearnt.append,
             read_claim=None if fetcher is None else fetcher.read_claim,
             fetch_later=self._unfetched.append,
         )
-        self._reader = RequestReader(self._rules, self._decompressor, instruments.clock, tuning)
+        self._reader = RequestReader(self._rules, decompressor, instruments.clock, tuning)
 
     async def run(self) -> None:
         """Run until the source stops reading, and all that was read has been passed on."""
@@ -125,7 +123,6 @@ class IngestService:
                 self._schemas.close()
                 self._transforms.close()
                 await transforming
-            self._decompressor.close()
             self._items.close()
             self._answers.close()
 
@@ -159,26 +156,10 @@ class IngestService:
                 if not read:
                     break
                 await self._finish(polled, read)
-                while self._decompressor.waiting:
-                    await self._finish(polled, [await self._decompress()])
                 # Yield even without a pause: the other stages work in between.
                 is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
                 pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
                 await asyncio.sleep(len(read) * pause_s)
-
-    async def _decompress(self) -> Request:
-        """Decompress the next value that waits for the thread; return its request."""
-        request = self._decompressor.waiting[0]
-        if request.ack_handle.revoked and request.failure is None:
-            request.fail(REVOKED)
-        if request.failure is not None:
-            self._decompressor.waiting.popleft()
-            return request
-        try:
-            request, plain = await self._decompressor.decompress_next()
-        except Rejected as error:
-            return refuse_compressed(request, error)
-        return bind_decompressed(request, plain, self._rules)
 
     async def _finish(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
         """Send on the requests that are complete, and let the others wait."""
@@ -190,8 +171,7 @@ class IngestService:
         unlearnt = [each for each in _take_all(self._unlearnt) if each.request.failure is None]
         pending = [each for each in _take_all(self._pending) if each.request.failure is None]
         unfetched = [each for each in _take_all(self._unfetched) if each.request.failure is None]
-        waiting = {id(request) for request in self._decompressor.waiting}
-        waiting.update(id(payload.request) for payload in (*unlearnt, *pending))
+        waiting = {id(payload.request) for payload in (*unlearnt, *pending)}
         waiting.update(id(claim.request) for claim in unfetched)
         complete = list(requests)
         if waiting or cancelling:
@@ -213,8 +193,7 @@ class IngestService:
 
     def _has_waiting(self) -> bool:
         """Return True if one of the requests just read has to wait."""
-        left = self._unlearnt or self._pending or self._unfetched or self._decompressor.waiting
-        return bool(left)
+        return bool(self._unlearnt or self._pending or self._unfetched)
 
     async def _pass_on(self, polled: PolledRecords, complete: list[Request]) -> None:
         """Send requests on; those of models over their share of the budget wait for room."""
@@ -248,11 +227,8 @@ class IngestService:
         """End the requests that wait here and that records cancel, those read with them included;
         return the records that cancel none of them.
         """
-        just_read = [
-            *self._decompressor.waiting,
-            *[each.request for each in (*self._unlearnt, *self._pending)],
-            *[each.request for each in self._unfetched],
-        ]
+        just_read = [each.request for each in (*self._unlearnt, *self._pending)]
+        just_read += [each.request for each in self._unfetched]
         found = find_cancelled(cancelling, just_read)
         for request in found:
             request.fail(cancelled_failure(Stage.INGEST))
@@ -323,7 +299,17 @@ class IngestService:
         nothing else runs until it has been answered.
         """
         assert polled.isolation is not None
-        waiting, payloads = list(unlearnt), list(pending)
+        waiting, payloads = list(unlearnt), []
+        for value in pending:
+            if not isinstance(value, PendingCompressed):
+                payloads.append(value)
+                continue
+            await self._transforms.run_alone(value)
+            decoded = self._decode_made(value)
+            waiting += decoded.unlearnt
+            payloads += decoded.pending
+            if not decoded.is_pending:
+                await self._pass_on(polled, [decoded.request])
         for pending_claim in unfetched:
             assert self._claims is not None
             claimed = await self._claims.fetch_alone(pending_claim)
@@ -332,7 +318,7 @@ class IngestService:
                 continue
             waiting += claimed.unlearnt
             payloads += claimed.pending
-            if not claimed.unlearnt and not claimed.pending:
+            if not claimed.is_pending:
                 await self._pass_on(polled, [claimed.request])
         for payload in waiting:
             if await self._schemas.learn_alone(payload):
@@ -344,16 +330,20 @@ class IngestService:
 
     async def _finish_claimed(self, claimed: Claimed) -> None:
         """Pass on a request whose object is here, or that has ended, or let it wait further."""
-        for payload in claimed.unlearnt:
-            self._transforms.reserve(payload)
-            self._schemas.add(payload)
-            return
-        for value in claimed.pending:
-            self._transforms.reserve(value)
-            self._transforms.add(value)
+        if claimed.is_pending:
+            self._let_wait_further(claimed)
             return
         self._trace([claimed.request])
         await self._send(*_divide([claimed.request]))
+
+    def _let_wait_further(self, claimed: Claimed) -> None:
+        """Let a request whose value is here wait for its schema or for a worker."""
+        for payload in claimed.unlearnt:
+            self._transforms.reserve(payload)
+            self._schemas.add(payload)
+        for value in claimed.pending:
+            self._transforms.reserve(value)
+            self._transforms.add(value)
 
     def _finish_waiting(self, payloads: Sequence[PendingTransform]) -> None:
         """Let payloads whose schemas are known, or that have ended, wait for a worker."""
@@ -361,7 +351,13 @@ class IngestService:
             self._transforms.add(payload)
 
     async def _finish_transformed(self, payloads: Sequence[PendingValue]) -> None:
-        """Pass on requests whose inputs were made, or that have ended."""
+        """Pass on requests whose inputs were made, or that have ended; those whose values were
+        decompressed may have to wait further.
+        """
+        for decoded in [self._decode_made(payload) for payload in payloads]:
+            if decoded.is_pending:
+                self._let_wait_further(decoded)
+                payloads = [each for each in payloads if each.request is not decoded.request]
         self._trace([payload.request for payload in payloads])
         # Looked at once: a request that was sent may be answered, and its share forgotten, before
         # the next one is charged.
@@ -377,6 +373,18 @@ class IngestService:
             await self._send(kept, late)
             if over_share:
                 await self._send(await deferral.wait_for_room(over_share), [])
+
+    def _decode_made(self, payload: PendingValue) -> Claimed:
+        """Decode a value that a worker has decompressed; return its request, or that of another
+        payload as it is.
+        """
+        request = payload.request
+        if isinstance(payload, PendingCompressed) and request.failure is None:
+            bind_decompressed(request, payload.plain, self._rules)
+            for value in (*self._unlearnt, *self._pending):
+                value.is_reread = payload.is_reread
+            return Claimed(request, _take_all(self._unlearnt), _take_all(self._pending))
+        return Claimed(request)
 
     def _is_misplaced(self, payload: PendingValue) -> bool:
         """Return True if a request is charged to another share than that of its model, which is

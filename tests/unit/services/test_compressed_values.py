@@ -1,4 +1,4 @@
-"""Compressed values in ingest: small ones at once, others on the thread, each within its bounds."""
+"""Compressed values in ingest: small ones at once, others by a worker, each within its bounds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from headrace.config import LimitSettings
 from headrace.consumer.ready_queue import PolledRecords
+from headrace.crash_isolation.isolation import Isolated, Isolation
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, beside_bytes
 from headrace.errors import Code
 from headrace.log.port import Record
@@ -31,7 +32,7 @@ from tests.support.services import (
 from tests.support.work import NOW_US, Tray
 
 LIMITS = LimitSettings(max_request_bytes=65_536)
-ON_THREAD = replace(TUNING.ingest, inline_decompressed_bytes=1)
+BY_WORKER = replace(TUNING.ingest, inline_decompressed_bytes=1)
 TRANSFORM = """
 import numpy as np
 
@@ -59,6 +60,14 @@ def _headers(coding: str) -> list[tuple[str, bytes | None]]:
     return [("content-encoding", coding.encode())] if coding else []
 
 
+def isolate(read: PolledRecords) -> Isolation:
+    """Park the one record, so that it is read as one that runs alone."""
+    parked: list[Isolated] = []
+    isolation = Isolation(frozenset(), frozenset({0}), parked.append, runs=True)
+    isolation.park_record(read.assignment, read.records[0])
+    return isolation._replace(isolated=parked[0])
+
+
 async def ingest(
     models: Models, delivery: PolledRecords, tuning: IngestTuning = TUNING.ingest
 ) -> tuple[list[Request], list[Request]]:
@@ -76,7 +85,7 @@ async def ingest(
     return items.requests, answers.requests
 
 
-@pytest.mark.parametrize("tuning", [TUNING.ingest, ON_THREAD], ids=["inline", "thread"])
+@pytest.mark.parametrize("tuning", [TUNING.ingest, BY_WORKER], ids=["inline", "worker"])
 @pytest.mark.parametrize("coding", CODINGS)
 async def test_compressed_request_has_inputs_of_plain_one(
     models: Models, coding: str, tuning: IngestTuning
@@ -92,7 +101,7 @@ async def test_compressed_request_has_inputs_of_plain_one(
     assert np.array_equal(np.frombuffer(request.inputs[0].data, np.float32), np.ones(3 * 64))
 
 
-@pytest.mark.parametrize("tuning", [TUNING.ingest, ON_THREAD], ids=["inline", "thread"])
+@pytest.mark.parametrize("tuning", [TUNING.ingest, BY_WORKER], ids=["inline", "worker"])
 @pytest.mark.parametrize("coding", CODINGS)
 async def test_bomb_among_requests_fails_alone(
     models: Models, coding: str, tuning: IngestTuning
@@ -113,7 +122,7 @@ async def test_bomb_among_requests_fails_alone(
     assert ended[0].value == bomb
 
 
-@pytest.mark.parametrize("tuning", [TUNING.ingest, ON_THREAD], ids=["inline", "thread"])
+@pytest.mark.parametrize("tuning", [TUNING.ingest, BY_WORKER], ids=["inline", "worker"])
 @pytest.mark.parametrize("coding", CODINGS)
 async def test_truncated_value_is_invalid(
     models: Models, coding: str, tuning: IngestTuning
@@ -170,17 +179,21 @@ async def test_many_compressed_requests_exceed_one_reading(models: Models) -> No
     assert sorted(request.offset for request in able) == list(range(100))
 
 
-@pytest.mark.parametrize("tuning", [TUNING.ingest, ON_THREAD], ids=["inline", "thread"])
+@pytest.mark.parametrize("alone", [False, True], ids=["beside-others", "alone"])
+@pytest.mark.parametrize("tuning", [TUNING.ingest, BY_WORKER], ids=["inline", "worker"])
 async def test_compressed_payload_reaches_transform_decompressed(
-    tmp_path: Path, tuning: IngestTuning
+    tmp_path: Path, tuning: IngestTuning, *, alone: bool
 ) -> None:
-    """The transform knows nothing of codings."""
+    """The transform knows nothing of codings, also where the request runs alone after a crash."""
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "transform.py").write_text(TRANSFORM)
     models = digits_models(tmp_path, 'transform = "python"\n')
     headers = [("content-type", b"text/plain"), ("x-model", b"digits"), *_headers("gzip")]
     value = compress(b"x" * 1000, "gzip")
     record = Record(*REQUESTS, 0, NOW_US // 1000, None, value, headers)
-    (request,), _ = await ingest(models, PolledRecords(make_assignment(), [record]), tuning)
+    read = PolledRecords(make_assignment(), [record])
+    if alone:
+        read = read._replace(isolation=isolate(read))
+    (request,), _ = await ingest(models, read, tuning)
 
     assert np.frombuffer(request.inputs[0].data, np.float32)[0] == 1000

@@ -24,6 +24,7 @@ from headrace.errors import Code
 from headrace.log.port import Record
 from headrace.models.registry import Models
 from headrace.protocol.codec import encode_request
+from headrace.protocol.compression import compress
 from headrace.protocol.headers import JSON
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
@@ -197,6 +198,44 @@ async def test_slow_payload_holds_neither_what_is_read_with_it_nor_after_it(mode
 
     assert ingest.sent == [1, 2, 0]
     assert counted(ingest.instruments, "transforms_waiting_bytes") == 0
+
+
+async def test_large_compressed_value_holds_neither_what_is_read_with_it_nor_after_it(
+    models: Models,
+) -> None:
+    """It waits for its turn with a worker as other slow payloads do, and ends when its time has
+    passed.
+    """
+    value = compress(digits_value(), "gzip"), {"content-encoding": b"gzip"}
+    late = value[0], {**value[1], "x-deadline-ms": str(NOW_US // 1000 + 1000).encode()}
+    tuning = replace(TUNING.ingest, inline_decompressed_bytes=1)
+    clock, feed = StillClock(), Feed()
+    async with running(models, feed, tuning, clock) as ingest:
+        feed.put(payload(b"waits"))
+        await eventually(BEGUN.is_set)
+        feed.put(value, late, PLAIN)
+        feed.put(PLAIN)
+        await eventually(lambda: ingest.sent == [3, 4], what="the others are sent")
+        clock.now_us += 1_000_000
+        await eventually(lambda: ingest.ended == [(2, Code.DEADLINE_EXCEEDED)])
+
+    assert sorted(ingest.sent) == [0, 1, 3, 4]
+
+
+async def test_compressed_payload_waits_for_transform_after_it_was_decompressed(
+    models: Models,
+) -> None:
+    """Its transform is run like that of a payload that came as it is."""
+    content, headers = payload(b"waits", headers={"content-encoding": b"zstd"})
+    feed = Feed()
+    tuning = replace(TUNING.ingest, inline_decompressed_bytes=1)
+    async with running(models, feed, tuning) as ingest:
+        feed.put((compress(content, "zstd"), headers))
+        await eventually(BEGUN.is_set, what="its transform has begun")
+        feed.put(PLAIN)
+        await eventually(lambda: ingest.sent == [1], what="the other is sent")
+
+    assert [request.rows for request in ingest.items.requests] == [1, len(b"waits")]
 
 
 async def test_models_take_turns_for_worker(models: Models) -> None:
