@@ -224,7 +224,7 @@ class ExecutorService:
             loader = BackendLoader(version, self._models.cores, is_known=is_known)
             if self._trials is not None and not is_known:
                 await self._trials.try_out(version)
-            stack, instances = await self._load(version, loader, len(consumers))
+            stack, instances = await self._load_when_it_fits(version, loader, len(consumers))
             self._beginning.pop(version, None)
             async with stack:
                 version.last_used_us = self._instruments.steady()
@@ -258,6 +258,21 @@ class ExecutorService:
         log.error(Event.MODEL_FAILED, model=name, version=number, reason=str(error))
         self._metrics.model_failed_to_load(name, number)
 
+    async def _load_when_it_fits(
+        self, version: ModelVersion, loader: BackendLoader, count: int
+    ) -> tuple[AsyncExitStack, list[Instance]]:
+        """Load a version; see `_load`. One for which requests wait waits for others to become idle
+        if there is too little memory, and others are loaded meanwhile.
+        """
+        end_s = time.monotonic() + self._tuning.memory_wait_s
+        while True:
+            try:
+                return await self._load(version, loader, count)
+            except MemoryShort:
+                if version.state is not State.UNLOADED or time.monotonic() >= end_s:
+                    raise
+            await asyncio.sleep(self._tuning.memory_check_s)
+
     async def _load(
         self, version: ModelVersion, loader: BackendLoader, count: int
     ) -> tuple[AsyncExitStack, list[Instance]]:
@@ -267,7 +282,8 @@ class ExecutorService:
             The stack that unloads them, and the instances.
 
         Raises:
-            MemoryShort: the memory of all does not suffice, and no idle version can be unloaded.
+            MemoryShort: the memory of all does not suffice, and no idle version can be unloaded;
+                what was measured until then counts in the next attempt.
             ConfigurationError: one cannot be loaded; they are unloaded then.
         """
         memory = self._models.memory
@@ -284,10 +300,9 @@ class ExecutorService:
             version.loaded_stamp = await asyncio.to_thread(stamp_files, version.directory)
             size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
             share = await self._fit(
-                version,
                 lambda: memory.reserve(
                     f"{version.name}/{version.version}", version.stamp, size_bytes * count
-                ),
+                )
             )
             stack.callback(memory.release, share)
             taken: dict[str, list[int]] = {}
@@ -302,28 +317,22 @@ class ExecutorService:
                 for device, grown_bytes in grown.items():
                     taken.setdefault(device, []).append(grown_bytes)
                 measured_bytes = sum(taken.get("host", ()))
-                await self._fit(version, partial(memory.apply_measured, share, measured_bytes))
+                await self._fit(partial(memory.apply_measured, share, measured_bytes))
             version.load_s, version.memory_bytes = time.monotonic() - began_s, taken
             return stack.pop_all(), instances
 
-    async def _fit(self, version: ModelVersion, take: Callable[[], T]) -> T:
+    async def _fit(self, take: Callable[[], T]) -> T:
         """Take memory of the budget, and unload idle versions for it if there is too little.
-
-        A version for which requests wait waits for others to become idle; a new one does not.
 
         Raises:
             MemoryShort: there is too little.
         """
-        end_s = time.monotonic() + self._tuning.memory_wait_s
         while True:
             try:
                 return take()
             except MemoryShort as short:
-                if await self._unload_idle(short.missing_bytes):
-                    continue
-                if version.state is not State.UNLOADED or time.monotonic() >= end_s:
+                if not await self._unload_idle(short.missing_bytes):
                     raise
-            await asyncio.sleep(self._tuning.memory_check_s)
 
     async def _unload_idle(self, missing_bytes: int) -> bool:
         """Unload the versions that have been idle for the longest time; return False if all that

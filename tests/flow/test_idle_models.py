@@ -53,6 +53,7 @@ def postprocess(outputs, request):
 FUSED: Grouping = [STAGES]
 EXECUTOR_APART: Grouping = [(Stage.INGEST, Stage.BATCHER), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
 NAMES = ("a", "b", "c")
+PATIENT = replace(TUNING, executor=replace(TUNING.executor, memory_wait_s=3600.0))
 IMPATIENT = replace(TUNING, executor=replace(TUNING.executor, memory_wait_s=0.5))
 
 
@@ -196,6 +197,30 @@ async def test_requests_are_refused_with_figures_while_all_others_are_busy(tmp_p
     assert refused.code == Code.MODEL_NOT_READY
     assert "models.memory_bytes: the version needs" in refused.message
     assert refused.retry_after_ms
+
+
+async def test_other_model_is_loaded_while_one_waits_for_memory(tmp_path: Path) -> None:
+    """It fits beside those that are busy, and does not wait for them."""
+    add_model(tmp_path, "a", WAIT)
+    add_model(tmp_path, "b", WAIT, run=AT_THE_GATE)
+    add_model(tmp_path, "c", WAIT, run=AT_THE_GATE)
+    async with serving(tmp_path, tuning=PATIENT) as (pipeline, client):
+        assert unloaded(pipeline) == ["a"]
+        with shut_gate():
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(answers(client, name)) for name in ("b", "c")]
+                await eventually(lambda: is_running(pipeline, "b", "c"))
+                asked.append(tasks.create_task(answers(client, "a")))
+                value = pipeline.metrics.registry.get_sample_value
+                labels = {"topic": "headrace.requests"}
+                await eventually(lambda: value("headrace_in_flight_records", labels) == 3)
+                add_model(tmp_path, "small", taken=MODEL_BYTES // 100)
+                await pipeline.models.reload()
+                await eventually(lambda: states(pipeline)["small/1"][0] == State.READY)
+                assert await answers(client, "small")
+                assert unloaded(pipeline) == ["a"]
+                GATE.set()
+        assert [task.result() for task in asked] == [True, True, True]
 
 
 async def test_deadline_holds_while_request_waits_for_its_model(tmp_path: Path) -> None:
