@@ -998,13 +998,17 @@ class GatewayTuning:
     """gRPC calls beside `gateway.max_in_flight`: health, metadata, and streams that are idle."""
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
+    accepted_at_once: int = 8
+    """gRPC calls that are requested from gRPC's core at once, so that as many are accepted in one
+    turn of the event loop; 0 accepts one after the other.
+    """
     grouped_pause_s: float = 0.001
     """A gRPC call that waits for others goes on after so long without a further call."""
     grouped_most_s: float = 0.005
     """The same, from its arrival on, if others keep coming: about 35 calls are accepted then."""
     grouped_turns: int = 10
     """Turns of the event loop from the arrival of a call until gRPC passes it on, with a margin."""
-    grouped_least_calls: int = 4
+    grouped_least_calls: int = 12
     """Calls that have to go on together for a wait to be worth its time: two or three callers that
     wait for each other's answers get less done with it than without.
     """

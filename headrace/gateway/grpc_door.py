@@ -37,6 +37,7 @@ from headrace.gateway.gateway import (
     answer_of_error,
     read_priority,
 )
+from headrace.gateway.grpc_accepting import CallAcceptors, can_accept_several
 from headrace.gateway.grpc_calls import (
     Context,
     Refusal,
@@ -93,6 +94,7 @@ class GrpcDoor:
         self._port = port
         self._groups = CallGroups(gateway.tuning)
         self._server: grpc.aio.Server | None = None
+        self._acceptors: CallAcceptors | None = None
         self._stopping = asyncio.Event()
         self._closing = asyncio.Event()  # GOAWAY was sent
 
@@ -104,17 +106,23 @@ class GrpcDoor:
     async def __aenter__(self) -> Self:
         settings = self._gateway.settings
         host = settings.grpc_host
-        server = grpc.aio.server(
-            interceptors=(
-                []
-                if self._gateway.callers.are_all_alike
-                else [_Admission(self._gateway, self._tuning)]
-            ),
-            options=_options(settings, self._tuning),
-            maximum_concurrent_rpcs=settings.max_in_flight + self._tuning.spare_calls,
+        callers, most_calls = (
+            self._gateway.callers,
+            settings.max_in_flight + self._tuning.spare_calls,
         )
+        interceptors = [] if callers.are_all_alike else [_Admission(self._gateway, self._tuning)]
+        server = grpc.aio.server(
+            interceptors=interceptors,
+            options=_options(settings, self._tuning),
+            maximum_concurrent_rpcs=most_calls,
+        )
+        infer: _Method = grpc.unary_unary_rpc_method_handler(self._infer)
+        if self._tuning.accepted_at_once and can_accept_several():
+            self._acceptors = CallAcceptors(
+                server, SERVICE.full_name, "ModelInfer", infer, interceptors, most_calls
+            )
         health = _HealthService(self._is_serving, self._stopping, self._tuning.health_interval_s)
-        server.add_generic_rpc_handlers((self._methods(), health.methods()))
+        server.add_generic_rpc_handlers((self._methods(infer), health.methods()))
         _add_reflection(server)
         try:
             address = f"[{host}]:{self._port}" if ":" in host else f"{host or '[::]'}:{self._port}"
@@ -130,6 +138,8 @@ class GrpcDoor:
             ) from error
         await server.start()
         self._server = server
+        if self._acceptors is not None:
+            self._acceptors.start(self._tuning.accepted_at_once)
         log.info(Event.GATEWAY_LISTENING, host=host, grpc_port=self._port)
         return self
 
@@ -138,6 +148,8 @@ class GrpcDoor:
         if self._server is not None:
             await self._server.stop(self._tuning.stop_timeout_s)
             self._server = None
+        if self._acceptors is not None:
+            await self._acceptors.join(self._tuning.stop_timeout_s)
 
     async def stop_listening(self) -> None:
         """Refuse further calls as retriable, and close the connections once none is under way.
@@ -168,10 +180,10 @@ class GrpcDoor:
         """Return whether a service is ready; None if there is no such service."""
         return self._gateway.health.ready if service in ("", SERVICE.full_name) else None
 
-    def _methods(self) -> grpc.GenericRpcHandler:
+    def _methods(self, infer: _Method) -> grpc.GenericRpcHandler:
         """Return the service's methods, which take bytes and return bytes: see `parse_message`."""
         methods: dict[str, Any] = {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
+            "ModelInfer": infer,
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._infer_stream),
             **GrpcModels(self._gateway).methods(),
         }

@@ -235,6 +235,15 @@ async def test_calls_that_come_one_after_the_other_share_batches(repository: Pat
         await eventually(all_share_batch)
 
 
+async def test_calls_that_are_accepted_one_by_one_are_answered(repository: Path) -> None:
+    """So it is with a release of grpcio that lacks what accepting several needs."""
+    single = replace(TUNING.gateway, accepted_at_once=0)
+    async with caller_of(repository, tuning=single) as (_, caller):
+        answers = await asyncio.gather(*(caller.infer(pixels()) for _ in range(20)))
+
+    assert {answer.model_name for answer in answers} == {"digits"}
+
+
 async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> None:
     """The call's deadline and the parameter `timeout` are the request's; it never runs."""
     async with caller_of(gated) as (served, caller), asyncio.TaskGroup() as tasks:
