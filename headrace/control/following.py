@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -148,8 +148,10 @@ class ControlFollower:
                 if not reloaded.away:
                     self._pauses.reset()
                     continue
-            await self._pauses.sleep()
             self._requested |= requested
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pauses.next_s()):
+                    await self._changed.wait()  # a change may be about what is not away
             self._changed.set()
 
 

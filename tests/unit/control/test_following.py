@@ -32,7 +32,7 @@ from headrace.models.wanted import Deployment as State
 from headrace.protocol.codec.control import UnknownFormat, encode_control
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
-from headrace.tuning import TUNING
+from headrace.tuning import TUNING, ModelTuning
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 
@@ -86,10 +86,12 @@ async def new_log() -> MemoryLog:
 
 
 @asynccontextmanager
-async def following(log: MemoryLog, models: NotingModels) -> AsyncIterator[ControlFollower]:
+async def following(
+    log: MemoryLog, models: NotingModels, tuning: ModelTuning = QUICK
+) -> AsyncIterator[ControlFollower]:
     """A follower that runs while the context lasts."""
-    topic = ControlTopic(log, SETTINGS, QUICK)
-    async with ControlFollower(topic, models, QUICK) as follower, asyncio.TaskGroup() as tasks:
+    topic = ControlTopic(log, SETTINGS, tuning)
+    async with ControlFollower(topic, models, tuning) as follower, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(follower.run())
         yield follower
         running.cancel()
@@ -119,6 +121,18 @@ async def test_change_is_wanted_and_then_scanned() -> None:
         await eventually(lambda: models.scanned == [["a"]])
         await write(log, "b")
         await eventually(lambda: models.scanned[-1] == ["a", "b"])
+
+
+async def test_change_does_not_wait_until_store_that_is_away_is_tried_again() -> None:
+    """It may be about a model of another store."""
+    log, models = await new_log(), NotingModels(Scan(("s3 is away",)))
+    patient = replace(QUICK, control_retry_first_s=3600, control_retry_max_s=3600)
+    async with following(log, models, patient):
+        await write(log, "a")
+        await eventually(lambda: models.failed == 1)
+        await write(log, "b")
+        await eventually(lambda: models.scanned == [["a", "b"]])
+    assert models.retried == [{("a", "1")}, {("a", "1"), ("b", "1")}]
 
 
 @pytest.mark.parametrize(
