@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -111,12 +110,7 @@ class NamedLoad:
         asyncio.get_running_loop().add_reader(self._ours.fileno(), self._receive)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._ours.fileno())
         self._process.kill()
         self._process.join()

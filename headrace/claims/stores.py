@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import aiohttp
@@ -97,12 +96,7 @@ class ClaimStores:
         self._session = await self._stack.enter_async_context(session)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._session = None
         await self._stack.aclose()
 
@@ -363,13 +357,8 @@ class StoreCalls:
         await self.stores.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.stores.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self.stores.__aexit__(*error)
 
     async def call(
         self, attempt: Callable[[], Awaitable[T]], slots: asyncio.Semaphore, size_bytes: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 from headrace.claims.fetcher import ClaimFetcher
@@ -49,12 +48,7 @@ class ClientClaims:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     def is_large(self, value: bytes | None) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
 from typing import Protocol, Self
 
 import structlog
@@ -87,12 +86,7 @@ class ControlFollower:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def run(self) -> None:

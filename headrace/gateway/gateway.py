@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import structlog
@@ -248,13 +247,8 @@ class Gateway:
         self.health.watch_live(self._client.fault)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._client.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._client.__aexit__(*error)
         self.regions.unregister()
         self.conversions.close()
 

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from types import TracebackType
 from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
@@ -128,12 +127,7 @@ class SchemaRegistry:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()

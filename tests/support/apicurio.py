@@ -7,7 +7,6 @@ import subprocess
 import tarfile
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -167,12 +166,7 @@ class Apicurio:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._process.returncode is None:
             self._process.kill()  # it has nothing to save
         await self._process.wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace, TracebackType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
@@ -88,9 +88,7 @@ class Stream:
         Stream.current.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         Stream.current.pop()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import aiohttp
@@ -77,12 +76,7 @@ class Jaeger:
         await eventually(self._answers, what="Jaeger answers")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
         if self._process.returncode is None:
             # It has nothing to save, and would take ten seconds to end by itself.

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.support.processes import HEADRACE
@@ -52,12 +51,7 @@ class Restarting:
         self._keeping = asyncio.create_task(self._keep(), name=f"restarting {self.stages}")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stopping = True
         assert self._keeping is not None
         if self._process is not None and self._process.returncode is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
@@ -33,12 +32,7 @@ class StandInServer:
         await self.listen()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # A connection that still has bytes to send would be left open by the end of the test.
         self.abort_connections()
         await self._runner.cleanup()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 64 * 1024
@@ -40,12 +39,7 @@ class TcpProxy:
         await self.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def open(self, port: int = 0) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgpack
@@ -69,12 +68,7 @@ class Traffic:
         self._tasks.append(asyncio.create_task(self._send(), name="traffic-requests"))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
