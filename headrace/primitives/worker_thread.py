@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from headrace.errors import describe_error
@@ -118,10 +119,9 @@ class WorkerThread:
             # The work refers to its call, and so to the result: break the reference cycle.
             call.work = _do_nothing
             call.compute_us = call.compute_us or (time.perf_counter_ns() - began) // 1000
-            try:
+            # If the loop is closed, no caller waits. Later calls may still end a child process.
+            with suppress(RuntimeError):
                 call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
-            except RuntimeError:  # the loop is closed, so no caller waits
-                return
 
 
 def _do_nothing() -> None:
