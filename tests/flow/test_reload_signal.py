@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,14 +12,24 @@ from pathlib import Path
 import pytest
 
 from tests.support.conditions import eventually
-from tests.support.processes import Process
+from tests.support.processes import Process, run_program
+from tests.support.tree import ROOT
 
-DEMO_MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
+DEMO_MODELS = ROOT / "headrace" / "tools" / "demo" / "models"
+
+
+def commands_of_page() -> list[str]:
+    """The commands of the page about changing a model that need no control topic."""
+    page = (ROOT / "docs" / "changing-a-model.md").read_text(encoding="utf-8")
+    return re.findall(r"^```bash\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.timeout(90)
 async def test_sighup_loads_new_version_and_refuses_broken_one(tmp_path: Path) -> None:
-    """A version that was added serves after SIGHUP; one that cannot be read is reported."""
+    """A version that the page's commands add serves after SIGHUP, and its predecessor again after
+    they have moved it away; one that cannot be read is reported.
+    """
+    add, withdraw = commands_of_page()
     repository = tmp_path / "models"
     shutil.copytree(DEMO_MODELS, repository)
     process = Process(
@@ -26,16 +37,16 @@ async def test_sighup_loads_new_version_and_refuses_broken_one(tmp_path: Path) -
     )
     async with process:
         before = json.loads(await process.get("/v2/models/digits"))
-        shutil.copytree(repository / "digits" / "1", repository / "digits" / "2")
         (repository / "broken" / "1").mkdir(parents=True)
         (repository / "broken" / "1" / "model.onnx").write_bytes(b"not a model")
+        for commands, version in ((add, "2"), (withdraw, "1")):
+            await run_program(["sh", "-ec", commands], {"PID": str(process.pid)}, tmp_path)
 
-        process.send(signal.SIGHUP)
+            async def reloaded(version: str = version) -> bool:
+                found = json.loads(await process.get("/v2/models/digits"))["versions"]
+                return bool(found == [version])
 
-        async def reloaded() -> bool:
-            return bool(json.loads(await process.get("/v2/models/digits"))["versions"] == ["2"])
-
-        await eventually(reloaded, what="version 2 to serve")
+            await eventually(reloaded, what=f"version {version} serves")
         broken = await process.get("/v2/models/broken/ready")
         ready = await process.get("/health/ready")
         code = await process.terminate()

@@ -139,6 +139,12 @@ class Process:
             raise AssertionError(f"{self._stages} did not end:\n{self.output}") from None
 
     @property
+    def pid(self) -> int:
+        """Its id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def resident_bytes(self) -> int:
         """Its resident memory."""
         assert self._process is not None

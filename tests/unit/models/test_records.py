@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -160,6 +161,15 @@ def test_avro_of_other_length_is_refused(tmp_path: Path, change: Any) -> None:
 
     assert error.code == Code.INVALID_REQUEST
     assert "order.avsc" in error.message
+
+
+def test_missing_fastavro_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version cannot be served, and the reason says what to install."""
+    monkeypatch.setitem(sys.modules, "fastavro", None)
+    with pytest.raises(ConfigurationError, match=r"fastavro: pip install 'headrace\[avro\]'"):
+        avro_transform(tmp_path)
 
 
 def test_recursive_avro_schema_is_fault(tmp_path: Path) -> None:
