@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import structlog
 
@@ -42,14 +43,17 @@ from headrace.transport.channels import ReceiveStream, SendStream
 from headrace.tuning import TUNING, TransportTuning
 
 log = structlog.get_logger(__name__)
+_offset = attrgetter("offset")
 
 
 def has_inputs_in_source(request: IngestedRequest) -> bool:
     """Return True if inputs of the request are only in its source record."""
     referenced = request.referenced
-    return referenced > 0 and any(
-        start < referenced and size for start, size in request.places or ()
-    )
+    if referenced:
+        for start, size in request.places or ():
+            if size and start < referenced:
+                return True
+    return False
 
 
 class ClaimedValues:
@@ -166,6 +170,7 @@ class SourceValues:
         self._backoff = Backoff(tuning.source_retry_first_s, tuning.source_retry_max_s)
         self._surplus = _Surplus(tuning.source_surplus_bytes)
         self._reading: dict[int, asyncio.Lock] = {}
+        self._unread: dict[int, dict[Request, None]] = {}
         self._claimed = ClaimedValues(fetcher, stage, is_stopping)
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
@@ -311,27 +316,49 @@ class SourceValues:
 
     async def _read_partition(self, partition: int, requests: list[Request]) -> None:
         """Read the values of one partition, after those who read it already: a fetch returns whole
-        record batches, which often hold what the next ones need.
+        record batches, which often hold what the next ones need. All that wait meanwhile are read
+        together.
         """
         requests = self._restore_kept(requests)
         if not requests:
             return
-        async with self._reading.setdefault(partition, asyncio.Lock()):
-            left = self._restore_kept(requests)
-            left.sort(key=lambda request: request.offset)
-            for wanted in self._ranges(left):
-                await self._read_range(TopicPartition(self._topic, partition), wanted)
+        unread = self._unread.setdefault(partition, {})
+        unread.update(dict.fromkeys(requests))
+        try:
+            async with self._reading.setdefault(partition, asyncio.Lock()):
+                while not unread.keys().isdisjoint(requests):
+                    await self._read_next(TopicPartition(self._topic, partition), unread)
+        finally:
+            for request in requests:
+                unread.pop(request, None)
+
+    async def _read_next(self, partition: TopicPartition, unread: dict[Request, None]) -> None:
+        """Read as many values as one fetch may return, and remove their requests from `unread`."""
+        chosen: list[Request] = []
+        size_bytes = 0
+        # In the log's order: the batches of two models may have every second record each.
+        for request in sorted(unread, key=_offset):
+            size_bytes += request.referenced
+            if chosen and size_bytes > self._tuning.source_fetch_bytes:
+                break
+            chosen.append(request)
+        for wanted in self._ranges(self._restore_kept(chosen)):
+            await self._read_range(partition, wanted)
+        for request in chosen:
+            unread.pop(request, None)
 
     def _restore_kept(self, requests: Sequence[Request]) -> list[Request]:
         """Set the values that came with others; return the requests whose values did not."""
         left: list[Request] = []
+        restored: list[Request] = []
         for request in requests:
             record = self._surplus.pop(request.partition, request.offset)
             # A kept record may be of a topic that has been made anew since.
             if record is None or not _is_source_of(request, record):
                 left.append(request)
-            else:
-                self._restore(request, record, "kept")
+            elif self._restore(request, record):
+                restored.append(request)
+        self._count(restored, "kept")
         return left
 
     async def _read_range(self, partition: TopicPartition, wanted: Sequence[Request]) -> None:
@@ -341,28 +368,27 @@ class SourceValues:
                 request.fail(REVOKED)
             return
         found = {record.offset: record for record in records}
+        restored: list[Request] = []
         for request in wanted:  # after a rebalance the same one may have come twice
             record = found.get(request.offset)
             if record is None:
                 self._lose(request, "it is no longer in the log")
-            else:
-                self._restore(request, record, "read")
+            elif not _is_source_of(request, record):
+                self._lose(request, "another record has its offset")
+            elif self._restore(request, record):
+                restored.append(request)
+        self._count(restored, "read")
         taken = {request.offset for request in wanted}
         self._surplus.add([each for each in records if each.offset not in taken])
 
     def _ranges(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Yield requests that are read together: they lie near each other in the log."""
         chosen: list[Request] = []
-        size_bytes = 0
         for request in requests:
-            if chosen and (
-                request.offset - chosen[-1].offset > self._tuning.source_near_offsets
-                or size_bytes + request.referenced > self._tuning.source_fetch_bytes
-            ):
+            if chosen and request.offset - chosen[-1].offset > self._tuning.source_near_offsets:
                 yield chosen
-                chosen, size_bytes = [], 0
+                chosen = []
             chosen.append(request)
-            size_bytes += request.referenced
         if chosen:
             yield chosen
 
@@ -392,18 +418,20 @@ class SourceValues:
                 await pauses.sleep()
         return None
 
-    def _restore(self, request: Request, record: Record, outcome: str) -> None:
-        value = record.value or b""
-        if not _is_source_of(request, record):
-            self._lose(request, "another record has its offset")
-            return
+    def _restore(self, request: Request, record: Record) -> bool:
+        """Set the value of a request; return False if the request fails instead."""
         try:
-            restore_value(request, value)
+            restore_value(request, record.value or b"")
         except Rejected as error:
             self._lose(request, f"its value is another one: {error.message}")
-            return
-        self._metrics.source_values.labels(outcome).inc()
-        self._metrics.source_value_bytes.inc(len(value))
+            return False
+        return True
+
+    def _count(self, restored: Sequence[Request], outcome: str) -> None:
+        if restored:
+            self._metrics.source_values.labels(outcome).inc(len(restored))
+            size_bytes = sum([len(request.value or b"") for request in restored])
+            self._metrics.source_value_bytes.inc(size_bytes)
 
     def _lose(self, request: Request, reason: str) -> None:
         where = f"{self._topic}/{request.partition}"
@@ -422,8 +450,11 @@ class SourceValues:
 
 def _is_source_of(request: Request, record: Record) -> bool:
     """Return True unless the record shows that it is another one at the offset of the request."""
-    identity = record.timestamp, record.key, len(record.value or b"")
-    return identity == (request.timestamp_ms, request.key, request.referenced)
+    return (
+        len(record.value or b"") == request.referenced
+        and record.timestamp == request.timestamp_ms
+        and record.key == request.key
+    )
 
 
 class _Surplus:

@@ -307,13 +307,12 @@ class TopicSender:
             self._waiting_count -= len(waiting)
             self._limiter.record_write(len(waiting), time.monotonic())
             self._taken.set()
-            requests: list[Request] = []
-            for request in waiting:
-                if request.ack_handle.revoked:
-                    request.ack_handle.ack()
-                else:
-                    requests.append(request)
-            await self._write_partition(target, requests)
+            # The requests of one record share its ack handle.
+            revoked = {each for each in {one.ack_handle for one in waiting} if each.revoked}
+            if revoked:
+                ack_all([one.ack_handle for one in waiting if one.ack_handle in revoked])
+                waiting = [one for one in waiting if one.ack_handle not in revoked]
+            await self._write_partition(target, waiting)
         self._partitions_in_write.discard(partition)
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:

@@ -282,7 +282,7 @@ class _ChunkDecoder:
         self, record: Record, value: bytes, envelope: Envelope, template: DecodeTemplate
     ) -> Request:
         """Return the request in a record of this layout."""
-        _, _, start, stop, name, datatype, shape, model, version, bound = template
+        _, _, start, stop, name, datatype, shape, model, version, bound, places = template
         rows, shape_class, tensor_bytes, wanted = bound
         content = (
             value[start:stop]
@@ -314,6 +314,10 @@ class _ChunkDecoder:
             shape_class,
             tensor_bytes,
             wanted,
+            None,
+            -1,
+            None,
+            places,
         )
 
 

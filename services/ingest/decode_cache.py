@@ -53,6 +53,7 @@ class DecodeTemplate(NamedTuple):
         model, version: the model version that bound it.
         bound: see `headrace.models.inputs.binding.Bound`: rows, shape class, size in bytes, and
             requested outputs.
+        places: see `headrace.protocol.messages.IngestedRequest`.
     """
 
     head: bytes
@@ -65,6 +66,7 @@ class DecodeTemplate(NamedTuple):
     model: str
     version: str
     bound: tuple[int, tuple[int, ...], int, tuple[str, ...] | None]
+    places: tuple[tuple[int, int], ...]
 
 
 class Layout:
@@ -109,8 +111,9 @@ class Layout:
             place = (self.head, self.tail, self._start, self._stop)
             tensor = bound.tensors[0][:3]
             self._bind = version.bind
+            places = ((self._start, self._stop - self._start),)
             self._template = DecodeTemplate(
-                *place, *tensor, version.name, version.version, bound[1:]
+                *place, *tensor, version.name, version.version, bound[1:], places
             )
         return bound
 

@@ -32,6 +32,7 @@ _NO_REPLICA: Final = -1
 _EARLIEST: Final = -2
 _NO_LEADER: Final = (None, -1)
 _FORMAT_WITH_HEADERS: Final = 2
+_new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 
 class DirectFetch:
@@ -171,11 +172,25 @@ class DirectFetch:
                     raise UnreadableBatch("expected the checksum of the batch, got another one")
                 following = batch.next_offset
                 if not batch.is_control_batch:
+                    topic, number = partition
                     records = self._records_of(batch, batches.content)
                     fetched.add(
-                        Record(*partition, r.offset, r.timestamp, r.key, r.value, r.headers or ())
-                        for r in records
-                        if r.offset >= position
+                        [
+                            _new(
+                                Record,
+                                (
+                                    topic,
+                                    number,
+                                    r.offset,
+                                    r.timestamp,
+                                    r.key,
+                                    r.value,
+                                    r.headers or (),
+                                ),
+                            )
+                            for r in records
+                            if r.offset >= position
+                        ]
                     )
             except UnreadableBatch:
                 following = batches.following_offset() or position + 1
@@ -185,7 +200,8 @@ class DirectFetch:
     def _records_of(self, batch: Any, content: memoryview) -> list[Any]:
         batch, content = plain_batch(batch, content, self._connection.decompressed_bytes)
         records: Iterator[Any] = chain(batch)
-        if content[16] >= _FORMAT_WITH_HEADERS:
+        unmeasured_bytes = self._connection.tuning.unmeasured_batch_bytes
+        if len(content) > unmeasured_bytes and content[16] >= _FORMAT_WITH_HEADERS:
             records = guarded_records(records, content)
         try:
             return list(records)

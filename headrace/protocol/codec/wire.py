@@ -64,6 +64,7 @@ _CODES = frozenset(Code)
 _UNCHECKED = frozenset({"BYTES", "BOOL"})
 """Datatypes whose content must be checked; of others only the size."""
 
+_new = tuple.__new__  # half the cost of calling a NamedTuple's class
 _encode = msgspec.msgpack.Encoder().encode
 _items_decoder = msgspec.msgpack.Decoder(ItemChunkRecord)
 _batch_decoder = msgspec.msgpack.Decoder(ChunkedBatchRecord)
@@ -93,12 +94,13 @@ def refer_to_source(request: Request, from_bytes: int) -> None:
     if places is None:
         places, _ = _places(request.inputs, value)
     size_bytes = len(value)
-    request.inputs = tuple(
-        [
-            tensor if start >= size_bytes else tensor._replace(data=_EMPTY)
-            for tensor, (start, _) in zip(request.inputs, places, strict=True)
-        ]
-    )
+    inputs: list[Tensor] = []
+    for tensor, (start, _) in zip(request.inputs, places, strict=True):
+        name, datatype, shape, data = tensor
+        if start < size_bytes:
+            data = _EMPTY
+        inputs.append(_new(Tensor, (name, datatype, shape, data)))
+    request.inputs = tuple(inputs)
     request.value, request.item = None, None
     request.places, request.referenced = places, size_bytes
 
@@ -110,19 +112,17 @@ def restore_value(request: Request, value: bytes) -> None:
         Rejected: `INVALID_TENSOR`: the value does not hold the inputs.
     """
     content = memoryview(value)
+    inputs: list[Tensor] = []
     placed = request.places or () if request.inputs else ()
-    request.inputs = tuple(
-        [
-            tensor
-            if start >= request.referenced
-            else tensor._replace(data=content[start : start + size])
-            for tensor, (start, size) in zip(request.inputs, placed, strict=True)
-        ]
-    )
-    for name, datatype, shape, data in request.inputs:
+    for tensor, (start, size) in zip(request.inputs, placed, strict=True):
+        name, datatype, shape, data = tensor
+        if start < request.referenced:
+            data = content[start : start + size]
         check_tensor(datatype, shape, data, name)
-    if not all(start + size <= len(value) for start, size in placed):
-        request.places = None  # of a value without what is behind it
+        inputs.append(_new(Tensor, (name, datatype, shape, data)))
+        if start + size > len(value):
+            request.places = None  # of a value without what is behind it
+    request.inputs = tuple(inputs)
     request.value, request.referenced = value, 0
 
 
@@ -219,7 +219,7 @@ def _are_items_alike(one: Request, other: Request) -> bool:
         return False
     if one.shape_class != other.shape_class or one.envelope.tenant != other.envelope.tenant:
         return False
-    if one.referenced or other.referenced:
+    if bool(one.referenced) != bool(other.referenced):
         return False
     first, second = one.inputs, other.inputs
     return (
@@ -562,7 +562,7 @@ def _carried_bytes(request: Request) -> int:
     """
     data = request.output_data
     if data is not None:
-        return sum(map(len, data))
+        return len(data[0]) if len(data) == 1 else sum(map(len, data))
     if request.referenced:
         return request.referenced
     value = request.value
@@ -785,9 +785,8 @@ def _tensors(
         is_uniform = wired.shapes is None and type(wired.size) is int and datatype not in _UNCHECKED
         for shape, content in zip(shapes, contents[:1] if is_uniform else contents, strict=False):
             check_tensor(datatype, shape, content, name)
-    new = tuple.__new__  # half the cost of calling the NamedTuple class
     return [
-        new(Tensor, (name, datatype, shape, content))
+        _new(Tensor, (name, datatype, shape, content))
         for shape, content in zip(shapes, contents, strict=True)
     ]
 

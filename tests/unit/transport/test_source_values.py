@@ -35,13 +35,16 @@ QUICK = replace(TUNING.transport, source_retry_first_s=0.001, source_retry_max_s
 
 
 class CountingLog(MemoryLog):
-    """An embedded log that notes what is fetched, and fails as often as it is told."""
+    """An embedded log that notes what is fetched, and fails as often as it is told. With `answers`,
+    each fetch waits for one of them.
+    """
 
     def __init__(self) -> None:
         super().__init__(auto_create_partitions=2)
         self.fetched: list[tuple[int, int, int]] = []
         self.failures = 0
         self.most_bytes = 0
+        self.answers: asyncio.Semaphore | None = None
 
     async def fetch(
         self,
@@ -52,6 +55,8 @@ class CountingLog(MemoryLog):
         wanted: Wanted | None = None,
     ) -> Sequence[Record]:
         self.fetched.append((partition.partition, first, last))
+        if self.answers is not None:
+            await self.answers.acquire()
         if self.failures:
             self.failures -= 1
             raise LogUnavailable("no answer")
@@ -179,6 +184,43 @@ async def test_concurrent_reads_of_partition_share_what_one_of_them_fetches() ->
 
     assert sorted(log.fetched) == [(0, 0, 5), (1, 0, 0)]
     assert seen(first + second + other) == expected(0, 5, 1, 3, 0)
+
+
+async def test_reads_that_wait_for_partition_are_read_together_within_bound() -> None:
+    """A fetch costs as much as dozens of small values."""
+    log = CountingLog()
+    await write_source(log, 8)
+    batches = [[referring(number), referring(number + 1)] for number in (0, 2, 4, 6)]
+    values = values_from(log, replace(QUICK, source_fetch_bytes=4 * len(value_of(0))))
+    log.answers = asyncio.Semaphore(0)
+    reading = [asyncio.create_task(values.read(batch)) for batch in batches]
+    await eventually(lambda: bool(log.fetched))
+    for _ in batches:
+        log.answers.release()
+
+    await asyncio.gather(*reading)
+
+    assert log.fetched == [(0, 0, 1), (0, 2, 5), (0, 6, 7)]
+    assert [seen(batch) for batch in batches] == [expected(n, n + 1) for n in (0, 2, 4, 6)]
+
+
+async def test_read_that_waits_for_cancelled_one_has_its_values() -> None:
+    """The cancelled one was about to read these as well."""
+    log = CountingLog()
+    await write_source(log, 3)
+    log.answers = asyncio.Semaphore(0)
+    values, requests = values_from(log), [referring(number) for number in range(3)]
+    reading = [asyncio.create_task(values.read([request])) for request in requests]
+    await eventually(lambda: len(log.fetched) == 1)
+    log.answers.release()
+    await eventually(lambda: len(log.fetched) == 2)
+    reading[1].cancel()
+    log.answers.release()
+
+    await asyncio.gather(reading[0], reading[2])
+
+    assert log.fetched == [(0, 0, 0), (0, 1, 2), (0, 2, 2)]
+    assert seen([requests[0], requests[2]]) == expected(0, 2)
 
 
 async def test_records_that_came_with_others_are_bounded() -> None:
