@@ -103,7 +103,7 @@ PRIVATE_NAMES: Final[Mapping[type | ModuleType, tuple[str, ...]]] = {
         "generation",
         "member_id",
     ),
-    MessageAccumulator: ("_batches", "_closed", "fail_all"),
+    MessageAccumulator: ("_batches", "_closed", "_pending_batches", "fail_all"),
     MessageBatch: ("_drain_waiter",),
     PartitionRecords: (
         "_aborted_producers",
@@ -731,10 +731,13 @@ async def close_producer(producer: AIOKafkaProducer, timeout_s: float) -> None:
     if task is not None:
         await asyncio.wait([task], timeout=timeout_s)
     await _cancel([task, *_tasks_of(sender)], timeout_s)
+    waiting = [batch for batches in accumulator._batches.values() for batch in batches]
+    # Those that wait to be sent again are not pending, but aiokafka's callback on their end removes
+    # them from what is, with a KeyError in the log for each.
+    accumulator._pending_batches.update(waiting)
     accumulator.fail_all(ProducerClosed())
-    for batches in accumulator._batches.values():
-        for batch in batches:
-            batch._drain_waiter.exception()
+    for batch in waiting:
+        batch._drain_waiter.exception()
 
 
 def _tasks_of(owner: object) -> list[asyncio.Task[Any]]:
