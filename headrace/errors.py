@@ -67,18 +67,22 @@ class ConfigurationError(Fatal):
 
 
 class Rejected(HeadraceError):
-    """One request cannot be served; the error becomes its answer.
+    """One request cannot be served; the error becomes its answer. A model's code may raise it, too.
 
     Args:
         code: kind of refusal.
-        message: what was expected, what was received, and where.
+        message: what was expected, what was received, and where. What is no Unicode in it, such as
+            bytes that were decoded with `surrogateescape`, is replaced: no answer could hold it.
         retry_after_ms: when the caller may retry, if known.
+
+    Raises:
+        ValueError: there is no such code.
     """
 
     def __init__(self, code: Code, message: str, *, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.message = message
+        self.code = Code(code)
+        self.message = str(message).encode("utf-8", "replace").decode()
         self.retry_after_ms = retry_after_ms
 
     def __str__(self) -> str:

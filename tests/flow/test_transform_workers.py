@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from headrace.client import Client, InferenceError
 from headrace.config import Settings, make_settings
+from headrace.errors import Code
 from headrace.topics import STAGES
 from tests.support.conditions import DEADLINE_S
 from tests.support.models import add_version, identity
@@ -24,11 +26,17 @@ import time
 
 import numpy as np
 
+from headrace.errors import Code, Rejected
+
 def transform(payload, content_type):
     if payload == b"crash":
         os._exit(1)
     if payload == b"hang":
         time.sleep(3600)
+    if payload == b"refused":
+        raise Rejected(Code.INVALID_REQUEST, "expected a number, got \\udc80")
+    if payload == b"without code":
+        raise Rejected("no code", "expected a number")
     time.sleep(0.01 if int(payload) % 10 == 0 else 0.001)
     return {"x": np.full((1, 4), int(payload), np.int64)}
 """
@@ -48,6 +56,33 @@ def settings(tmp_path: Path) -> Settings:
             "ingest": {"transform_workers": 2, "transform_isolation": "process"},
         }
     )
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_refusals_that_no_answer_can_hold_fail_alone(
+    settings: Settings, isolation: Literal["thread", "process"]
+) -> None:
+    """A user's text may quote bytes that are no UTF-8, and its code may be none of ours."""
+    ingest = settings.ingest.model_copy(update={"transform_isolation": isolation})
+    settings = settings.model_copy(update={"ingest": ingest})
+    log = await log_for(settings)
+    async with serving(settings, log, [STAGES]), Client(log=log, settings=settings) as client:
+        async with asyncio.timeout(DEADLINE_S):
+            errors = [
+                error
+                for error in await asyncio.gather(
+                    *[
+                        client.infer_raw("numbers", each, "text/plain")
+                        for each in (b"refused", b"1", b"without code")
+                    ],
+                    return_exceptions=True,
+                )
+                if isinstance(error, InferenceError)
+            ]
+    assert [(error.code, error.message) for error in errors] == [
+        (Code.INVALID_REQUEST, "expected a number, got ?"),
+        (Code.INVALID_REQUEST, "transform: ValueError: 'no code' is not a valid Code"),
+    ]
 
 
 async def test_payloads_that_crash_or_hang_in_children_fail_alone(settings: Settings) -> None:
