@@ -76,14 +76,14 @@ class Rejected(HeadraceError):
         retry_after_ms: when the caller may retry, if known.
 
     Raises:
-        ValueError: there is no such code.
+        TypeError, ValueError: there is no such code, or the time is no number.
     """
 
     def __init__(self, code: Code, message: str, *, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
         self.code = Code(code)
         self.message = str(message).encode("utf-8", "replace").decode()
-        self.retry_after_ms = retry_after_ms
+        self.retry_after_ms = None if retry_after_ms is None else int(retry_after_ms)
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"

@@ -34,7 +34,8 @@ def transform(payload, content_type):
     if payload == b"hang":
         time.sleep(3600)
     if payload == b"refused":
-        raise Rejected(Code.INVALID_REQUEST, "expected a number, got \\udc80")
+        message = "expected a number, got \\udc80"
+        raise Rejected(Code.INVALID_REQUEST, message, retry_after_ms=np.int64(9))
     if payload == b"without code":
         raise Rejected("no code", "expected a number")
     time.sleep(0.01 if int(payload) % 10 == 0 else 0.001)
