@@ -104,11 +104,11 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
     return plain
 
 
-def fills_large_window(content: bytes | memoryview, coding: str) -> bool:
-    """Return True if a few bytes may take as long as 16 MiB: br whose window, which the library
-    fills first, is larger than the 4 MiB that encoders take by default (RFC 7932, 9.1).
+def may_hide_its_size(content: bytes | memoryview, coding: str) -> bool:
+    """Return True if a few bytes may take as long as 16 MiB, which `decompress` cannot prevent: br
+    of several meta-blocks, any of which may fill the window before the library gives out a byte.
     """
-    return coding == BROTLI and len(content) > 0 and content[0] & 0b1101 == 0b1101
+    return coding == BROTLI and not _read_first_block(content)[0]
 
 
 def too_large(where: str, limit_bytes: int, got: str = "more") -> Rejected:
@@ -140,7 +140,7 @@ def _is_full(error: cramjam.DecompressionError) -> bool:
 
 def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str) -> bytes:
     # The library fills its window, of up to 16 MiB, before it gives out a byte of a block.
-    if _read_first_block_bytes(content) > limit_bytes:
+    if _read_first_block(content)[1] > limit_bytes:
         raise too_large(where, limit_bytes)
     stream = brotli.Decompressor()
     parts, part = [], b""
@@ -165,9 +165,9 @@ def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str
     return plain
 
 
-def _read_first_block_bytes(content: bytes | memoryview) -> int:
-    """Return the size that the first meta-block of a br stream declares for what it becomes; 0 if
-    it has no data (RFC 7932, 9.1 and 9.2).
+def _read_first_block(content: bytes | memoryview) -> tuple[bool, int]:
+    """Return whether the first meta-block of a br stream is the last, and the size that it declares
+    for what it becomes; 0 if it has no data (RFC 7932, 9.1 and 9.2).
     """
     bits = int.from_bytes(content[:8], "little")  # WBITS begins with the lowest bit
     bits >>= 1 if not bits & 1 else 4 if bits & 0b1110 else 7
@@ -175,9 +175,9 @@ def _read_first_block_bytes(content: bytes | memoryview) -> int:
     if is_last:
         is_empty, bits = bits & 1, bits >> 1
         if is_empty:
-            return 0
+            return True, 0
     nibbles, bits = 4 + (bits & 3), bits >> 2  # MNIBBLES, and MLEN - 1
-    return 0 if nibbles == 7 else (bits & (1 << 4 * nibbles) - 1) + 1
+    return bool(is_last), 0 if nibbles == 7 else (bits & (1 << 4 * nibbles) - 1) + 1
 
 
 def _decompress_zstd(content: bytes | memoryview, limit_bytes: int, where: str) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
-from headrace.protocol.compression import decompress, fills_large_window
+from headrace.protocol.compression import decompress, may_hide_its_size
 from headrace.tuning import TUNING, IngestTuning
 
 
@@ -38,7 +38,7 @@ class InlineDecompressor:
         """
         limit_bytes = self._limits.max_request_bytes
         inline_bytes = min(self._left_bytes, limit_bytes)
-        if len(value) > inline_bytes or fills_large_window(value, coding):
+        if len(value) > inline_bytes or may_hide_its_size(value, coding):
             return None
         try:
             plain = decompress(value, coding, inline_bytes, "value")

@@ -16,7 +16,7 @@ from headrace.protocol.compression import (
     choose_coding,
     compress,
     decompress,
-    fills_large_window,
+    may_hide_its_size,
     read_coding,
 )
 
@@ -137,13 +137,16 @@ def test_br_is_read_from_blocks_of_any_size() -> None:
     assert decompress(content + stream.finish(), "br", len(plain), "value") == plain
 
 
-@pytest.mark.parametrize("window_bits", range(10, 25))
-def test_br_with_window_over_4_mib_is_known_by_its_first_byte(window_bits: int) -> None:
-    """The window that encoders take by default is 4 MiB."""
-    content = brotli.compress(TEXT, lgwin=window_bits)
+@pytest.mark.parametrize("window_bits", [10, 18, 22, 24])
+@pytest.mark.parametrize("size", [1_000, 50_000, len(TEXT)])
+def test_br_of_several_blocks_may_hide_its_size(window_bits: int, size: int) -> None:
+    """What is compressed at once has one block, which declares its size; gzip is bounded anyway."""
+    stream = brotli.Compressor(lgwin=window_bits)
+    several = stream.process(b"{}") + stream.flush() + stream.process(RUNS) + stream.finish()
 
-    assert fills_large_window(content, "br") == (window_bits > 22)
-    assert not fills_large_window(content, "gzip")
+    assert not may_hide_its_size(compress(TEXT[:size], "br"), "br")
+    assert may_hide_its_size(several, "br")
+    assert not may_hide_its_size(compress(RUNS, "gzip"), "gzip")
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])

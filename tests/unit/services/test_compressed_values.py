@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import brotli
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from headrace.models.registry import Models
 from headrace.protocol.compression import CODINGS, compress
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
+from headrace.services.ingest.decompression import InlineDecompressor
 from headrace.services.ingest.service import IngestService
 from headrace.tuning import TUNING, IngestTuning
 from tests.support.services import (
@@ -167,6 +169,16 @@ async def test_failed_request_is_not_charged_for_what_was_decompressed(models: M
     beside = beside_bytes(None, _headers("zstd"))
     expected = RECORD_OVERHEAD_BYTES + beside + len(compressed)
     assert delivery.assignment.budget.used_bytes == expected
+
+
+def test_br_of_several_blocks_is_left_to_worker() -> None:
+    """A few bytes of it may fill a window of 16 MiB, which would hold the event loop."""
+    stream = brotli.Compressor()
+    several = stream.process(b"{}") + stream.flush() + stream.process(bytes(9)) + stream.finish()
+    decompressor = InlineDecompressor(LIMITS)
+
+    assert decompressor.decompress(several, "br") is None
+    assert decompressor.decompress(compress(bytes(9), "br"), "br") == bytes(9)
 
 
 async def test_many_compressed_requests_exceed_one_reading(models: Models) -> None:
