@@ -17,7 +17,8 @@ from typing import NamedTuple
 from headrace.clock import Clock
 from headrace.crash_isolation.run_gate import Entry
 from headrace.models.backends.port import Arrays
-from headrace.protocol.messages import Batch, Request
+from headrace.protocol.messages import Batch, Failure, Request
+from headrace.telemetry.span_attributes import ModelRun
 from headrace.transport.channels import BatchConsumer
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -80,8 +81,7 @@ class Prefetch:
         run_now: Callable[[Batch], bool] | None = None,
         tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
-        self._min_run_us = tuning.prefetch_min_run_us
-        self._lead_us = tuning.prefetch_lead_us
+        self._tuning = tuning
         self._consumer = consumer
         self._run_now = run_now
         self._gather = gather
@@ -97,10 +97,28 @@ class Prefetch:
         """Queue the parts of a failed batch; they alternate with fresh batches."""
         self._halves.extend(parts)
 
-    def retry_later(self, batch: Batch, pause_s: float, attempts: int) -> None:
-        """Schedule a batch to be retried after a pause."""
-        at_s = asyncio.get_running_loop().time() + pause_s
-        heappush(self._retries, _Retry(at_s, next(self._numbers), batch, attempts))
+    def retry_later(self, run: ModelRun, failure: Failure, now_us: int) -> list[Request] | None:
+        """Schedule a retry of a run that failed with a transient error, after a pause that doubles
+        each time, for the requests whose deadlines allow it.
+
+        Returns:
+            The requests that would be late, failed; None if there are no attempts left.
+        """
+        batch, tuning = run.batch, self._tuning
+        is_half = batch.reason == "bisected"
+        if run.attempts >= (tuning.max_half_attempts if is_half else tuning.max_run_attempts):
+            return None
+        pause_s = tuning.run_backoff.pause_s(run.attempts - 1)
+        at_us = now_us + int(pause_s * 1e6)
+        late = [one for one in run.requests if 0 < one.envelope.deadline_ms * 1000 <= at_us]
+        for request in late:
+            request.fail(failure)
+        in_time = [one for one in run.requests if one not in late] if late else list(run.requests)
+        if in_time:
+            at_s = asyncio.get_running_loop().time() + pause_s
+            retry = Batch(batch.batch_id, in_time, batch.reason)
+            heappush(self._retries, _Retry(at_s, next(self._numbers), retry, run.attempts))
+        return late
 
     @property
     def has_retries(self) -> bool:
@@ -162,13 +180,13 @@ class Prefetch:
 
     def start_prefetch(self, now_us: int, run_us: int | None) -> None:
         """Prefetch the next batch so that it is ready at the predicted end of the starting run."""
-        if run_us is None or run_us < self._min_run_us:
+        if run_us is None or run_us < self._tuning.prefetch_min_run_us:
             return
         if self._halves or self._pulling is not None:
             return
         if self._retries and self._retry_wait_s() <= 0:
             return  # a retry is due next
-        close_at_us = now_us + run_us - self._lead_us - 2 * self._gathering_us
+        close_at_us = now_us + run_us - self._tuning.prefetch_lead_us - 2 * self._gathering_us
         self._pulling = self._tasks.create_task(
             self._prefetch(max(now_us, close_at_us)), name="executor-pull-ahead"
         )
@@ -210,27 +228,6 @@ class Prefetch:
 
 def _unprepared(batch: Batch, *, fresh: bool = True) -> PreparedBatch:
     return PreparedBatch(batch, [], batch.requests, fresh=fresh)
-
-
-def retry_pause_s(attempts: int, batch: Batch, tuning: ExecutorTuning) -> float | None:
-    """Return the seconds until the next attempt, doubled each time; None if there is none left.
-
-    Args:
-        attempts: how often these requests have run together.
-        batch: their batch.
-        tuning: pauses, and numbers of attempts.
-    """
-    is_half = batch.reason == "bisected"
-    most = tuning.max_half_attempts if is_half else tuning.max_run_attempts
-    if attempts >= most:
-        return None
-    return tuning.run_backoff.pause_s(attempts - 1)
-
-
-def split_expired(requests: Sequence[Request], at_us: int) -> tuple[list[Request], list[Request]]:
-    """Split requests into (still in time, expired) at `at_us`, in epoch microseconds."""
-    late = [one for one in requests if 0 < one.envelope.deadline_ms * 1000 <= at_us]
-    return [one for one in requests if one not in late] if late else list(requests), late
 
 
 def split_into_singles(batch: Batch, requests: Sequence[Request]) -> list[Batch]:

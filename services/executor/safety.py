@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from headrace.errors import Code, Fatal, describe_error
@@ -29,8 +30,12 @@ from headrace.models.signature import Signature
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Failure, Request
 from headrace.protocol.tensors import to_array
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.tuning import TUNING, ExecutorTuning
+
+log = structlog.get_logger(__name__)
 
 RunModel = Callable[[Arrays], Awaitable[Arrays]]
 Gather = Callable[[Sequence[Request]], Arrays]
@@ -45,13 +50,15 @@ class Outcome(StrEnum):
 
 
 class BatchSafetySampler:
-    """Comparison of one version's runs until there is a verdict.
+    """Comparison of one version's runs; it applies its verdict to the version."""
 
-    Attributes:
-        verdict: None until it is decided.
-    """
-
-    def __init__(self, version: ModelVersion, tuning: ExecutorTuning = TUNING.executor) -> None:
+    def __init__(
+        self,
+        version: ModelVersion,
+        metrics: Metrics,
+        tuning: ExecutorTuning = TUNING.executor,
+    ) -> None:
+        self._metrics = metrics
         self._tuning = tuning
         self._version = version
         self._names = [spec.name for spec in version.signature.outputs]
@@ -59,9 +66,29 @@ class BatchSafetySampler:
         self._offered = 0
         self._agreed = 0
         self._rounding = 0.0
-        self.verdict: Verdict | None = None
+        self._verdict: Verdict | None = None
 
-    def should_compare(self) -> bool:
+    async def sample(self, requests: Sequence[Request], gather: Gather, run: RunModel) -> None:
+        """Compare the runs of these requests if it is the turn of a batch to be compared.
+
+        Raises:
+            Fatal: the instance cannot be used any more.
+        """
+        if not self._is_due():
+            return
+        version = self._version
+        outcome = await self._compare(requests, gather, run)
+        self._metrics.tried_together(version.name, version.version, outcome)
+        if self._verdict is not None and version.is_undecided:
+            version.apply_verdict(self._verdict)
+            log.info(
+                Event.MODEL_BATCHING_DECIDED,
+                model=version.name,
+                version=version.version,
+                batching=self._verdict.description,
+            )
+
+    def _is_due(self) -> bool:
         """Count a batch; return True if it should be compared."""
         self._offered += 1
         tuning = self._tuning
@@ -70,12 +97,8 @@ class BatchSafetySampler:
             or self._offered % tuning.comparison_every_batches == 0
         )
 
-    async def compare(self, requests: Sequence[Request], gather: Gather, run: RunModel) -> Outcome:
-        """Run requests alone and together, and return what the comparison shows.
-
-        Raises:
-            Fatal: the instance cannot be used any more.
-        """
+    async def _compare(self, requests: Sequence[Request], gather: Gather, run: RunModel) -> Outcome:
+        """Run requests alone and together, and return what the comparison shows."""
         try:
             alone = [await run(gather([request])) for request in requests]
         except Fatal:
@@ -121,13 +144,13 @@ class BatchSafetySampler:
     def _record(self, reason: str) -> Outcome:
         seen_with = f"{self._agreed + 1} batches of requests"
         if reason:
-            self.verdict = Verdict(
+            self._verdict = Verdict(
                 Batching.NOT_BATCHABLE, reason, self._rounding, self._tolerance, seen_with
             )
             return Outcome.DIFFERED
         self._agreed += 1
         if self._agreed >= self._tuning.comparison_batches:
-            self.verdict = Verdict(
+            self._verdict = Verdict(
                 Batching.BATCHABLE, "", self._rounding, self._tolerance, seen_with
             )
         return Outcome.AGREED

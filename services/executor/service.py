@@ -233,10 +233,10 @@ class ExecutorService:
                 log_ready(version)
                 self._note_loaded(version)
                 # Shared by the workers, and made when the first of them needs it.
-                comparison = cache(partial(BatchSafetySampler, version, self._tuning))
+                sampler = cache(partial(BatchSafetySampler, version, self._metrics, self._tuning))
                 async with asyncio.TaskGroup() as tasks:
                     for instance, consumer in zip(instances, consumers, strict=True):
-                        worker = self._make_worker(version, instance, consumer, comparison)
+                        worker = self._make_worker(version, instance, consumer, sampler)
                         tasks.create_task(self._work(worker), name=name)
         except MemoryShort as error:
             if version.state is not State.UNLOADED:
@@ -381,7 +381,7 @@ class ExecutorService:
         version: ModelVersion,
         instance: Instance,
         consumer: BatchConsumer[ModelKey, Batch],
-        comparison: Callable[[], BatchSafetySampler],
+        sampler: Callable[[], BatchSafetySampler],
     ) -> Worker:
         return Worker(
             version,
@@ -391,7 +391,7 @@ class ExecutorService:
             self._models,
             self._instruments,
             self._quarantine,
-            comparison,
+            sampler,
             self._announcer,
             self._tuning,
             self._make_postprocessor(version),

@@ -34,8 +34,6 @@ from headrace.services.executor.postprocessing import Postprocessor
 from headrace.services.executor.prefetch import (
     Prefetch,
     PreparedBatch,
-    retry_pause_s,
-    split_expired,
     split_into_singles,
 )
 from headrace.services.executor.safety import BatchSafetySampler, refuse_nonfinite
@@ -86,19 +84,35 @@ class AnswerBuffer:
 
     A chunk costs the responder about as much as dozens of small requests.
 
+    Args:
+        answers: receives the requests.
+        announcer: notified of ended requests if the batcher is in another process.
+
     Attributes:
         requests: those that wait, in the order in which they finished.
     """
 
-    def __init__(self, answers: SendStream[list[Request]], tuning: ExecutorTuning) -> None:
+    def __init__(
+        self,
+        answers: SendStream[list[Request]],
+        instruments: Instruments,
+        announcer: ExecutorHeartbeat | None,
+        tuning: ExecutorTuning,
+    ) -> None:
         self._answers = answers
+        self._tracing, self._clock = instruments.tracing, instruments.clock
+        self._announcer = announcer
         self._max_requests = tuning.max_buffered_answers
         self._max_wait_s = tuning.buffer_answers_s
         self._since_s = 0.0
         self.requests: list[Request] = []
 
-    def add(self, finished: list[Request]) -> None:
-        """Add finished requests."""
+    def add(self, batch: Batch, finished: list[Request]) -> None:
+        """Add finished requests of a batch."""
+        if self._tracing is not None:
+            self._tracing.executed(batch.batch_id, finished, self._clock())
+        if self._announcer is not None:
+            self._announcer.finished(batch.batch_id, finished)
         if not self.requests:
             self._since_s = time.perf_counter()
         self.requests += finished
@@ -107,6 +121,10 @@ class AnswerBuffer:
         """Return True if so many wait, or for so long, that they must be sent."""
         waited_s = time.perf_counter() - self._since_s
         return len(self.requests) >= self._max_requests or waited_s >= self._max_wait_s
+
+    def is_full(self) -> bool:
+        """Return True while the responder is behind."""
+        return self._answers.is_full()
 
     async def send(self) -> None:
         """Send all; wait while the responder is behind."""
@@ -128,8 +146,8 @@ class Worker:
         consumer: supplies batches.
         answers: receives requests with their outputs or failures.
         quarantine: decides how runs begin, and is notified of requests that ran alone.
-        comparison: returns what decides whether the version can be batched, if that is open.
-        announcer: notified of ended requests if the batcher is in another process.
+        sampler: returns what decides whether the version can be batched, if that is open.
+        announcer: see `AnswerBuffer`.
         postprocessor: of the version, if it has a postprocess; closed when `run` ends.
 
     Attributes:
@@ -146,7 +164,7 @@ class Worker:
         models: Models,
         instruments: Instruments,
         quarantine: Quarantine,
-        comparison: Callable[[], BatchSafetySampler],
+        sampler: Callable[[], BatchSafetySampler],
         announcer: ExecutorHeartbeat | None = None,
         tuning: ExecutorTuning = TUNING.executor,
         postprocessor: Postprocessor | None = None,
@@ -155,17 +173,15 @@ class Worker:
         self._postprocessor = postprocessor
         self._instance = instance
         self._consumer = consumer
-        self._answers = answers
         self._models = models
         self._quarantine = quarantine
         self._gate = quarantine.gate
-        self._announcer = announcer
-        self._comparison = comparison
+        self._sampler = sampler
         self._metrics, self._tracing = instruments.metrics, instruments.tracing
         self._clock, self._steady = instruments.clock, instruments.steady
         self._anchored = instruments.anchored
         self._tuning = tuning
-        self._buffer = AnswerBuffer(answers, tuning)
+        self._buffer = AnswerBuffer(answers, instruments, announcer, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
         self.is_busy = True
@@ -194,7 +210,9 @@ class Worker:
                 finished, halves = await enter_and_run(self._quarantine, prepared, run)
                 prefetch.requeue_halves(halves)
                 if finished:
-                    await self._send(prepared.batch, finished)
+                    self._buffer.add(prepared.batch, finished)
+                    if not self._instance.runs_inline:
+                        await self._buffer.send()
 
     # --- the ends of a batch -----------------------------------------------------------------
 
@@ -208,7 +226,7 @@ class Worker:
         if not buffer.requests:
             return prepared or await self._wait_next(prefetch)
         if prepared is None:
-            if self._answers.is_full():
+            if buffer.is_full():
                 # A batch may come while this waits, so look again afterwards.
                 await buffer.send()
                 return prefetch.next_nowait() or await self._wait_next(prefetch)
@@ -227,19 +245,6 @@ class Worker:
         finally:
             self.is_busy = True
 
-    async def _send(self, batch: Batch, finished: list[Request]) -> None:
-        """Send finished requests to the responder, those of quick runs a few batches at a time."""
-        self._note_finished(batch, finished)
-        self._buffer.add(finished)
-        if not self._instance.runs_inline:
-            await self._buffer.send()
-
-    def _note_finished(self, batch: Batch, finished: list[Request]) -> None:
-        if self._tracing is not None:
-            self._tracing.executed(batch.batch_id, finished, self._clock())
-        if self._announcer is not None:
-            self._announcer.finished(batch.batch_id, finished)
-
     # --- a run -------------------------------------------------------------------------------
 
     def run_now(self, batch: Batch) -> bool:
@@ -257,7 +262,7 @@ class Worker:
             or is_isolated(batch.requests[0])
             or (version.batching_off and len(batch.requests) > 1)
             # Checked before the run: its answers could not wait in the caller's turn.
-            or self._answers.is_full()
+            or self._buffer.is_full()
         ):
             return False
         entry = self._gate.begin()
@@ -281,8 +286,8 @@ class Worker:
             run.compute_us = instance.compute_us
             finished = finished + self._finish_run(run)[0]
         self._gate.leave(entry)
-        self._note_finished(batch, finished)
-        self._answers.send_nowait(finished)
+        self._buffer.add(batch, finished)
+        self._buffer.send_nowait()
         return True
 
     async def _run(
@@ -301,7 +306,8 @@ class Worker:
             return ended, []
         if version.batching_off and len(remaining) > 1 and not prepared.started:
             if version.is_undecided:
-                await self._try_together(remaining)
+                gather = partial(self._instance.gather, fresh=False)
+                await self._sampler().sample(remaining, gather, self._run_watched)
             return ended, split_into_singles(batch, remaining)
         if len(remaining) != len(prepared.requests):
             prepared = prepared._replace(requests=remaining, arrays=None)
@@ -317,8 +323,9 @@ class Worker:
             return ended, [Batch(batch.batch_id, remaining, batch.reason)]
         except Retriable as error:
             run.failure = Failure(Code.INTERNAL, describe_error(error), Stage.EXECUTOR)
-            late = self._retry_later(prefetch, run, run.failure)
+            late = prefetch.retry_later(run, run.failure, self._clock())
             if late is not None:
+                self._note_retry(run.requests[0], run.failure)
                 return ended + late, []
         run.compute_us = self._instance.compute_us
         done, parts = self._finish_run(run)
@@ -408,6 +415,13 @@ class Worker:
             compute_us=run.compute_us,
         )
 
+    def _note_retry(self, request: Request, failure: Failure) -> None:
+        self._metrics.retried("run")
+        model, version = request.model, request.version
+        log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))
+        # A model's error text may quote a caller's input, so it is logged at debug level only.
+        log.debug(Event.RUN_RETRIED, model=model, version=version, reason=failure.message)
+
     async def _run_watched(self, arrays: Arrays) -> Arrays:
         self.activity.begin()
         try:
@@ -451,50 +465,6 @@ class Worker:
             return lambda: True
         earliest_us = min(deadlines) * 1000
         return lambda: self._clock() < earliest_us
-
-    def _retry_later(
-        self, prefetch: Prefetch, run: ModelRun, failure: Failure
-    ) -> list[Request] | None:
-        """Schedule a retry after a transient error, for requests whose deadlines allow it.
-
-        Returns:
-            The requests that would be late, failed; None if there are no attempts left.
-        """
-        pause_s = retry_pause_s(run.attempts, run.batch, self._tuning)
-        if pause_s is None:
-            return None
-        self._metrics.retried("run")
-        model, version = run.requests[0].model, run.requests[0].version
-        log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))
-        # A model's error text may quote a caller's input, so it is logged at debug level only.
-        log.debug(Event.RUN_RETRIED, model=model, version=version, reason=failure.message)
-        in_time, late = split_expired(run.requests, self._clock() + int(pause_s * 1e6))
-        for request in late:
-            request.fail(failure)
-        if in_time:
-            retry = Batch(run.batch.batch_id, in_time, run.batch.reason)
-            prefetch.retry_later(retry, pause_s, run.attempts)
-        return late
-
-    async def _try_together(self, requests: list[Request]) -> None:
-        """Use these requests to test whether a model without a verdict can be batched."""
-        comparison, version = self._comparison(), self._version
-        if not comparison.should_compare():
-            return
-        outcome = await comparison.compare(
-            requests,
-            lambda some: self._instance.gather(some, fresh=False),
-            self._run_watched,
-        )
-        self._metrics.tried_together(version.name, version.version, outcome)
-        if comparison.verdict is not None and version.is_undecided:
-            version.apply_verdict(comparison.verdict)
-            log.info(
-                Event.MODEL_BATCHING_DECIDED,
-                model=version.name,
-                version=version.version,
-                batching=comparison.verdict.description,
-            )
 
 
 async def enter_and_run(
