@@ -1,8 +1,8 @@
 """The ingest stage: records of a partition → checked requests → the batcher, or an answer.
 
 The path of a record: `run` receives the polled records of a partition; `RequestReader.read` decodes
-and checks them; `_finish` sends on what can run or has ended. Other requests wait: for their
-objects (`ClaimWaits`), their schemas (`SchemaWaits`) or a worker that makes their inputs
+and checks them; `RequestSender` sends on what can run or has ended. Other requests wait: for
+their objects (`ClaimWaits`), their schemas (`SchemaWaits`) or a worker that makes their inputs
 (`TransformWaits`). Each of these has tasks of its own, so that reading goes on meanwhile.
 Requests are *runnable*, or they have *ended*: with a failure, which the responder answers.
 """
@@ -17,10 +17,11 @@ from operator import length_hint
 from typing import TypeVar
 
 from headrace.claims.fetcher import ClaimFetcher
+from headrace.consumer.deferring import Deferral
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.delivery.cancelling import cancelled_failure, find_cancelled
-from headrace.delivery.inflight import InFlightAck, skipped_range
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, skipped_range
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Request
 from headrace.services.ingest.claims import Claimed, ClaimWaits, charge
@@ -71,10 +72,7 @@ class IngestService:
     ) -> None:
         self._tuning = tuning
         self._source = source
-        self._items = items
-        self._answers = answers
-        self._tracing = instruments.tracing
-        self._clock = instruments.clock
+        self._sender = RequestSender(items, answers, source.deferral, instruments)
         self._metrics = instruments.metrics
         # Filled while records are read, and taken after each turn.
         self._pending: list[PendingValue] = []
@@ -123,8 +121,7 @@ class IngestService:
                 self._schemas.close()
                 self._transforms.close()
                 await transforming
-            self._items.close()
-            self._answers.close()
+            self._sender.close()
 
     def revoked(self) -> None:
         """End requests that wait of partitions that were revoked. Those that wait for a store or a
@@ -150,7 +147,7 @@ class IngestService:
         while (polled := await self._source.receive()) is not None:
             assignment, records = polled.assignment, iter(polled.records)
             if polled.skipped is not None:
-                await self._answers.send([skipped_range(assignment, polled.skipped)])
+                await self._sender.send_skipped(assignment, polled.skipped)
             while length_hint(records, 1) and not assignment.revoked:
                 read = self._reader.read(polled, records)
                 if not read:
@@ -165,7 +162,7 @@ class IngestService:
         """Send on the requests that are complete, and let the others wait."""
         cancelling = [each for each in requests if each.ack_handle is NULL_ACK]
         if not (cancelling or self._has_waiting()):
-            await self._pass_on(polled, list(requests))
+            await self._sender.send_read(polled, list(requests))
             return
         left = self._cancel(cancelling) if cancelling else []
         unlearnt = [each for each in _take_all(self._unlearnt) if each.request.failure is None]
@@ -180,7 +177,7 @@ class IngestService:
                 for each in requests
                 if id(each) not in waiting and each.ack_handle is not NULL_ACK
             ]
-        await self._pass_on(polled, complete)
+        await self._sender.send_read(polled, complete)
         if polled.is_isolated:
             await self._finish_alone(polled, unlearnt, pending, unfetched)
         else:
@@ -188,40 +185,11 @@ class IngestService:
         if left:
             # Last: what they cancel must have been sent before.
             await self._transforms.passed_on()
-            self._trace(left)
-            await self._items.send(left)
+            await self._sender.send_charged(left)
 
     def _has_waiting(self) -> bool:
         """Return True if one of the requests just read has to wait."""
         return bool(self._unlearnt or self._pending or self._unfetched)
-
-    async def _pass_on(self, polled: PolledRecords, complete: list[Request]) -> None:
-        """Send requests on; those of models over their share of the budget wait for room."""
-        self._trace(complete)
-        runnable, ended = _divide(complete)
-        if polled.isolation is not None:
-            polled.isolation.isolate(runnable)
-        deferral = self._source.deferral
-        over_share: list[Request] = []
-        if deferral is not None and runnable:
-            runnable, over_share, late = deferral.charge(
-                runnable, is_reread=polled.is_reread, is_isolated=polled.is_isolated
-            )
-            ended += late
-        await self._send(runnable, ended)
-        # Wait last, so that other models' requests do not wait for this model's room.
-        if deferral is not None and over_share:
-            await self._send(await deferral.wait_for_room(over_share), [])
-
-    async def _send(self, runnable: list[Request], ended: list[Request]) -> None:
-        if ended:
-            await self._answers.send(ended)
-        if runnable:
-            await self._items.send(runnable)
-
-    def _trace(self, requests: Sequence[Request]) -> None:
-        if self._tracing is not None:
-            self._tracing.ingested(requests, self._clock())
 
     def _cancel(self, cancelling: Sequence[Request]) -> list[Request]:
         """End the requests that wait here and that records cancel, those read with them included;
@@ -254,12 +222,12 @@ class IngestService:
         # One after the other: charged together, they would leave no room for what fits.
         for schemaless in unlearnt:
             self._transforms.reserve(schemaless)
-            if await self._take_room(polled, schemaless.request):
+            if await self._sender.take_room(polled, schemaless.request):
                 self._schemas.add(schemaless)
         for payload in pending:
             self._transforms.reserve(payload)
             payload.is_reread = polled.is_reread
-            if await self._take_room(polled, payload.request):
+            if await self._sender.take_room(polled, payload.request):
                 self._transforms.add(payload)
         # Last, so that other requests do not wait for room for these.
         for claimed in unfetched:
@@ -267,26 +235,8 @@ class IngestService:
             is_charged = self._source.deferral is not None
             if is_charged:
                 charge(claimed, 1)
-            if await self._take_room(polled, claimed.request):
+            if await self._sender.take_room(polled, claimed.request):
                 self._claims.add(claimed, is_charged=is_charged)
-
-    async def _take_room(self, polled: PolledRecords, request: Request) -> bool:
-        """Charge a request that waits to its model's share; return False if it was left in the log,
-        or has ended.
-        """
-        deferral = self._source.deferral
-        if deferral is None:
-            return True
-        chosen, over_share, late = deferral.charge([request], is_reread=polled.is_reread)
-        if over_share:
-            chosen += await deferral.wait_for_room(over_share)
-        if late:
-            await self._pass_on_ended(late)
-        return bool(chosen)
-
-    async def _pass_on_ended(self, ended: list[Request]) -> None:
-        self._trace(ended)
-        await self._answers.send(ended)
 
     async def _finish_alone(
         self,
@@ -309,7 +259,7 @@ class IngestService:
             waiting += decoded.unlearnt
             payloads += decoded.pending
             if not decoded.is_pending:
-                await self._pass_on(polled, [decoded.request])
+                await self._sender.send_read(polled, [decoded.request])
         for pending_claim in unfetched:
             assert self._claims is not None
             claimed = await self._claims.fetch_alone(pending_claim)
@@ -319,22 +269,21 @@ class IngestService:
             waiting += claimed.unlearnt
             payloads += claimed.pending
             if not claimed.is_pending:
-                await self._pass_on(polled, [claimed.request])
+                await self._sender.send_read(polled, [claimed.request])
         for payload in waiting:
             if await self._schemas.learn_alone(payload):
                 payloads.append(payload)
             else:
                 polled.isolation.leave()
         for each in payloads:
-            await self._pass_on(polled, [await self._transforms.run_alone(each)])
+            await self._sender.send_read(polled, [await self._transforms.run_alone(each)])
 
     async def _finish_claimed(self, claimed: Claimed) -> None:
         """Pass on a request whose object is here, or that has ended, or let it wait further."""
         if claimed.is_pending:
             self._let_wait_further(claimed)
             return
-        self._trace([claimed.request])
-        await self._send(*_divide([claimed.request]))
+        await self._sender.send_charged([claimed.request])
 
     def _let_wait_further(self, claimed: Claimed) -> None:
         """Let a request whose value is here wait for its schema or for a worker."""
@@ -358,21 +307,7 @@ class IngestService:
             if decoded.is_pending:
                 self._let_wait_further(decoded)
                 payloads = [each for each in payloads if each.request is not decoded.request]
-        self._trace([payload.request for payload in payloads])
-        # Looked at once: a request that was sent may be answered, and its share forgotten, before
-        # the next one is charged.
-        misplaced = [payload for payload in payloads if self._is_misplaced(payload)]
-        placed = [payload.request for payload in payloads if payload not in misplaced]
-        await self._send(*_divide(placed))
-        for payload in misplaced:
-            deferral = self._source.deferral
-            assert deferral is not None
-            kept, over_share, late = deferral.charge_again(
-                payload.request, is_reread=payload.is_reread
-            )
-            await self._send(kept, late)
-            if over_share:
-                await self._send(await deferral.wait_for_room(over_share), [])
+        await self._sender.send_transformed(payloads)
 
     def _decode_made(self, payload: PendingValue) -> Claimed:
         """Decode a value that a worker has decompressed; return its request, or that of another
@@ -386,16 +321,112 @@ class IngestService:
             return Claimed(request, _take_all(self._unlearnt), _take_all(self._pending))
         return Claimed(request)
 
-    def _is_misplaced(self, payload: PendingValue) -> bool:
-        """Return True if a request is charged to another share than that of its model, which is
-        known only now.
+
+class RequestSender:
+    """Send on requests that are complete; those of models over their share wait for room.
+
+    Args:
+        items: receives the requests that can run.
+        answers: receives the requests that have ended.
+        deferral: defers requests over their shares of the budget; None without shares.
+    """
+
+    def __init__(
+        self,
+        items: SendStream[list[Request]],
+        answers: SendStream[list[Request]],
+        deferral: Deferral | None,
+        instruments: Instruments,
+    ) -> None:
+        self._items = items
+        self._answers = answers
+        self._deferral = deferral
+        self._tracing = instruments.tracing
+        self._clock = instruments.clock
+
+    async def send_read(self, polled: PolledRecords, complete: list[Request]) -> None:
+        """Charge requests to their models' shares, and send them on."""
+        self._trace(complete)
+        runnable, ended = _divide(complete)
+        if polled.isolation is not None:
+            polled.isolation.isolate(runnable)
+        deferral = self._deferral
+        over_share: list[Request] = []
+        if deferral is not None and runnable:
+            runnable, over_share, late = deferral.charge(
+                runnable, is_reread=polled.is_reread, is_isolated=polled.is_isolated
+            )
+            ended += late
+        await self._send(runnable, ended)
+        # Wait last, so that other models' requests do not wait for this model's room.
+        if deferral is not None and over_share:
+            await self._send(await deferral.wait_for_room(over_share), [])
+
+    async def take_room(self, polled: PolledRecords, request: Request) -> bool:
+        """Charge a request that has to wait to its model's share; return False if it was left in
+        the log, or has ended.
         """
-        request, deferral = payload.request, self._source.deferral
-        if deferral is None or request.failure is not None:
+        deferral = self._deferral
+        if deferral is None:
+            return True
+        chosen, over_share, late = deferral.charge([request], is_reread=polled.is_reread)
+        if over_share:
+            chosen += await deferral.wait_for_room(over_share)
+        if late:
+            await self.send_charged(late)
+        return bool(chosen)
+
+    async def send_charged(self, requests: list[Request]) -> None:
+        """Send on requests that need no room, because they are charged already or have ended."""
+        self._trace(requests)
+        await self._send(*_divide(requests))
+
+    async def send_transformed(self, payloads: Sequence[PendingValue]) -> None:
+        """Send on requests whose inputs were made, or that have ended; those whose models are known
+        only now are charged to these.
+        """
+        self._trace([payload.request for payload in payloads])
+        # Looked at once: a request that was sent may be answered, and its share forgotten, before
+        # the next one is charged.
+        misplaced = [payload for payload in payloads if self._is_misplaced(payload.request)]
+        placed = [payload.request for payload in payloads if payload not in misplaced]
+        await self._send(*_divide(placed))
+        for payload in misplaced:
+            assert self._deferral is not None
+            kept, over_share, late = self._deferral.charge_again(
+                payload.request, is_reread=payload.is_reread
+            )
+            await self._send(kept, late)
+            if over_share:
+                await self._send(await self._deferral.wait_for_room(over_share), [])
+
+    async def send_skipped(self, assignment: AssignedPartition, last: int) -> None:
+        """Send the marker of the offsets up to `last` that the log skipped, to be acknowledged."""
+        await self._answers.send([skipped_range(assignment, last)])
+
+    def close(self) -> None:
+        """End the input of both stages."""
+        self._items.close()
+        self._answers.close()
+
+    def _is_misplaced(self, request: Request) -> bool:
+        """Return True if a request is charged to another share than that of its model."""
+        if self._deferral is None or request.failure is not None:
             return False
         ack_handle = request.ack_handle
         assert isinstance(ack_handle, InFlightAck)
-        return ack_handle.share is not deferral.shares.share(request.model, request.envelope.tenant)
+        share = self._deferral.shares.share(request.model, request.envelope.tenant)
+        return ack_handle.share is not share
+
+    async def _send(self, runnable: list[Request], ended: list[Request]) -> None:
+        if ended:
+            await self._answers.send(ended)
+        if runnable:
+            await self._items.send(runnable)
+
+    def _trace(self, requests: Sequence[Request]) -> None:
+        if self._tracing is not None:
+            self._tracing.ingested(requests, self._clock())
 
 
 def _take_all(filled: list[T]) -> list[T]:
