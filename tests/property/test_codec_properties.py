@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ from headrace.protocol.codec import (
     encode_response,
     encode_results,
 )
+from headrace.protocol.codec.json_data import bytes_to_data, data_to_bytes, text_to_bytes
 from headrace.protocol.headers import JSON, MSGPACK, answer_headers, parse_envelope
 from headrace.protocol.messages import Batch, Envelope, Request, Tensor
 from headrace.protocol.tensors import DATATYPES, from_array, split_rows, to_array
@@ -337,3 +340,33 @@ def test_arbitrary_headers_make_envelope(
     assert isinstance(envelope.model, str)
     request = Request(NULL_ACK, 0, 0, 0, 0, None, b"", headers, envelope)
     assert all(value is not None for _, value in answer_headers(request, "ok", "t"))
+
+
+@relaxed
+@given(array=arrays(), is_flat=st.booleans(), part_bytes=st.integers(1, 40), data=st.data())
+def test_json_text_in_parts_is_converted_or_refused_as_whole(
+    array: NDArray[Any], *, is_flat: bool, part_bytes: int, data: st.DataObject
+) -> None:
+    """Flat or nested, of the right shape or of another one, and with wrong elements."""
+    tensor = from_array("x", array)
+    elements: Any = bytes_to_data(tensor)[0]
+    if not is_flat and tensor.datatype != "BYTES":
+        nested = np.empty(len(elements), object)
+        nested[:] = elements
+        elements = nested.reshape(array.shape).tolist()
+    shape = data.draw(st.sampled_from([list(tensor.shape), [*tensor.shape, 1], [3]]))
+    text = json.dumps(elements).encode()
+    if data.draw(st.booleans()):
+        text = text.replace(b"1", data.draw(st.sampled_from([b"1e400", b"[1]", b'"1"', b"-1"])), 1)
+
+    def outcome(convert: Callable[..., bytes], given: Any, *more: int) -> bytes | str:
+        try:
+            return convert(tensor.datatype, shape, given, None, "inputs[0]", *more)
+        except Rejected as error:
+            return str(error)
+
+    try:
+        whole = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        reject()  # no valid JSON any more
+    assert outcome(text_to_bytes, text, part_bytes) == outcome(data_to_bytes, whole)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.errors import Code, Rejected
@@ -27,12 +28,15 @@ from headrace.protocol.tensors import (
     split_elements,
     to_array,
 )
+from headrace.tuning import TUNING
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 ENCODING = "encoding"
 BASE64 = "base64"
 
 _FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
+_NUMBERS = frozenset(DATATYPES) - {"BYTES", "BOOL"}
+_OF_NUMBERS = b"0123456789+-.eE \t\r\n"
 
 
 # --- in ---------------------------------------------------------------------------------------
@@ -69,6 +73,56 @@ def data_to_bytes(
         _refuse_other_types(elements, {int}, f"an integer for {datatype}", places)
         _refuse_out_of_range(elements, known, places)
     return np.array(elements, dtype=known.dtype).tobytes()
+
+
+def text_to_bytes(
+    datatype: str,
+    shape: Sequence[int],
+    text: bytes | memoryview,
+    encoding: object,
+    where: str,
+    part_bytes: int = TUNING.protocol.json_part_bytes,
+) -> bytes:
+    """Do the same as `data_to_bytes` with the JSON text of `data`, which is valid JSON.
+
+    Numbers are converted `part_bytes` of text at a time. So the thread releases the interpreter
+    lock in between, and a large tensor never exists as a list of Python objects, which takes more
+    memory than the text.
+    """
+    text = bytes(text)
+    if datatype in _NUMBERS and _has_nesting_of(text, shape):
+        try:
+            return b"".join(
+                data_to_bytes(datatype, [len(part)], part, None, where)
+                for part in _number_parts(text, part_bytes)
+            )
+        except Rejected:
+            pass  # found again below, where the path of the element is known
+    return data_to_bytes(datatype, shape, msgspec.json.decode(text), encoding, where)
+
+
+def _has_nesting_of(text: bytes, shape: Sequence[int]) -> bool:
+    """Return True if a JSON text holds only numbers, as many as the shape has, flat or nested."""
+    if not shape or min(shape) < 1 or math.prod(shape) > len(text):
+        return False
+    found = text.translate(None, _OF_NUMBERS)
+    if found == b"[%b]" % (b"," * (math.prod(shape) - 1)):
+        return True
+    nested = b""  # a number
+    for size in reversed(shape):
+        nested = b"[%b]" % b",".join([nested] * size)
+    return found == nested
+
+
+def _number_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
+    """Yield the numbers of a text, some at a time, without their nesting."""
+    numbers = text.translate(None, b"[]")
+    start = 0
+    while start < len(numbers):
+        stop = numbers.find(b",", start + part_bytes)
+        stop = len(numbers) if stop < 0 else stop
+        yield msgspec.json.decode(b"[%b]" % numbers[start:stop])
+        start = stop + 1
 
 
 class _Places:

@@ -17,7 +17,7 @@ from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, refusal
-from headrace.protocol.codec.json_data import ENCODING, data_to_bytes
+from headrace.protocol.codec.json_data import ENCODING, data_to_bytes, text_to_bytes
 from headrace.protocol.compression import decompress
 from headrace.protocol.headers import JSON, MSGPACK_TYPES, begins_as_json
 from headrace.protocol.messages import (
@@ -47,6 +47,12 @@ class JsonInputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
     parameters: Parameters | None = None
 
 
+class _JsonInputText(JsonInputTensor):
+    """One input whose `data` is the text of it."""
+
+    data: msgspec.Raw
+
+
 class JsonInferenceRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The value of a request record in JSON; see `headrace.protocol.messages.InferenceRequest`."""
 
@@ -56,6 +62,14 @@ class JsonInferenceRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     parameters: Parameters | None = None
     inputs: Annotated[list[JsonInputTensor], msgspec.Meta(max_length=MAX_INPUTS)]
     outputs: Annotated[list[RequestedOutput], msgspec.Meta(max_length=MAX_OUTPUTS)] | None = None
+
+
+class _LargeJsonRequest(JsonInferenceRequest):
+    """One whose inputs are converted in parts."""
+
+    inputs: Annotated[  # type: ignore[assignment]  # nobody appends to it
+        list[_JsonInputText], msgspec.Meta(max_length=MAX_INPUTS)
+    ]
 
 
 class _CallersName(msgspec.Struct):
@@ -70,6 +84,7 @@ class _NamedVersion(msgspec.Struct):
 _PLACES = tuple(f"inputs[{number}]" for number in range(MAX_INPUTS))
 _decode_msgpack = msgspec.msgpack.Decoder(InferenceRequest).decode
 _decode_json = msgspec.json.Decoder(JsonInferenceRequest).decode
+_decode_large_json = msgspec.json.Decoder(_LargeJsonRequest).decode
 _decode_id_msgpack = msgspec.msgpack.Decoder(_CallersName).decode
 _decode_id_json = msgspec.json.Decoder(_CallersName).decode
 _decode_version_msgpack = msgspec.msgpack.Decoder(_NamedVersion).decode
@@ -160,8 +175,10 @@ def _from_msgpack(value: bytes | memoryview, content_type: str) -> InferenceRequ
 
 
 def _from_json(value: bytes | memoryview, limits: LimitSettings) -> InferenceRequest:
+    is_large = len(value) > TUNING.protocol.json_part_bytes
+    body: JsonInferenceRequest
     try:
-        body = _decode_json(value)
+        body = _decode_large_json(value) if is_large else _decode_json(value)
     except DECODE_ERRORS as error:
         raise refusal(error, value, faults.JSON) from error
     total = 0
@@ -169,7 +186,8 @@ def _from_json(value: bytes | memoryview, limits: LimitSettings) -> InferenceReq
     for number, tensor in enumerate(body.inputs):
         where = f"inputs[{number}]"
         encoding = (tensor.parameters or {}).get(ENCODING)
-        content = data_to_bytes(tensor.datatype, tensor.shape, tensor.data, encoding, where)
+        convert = text_to_bytes if is_large else data_to_bytes
+        content = convert(tensor.datatype, tensor.shape, tensor.data, encoding, where)
         total += len(content)
         if total > limits.max_request_bytes:
             raise _too_large("inputs", total, limits)
