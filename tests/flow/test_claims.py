@@ -784,13 +784,15 @@ async def test_claim_that_runs_alone_in_executor_does_not_hold_stop(tmp_path: Pa
         )
         log = await log_for(settings)
         items = TopicPartition(settings.topic(Topic.ITEMS), 0)
-        markers = CrashMarkers(log, f"{settings.namespace}.batcher")
-        await markers.write({items: CrashMarker(is_open=True, accused=((0, 1),))}, NOBODY)
         caller = Caller(settings, log)
         place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
         store.holds_repeats = True
-        await write_to(log, place, record_of(put(store, "a", rows)))
-        async with serving(settings, log, EXECUTOR_TOGETHER, QUICK):
+        async with serving(settings, log, EXECUTOR_TOGETHER[:1], QUICK):
+            await write_to(log, place, record_of(put(store, "a", rows)))
+            await eventually(lambda: log.faults.partitions.end_offset(items) == 1)
+        markers = CrashMarkers(log, f"{settings.namespace}.batcher")
+        await markers.write({items: CrashMarker(is_open=True, accused=((0, 1),))}, NOBODY)
+        async with serving(settings, log, EXECUTOR_TOGETHER[1:], QUICK):
             await eventually(
                 lambda: store.reads == 1 and len(store.requests) > 1,
                 what="the object is fetched again",
@@ -798,7 +800,7 @@ async def test_claim_that_runs_alone_in_executor_does_not_hold_stop(tmp_path: Pa
         answered = caller.answered()
         marker, _ = (await markers.read([items]))[items]
         store.held.set()
-        async with serving(settings, log, EXECUTOR_TOGETHER, QUICK):
+        async with serving(settings, log, EXECUTOR_TOGETHER[1:], QUICK):
             await eventually(lambda: caller.answered() == 1, what="it is answered")
         answers = await caller.answers()
 
