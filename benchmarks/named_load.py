@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
@@ -107,7 +108,7 @@ class NamedLoad:
         if not await asyncio.to_thread(self._ours.poll, START_S):
             raise TimeoutError(f"the load was not connected within {START_S:g} s")
         self._ours.recv()
-        asyncio.get_running_loop().add_reader(self._ours.fileno(), self._receive)
+        _watch(self._ours, self._receive)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -283,6 +284,13 @@ class _Connection(HttpCaller):
         self._end(REFUSED, f"connection closed: {error}")
 
 
+def _watch(connection: Connection, on_readable: Callable[[], object]) -> None:
+    """Call a function whenever a connection has something to read."""
+    asyncio.get_running_loop().add_reader(connection.fileno(), on_readable)
+    # uvloop makes it non-blocking, and reports are larger than what a pipe holds.
+    os.set_blocking(connection.fileno(), True)
+
+
 def _serve(plan: LoadPlan, parent: Connection) -> None:
     uvloop.run(_run(plan, parent))
 
@@ -292,7 +300,7 @@ async def _run(plan: LoadPlan, parent: Connection) -> None:
     await sender.open_first()
     parent.send("connected")
     stopping = asyncio.Event()
-    asyncio.get_running_loop().add_reader(parent.fileno(), stopping.set)
+    _watch(parent, stopping.set)
     async with asyncio.TaskGroup() as tasks:
         reporting = tasks.create_task(_report(sender, parent), name="load-reports")
         await _send(sender, plan, stopping)

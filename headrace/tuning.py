@@ -397,6 +397,8 @@ class MemoryTuning:
 class ModelTuning:
     """Tuning values of `headrace.models` and `headrace.device`."""
 
+    interrupt_arrival_s: float = 0.001
+    """A requested interruption is raised within the next few instructions of its thread."""
     window_runs: int = 15
     """Number of runs per batch size that the median duration is taken over."""
     forget_after_runs: int = 1024
@@ -657,8 +659,6 @@ class IngestTuning:
     their sockets: a mapping takes whole pages, and a process may have 65,530 of them."""
     transform_check_s: float = 0.05
     """Interval at which the thread is looked at while it is between two payloads."""
-    interrupt_arrival_s: float = 0.001
-    """A requested interruption is raised within the next few instructions of its thread."""
 
     far_ahead_requests: int = 4096
     far_ahead_pause_s: float = 40e-6

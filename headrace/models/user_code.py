@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import re
 import threading
+import time
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 from headrace.errors import ConfigurationError, HeadraceError, describe_error
 from headrace.primitives.worker_thread import WorkerThread
+from headrace.tuning import TUNING
 
 T = TypeVar("T")
 
@@ -82,6 +84,47 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted)
     )
+
+
+class Interruptible:
+    """Code on another thread that can be interrupted while it runs, and not later.
+
+    An interruption arrives some time after it was asked for. It would hit what the thread runs
+    next, or end the thread, so `run` waits for it.
+
+    Args:
+        arrival_s: time within which an interruption arrives.
+
+    Attributes:
+        is_interrupted: True once it was interrupted.
+        is_done: True once it has ended.
+    """
+
+    def __init__(self, arrival_s: float = TUNING.models.interrupt_arrival_s) -> None:
+        self._arrival_s = arrival_s
+        self._lock = threading.Lock()
+        self.is_interrupted = False
+        self.is_done = False
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run the code on this thread. Raises `Interrupted` if it was interrupted."""
+        try:
+            result = work()
+        finally:
+            with self._lock:
+                self.is_done = True
+            if self.is_interrupted:
+                time.sleep(self._arrival_s)
+        if self.is_interrupted:  # the code may have swallowed it
+            raise Interrupted
+        return result
+
+    def interrupt(self, thread: threading.Thread) -> None:
+        """Interrupt the code on its thread, unless it has ended."""
+        with self._lock:
+            if not self.is_done:
+                self.is_interrupted = True
+                interrupt(thread)
 
 
 async def run_on_daemon_thread(work: Callable[[], T]) -> T:

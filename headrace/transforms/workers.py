@@ -21,7 +21,7 @@ from headrace.config import LimitSettings
 from headrace.delivery.inflight import InFlightAck
 from headrace.errors import Code, Fatal, Rejected, describe_error
 from headrace.models.inputs.binding import Bound
-from headrace.models.user_code import Interrupted, interrupt
+from headrace.models.user_code import Interrupted, Interruptible
 from headrace.models.version import ModelVersion
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.codec import decode_request
@@ -63,8 +63,6 @@ class PendingValue(ABC):
         self.serial = -1
         self.reserved_bytes = 0
         self.is_reread = False
-        self.is_done = False
-        self.is_interrupted = False
 
     @property
     def model(self) -> str:
@@ -432,8 +430,7 @@ class TransformThread:
     def __init__(self, tuning: IngestTuning = TUNING.ingest) -> None:
         self._tuning = tuning
         self._worker = WorkerThread("transforms")
-        self._payload_lock = threading.Lock()
-        self._current: PendingValue | None = None
+        self._current: tuple[PendingValue, Interruptible] | None = None
         self._since_s = 0.0
 
     async def run(self, payloads: PayloadRound) -> None:
@@ -446,17 +443,18 @@ class TransformThread:
             self._worker.start()
         done = self._worker.call(lambda: self._transform_all(payloads)).done
         while not (await asyncio.wait([done], timeout=max(0.001, self._left_s())))[0]:
-            payload = self._current
-            if payload is None or self._left_s() > 0 or payload.is_done:
+            current = self._current
+            if current is None or self._left_s() > 0 or current[1].is_done:
                 continue
-            if payload.is_interrupted:
+            payload, code = current
+            if code.is_interrupted:
                 grace_s = self._tuning.interrupt_grace_s
                 raise Fatal(
                     f"{payload.what} of {payload.model or 'a large request'}: did not end "
                     f"{grace_s:g} s "
                     "after it was interrupted"
                 )
-            self._interrupt(payload)
+            code.interrupt(self._worker.thread)
         done.result()
 
     def close(self) -> None:
@@ -465,20 +463,14 @@ class TransformThread:
 
     def _left_s(self) -> float:
         """Return the time until the current payload must be interrupted or the process ended."""
-        payload, now_s = self._current, time.monotonic()
-        if payload is None:
+        current, now_s = self._current, time.monotonic()
+        if current is None:
             return self._tuning.transform_check_s
+        payload, code = current
         limit_s = payload.limit_s
-        if payload.is_interrupted:
+        if code.is_interrupted:
             limit_s += self._tuning.interrupt_grace_s
         return self._since_s + limit_s - now_s
-
-    def _interrupt(self, payload: PendingValue) -> None:
-        with self._payload_lock:
-            if payload.is_done:
-                return
-            payload.is_interrupted = True
-            interrupt(self._worker.thread)
 
     # --- on the thread ---------------------------------------------------------------------------
 
@@ -489,20 +481,13 @@ class TransformThread:
             payloads.note_made(payload)
 
     def _transform(self, payload: PendingValue) -> None:
+        code = Interruptible()
         self._since_s = time.monotonic()
-        self._current = payload
+        self._current = (payload, code)
         try:
-            apply_transform(payload)
-            with self._payload_lock:
-                payload.is_done = True
-            if payload.is_interrupted:
-                # A pending interruption must arrive now and not hit the next payload. A bare
-                # `except` in the transform may have swallowed it already.
-                time.sleep(self._tuning.interrupt_arrival_s)
-                raise Interrupted
+            code.run(lambda: apply_transform(payload))
         except Interrupted:
             payload.bound, payload.error = None, payload.describe_hang()
-        payload.is_done = True
         self._current = None
 
 

@@ -20,7 +20,7 @@ import structlog
 
 from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
 from headrace.models.backends.port import Arrays, Backend
-from headrace.models.user_code import interrupt
+from headrace.models.user_code import Interruptible
 from headrace.primitives.worker_thread import Call, WorkerThread
 from headrace.protocol.messages import Request
 from headrace.services.executor.buffers import HostBlock, gather
@@ -195,7 +195,7 @@ class Instance:
     async def __aenter__(self) -> Self:
         try:
             self._worker.start()
-            await self._wait_loaded(self._call(lambda: self._prepare(self._backend)))
+            await self._wait_loaded()
             signature = self._backend.signature
             if self._block_size is not None and HostBlock.fits(signature):
                 # One holds the batch that runs; the next batch is gathered into the other.
@@ -208,17 +208,18 @@ class Instance:
             raise ConfigurationError(f"{self._worker.name}: {describe_error(error)}") from error
         return self
 
-    async def _wait_loaded(self, call: Call) -> None:
+    async def _wait_loaded(self) -> None:
+        code = Interruptible()
+        call = self._call(lambda: code.run(lambda: self._prepare(self._backend)))
         try:
             done, _ = await asyncio.wait([call.done], timeout=self._max_load_s)
         except asyncio.CancelledError:
-            if not call.done.done():
-                interrupt(self._worker.thread)  # so that it can be joined
+            code.interrupt(self._worker.thread)  # so that it can be joined
             raise
         if not done:
             self._backend.cancel()
             # Also interrupt Python code, which would otherwise keep using the interpreter lock.
-            interrupt(self._worker.thread)
+            code.interrupt(self._worker.thread)
             done, _ = await asyncio.wait([call.done], timeout=self._tuning.cancel_grace_s)
             self._hangs = not done
             raise ConfigurationError(
