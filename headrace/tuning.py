@@ -456,7 +456,7 @@ class ModelTuning:
     for each MB, in which the process stands still. The child takes about a second to start.
     """
     reader_niceness: int = 10
-    """Niceness of such a child, in addition to that of its parent: what serves goes first."""
+    """Niceness of such a child: what serves goes first."""
     reader_timeout_s: float = 600.0
     """Longest time of such a child."""
     probe_rows: int = 4
@@ -751,7 +751,7 @@ class ExecutorTuning:
     max_trial_refusals: int = 1024
     """Versions that ended their trial loads, and are not tried again."""
     trial_niceness: int = 10
-    """Niceness of such a child, in addition to that of its parent: what serves goes first."""
+    """Niceness of such a child: what serves goes first."""
     memory_wait_s: float = 30.0
     """How long a version for which requests wait itself waits for memory that busy versions hold.
     """

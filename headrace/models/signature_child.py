@@ -10,7 +10,6 @@ machine, in two pieces. The child takes the processor after what serves. It writ
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +42,8 @@ def read_large_signature(path: Path, tuning: ModelTuning = TUNING.models) -> Sig
     """
     if path.stat().st_size < tuning.read_apart_from_bytes:
         return read_onnx_signature(path)
-    arguments = (str(path.absolute()), str(tuning.reader_niceness))
-    with start_child(__name__, *arguments, stdout=subprocess.PIPE) as child:
+    name, niceness = str(path.absolute()), tuning.reader_niceness
+    with start_child(__name__, name, stdout=subprocess.PIPE, niceness=niceness) as child:
         try:
             output, _ = child.communicate(timeout=tuning.reader_timeout_s)
         except subprocess.TimeoutExpired:
@@ -60,16 +59,15 @@ def read_large_signature(path: Path, tuning: ModelTuning = TUNING.models) -> Sig
             f"{describe_exit(child.returncode)}"
         ) from None
     if reply.signature is None:
-        raise ConfigurationError(reply.fault.replace(arguments[0], str(path)))
+        raise ConfigurationError(reply.fault.replace(name, str(path)))
     return reply.signature
 
 
 def main(arguments: list[str]) -> None:
     """Read the file, and reply on stdout."""
-    path, niceness, parent = arguments
+    path, parent = arguments
     if not end_with_parent(int(parent)):
         return
-    os.nice(int(niceness))
     try:
         reply = SignatureReply(read_onnx_signature(Path(path)))
     except ConfigurationError as error:

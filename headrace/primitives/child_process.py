@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -23,11 +25,15 @@ def start_child(
     stdin: int = subprocess.DEVNULL,
     stdout: int | None = None,
     pass_fds: Sequence[int] = (),
+    niceness: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Start a module as a child; the last argument that it gets is the id of this process."""
+    """Start a module as a child; the last argument that it gets is the id of this process.
+
+    With `niceness` above 0 other work goes first, from the child's first import on.
+    """
     # With the modules that this process finds, and without the working directory.
     path = os.pathsep.join(each for each in sys.path if each)
-    return subprocess.Popen(  # noqa: S603 - our own module
+    child = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-P", "-m", module, *arguments, str(os.getpid())],
         stdin=stdin,
         stdout=stdout,
@@ -35,6 +41,14 @@ def start_child(
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,
     )
+    if niceness:
+        # In vain if it has ended already, or where the system has no such file.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
+            # Linux divides the processor between sessions first, and only then by their processes'
+            # niceness ("The autogroup feature" in sched(7)).
+            Path(f"/proc/{child.pid}/autogroup").write_text(str(niceness), encoding="ascii")
+    return child
 
 
 def end_with_parent(parent: int) -> bool:

@@ -110,7 +110,7 @@ class TrialLoads:
             loads,
         )
         limit_s = model.config.max_load_s + self._tuning.trial_start_s
-        return _TrialChild(pickle.dumps(task), limit_s)
+        return _TrialChild(pickle.dumps(task), limit_s, self._tuning.trial_niceness)
 
     def _require_not_refused(self, model: str, found: FoundVersion, config: ModelConfig) -> None:
         refusal = self._refusals.get((model, found.version))
@@ -142,11 +142,13 @@ class _TrialChild:
     Args:
         task: pickled `TrialTask`.
         limit_s: time limit from its start to its end.
+        niceness: see `headrace.primitives.child_process.start_child`.
     """
 
-    def __init__(self, task: bytes, limit_s: float) -> None:
+    def __init__(self, task: bytes, limit_s: float, niceness: int) -> None:
         self._task = task
         self._limit_s = limit_s
+        self._niceness = niceness
         self._lock = threading.Lock()
         self._is_killed = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -156,7 +158,12 @@ class _TrialChild:
         with self._lock:
             if self._is_killed:
                 return "trial load: cancelled"
-            process = start_child(_MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = start_child(
+                _MODULE,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                niceness=self._niceness,
+            )
             self._process = process
         with process:
             try:

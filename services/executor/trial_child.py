@@ -72,9 +72,8 @@ async def _try(task: TrialTask) -> TrialReply:
     return TrialReply(succeeded=True)
 
 
-def _yield_to_parent(niceness: int) -> None:
-    """Take the processor after what serves, and be the first to be killed when memory is short."""
-    os.nice(niceness)
+def _offer_to_killer() -> None:
+    """Be the first to be killed when memory is short."""
     with suppress(OSError):  # not on this system, or not allowed
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
@@ -88,7 +87,7 @@ def main(arguments: list[str]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # From the parent alone, over a pipe that nothing else can open.
     task: TrialTask = pickle.load(sys.stdin.buffer)  # noqa: S301
-    _yield_to_parent(task.executor.trial_niceness)
+    _offer_to_killer()
     reply = asyncio.run(_try(task))
     with os.fdopen(stdout, "wb") as file:
         file.write(msgspec.json.encode(reply))

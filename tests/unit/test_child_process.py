@@ -1,0 +1,26 @@
+"""Child processes that run modules of this package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.primitives.child_process import start_child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
+def test_nice_child_yields_also_to_other_sessions(tmp_path: Path) -> None:
+    """Its session is a group of the scheduler, whose niceness is a number of its own."""
+    endless = tmp_path / "model.onnx"
+    os.mkfifo(endless)
+    with start_child("headrace.models.signature_child", str(endless), niceness=10) as child:
+        own = os.getpriority(os.PRIO_PROCESS, child.pid)
+        group = Path(f"/proc/{child.pid}/autogroup")
+        of_group = group.read_text(encoding="ascii") if group.exists() else "nice 10"
+        child.kill()
+
+    assert own == 10
+    assert of_group.split()[-1] == "10"
