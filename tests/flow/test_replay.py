@@ -21,6 +21,7 @@ from headrace.tools.replay.replay import Unpaced
 from headrace.tools.replay.sinks import Marking
 from headrace.tools.replay.topic_recording import READ_AHEAD, ReadAhead, open_topic
 from tests.support.models import add_version, digits
+from tests.support.models import identity as identity_model
 from tests.support.recordings import START_MS, recorded, write_recorded
 
 RECORDS = [recorded(number, 3)._replace(topic="source") for number in range(3000)]
@@ -186,3 +187,24 @@ async def test_embedded_pipeline_answers_capture(tmp_path: Path) -> None:
 
     assert outcome.records == 500
     assert statuses == {"ok": 499, "INVALID_REQUEST": 1}
+
+
+async def test_embedded_pipeline_converts_payloads_of_capture(tmp_path: Path) -> None:
+    """The transform of the model makes tensors of them, as it did of the originals."""
+    transform = "[transform.record.inputs]\nx = [{ path = 'price' }]\n"
+    add_version(tmp_path, "orders", 1, identity_model("FP32", ("batch", 1)), transform)
+    headers = [("content-type", b"application/json"), ("x-model", b"orders")]
+    records = [
+        recorded(number, 5)._replace(headers=headers, value=b'{"price": %d}' % number)
+        for number in range(100)
+    ]
+    records[7] = records[7]._replace(value=b'{"price": "much"}')
+    file = tmp_path / "capture"
+    with CaptureWriter(file, "recorded") as writer:
+        writer.add(records)
+    job = PipelineJob(tmp_path, Unpaced(), Marking("run"))
+    _, statuses = await replay_into_models(
+        make_settings({}), RecordingSource(file, Selection()), job, unwatched
+    )
+
+    assert statuses == {"ok": 99, "INVALID_TENSOR": 1}
