@@ -103,11 +103,16 @@ class Interruptible:
     def __init__(self, arrival_s: float = TUNING.models.interrupt_arrival_s) -> None:
         self._arrival_s = arrival_s
         self._lock = threading.Lock()
+        self._has_begun = False
         self.is_interrupted = False
         self.is_done = False
 
     def run(self, work: Callable[[], T]) -> T:
         """Run the code on this thread. Raises `Interrupted` if it was interrupted."""
+        with self._lock:
+            if self.is_interrupted:
+                raise Interrupted
+            self._has_begun = True
         try:
             result = work()
         finally:
@@ -120,10 +125,12 @@ class Interruptible:
         return result
 
     def interrupt(self, thread: threading.Thread) -> None:
-        """Interrupt the code on its thread, unless it has ended."""
+        """Interrupt the code on its thread, unless it has ended; it never begins if it has not."""
         with self._lock:
-            if not self.is_done:
-                self.is_interrupted = True
+            if self.is_done:
+                return
+            self.is_interrupted = True
+            if self._has_begun:
                 interrupt(thread)
 
 

@@ -174,6 +174,7 @@ class Instance:
         self._worker = WorkerThread(
             name, idle_timeout_s=self._inline.check_interval_s, on_idle=self._inline.cut_off
         )
+        self._loading = Interruptible()
         self._hangs = False
         self._ahead: tuple[Arrays, Call] | None = None
         self._current: Call | None = None
@@ -209,17 +210,13 @@ class Instance:
         return self
 
     async def _wait_loaded(self) -> None:
-        code = Interruptible()
-        call = self._call(lambda: code.run(lambda: self._prepare(self._backend)))
-        try:
-            done, _ = await asyncio.wait([call.done], timeout=self._max_load_s)
-        except asyncio.CancelledError:
-            code.interrupt(self._worker.thread)  # so that it can be joined
-            raise
+        loading = self._loading
+        call = self._call(lambda: loading.run(lambda: self._prepare(self._backend)))
+        done, _ = await asyncio.wait([call.done], timeout=self._max_load_s)
         if not done:
             self._backend.cancel()
             # Also interrupt Python code, which would otherwise keep using the interpreter lock.
-            code.interrupt(self._worker.thread)
+            loading.interrupt(self._worker.thread)
             done, _ = await asyncio.wait([call.done], timeout=self._tuning.cancel_grace_s)
             self._hangs = not done
             raise ConfigurationError(
@@ -241,8 +238,13 @@ class Instance:
         self._backend.cancel()
         self._call(self._unload).done.add_done_callback(self._log_unload)
         self._worker.close()
-        if not self._hangs:
-            await self._worker.join(self._tuning.cancel_grace_s)
+        if self._hangs:
+            return
+        if not self._loading.is_done:
+            # Its load was cancelled. Most loads end soon; Python code may go on for ever.
+            await self._worker.join(self._tuning.cancel_grace_s / 2)
+            self._loading.interrupt(self._worker.thread)
+        await self._worker.join(self._tuning.cancel_grace_s)
 
     def _unload(self) -> None:
         """Unload the backend; the last call on the thread."""

@@ -86,3 +86,16 @@ def test_code_that_has_ended_is_not_interrupted() -> None:
         pass
 
     assert not code.is_interrupted
+
+
+def test_code_that_is_interrupted_before_it_begins_never_begins() -> None:
+    """What the thread does until then would be interrupted."""
+    code = Interruptible()
+    begun: list[bool] = []
+    code.interrupt(threading.current_thread())
+    for _ in range(1000):  # in which an interruption would arrive
+        pass
+    with pytest.raises(Interrupted):
+        code.run(lambda: begun.append(True))
+
+    assert begun == []
