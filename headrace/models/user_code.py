@@ -109,10 +109,7 @@ class Interruptible:
 
     def run(self, work: Callable[[], T]) -> T:
         """Run the code on this thread. Raises `Interrupted` if it was interrupted."""
-        with self._lock:
-            if self.is_interrupted:
-                raise Interrupted
-            self._has_begun = True
+        self._begin()
         try:
             result = work()
         finally:
@@ -123,6 +120,12 @@ class Interruptible:
         if self.is_interrupted:  # the code may have swallowed it
             raise Interrupted
         return result
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self.is_interrupted:
+                raise Interrupted
+            self._has_begun = True
 
     def interrupt(self, thread: threading.Thread) -> None:
         """Interrupt the code on its thread, unless it has ended; it never begins if it has not."""
