@@ -34,7 +34,11 @@ class S3Bucket(StandInServer):
     """Objects by key (ListObjectsV2, GetObject, PutObject).
 
     Attributes:
+        objects: contents by key.
         requests: number of requests that came, answered or not.
+        reads: keys and values of the header `Range` of the reads, in order.
+        holds_from: by key, the number of bytes after which reads get no more.
+        is_holding: whether a read waits for bytes that it does not get.
         environment: variables with which the library finds it, as `s3://models`.
     """
 
@@ -42,6 +46,9 @@ class S3Bucket(StandInServer):
         super().__init__()
         self.objects: dict[str, bytes] = {}
         self.requests = 0
+        self.reads: list[tuple[str, str]] = []
+        self.holds_from: dict[str, int] = {}
+        self.is_holding = False
         self._absence: Absence | None = None
         self._back = asyncio.Event()
         self._application.router.add_route("*", "/{path:.*}", self._answer)
@@ -70,7 +77,7 @@ class S3Bucket(StandInServer):
         self._back.set()
         await self.listen()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.requests += 1
         if self._absence is Absence.SILENT:
             await self._back.wait()
@@ -83,12 +90,32 @@ class S3Bucket(StandInServer):
             self.objects[key] = await request.read()
             return web.Response(headers={"ETag": _tag(self.objects[key])})
         if bucket == BUCKET and not key:
-            return self._list(request.query.get("prefix", ""))
+            return self.list_objects(request.query.get("prefix", ""))
         if bucket != BUCKET or key not in self.objects:
             return web.Response(status=404)
-        return _read(self.objects[key], request.headers.get("Range", ""))
+        self.reads.append((key, request.headers.get("Range", "")))
+        response = _read(self.objects[key], self.reads[-1][1])
+        if key in self.holds_from:
+            return await self._hold(request, response, self.holds_from[key])
+        return response
 
-    def _list(self, prefix: str) -> web.Response:
+    async def _hold(
+        self, request: web.Request, whole: web.Response, end: int
+    ) -> web.StreamResponse:
+        """Send the bytes of an answer that lie before a place in the object, and never the rest."""
+        start = int(whole.headers.get("Content-Range", "bytes 0-").split()[1].split("-")[0])
+        assert isinstance(whole.body, bytes)
+        response = web.StreamResponse(status=whole.status, headers=whole.headers)
+        response.content_length = len(whole.body)
+        await response.prepare(request)
+        await response.write(whole.body[: max(0, end - start)])
+        if end - start < len(whole.body):
+            self.is_holding = True
+            await asyncio.Event().wait()  # cancelled when the server ends
+        return response
+
+    def list_objects(self, prefix: str) -> web.Response:
+        """Answer with the keys that begin so, in the form of the protocol."""
         contents = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>{MODIFIED}</LastModified>"
             f"<ETag>{escape(_tag(content))}</ETag><Size>{len(content)}</Size></Contents>"

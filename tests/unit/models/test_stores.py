@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import socket
@@ -12,7 +11,6 @@ from typing import Any
 
 import obstore
 import pytest
-from aiohttp import web
 from obstore.store import MemoryStore, S3Store
 
 from headrace.config import Settings, make_settings
@@ -27,11 +25,10 @@ from headrace.models.scan import VersionScanner
 from headrace.models.stores.cache import CacheSize, ModelCache
 from headrace.models.stores.eviction import Cached, Room, make_room
 from headrace.models.stores.remote import RemoteRepository
-from headrace.models.stores.store import Store, StoreUnavailable, open_store
+from headrace.models.stores.store import Store, StoreUnavailable
 from headrace.protocol.control import WantedModel
 from headrace.tuning import ModelTuning
 from tests.support.models import add_version, digits
-from tests.support.stand_in_server import StandInServer
 
 EIGHT = {"max_batch_size": 8}
 CREATED = datetime(2026, 1, 2, tzinfo=UTC)
@@ -569,47 +566,6 @@ def test_repository_that_is_neither_directory_nor_store_is_refused(
     with pytest.raises(ConfigurationError, match=text) as caught:
         settings_with(repository=repository)
     assert "secret" not in str(caught.value)
-
-
-class OneObject(StandInServer):
-    """Answers each request for an object with the path of the request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._application.router.add_get("/{path:.*}", self._answer)
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        modified = "Thu, 01 Jan 2026 00:00:00 GMT"
-        return web.Response(
-            body=request.path.encode(), headers={"ETag": '"1"', "Last-Modified": modified}
-        )
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-async def test_object_of_each_cloud_is_read_by_its_environment_variables(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The URL names the bucket and a path; where it is, and who asks, the environment says."""
-    async with OneObject() as server:
-        key = {"gcs_base_url": server.url, "disable_oauth": True, "client_email": ""}
-        key |= {"private_key": "", "private_key_id": ""}
-        for name, value in {
-            "AWS_ENDPOINT_URL": server.url,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key),
-            "GOOGLE_ALLOW_HTTP": "true",
-            "AZURE_STORAGE_ENDPOINT": server.url,
-            "AZURE_ALLOW_HTTP": "true",
-            "AZURE_STORAGE_ACCOUNT_NAME": "a",
-            "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
-        }.items():
-            monkeypatch.setenv(name, value)
-        store = open_store(f"{scheme}://bucket/deep")
-        content = await asyncio.to_thread(store.read, "digits/1/manifest.json")
-
-    assert content == b"/bucket/deep/digits/1/manifest.json"
 
 
 def test_repositories_are_directories_and_urls() -> None:

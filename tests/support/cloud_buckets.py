@@ -1,0 +1,81 @@
+"""Stand-ins for a bucket of Google Cloud and a container of Azure, beside that of S3.
+
+They answer listings, reads and writes of small objects in the protocol of each cloud, and refuse
+requests without the credentials that the environment names.
+"""
+
+from __future__ import annotations
+
+import json
+from xml.sax.saxutils import escape
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from tests.support.s3_bucket import MODIFIED_HTTP, S3Bucket
+
+
+class GoogleBucket(S3Bucket):
+    """A bucket in Google's XML protocol, which lists, reads and writes as S3's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._application.middlewares.append(_require("Bearer "))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """See `S3Bucket`; the address is part of the key, as for emulators."""
+        private = generate_private_key(65537, 2048)
+        pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        key = {
+            "private_key": pem.decode(),
+            "private_key_id": "1",
+            "client_email": "models@example.org",
+            "gcs_base_url": self.url,
+        }
+        return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key), "GOOGLE_ALLOW_HTTP": "true"}
+
+
+class AzureContainer(S3Bucket):
+    """A container in the protocol of Azure's blobs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._application.middlewares.append(_require("SharedKey account:"))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """See `S3Bucket`."""
+        return {
+            "AZURE_STORAGE_ACCOUNT_NAME": "account",
+            "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
+            "AZURE_STORAGE_ENDPOINT": self.url,
+            "AZURE_ALLOW_HTTP": "true",
+        }
+
+    def list_objects(self, prefix: str) -> web.Response:
+        """Answer as List Blobs does."""
+        blobs = "".join(
+            f"<Blob><Name>{escape(key)}</Name><Properties>"
+            f"<Last-Modified>{MODIFIED_HTTP}</Last-Modified><Etag>1</Etag>"
+            f"<Content-Length>{len(content)}</Content-Length>"
+            "<Content-Type>application/octet-stream</Content-Type></Properties></Blob>"
+            for key, content in sorted(self.objects.items())
+            if key.startswith(prefix)
+        )
+        listed = f"<EnumerationResults><Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>"
+        return web.Response(text=listed, content_type="application/xml")
+
+
+def _require(authorization: str) -> Middleware:
+    """Return a middleware that answers 401 to requests whose credentials do not begin so."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not request.headers.get("Authorization", "").startswith(authorization):
+            return web.Response(status=401)
+        return await handler(request)
+
+    return check

@@ -1,0 +1,55 @@
+"""Repositories in the object stores of three clouds, through the library's own clients.
+
+The buckets are stand-ins; the environment variables are the standard ones of each cloud.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.outcome import Exit
+from headrace.config import make_settings
+from headrace.models.registry import Models
+from headrace.models.repositories import open_repository
+from headrace.models.scan import VersionScanner
+from tests.support.cloud_buckets import AzureContainer, GoogleBucket
+from tests.support.command_line import Call
+from tests.support.models import add_version, digits
+from tests.support.s3_bucket import S3Bucket
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("s3", S3Bucket), ("gs", GoogleBucket), ("az", AzureContainer)]
+)
+async def test_version_pushed_to_cloud_is_listed_served_and_pulled(
+    scheme: str, kind: type[S3Bucket], tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version without a manifest is not listed, and every object is below the path of the URL."""
+    url = f"{scheme}://models/deep"
+    add_version(tmp_path / "models", "digits", 1, digits(), "max_batch_size = 4")
+    call("models", "pack", "digits")
+    async with kind() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket.objects["deep/digits/2/model.onnx"] = b"half of it"
+        pushed = await asyncio.to_thread(call, "models", "push", "digits", "--to", url)
+
+        settings = make_settings({"models": {"repository": url, "cache_dir": tmp_path / "cache"}})
+        repository = open_repository(settings)
+        listed = await asyncio.to_thread(repository.list_versions)
+        models = Models(settings, scanner=VersionScanner(repository))
+        await asyncio.to_thread(models.open)
+
+        (tmp_path / "headrace.toml").write_text('[models]\nrepository = "others"\n')
+        pulled = await asyncio.to_thread(call, "models", "pull", "digits", "--from", url)
+
+    assert (pushed.exit_code, pushed.stderr) == (Exit.DONE, "")
+    assert listed == {"digits": [1]}
+    assert models.catalog.lookup("digits").max_batch_size == 4
+    assert [each["reason"] for each in models.catalog.status()] == [""]
+    assert (pulled.exit_code, pulled.stderr) == (Exit.DONE, "")
+    assert call("models", "verify").stdout == "digits/1: ok\n"
+    assert {key.split("/")[0] for key in bucket.objects} == {"deep"}
