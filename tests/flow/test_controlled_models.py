@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from headrace.cli.outcome import Exit
 from headrace.client import Client, InferenceError
 from headrace.config import GatewaySettings, Settings, make_settings
 from headrace.control.topic import ControlTopic
@@ -52,8 +53,10 @@ from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES
 from headrace.tuning import TUNING
+from tests.support.command_line import Call
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.gateways import pipeline_with_doors
+from tests.support.kept_topic import KeptTopic, copy_records
 from tests.support.models import add_version, digits
 from tests.support.pipelines import log_for, serving
 from tests.support.python_models import GATE
@@ -521,11 +524,16 @@ def change_after_signing(directory: Path, keys: Keys) -> None:
     write_manifest(directory, replace(manifest, metadata={"accuracy": 1}))
 
 
-def rename_input(directory: Path, keys: Keys) -> None:
-    """Requests do not have the input."""
+def digits_of_image() -> onnx.ModelProto:
+    """Version 2 with another name of its input, which requests for version 1 do not have."""
     model = digits(2)
     model.graph.input[0].name = model.graph.node[0].input[0] = "image"
-    rewrite(directory, model, keys.trusted)
+    return model
+
+
+def rename_input(directory: Path, keys: Keys) -> None:
+    """Requests do not have the input."""
+    rewrite(directory, digits_of_image(), keys.trusted)
 
 
 def expect_other_outputs(directory: Path, keys: Keys) -> None:
@@ -618,6 +626,41 @@ async def test_bad_version_never_serves_and_its_reason_is_shown(
     assert (shown["state"], reason in shown["reason"]) == ("failed", True)
     assert (failed, counted) == (1, 1)
     assert any(reason in str(line) for line in lines if line["event"] == "model.failed")
+
+
+async def test_command_allows_version_that_breaks_callers(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version is refused by the process until `--allow-breaking` is given; then it answers."""
+    settings = controlled(tmp_path / "models")
+    onnx.save(digits_of_image(), tmp_path / "models" / "digits" / "2" / "model.onnx")
+    topic = KeptTopic(settings)
+    topic.use(monkeypatch)
+    log = await log_for(settings)
+    async with deployment(settings, log, 1) as (operator, client):
+
+        async def command_load(*arguments: str) -> None:
+            before = len(topic.records)
+            ended = await asyncio.to_thread(
+                call, "models", "load", "digits", *arguments, obj=settings
+            )
+            assert ended.exit_code == Exit.DONE, ended.output
+            await copy_records(log, settings, topic.records[before:])
+            operator.generation = topic.records[-1].generation
+
+        await command_load("1")
+        await command_load("2")
+        await eventually(
+            lambda: any("input image: expected none of this name" in e for e in operator.unready()),
+            what="the difference among what the process waits for",
+        )
+        assert operator.model_entry("2")["state"] == "failed"
+        await command_load("2", "--allow-breaking")
+        await eventually(operator.followed, what="the version is ready")
+        image = {"image": np.ones((1, 64), np.float32)}
+        answer = await client.infer("digits", image, version="2")
+        assert await version_of_answer(client, "digits") == "1"
+    assert answer.model_version == "2"
 
 
 HANGING = """

@@ -108,6 +108,36 @@ async def test_name_does_not_move_before_executor_has_version(tmp_path: Path) ->
         assert await version_of_answer(client, "digits") == "1"
 
 
+async def test_default_moves_when_min_ready_executors_have_version(tmp_path: Path) -> None:
+    """With `min_ready = 2`, one executor has the new version, and the old one answers."""
+    settings = controlled(tmp_path)
+    both = settings.models.model_copy(update={"min_ready": 2})
+    settings = settings.model_copy(update={"models": both})
+    log = await log_for(settings)
+    async with (
+        serving(settings, log, APART) as pipelines,
+        Client(log=log, settings=settings) as client,
+    ):
+        operator = Operator(settings, log, pipelines)
+        async with serving(settings, log, [(Stage.EXECUTOR,)]):
+            await operator.change(load("digits", "1"))
+        await operator.change(load("digits", "2"), wait=False)
+        await operator.change(set_default("digits", "2"), wait=False)
+        executor = pipelines[2].models.catalog
+        await eventually(
+            lambda: (
+                executor.lookup("digits").version == "2"
+                and operator.unready() == ["digits/2: announced by 1 of 2 executors: loading"]
+            ),
+            what="one executor has the version, and ingest waits for another one",
+        )
+        answers = [await version_of_answer(client, "digits") for _ in range(5)]
+        assert set(answers) == {"1"}
+        async with serving(settings, log, [(Stage.EXECUTOR,)]):
+            await eventually(operator.followed, what="both executors have the version")
+            assert await version_of_answer(client, "digits") == "2"
+
+
 async def test_ingest_that_starts_during_failed_change_gives_names_their_former_meaning(
     tmp_path: Path,
 ) -> None:

@@ -21,15 +21,19 @@ from prometheus_client import CollectorRegistry
 from headrace.client import Client, InferenceError
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
+from headrace.models.wanted import load as load_version
+from headrace.models.wanted import set_label
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.http import HttpServer, load_page
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import configure_logging
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES, Stage
+from tests.flow.test_controlled_models import Operator, controlled
 from tests.support.browser import browsing
 from tests.support.command_line import Call
 from tests.support.conditions import eventually
+from tests.support.drawn_page import drawn_rows
 from tests.support.gateways import Served, gateway_of
 from tests.support.models import add_version, digits
 from tests.support.pipelines import Caller, log_for, settings_of
@@ -178,6 +182,26 @@ async def test_status_page_reads_only_fields_of_gateway(tmp_path: Path) -> None:
         ("http", "200", 1),
         ("http", "404", 1),
     }
+
+
+async def test_page_shows_labels_of_each_version(tmp_path: Path) -> None:
+    """The table of models has the default and the labels beside the version that they name."""
+    settings = controlled(tmp_path)
+    log = await log_for(settings)
+    async with running(Pipeline(settings, log)) as pipeline, page_of(pipeline) as url:
+        operator = Operator(settings, log, [pipeline])
+        for version in ("1", "2", "3"):
+            await operator.change(load_version("digits", version))
+        for label, version in (("stable", "1"), ("canary", "2"), ("trial", "2")):
+            await operator.change(set_label("digits", label, version))
+        status = await status_of(url)
+    rows = await asyncio.to_thread(drawn_rows, status, "models")
+
+    assert [row[:4] for row in rows] == [
+        ["digits", "1", "default, stable", "ready"],
+        ["digits", "2", "canary, trial", "ready"],
+        ["digits", "3", "", "ready"],
+    ]
 
 
 async def test_each_series_of_gateway_is_exposed_once(tmp_path: Path) -> None:

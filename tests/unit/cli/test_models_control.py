@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from headrace.cli.models_control import describe_status, user_name
 from headrace.cli.outcome import Exit
+from headrace.config import make_settings
 from headrace.control.processes import ProcessReport
 from headrace.models.wanted import Deployment
 from tests.support.command_line import Call
+from tests.support.kept_topic import KeptTopic
+from tests.support.models import add_version, digits
 
 
 @pytest.mark.parametrize(
@@ -96,3 +100,76 @@ def test_status_has_memory_of_each_version_and_process() -> None:
             for name, each in status["processes"].items()
         }
     }
+
+
+# --- changes of a kept topic ----------------------------------------------------------------------
+
+BEFORE = [("load", "digits", "1"), ("load", "digits", "2"), ("load", "digits", "3")]
+COMPATIBLE = "2 compatible with 1, 3 compatible with 1"
+CHANGES = {
+    "load": (
+        ("load", "digits", "4"),
+        f"versions 1, 2, 3, 4, default 1, {COMPATIBLE}, 4 compatible with 1",
+    ),
+    "unload": (("unload", "digits", "3"), "versions 1, 2, default 1, 2 compatible with 1"),
+    "label": (
+        ("label", "digits", "canary", "2"),
+        f"versions 1, 2, 3, default 1, canary -> 2, {COMPATIBLE}",
+    ),
+    "default": (("default", "digits", "2"), f"versions 1, 2, 3, default 2, {COMPATIBLE}"),
+    "rollback": (("rollback", "digits", "--to", "1"), "versions 1, default 1"),
+}
+
+
+@pytest.fixture
+def topic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptTopic:
+    """An empty control topic, and a repository with four versions of `digits`."""
+    for number in (1, 2, 3, 4):
+        add_version(tmp_path / "models", "digits", number, digits(number))
+    topic = KeptTopic(
+        make_settings(
+            {
+                "kafka": {"bootstrap_servers": "127.0.0.1:1"},
+                "models": {"repository": tmp_path / "models", "mode": "explicit"},
+            }
+        )
+    )
+    topic.use(monkeypatch)
+    return topic
+
+
+@pytest.fixture
+def operate(call: Call, topic: KeptTopic) -> Call:
+    """Runs a command of `headrace models` that reads and writes this topic."""
+    return lambda *arguments: call("models", *arguments, obj=topic.settings)
+
+
+@pytest.mark.parametrize(("change", "after"), CHANGES.values(), ids=CHANGES)
+def test_dry_run_shows_change_and_writes_nothing(
+    operate: Call, topic: KeptTopic, change: tuple[str, ...], after: str
+) -> None:
+    """In text and in JSON it shows what the same command then does, and why."""
+    for each in BEFORE:
+        assert operate(*each).exit_code == Exit.DONE
+    before = topic.records
+    manner = ("--reason", "ticket 4711", "--who", "ada", "--dry-run")
+    as_text = operate(*change, *manner)
+    as_json = operate(*change, *manner, "--json")
+    head, removed, added = as_text.stdout.splitlines()
+    shown = json.loads(as_json.stdout)
+
+    assert [each.exit_code for each in (as_text, as_json)] == [Exit.DONE] * 2
+    assert head.startswith(f"generation 4: {change[0]} by ada at ")
+    assert head.endswith(", ticket 4711")
+    assert removed == f"  - digits: versions 1, 2, 3, default 1, {COMPATIBLE}"
+    assert added == f"  + digits: {after}"
+    assert (shown["dry_run"], shown["generation"], shown["followed"]) == (True, 3, None)
+    assert [each.stderr for each in (as_text, as_json)] == ["dry run: nothing was changed\n"] * 2
+    assert topic.records == before
+    assert len(before) == len(BEFORE)
+
+    made = json.loads(operate(*change, *manner[:-1], "--json").stdout)
+    *_, last = json.loads(operate("history", "--json").stdout)
+    assert (made["dry_run"], made["generation"], made["change"]) == (False, 4, last)
+    assert last == shown["change"] | {"at": last["at"]}
+    assert (last["action"], last["who"], last["why"]) == (change[0], "ada", "ticket 4711")
