@@ -206,7 +206,7 @@ class ProtocolTuning:
     brotli_part_bytes: int = 256 * 1024
     """After so many bytes, and as many again in its buffer, it is looked at what br becomes."""
     json_part_bytes: int = 64 * 1024
-    """Numbers in JSON are converted so many bytes of text at a time."""
+    """Tensors in JSON are converted so many bytes of text at a time, records of more one by one."""
     located_damage_bytes: int = 256
     """Damage in a compressed value is located to so many bytes."""
 

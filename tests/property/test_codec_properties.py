@@ -355,7 +355,13 @@ def test_json_text_in_parts_is_converted_or_refused_as_whole(
         nested[:] = elements
         elements = nested.reshape(array.shape).tolist()
     shape = data.draw(st.sampled_from([list(tensor.shape), [*tensor.shape, 1], [3]]))
-    text = json.dumps(elements).encode()
+    if tensor.datatype == "BYTES" and data.draw(st.booleans()):
+        elements = [
+            data.draw(st.sampled_from(['"', "\\", ",", '\\",', "]["])) + each for each in elements
+        ]
+    spaces = data.draw(st.sampled_from(["", " ", "\n  "]))
+    text = json.dumps(elements, separators=(f"{spaces},", ":")).encode()
+    text = b"[%b%b]" % (text[1:-1], spaces.encode())
     if data.draw(st.booleans()):
         text = text.replace(b"1", data.draw(st.sampled_from([b"1e400", b"[1]", b'"1"', b"-1"])), 1)
 

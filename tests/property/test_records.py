@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from headrace.config import make_settings
 from headrace.errors import Rejected
 from headrace.models.config import make_model_config
+from headrace.models.inputs.avro import AvroSchema
 from headrace.models.inputs.binding import Binder
+from headrace.models.inputs.records import Table, read_json
 from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.signature import TensorSpec, make_signature
 from headrace.protocol.tensors import DATATYPES, to_array
@@ -149,6 +151,33 @@ def test_any_json_becomes_inputs_or_is_refused(
     check(data, directory, msgspec.json.encode(_in_range(rows)), "application/json")
 
 
+@relaxed
+@given(
+    rows.filter(bool),
+    st.sampled_from(["application/json", "application/x-ndjson"]),
+    st.sampled_from([b"", b"\xff", b"\\x", b"1e999", b"[", b"]", b"\n", b",", b"null"]),
+    st.integers(0, 10_000),
+)
+def test_large_json_is_read_or_refused_as_small(
+    rows: list[dict[str, Any]], content_type: str, changed: bytes, place: int
+) -> None:
+    """Records that are decoded one by one, and records that are decoded in one call."""
+    rows = _in_range(rows)
+    ends = b"\n" if content_type != "application/json" else b","
+    text = ends.join(map(msgspec.json.encode, rows))
+    text = text if ends == b"\n" else b"[%b]" % text
+    place %= len(text)
+    text = text[:place] + changed + text[place:]
+
+    def outcome(part_bytes: int) -> Table | str:
+        try:
+            return read_json(text, content_type, part_bytes)
+        except Rejected as error:
+            return str(error)
+
+    assert outcome(0) == outcome(len(text))
+
+
 def _in_range(value: Any) -> Any:
     """The value, with integers that msgspec can write."""
     if isinstance(value, list):
@@ -203,6 +232,42 @@ def test_changed_avro_becomes_inputs_or_is_refused(
     check(data, directory, bytes(payload), "avro/binary")
     payload[place % len(payload)] ^= data.draw(st.integers(1, 255))
     check(data, directory, bytes(payload), "avro/binary")
+
+
+@relaxed
+@given(
+    st.lists(st.lists(st.binary(max_size=3), max_size=3), max_size=3),
+    st.booleans(),
+    st.integers(0, 10_000),
+    st.integers(0, 255),
+)
+def test_avro_array_is_read_or_refused_as_the_library_does(
+    blocks: list[list[bytes]], is_sized: bool, place: int, changed: int
+) -> None:
+    """Its records are read one by one; the blocks may have sizes, and a byte may be changed."""
+    record = {"type": "record", "name": "Row", "fields": [{"name": "e", "type": "bytes"}]}
+    schema = AvroSchema(json.dumps({"type": "array", "items": record}), "row.avsc")
+    content = bytearray()
+    for rows in filter(None, blocks):
+        body = b"".join(bytes([2 * len(row)]) + row for row in rows)
+        count = len(rows)
+        content += bytes([2 * count - 1, 2 * len(body)] if is_sized else [2 * count]) + body
+    content += b"\0"
+    content[place % len(content)] ^= changed
+    stream = io.BytesIO(content)
+    try:
+        expected: Any = schema.read_next(stream)
+        if stream.tell() < len(content):
+            expected = f"{len(content)} bytes, of which {stream.tell()} are a value"
+    except Rejected as error:
+        expected = str(error)
+    try:
+        found = schema.read(bytes(content))
+    except Rejected as error:
+        found = str(error).removeprefix(
+            "INVALID_REQUEST: payload: expected one value as in row.avsc, got "
+        )
+    assert found == expected
 
 
 @relaxed

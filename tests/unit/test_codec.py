@@ -171,6 +171,22 @@ def test_json_carries_bytes_as_text_or_base64(
     assert json_data("BYTES", data, [2], **fields) == content
 
 
+@pytest.mark.parametrize("element", [b'"\xff"', b"1e999", b"1"])
+@pytest.mark.parametrize("datatype", [b"BYTES", b"FP32"])
+def test_large_json_is_refused_as_small(datatype: bytes, element: bytes) -> None:
+    """An element without a value in Python, and one of another type, before others."""
+
+    def refusal(others: int) -> str:
+        data = b"[%b%b]" % (element, b', "a"' * others)
+        fields = b'"name": "x", "datatype": "%b", "shape": [%d]' % (datatype, others + 1)
+        value = b'{"inputs": [{%b, "data": %b}]}' % (fields, data)
+        with pytest.raises(Rejected) as error:
+            decode_request(value, Envelope(content_type=JSON, model="m"), LIMITS)
+        return str(error.value)
+
+    assert refusal(20_000) == refusal(1)
+
+
 @pytest.mark.parametrize(
     ("value", "envelope", "found"),
     [

@@ -42,6 +42,17 @@ class AvroSchema:
         self._text = text
         self._name = name
         self._schema = self._parse(text)
+        self._longs = fastavro.parse_schema("long")
+        self._items = self._find_items()
+
+    def _find_items(self) -> Any:
+        """Return the schema of the records in an array; None for another schema."""
+        schema = self._schema
+        if not isinstance(schema, dict) or schema.get("type") != "array":
+            return None
+        items = json.loads(self._text)["items"]
+        is_record = isinstance(items, dict) and items.get("type") == "record"
+        return self._fastavro.parse_schema(items) if is_record else None
 
     def _parse(self, text: str) -> Any:
         try:
@@ -56,10 +67,30 @@ class AvroSchema:
     def read(self, payload: bytes | memoryview) -> Any:
         """Return the value of a payload. Raises `Rejected`."""
         stream = io.BytesIO(payload)
-        found = self.read_next(stream)
+        found = self._read_items(stream) or self.read_next(stream)
         if stream.tell() != len(payload):
             got = f"{len(payload)} bytes, of which {stream.tell()} are a value"
             raise _unreadable(f"one value as in {self._name}", got)
+        return found
+
+    def _read_items(self, stream: io.BytesIO) -> list[Any]:
+        """Return the records of an array, read one by one, so that the thread releases the
+        interpreter lock in between; none, at the begin of the stream, if that fails.
+        """
+        if self._items is None:
+            return []
+        read: Any = self._fastavro.schemaless_reader
+        found: list[Any] = []
+        try:
+            while count := read(stream, self._longs, None):
+                if count < 0:
+                    read(stream, self._longs, None)  # bytes of the block
+                found += [read(stream, self._items, None) for _ in range(abs(count))]
+        except Exception:  # noqa: BLE001 - found again, see `read_next`
+            stream.seek(0)
+            return []
+        if not found:
+            stream.seek(0)
         return found
 
     def read_next(self, stream: io.BytesIO) -> Any:

@@ -12,6 +12,7 @@ import csv
 import importlib.util
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from functools import partial
@@ -30,10 +31,11 @@ from headrace.models.inputs.protobuf import ProtobufSchema, follow
 from headrace.models.processing import read_beside, read_in_version
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
-from headrace.protocol.codec.faults import describe_json_error, shown
+from headrace.protocol.codec.faults import DECODE_ERRORS, describe_json_error, shown
 from headrace.protocol.headers import JSON
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import DATATYPES, from_array
+from headrace.tuning import TUNING
 
 CSV = "text/csv"
 JSON_LINES = frozenset({"application/x-ndjson", "application/ndjson", "application/jsonl"})
@@ -238,7 +240,7 @@ def _read_framed(framing: Framing, record: bytes) -> Table:
     if framing.protobuf is not None:
         return Table([framing.protobuf.read(record)], "protobuf", is_list=False)
     if framing.avro is None:
-        return _read_json(record, JSON)
+        return read_json(record, JSON)
     return _table_of(framing.avro.read(record), "avro")
 
 
@@ -273,7 +275,7 @@ def _make_reader(
 ) -> Reader:
     """Return the reader of payloads: of one format, or by their content types."""
     readers: dict[str, Reader] = {
-        "json": _read_json,
+        "json": read_json,
         "csv": _CsvReader(config.columns, config.delimiter),
     }
     if avro is not None:
@@ -333,13 +335,24 @@ _split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _split_json_lines = msgspec.json.Decoder(msgspec.Raw).decode_lines
 
 
-def _read_json(payload: bytes, content_type: str) -> Table:
-    decode = _decode_json_lines if content_type in JSON_LINES else _decode_json
+def read_json(
+    payload: bytes, content_type: str, part_bytes: int = TUNING.protocol.json_part_bytes
+) -> Table:
+    """Return the records of JSON. Those of more than `part_bytes` are decoded one by one, so that
+    the thread releases the interpreter lock in between. Raises `Rejected`.
+    """
+    is_lines = content_type in JSON_LINES
+    form: Literal["json", "lines"] = "lines" if is_lines else "json"
+    if len(payload) > part_bytes:
+        # What fails is found again below, with its place in the payload.
+        with suppress(*DECODE_ERRORS):
+            texts = (_split_json_lines if is_lines else _split_json)(payload)
+            return _table_of([_decode_json(text) for text in texts], form)
     try:
-        found = decode(payload)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        found = (_decode_json_lines if is_lines else _decode_json)(payload)
+    except DECODE_ERRORS as error:
         raise _unreadable("JSON", describe_json_error(error, payload)) from error
-    return _table_of(found, "lines" if content_type in JSON_LINES else "json")
+    return _table_of(found, form)
 
 
 def _table_of(found: object, form: Literal["json", "lines", "avro", "container"]) -> Table:

@@ -348,12 +348,15 @@ class _Tokenizer:
         if config.truncate:
             self._tokenizer.enable_truncation(config.max_tokens)
         self._special_tokens = config.special_tokens
+        self._has_offsets = bool(config.offsets)
         if config.bos or config.eos:
             raise _unfit("bos and eos only for SentencePiece", config.tokenizer)
 
     def encode(self, row: _Row) -> _Encoded:
-        found = self._tokenizer.encode(row.text, row.pair, add_special_tokens=self._special_tokens)
-        return _Encoded(found.ids, found.type_ids, found.offsets)
+        text = row.text if row.pair is None else (row.text, row.pair)
+        # Unlike `encode`, this releases the interpreter lock.
+        (found,) = self._tokenizer.encode_batch([text], add_special_tokens=self._special_tokens)
+        return _Encoded(found.ids, found.type_ids, found.offsets if self._has_offsets else ())
 
     def decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ BASE64 = "base64"
 _FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
 _NUMBERS = frozenset(DATATYPES) - {"BYTES", "BOOL"}
 _OF_NUMBERS = b"0123456789+-.eE \t\r\n"
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
 # --- in ---------------------------------------------------------------------------------------
@@ -85,19 +87,33 @@ def text_to_bytes(
 ) -> bytes:
     """Do the same as `data_to_bytes` with the JSON text of `data`, which is valid JSON.
 
-    Numbers are converted `part_bytes` of text at a time. So the thread releases the interpreter
-    lock in between, and a large tensor never exists as a list of Python objects, which takes more
-    memory than the text.
+    Numbers, and strings that are not nested, are converted `part_bytes` of text at a time. So the
+    thread releases the interpreter lock in between, and a large tensor never exists as a list of
+    Python objects, which takes more memory than the text.
+
+    Raises:
+        Rejected: see `data_to_bytes`.
+        msgspec.DecodeError, UnicodeDecodeError: `msgspec.Raw` accepts the text, but it has no value
+            in Python.
     """
     text = bytes(text)
+    parts: Iterator[list[Any]] | None = None
     if datatype in _NUMBERS and _has_nesting_of(text, shape):
+        parts = _number_parts(text, part_bytes)
+    elif datatype == "BYTES" and text.startswith(b"["):
+        parts = _string_parts(text, part_bytes)
+    if parts is not None:
+        made: list[bytes] = []
         try:
-            return b"".join(
-                data_to_bytes(datatype, [len(part)], part, None, where)
-                for part in _number_parts(text, part_bytes)
-            )
-        except Rejected:
+            count = check_shape(datatype, shape, where)
+            for part in parts:
+                count -= len(part)
+                made.append(data_to_bytes(datatype, [len(part)], part, encoding, where))
+        except (Rejected, msgspec.DecodeError, UnicodeDecodeError):
             pass  # found again below, where the path of the element is known
+        else:
+            if count == 0:
+                return b"".join(made)
     return data_to_bytes(datatype, shape, msgspec.json.decode(text), encoding, where)
 
 
@@ -123,6 +139,31 @@ def _number_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
         stop = len(numbers) if stop < 0 else stop
         yield msgspec.json.decode(b"[%b]" % numbers[start:stop])
         start = stop + 1
+
+
+def _string_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
+    """Yield the elements of an array, some at a time; each part but the last ends behind a string.
+
+    Raises:
+        msgspec.DecodeError: they are arrays or objects.
+    """
+    start, end, size = 1, len(text) - 1, part_bytes
+    while start < end:
+        stop = end
+        if end - start > size:
+            part = text[start : start + size]
+            if b"\\" in part:
+                part = _ESCAPED.sub(b"..", part)
+            quote = part.rfind(b'"')
+            if part.count(b'"') % 2:  # the last one begins a string
+                quote = part.rfind(b'"', 0, quote)
+            if quote < 0:
+                size *= 2
+                continue
+            stop = start + quote + 1
+        yield msgspec.json.decode(b"[%b]" % text[start:stop])
+        start = text.find(b",", stop) + 1 or end
+        size = part_bytes
 
 
 class _Places:

@@ -139,7 +139,7 @@ def decode_request(
     if content_type in MSGPACK_TYPES:
         request = _from_msgpack(value, content_type)
     elif content_type == JSON:
-        request = _from_json(value, limits)
+        request = _from_json(value, limits, is_large=len(value) > TUNING.protocol.json_part_bytes)
     else:
         raise Rejected.mismatch(
             Code.INVALID_REQUEST,
@@ -174,8 +174,9 @@ def _from_msgpack(value: bytes | memoryview, content_type: str) -> InferenceRequ
     return request
 
 
-def _from_json(value: bytes | memoryview, limits: LimitSettings) -> InferenceRequest:
-    is_large = len(value) > TUNING.protocol.json_part_bytes
+def _from_json(
+    value: bytes | memoryview, limits: LimitSettings, *, is_large: bool
+) -> InferenceRequest:
     body: JsonInferenceRequest
     try:
         body = _decode_large_json(value) if is_large else _decode_json(value)
@@ -187,7 +188,10 @@ def _from_json(value: bytes | memoryview, limits: LimitSettings) -> InferenceReq
         where = f"inputs[{number}]"
         encoding = (tensor.parameters or {}).get(ENCODING)
         convert = text_to_bytes if is_large else data_to_bytes
-        content = convert(tensor.datatype, tensor.shape, tensor.data, encoding, where)
+        try:
+            content = convert(tensor.datatype, tensor.shape, tensor.data, encoding, where)
+        except DECODE_ERRORS:  # found again, with its path
+            return _from_json(value, limits, is_large=False)
         total += len(content)
         if total > limits.max_request_bytes:
             raise _too_large("inputs", total, limits)

@@ -312,7 +312,7 @@ class StandInTokenizer:
     def no_truncation(self) -> None:
         """It has none."""
 
-    def encode(self, *_: Any, **_more: Any) -> Any:
+    def encode_batch(self, *_: Any, **_more: Any) -> Any:
         """Raise."""
         raise self._error
 
