@@ -25,6 +25,8 @@ from tests.support.models import add_version, identity
 from tests.support.pipelines import log_for, serving
 
 COUNT = 1000
+PATIENT_S = 3600.0
+"""No request is refused because a busy machine would answer it too late."""
 WORDS = ["[UNK]", "good", "bad", "old", "new", "big"]
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 
@@ -88,7 +90,10 @@ async def test_thousand_payloads_get_answers_of_script(
     log = await log_for(settings)
     async with serving(settings, log, [STAGES]), Client(log=log, settings=settings) as client:
         answers = await asyncio.gather(
-            *[client.infer_raw("model", content, kind) for content, kind, _ in sent]
+            *[
+                client.infer_raw("model", content, kind, timeout_s=PATIENT_S)
+                for content, kind, _ in sent
+            ]
         )
 
     for answer, (_, _, expected) in zip(answers, sent, strict=True):
