@@ -13,13 +13,16 @@ const timeoutMs = 10_000;
 async function main() {
   const kafka = new Kafka({ clientId: "headrace-example", brokers, logLevel: logLevel.ERROR });
   const correlationId = randomUUID();
-  // kafkajs reads in groups only; a group of its own sees every answer.
-  const consumer = kafka.consumer({ groupId: `headrace-example-${correlationId}` });
+  // kafkajs reads in groups only; a group of its own sees every answer. It asks for records for a
+  // short time each, because the request is sent after the first time.
+  const groupId = `headrace-example-${correlationId}`;
+  const consumer = kafka.consumer({ groupId, maxWaitTimeInMs: 100 });
   const producer = kafka.producer();
   await Promise.all([consumer.connect(), producer.connect()]);
   await consumer.subscribe({ topics: [replyTopic] });
 
-  const assigned = new Promise((resolve) => consumer.on(consumer.events.FETCH_START, resolve));
+  // FETCH_START would be too early: kafkajs looks up where the topic ends after it.
+  const reading = new Promise((resolve) => consumer.on(consumer.events.FETCH, resolve));
   let timer;
   const answer = new Promise((resolve, reject) => {
     timer = setTimeout(() => reject(new Error(`no answer within ${timeoutMs} ms`)), timeoutMs * 3);
@@ -34,7 +37,7 @@ async function main() {
 
   try {
     // Sent before the group reads, the answer could stand before the consumer's first position.
-    await assigned;
+    await reading;
     const partition = Buffer.alloc(4);
     partition.writeInt32BE(replyPartition);
     await producer.send({

@@ -101,11 +101,17 @@ async def test_files_are_refreshed_while_context_lasts(file: Path) -> None:
     """Without a call; one that cannot be used is logged, and ends nothing."""
     watched = Watched([file], loading(file, []))
 
+    def replace(content: bytes) -> None:
+        """At once: a file that is being written may be read while it is empty."""
+        new = file.with_name("new")
+        new.write_bytes(content)
+        new.replace(file)
+
     with capture_logs() as logged:
         async with refreshing([watched], 0.001):
-            await asyncio.to_thread(file.write_bytes, b"unusable")
+            await asyncio.to_thread(replace, b"unusable")
             await eventually(lambda: bool(logged))
-            await asyncio.to_thread(file.write_bytes, b"second")
+            await asyncio.to_thread(replace, b"second")
             await eventually(lambda: watched.current() == b"second")
 
     events = [each["event"] for each in logged]
