@@ -85,7 +85,7 @@ Send = Callable[[], Awaitable[str]]
 
 
 class Beside(StrEnum):
-    """What is sent beside the good caller in a window."""
+    """Requests that are sent beside the good caller in a window."""
 
     NOTHING = "nothing"
     GOOD = "good requests"
@@ -93,7 +93,7 @@ class Beside(StrEnum):
 
 
 class Window(msgspec.Struct):
-    """What the good caller saw in one window, by when its requests were due.
+    """Answers to the good caller in one window, by when its requests were due.
 
     Attributes:
         from_s, until_s: on the monotonic clock.

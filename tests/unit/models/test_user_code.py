@@ -78,7 +78,7 @@ def test_interrupted_code_ends_with_interruption_and_thread_goes_on(
 
 
 def test_code_that_has_ended_is_not_interrupted() -> None:
-    """What the thread does next would be."""
+    """Otherwise the interruption would reach what the thread does next."""
     code = Interruptible()
     code.run(lambda: None)
     code.interrupt(threading.current_thread())
@@ -89,7 +89,7 @@ def test_code_that_has_ended_is_not_interrupted() -> None:
 
 
 def test_code_that_is_interrupted_before_it_begins_never_begins() -> None:
-    """What the thread does until then would be interrupted."""
+    """Otherwise the interruption would reach what the thread does until then."""
     code = Interruptible()
     begun: list[bool] = []
     code.interrupt(threading.current_thread())
