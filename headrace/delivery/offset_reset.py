@@ -55,7 +55,24 @@ class TopicIdentity:
 def starting_progress(
     partition: TopicPartition, committed: Committed | None, beginning: int, end: int
 ) -> AckedOffsets:
-    """Return the progress to start from: the commit, limited to the offsets that the log holds.
+    """Return the progress to read from: the commit, limited to the offsets that the log holds."""
+    progress = committed_progress(partition, committed, beginning, end)
+    if progress.base < beginning:
+        log.warning(
+            Event.RECORDS_SKIPPED,
+            partition=str(partition),
+            first=progress.base,
+            count=beginning - progress.base,
+        )
+        progress.mark_acked(progress.base - 1, beginning - 1)
+    return progress
+
+
+def committed_progress(
+    partition: TopicPartition, committed: Committed | None, beginning: int, end: int
+) -> AckedOffsets:
+    """Return the committed progress, limited to offsets below the end. Deleted records count as
+    answered only if they were: they may have been read before.
 
     The commit belongs to this topic, since brokers delete commits with their topic.
     """
@@ -63,9 +80,6 @@ def starting_progress(
         return AckedOffsets(beginning)
     progress = AckedOffsets.from_committed(committed)
     truncate(partition, progress, end)
-    if progress.base < beginning:
-        log.warning(Event.RECORDS_SKIPPED, first=progress.base, count=beginning - progress.base)
-        progress.mark_acked(progress.base - 1, beginning - 1)
     return progress
 
 

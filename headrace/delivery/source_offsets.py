@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import structlog
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.offset_reset import TopicIdentity, starting_progress, truncate
+from headrace.delivery.offset_reset import TopicIdentity, committed_progress, truncate
 from headrace.errors import Retriable
 from headrace.log.errors import UnknownPartition
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
@@ -52,7 +52,11 @@ class SourceOffsets:
         self._committed: dict[TopicPartition, Committed] = {}
 
     async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
-        """Load the commits of the source partitions."""
+        """Load the commits of the source partitions.
+
+        The base may be below the beginning: results of requests that were deleted after ingest
+        read them are still answered. Ingest sends a marker for those that it did not read.
+        """
         self._consumer = consumer
         replacement = await self._identity.replacement()
         sources = [TopicPartition(self._topic, partition) for partition in partitions]
@@ -60,7 +64,7 @@ class SourceOffsets:
         beginnings = await consumer.beginning_offsets(sources)
         ends = await consumer.end_offsets(sources)
         for source in sources:
-            self._progress[source.partition] = starting_progress(
+            self._progress[source.partition] = committed_progress(
                 source,
                 None if replacement else committed[source],
                 beginnings[source],

@@ -111,6 +111,33 @@ async def test_request_whose_record_is_gone_fails_and_others_are_answered(tmp_pa
     assert len(answers) == 2 * PARTITIONS
 
 
+async def test_requests_deleted_in_flight_are_answered_by_next_responder(tmp_path: Path) -> None:
+    """A responder that starts after the deletion does not count them as answered."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    runner = [(Stage.BATCHER, Stage.EXECUTOR)]
+    requests, items = (
+        [TopicPartition(settings.topic(each), number) for number in range(PARTITIONS)]
+        for each in (Topic.REQUESTS, Topic.ITEMS)
+    )
+    end_offset = log.faults.partitions.end_offset
+    async with serving(settings, log, [(Stage.INGEST,)]):
+        await caller.send(PARTITIONS)
+        async with serving(settings, log, [*runner, BACK]):
+            await caller.all_answered()
+        before = [end_offset(each) for each in items]
+        await caller.send(PARTITIONS)
+        await eventually(
+            lambda: all(end_offset(each) > old for each, old in zip(items, before, strict=True))
+        )
+        for each in requests:
+            log.faults.partitions.trim(each, 2)
+        async with serving(settings, log, [*runner, BACK]):
+            await caller.all_answered()
+    assert await caller.check() == Counter(range(2 * PARTITIONS))
+
+
 @pytest.mark.parametrize(
     "grouping",
     [[FRONT, EXECUTOR, BACK], [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), BACK]],

@@ -128,12 +128,18 @@ async def test_offset_of_revoked_partition_is_not_taken(log: MemoryLog) -> None:
     assert source_offsets.committable() == {}
 
 
-async def test_base_passes_records_deleted_by_retention(log: MemoryLog) -> None:
-    """A base below the source's beginning moves up to it."""
+async def test_deleted_request_is_answered_unless_ingest_skipped_it(log: MemoryLog) -> None:
+    """Results of requests that were deleted after they were read are on their way; the base passes
+    the others when the marker of the skipped range comes.
+    """
     log.faults.partitions.trim(SOURCE, 6)
 
     source_offsets = await assigned(log, Committed(2))
 
+    assert source_offsets.committable() == {SOURCE: Committed(2)}
+    assert source_offsets.is_first_delivery(0, 3)
+    source_offsets.answered([at(5, previous=1)])
+    assert not source_offsets.is_first_delivery(0, 4)
     assert source_offsets.committable() == {SOURCE: Committed(6)}
 
 
