@@ -51,6 +51,7 @@ STORIES = 3
 @click.option("--guarantee", type=click.Choice(GUARANTEES), help="In turns if not given.")
 @click.option("--order", type=click.Choice(get_args(Order)), help="Drawn by the seed if not given.")
 @click.option("--workload", type=click.Choice(WORKLOADS), help="Drawn by the seed if not given.")
+@click.option("--retention", is_flag=True, default=None, help="Drawn by the seed if not given.")
 @click.option("--at-once", default=1, show_default=True, help="Seeds, each on its own broker.")
 @click.option("--minutes", type=float, help="After so many, no further seed is begun.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Where failures are kept.")
@@ -62,6 +63,7 @@ def main(
     guarantee: Guarantee | None,
     order: Order | None,
     workload: Workload | None,
+    retention: bool | None,
     at_once: int,
     minutes: float | None,
     keep: Path | None,
@@ -76,7 +78,7 @@ def main(
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     end_s = None if minutes is None else time.monotonic() + minutes * 60
     drawn: Iterator[Trial] = (
-        _sized(draw_trial(seed, guarantee, form, order, workload), requests)
+        _sized(draw_trial(seed, guarantee, form, order, workload, retention), requests)
         for seed in range(first_seed, first_seed + seeds)
         if end_s is None or time.monotonic() < end_s
     )

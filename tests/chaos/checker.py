@@ -19,6 +19,12 @@ The rules, for requests that the log holds and answers that a `read_committed` r
   of its partition, or of its partition and key.
 - *unfinished*: a commit that covers a request which had no answer by then.
 - *retreated*: a committed base below one that was committed before.
+
+Where requests were deleted, as retention deletes them, two things are allowed besides, and only for
+these requests:
+
+- an answer `INTERNAL` after the deletion, if the value was only in the deleted record;
+- no answer, and a commit without one, if ingest reported the offset as deleted before it was read.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from tests.chaos.history import (
     NO_NUMBER,
     Answered,
     Committed,
+    Deleted,
     Fault,
     FaultKind,
     History,
@@ -45,6 +52,7 @@ Guarantee: TypeAlias = Literal["at_least_once", "exactly_once"]
 Order: TypeAlias = Literal["none", "key", "partition"]
 
 OK = "ok"
+VALUE_LOST = "INTERNAL"
 KEPT = frozenset({"INVALID_REQUEST", "INVALID_TENSOR", "UNKNOWN_MODEL"})
 RESPONDER = "responder"
 EXPLAINING = frozenset(
@@ -98,13 +106,14 @@ def check(history: History, promise: Promise) -> list[Finding]:
     answers: dict[Identity, list[Answered]] = defaultdict(list)
     for answer in history.answered:
         answers[answer.identity].append(answer)
+    skipped = unread(history)
     found = [
-        *_lost(sent, answers),
+        *_lost(sent, answers, skipped),
         *_unkept(history),
         *_doubled(history.faults, answers, promise),
-        *_misaddressed(sent, history.answered),
+        *_misaddressed(sent, history.answered, history.deleted),
         *_overtaken(sent, history.answered, promise),
-        *_unfinished(sent, answers, history.committed),
+        *_unfinished(sent, answers, history.committed, skipped),
         *_retreated(history.committed),
     ]
     return sorted(found, key=lambda finding: (finding.requests, finding.breach))
@@ -113,6 +122,27 @@ def check(history: History, promise: Promise) -> list[Finding]:
 def duplicates(history: History) -> int:
     """How many answers there are beyond the first of each request."""
     return len(history.answered) - len({answer.identity for answer in history.answered})
+
+
+def deleted(history: History) -> set[Identity]:
+    """Return the requests whose records were deleted."""
+    return {
+        request.identity
+        for request in history.sent
+        if any(_is_in(request, each) for each in history.deleted)
+    }
+
+
+def unread(history: History) -> set[Identity]:
+    """Return the requests that were deleted, and of which ingest says that it had not read them."""
+    return {
+        identity
+        for identity in deleted(history)
+        if any(
+            each.partition == identity.partition and each.first <= identity.offset < each.end
+            for each in history.skipped
+        )
+    }
 
 
 def explains(fault: Fault, first_ms: int, second_ms: int) -> bool:
@@ -125,9 +155,11 @@ def explains(fault: Fault, first_ms: int, second_ms: int) -> bool:
     )
 
 
-def _lost(sent: dict[Identity, Sent], answers: dict[Identity, list[Answered]]) -> Iterator[Finding]:
+def _lost(
+    sent: dict[Identity, Sent], answers: dict[Identity, list[Answered]], skipped: set[Identity]
+) -> Iterator[Finding]:
     for identity, request in sent.items():
-        if request.statuses and identity not in answers:
+        if request.statuses and identity not in answers and identity not in skipped:
             yield Finding(Breach.LOST, (identity,), f"request {identity} has no answer")
 
 
@@ -154,7 +186,9 @@ def _doubled(
         yield Finding(Breach.DOUBLED, (identity,), sentence)
 
 
-def _misaddressed(sent: dict[Identity, Sent], answered: Sequence[Answered]) -> Iterator[Finding]:
+def _misaddressed(
+    sent: dict[Identity, Sent], answered: Sequence[Answered], deletions: Sequence[Deleted]
+) -> Iterator[Finding]:
     """Invented, crossed or wrong."""
     for answer in answered:
         identity = answer.identity
@@ -166,10 +200,26 @@ def _misaddressed(sent: dict[Identity, Sent], answered: Sequence[Answered]) -> I
         if foreign := _foreign(request, answer):
             sentence = f"the answer to request {identity} has {foreign}"
             yield Finding(Breach.CROSSED, (identity,), sentence)
-        if answer.status not in request.statuses:
+        lost_value = answer.status == VALUE_LOST and _lost_value(request, answer, deletions)
+        if answer.status not in request.statuses and not lost_value:
             expected = " or ".join(request.statuses) or "no answer"
             sentence = f"request {identity} expected {expected}, got {answer.status}"
             yield Finding(Breach.WRONG, (identity,), sentence)
+
+
+def _is_in(request: Sent, deletion: Deleted) -> bool:
+    return request.partition == deletion.partition and request.offset < deletion.end
+
+
+def _lost_value(request: Sent, answer: Answered, deletions: Sequence[Deleted]) -> bool:
+    """Return True if the value of a request was in a record that was deleted before the answer."""
+    return bool(request.statuses) and any(
+        _is_in(request, each)
+        and each.from_bytes is not None
+        and request.size_bytes >= each.from_bytes
+        and each.at_ms <= answer.at_ms
+        for each in deletions
+    )
 
 
 def _foreign(request: Sent, answer: Answered) -> str:
@@ -210,11 +260,12 @@ def _unfinished(
     sent: dict[Identity, Sent],
     answers: dict[Identity, list[Answered]],
     committed: Sequence[Committed],
+    skipped: set[Identity],
 ) -> Iterator[Finding]:
     """The first commit that covers a request, against its first answer."""
     waiting: dict[int, list[Identity]] = defaultdict(list)
     for identity, request in sent.items():
-        if request.statuses:
+        if request.statuses and identity not in skipped:
             waiting[identity.partition].append(identity)
     for commit in sorted(committed):
         left = []

@@ -18,6 +18,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.errors import KafkaError
 
 from headrace.config import KafkaSettings
@@ -143,13 +144,14 @@ class RawSender:
     Where a batch is not acknowledged, the log may hold it: that is read back.
 
     Attributes:
+        topic: of requests.
         questions: those that were in the batches.
         acknowledged: the numbers of those that the broker said it has.
     """
 
     def __init__(self, bootstrap: str, topic: str, first_number: int) -> None:
         self._bootstrap = bootstrap
-        self._topic = topic
+        self.topic = topic
         self._first_number = first_number
         self.questions: list[Question] = []
         self.acknowledged: set[int] = set()
@@ -169,7 +171,7 @@ class RawSender:
     async def send_records(self, partition: int, records: Sequence[RawRecord], codec: int) -> bool:
         """Send one batch of any records; whether the broker said that it has it."""
         make = partial(raw_batch, records, codec=codec, timestamp_ms=now_ms())
-        place = TopicPartition(self._topic, partition)
+        place = TopicPartition(self.topic, partition)
         try:
             await produce_raw(self._bootstrap, place, await asyncio.to_thread(make))
         except (KafkaError, TimeoutError):
@@ -183,9 +185,14 @@ def _raw(question: Question) -> RawRecord:
 
 
 async def read_back(
-    bootstrap: str, topic: str, questions: Sequence[Question], acknowledged: set[int]
+    bootstrap: str,
+    topic: str,
+    questions: Sequence[Question],
+    acknowledged: set[int],
+    deleted: Sequence[Sent] = (),
 ) -> list[Sent]:
-    """Return the questions that the log holds, and those of its records that cannot be read.
+    """Return the questions that the log holds, and those of its records that cannot be read; and
+    those that it held before they were deleted.
 
     Raises:
         LogDiffers: it lost an acknowledged record or holds one twice.
@@ -197,18 +204,36 @@ async def read_back(
         question = by_number[int(dict(record.headers)["kafka_correlationId"] or b"")]
         key = question.key[:KEY_CHARACTERS]
         where = (record.partition, record.offset)
-        found.append(Sent(record.timestamp, question.number, *where, key, question.statuses))
+        size_bytes = len(record.value or b"")
+        found.append(
+            Sent(record.timestamp, question.number, *where, key, question.statuses, size_bytes)
+        )
     unreadable = [
         Sent(now_ms(), NO_NUMBER, gap.partition.partition, offset, "", ())
         for gap in gaps
         for offset in range(gap.first, gap.end)
     ]
-    numbers = {each.number for each in found}
+    # A broker that was killed may have forgotten a deletion.
+    known = {each.identity for each in deleted}
+    found = [*deleted, *(each for each in found + unreadable if each.identity not in known)]
+    readable = [each.number for each in found if each.statuses]
+    numbers = set(readable)
     if not numbers >= acknowledged:
         raise LogDiffers(f"the broker lost {sorted(acknowledged - numbers)[:5]}")
-    if len(numbers) != len(found):
+    if len(numbers) != len(readable):
         raise LogDiffers("the broker holds a request twice")
-    return found + unreadable
+    return found
+
+
+async def delete_records(bootstrap: str, topic: str, partition: int, end: int) -> None:
+    """Delete all records below an offset."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await admin.start()
+    try:
+        before = RecordsToDelete(before_offset=end)
+        await admin.delete_records({KafkaPartition(topic, partition): before})
+    finally:
+        await admin.close()
 
 
 async def read_kept(bootstrap: str, topic: str) -> list[Kept]:

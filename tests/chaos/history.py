@@ -34,6 +34,7 @@ class Sent(NamedTuple):
         number: the caller's name for it; its input, and so its right output, follow from it.
         statuses: what its answer's `x-status` may say; empty for a record that cannot be read, and
             gets no answer.
+        size_bytes: of its value.
     """
 
     at_ms: int
@@ -42,6 +43,7 @@ class Sent(NamedTuple):
     offset: int
     key: str
     statuses: tuple[str, ...]
+    size_bytes: int = 0
 
     @property
     def identity(self) -> Identity:
@@ -140,7 +142,32 @@ class Committed(NamedTuple):
         return offset < self.base or any(start <= offset < stop for start, stop in self.answered)
 
 
-Happening: TypeAlias = Sent | Answered | Kept | Fault | Committed
+class Deleted(NamedTuple):
+    """A deletion of all requests of a partition below an offset, as retention deletes them.
+
+    Attributes:
+        at_ms: just before it began.
+        end: the first offset that was left.
+        from_bytes: values of this size or more were only in the deleted records; None if none was,
+            because all stages shared a process.
+    """
+
+    at_ms: int
+    partition: int
+    end: int
+    from_bytes: int | None
+
+
+class Skipped(NamedTuple):
+    """Offsets from `first` up to `end` that ingest reported as deleted before it read them."""
+
+    at_ms: int
+    partition: int
+    first: int
+    end: int
+
+
+Happening: TypeAlias = Sent | Answered | Kept | Fault | Committed | Deleted | Skipped
 
 
 @dataclass
@@ -152,6 +179,8 @@ class History:
     faults: list[Fault] = field(default_factory=list)
     committed: list[Committed] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    deleted: list[Deleted] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
 
     def add(self, happening: Happening) -> None:
         """Append to the list of its kind."""
@@ -163,6 +192,10 @@ class History:
             self.faults.append(happening)
         elif isinstance(happening, Kept):
             self.kept.append(happening)
+        elif isinstance(happening, Deleted):
+            self.deleted.append(happening)
+        elif isinstance(happening, Skipped):
+            self.skipped.append(happening)
         else:
             self.committed.append(happening)
 
@@ -172,6 +205,8 @@ class History:
         yield from self.faults
         yield from self.committed
         yield from self.kept
+        yield from self.deleted
+        yield from self.skipped
 
     def save(self, path: Path) -> None:
         """One line of JSON for each event: its kind, then its fields in order."""
@@ -194,15 +229,18 @@ class History:
         return history
 
 
+_OF_NUMBERS_AND_TEXTS: dict[str, type[Answered | Kept | Deleted | Skipped]] = {
+    each.__name__: each for each in (Answered, Kept, Deleted, Skipped)
+}
+
+
 def _happening(kind: str, *fields: Any) -> Happening:
     """An event from what JSON has kept of it."""
     if kind == "Sent":
         return Sent(*fields)._replace(statuses=tuple(fields[5]))
     if kind == "Fault":
         return Fault(fields[0], fields[1], FaultKind(fields[2]), tuple(fields[3]))
-    if kind == "Kept":
-        return Kept(*fields)
     if kind == "Committed":
         ranges = tuple((start, stop) for start, stop in fields[3])
         return Committed(*fields)._replace(answered=ranges)
-    return Answered(*fields)
+    return _OF_NUMBERS_AND_TEXTS[kind](*fields)

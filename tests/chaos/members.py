@@ -18,7 +18,7 @@ import aiohttp
 
 import headrace.tools.local_kafka
 from headrace.cli.outcome import Exit
-from tests.chaos.history import Fault, FaultKind, History
+from tests.chaos.history import Fault, FaultKind, History, Skipped
 from tests.support.conditions import eventually
 from tests.support.processes import transform_children
 
@@ -60,6 +60,7 @@ TROUBLES = {
 """Trouble that a process reports: the text, its kind, and how long before and after it has effects.
 A send is given up after twice the time-out of a request, and may be written then or later.
 """
+SKIPPED = b'"records.skipped"'
 SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock")
 
 
@@ -137,6 +138,7 @@ class Member:
             code = await self._process.wait()
             noting.cancel()
         printed = self._log.read_text(encoding="utf-8", errors="replace")
+        self._note_skipped(printed.encode())
         began = READY in printed or not any(reason in printed for reason in CANNOT_BEGIN)
         at_ms = now_ms()
         if code == Exit.NOT_DRAINED:  # it may have said so after the last look
@@ -155,11 +157,26 @@ class Member:
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             printed = self._log.read_bytes()
+            self._note_skipped(printed)
             for said, (kind, before_ms, after_ms) in TROUBLES.items():
                 found = printed.count(said)
                 if found > known[said]:
                     known[said], at_ms = found, now_ms()
                     self._history.add(Fault(at_ms - before_ms, at_ms + after_ms, kind, self.stages))
+
+    def _note_skipped(self, printed: bytes) -> None:
+        """Write down which requests ingest says were deleted before it read them."""
+        if "ingest" not in self.stages:
+            return
+        for line in printed.split(b"\n")[:-1]:
+            if SKIPPED not in line:
+                continue
+            said = json.loads(line)
+            partition = int(said["partition"].rpartition("/")[2])
+            end = said["first"] + said["count"]
+            skipped = Skipped(now_ms(), partition, said["first"], end)
+            if all(each[1:] != skipped[1:] for each in self._history.skipped):
+                self._history.add(skipped)
 
     async def save_status(self) -> None:
         """Keep what `/status` says beside the log, for whoever asks why nothing goes on."""

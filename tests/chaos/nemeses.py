@@ -11,21 +11,30 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from aiokafka.errors import KafkaError
 
-from tests.chaos.clients import RawSender
+from headrace.topics import Stage
+from tests.chaos.clients import RawSender, delete_records
 from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
-from tests.chaos.history import Fault, FaultKind, History
+from tests.chaos.history import Deleted, Fault, FaultKind, History, Sent
 from tests.chaos.members import AFTERMATH_MS, SESSION_TIMEOUT_S, Member, now_ms
 from tests.chaos.store import ChaosStore
-from tests.chaos.workload import DECOMPRESSED_BYTES, PARTITIONS, Question, ask, ask_slow
+from tests.chaos.workload import (
+    DECOMPRESSED_BYTES,
+    INLINE_BYTES,
+    PARTITIONS,
+    Question,
+    ask,
+    ask_slow,
+    ask_slow_and_large,
+)
 from tests.support.quotas import limit_producers
 from tests.support.raw_records import CODECS, NONE, RawRecord
 
@@ -46,6 +55,7 @@ class Target:
         raw: writes requests, and what is none, as batches of any form.
         client_id: of all processes of the system, and of nobody else.
         store: of claims; None if no request has one.
+        held_now: returns the requests that the log holds or held; None before the load.
     """
 
     deployment: Deployment
@@ -55,6 +65,7 @@ class Target:
     raw: RawSender
     client_id: str
     store: ChaosStore | None = None
+    held_now: Callable[[], Awaitable[list[Sent]]] | None = None
 
     def victim(self) -> Member:
         """One process."""
@@ -281,6 +292,56 @@ async def handover(target: Target) -> None:
     await target.deployment.leave(rng.choice([victim, twin]))
 
 
+async def retention(target: Target) -> None:
+    """Requests of one partition are deleted in the middle of a backlog, up to one that is not yet
+    answered. At times what runs models is held meanwhile, so that it needs their values later; and
+    at times a process is killed at once, so that what it had read is read again.
+    """
+    rng = target.rng
+    partition = rng.randrange(PARTITIONS)
+    ask_one = [partial(each, partition=partition) for each in (ask_slow, ask_slow_and_large)]
+    runners = [each for each in target.deployment.members if Stage.EXECUTOR in each.stages]
+    with _held(target, runners if rng.random() < 0.7 else []):
+        await target.raw.send(partition, rng.choices(ask_one, (1, 3), k=BACKLOG // PARTITIONS))
+        await asyncio.sleep(rng.uniform(0.0, 0.5))
+        await _delete_some(target, partition)
+    if rng.random() < 0.5:
+        victim = target.victim()
+        await victim.kill()
+        await victim.wait_ready()
+
+
+@contextmanager
+def _held(target: Target, members: Sequence[Member]) -> Iterator[None]:
+    """Hold processes, on a busy machine for longer than their sessions."""
+    began_ms = now_ms()
+    for member in members:
+        member.freeze()
+    try:
+        yield
+    finally:
+        for member in members:
+            member.thaw()
+            ended_ms = now_ms() + AFTERMATH_MS
+            target.history.add(Fault(began_ms, ended_ms, FaultKind.FROZEN, member.stages))
+
+
+async def _delete_some(target: Target, partition: int) -> None:
+    """Delete requests up to one without an answer, after they are written down."""
+    assert target.held_now is not None
+    history = target.history
+    held = [each for each in await target.held_now() if each.partition == partition]
+    answered = {each.identity for each in history.answered}
+    waiting = sorted(each.offset for each in held if each.identity not in answered)
+    end = target.rng.choice(waiting or [0]) + 1
+    known = {each.identity for each in history.sent}
+    gone = [each for each in held if each.offset < end and each.identity not in known]
+    history.sent += gone
+    from_bytes = None if target.deployment.form == "fused" else INLINE_BYTES
+    history.add(Deleted(now_ms(), partition, end, from_bytes))
+    await delete_records(target.cluster.direct, target.raw.topic, partition, end)
+
+
 async def clock_back(target: Target) -> None:
     """The wall clock of one process, or of all, is set back by minutes, and stays there."""
     by_s = target.rng.uniform(120.0, 3600.0)
@@ -393,6 +454,9 @@ PAYLOAD_NEMESES = (
     Nemesis("store-slow", store_slow, 3.0, weight=3),
 )
 """Those of trials with transforms in children and claims."""
+
+RETENTION = Nemesis("retention", retention, 4.0, alone=True)
+"""Of trials that delete requests which are not answered yet."""
 
 Plan = list[tuple[Nemesis, ...]]
 """Rounds, one after the other; the nemeses of one round strike together."""

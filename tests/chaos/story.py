@@ -36,6 +36,14 @@ def _own(history: History, identity: Identity) -> Iterator[_Line]:
     for answer in history.answered:
         if answer.identity == identity:
             yield _Line(answer.at_ms, _told_answer(answer))
+    for deleted in history.deleted:
+        if deleted.partition == identity.partition and identity.offset < deleted.end:
+            yield _Line(deleted.at_ms, f"the record of {identity} is deleted")
+    for skipped in history.skipped:
+        if skipped.partition == identity.partition and (
+            skipped.first <= identity.offset < skipped.end
+        ):
+            yield _Line(skipped.at_ms, f"ingest says that {identity} was deleted unread")
     yield from _commits(history, identity)
 
 

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from tests.chaos.checker import Breach, Promise, check, duplicates
 from tests.chaos.histories import PLANTS, Planted, draw
-from tests.chaos.history import NO_NUMBER, Answered, Committed, Fault, FaultKind, History, Sent
+from tests.chaos.history import (
+    NO_NUMBER,
+    Answered,
+    Committed,
+    Deleted,
+    Fault,
+    FaultKind,
+    Happening,
+    History,
+    Sent,
+    Skipped,
+)
 from tests.chaos.story import tell
 
 PROMISES = [
@@ -128,6 +139,82 @@ def test_unreadable_record_in_history_must_have_no_answer() -> None:
     assert Breach.WRONG in {each.breach for each in answered}
 
 
+REQUEST = Sent(0, 7, 0, 3, "", ("ok",), 500)
+DELETED = Deleted(5, 0, 4, 500)
+VALUE_LOST = Answered(10, "responses", 0, 0, 0, 3, 7, NO_NUMBER, "INTERNAL")
+UNREAD = Skipped(6, 0, 0, 4)
+COVERING = Committed(8, 0, 4, ())
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize(
+    "happened",
+    [
+        [DELETED, VALUE_LOST],
+        [DELETED, UNREAD, COVERING],
+        [DELETED, VALUE_LOST._replace(output=7, status="ok")],
+    ],
+    ids=["answered-internal", "unread", "answered"],
+)
+def test_deleted_request_may_fail_or_be_unread(happened: list[Happening], promise: Promise) -> None:
+    """Its answer may be the documented error, and one that ingest had not read needs none."""
+    assert check(History.of([REQUEST, *happened]), promise) == []
+
+
+@pytest.mark.parametrize(
+    ("happened", "breach"),
+    [
+        ([VALUE_LOST], Breach.WRONG),
+        ([DELETED._replace(at_ms=11), VALUE_LOST], Breach.WRONG),
+        ([DELETED._replace(end=3), VALUE_LOST], Breach.WRONG),
+        ([DELETED._replace(partition=1), VALUE_LOST], Breach.WRONG),
+        ([DELETED._replace(from_bytes=501), VALUE_LOST], Breach.WRONG),
+        ([DELETED._replace(from_bytes=None), VALUE_LOST], Breach.WRONG),
+        ([DELETED, VALUE_LOST._replace(status="MODEL_FAILED")], Breach.WRONG),
+        ([DELETED, VALUE_LOST._replace(number=8)], Breach.CROSSED),
+        ([DELETED, VALUE_LOST, VALUE_LOST._replace(at_ms=12, offset=1)], Breach.DOUBLED),
+        ([DELETED], Breach.LOST),
+        ([DELETED, UNREAD._replace(end=3)], Breach.LOST),
+        ([DELETED, UNREAD._replace(partition=1)], Breach.LOST),
+        ([UNREAD], Breach.LOST),
+        ([DELETED, COVERING, VALUE_LOST], Breach.UNFINISHED),
+    ],
+)
+def test_deletion_excuses_only_its_own_requests(happened: list[Happening], breach: Breach) -> None:
+    """Place, time and size must fit, and what was read must be answered, once, before a commit."""
+    history = History.of([REQUEST, *happened])
+
+    assert [each.breach for each in check(history, Promise("exactly_once"))] == [breach]
+
+
+@pytest.mark.parametrize("breach", [each for each in PLANTS if each is not Breach.OVERTAKEN])
+@settings(deadline=None)
+@given(seed=seeds, requests=sizes, promise=promises)
+def test_checker_finds_planted_fault_of_deleted_requests(
+    breach: Breach, seed: int, requests: int, promise: Promise
+) -> None:
+    """That all requests were deleted after they were read hides nothing."""
+    rng = random.Random(seed)
+    planted = PLANTS[breach](draw(rng, requests, promise), rng)
+    for partition in {request.partition for request in planted.history.sent}:
+        planted.history.add(Deleted(0, partition, 10**6, 0))
+
+    found = check(planted.history, promise)
+
+    assert (breach, planted.request) in [(each.breach, each.requests[0]) for each in found]
+
+
+def test_story_of_lost_request_tells_of_its_deletion() -> None:
+    """It says when the record was deleted, and what ingest said of it."""
+    history = History.of([REQUEST, DELETED, UNREAD._replace(end=3)])
+
+    assert tell(history, check(history, Promise())[0]).splitlines() == [
+        "lost: request 0/3 has no answer",
+        "     0.000 s  request 0/3 (number 7) is written",
+        "     0.005 s  the record of 0/3 is deleted",
+    ]
+
+
 def test_story_of_lost_request_lists_its_events_in_order() -> None:
     """It tells of the request, of the commits around it and of the faults meanwhile: no more."""
     history = History.of(
@@ -172,6 +259,8 @@ def test_every_finding_of_checker_has_story(seed: int, requests: int, promise: P
 def test_history_survives_round_trip(tmp_path: Path) -> None:
     """Saving and loading changes nothing."""
     history = draw(random.Random(1), 40, Promise())
+    history.add(DELETED)
+    history.add(UNREAD)
     history.save(tmp_path / "history.jsonl")
 
     assert History.load(tmp_path / "history.jsonl") == history

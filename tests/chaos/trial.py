@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -16,7 +17,17 @@ from headrace.log.kafka.log import KafkaLog
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
 from tests.chaos import payloads
-from tests.chaos.checker import Finding, Guarantee, Order, Promise, check, duplicates
+from tests.chaos.checker import (
+    VALUE_LOST,
+    Finding,
+    Guarantee,
+    Order,
+    Promise,
+    check,
+    deleted,
+    duplicates,
+    unread,
+)
 from tests.chaos.clients import (
     RawSender,
     Sender,
@@ -30,11 +41,20 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
 from tests.chaos.history import FaultKind, History, Identity, Sent
 from tests.chaos.members import DRAIN_S, SESSION_TIMEOUT_S
-from tests.chaos.nemeses import NEMESES, PAYLOAD_NEMESES, Plan, Target, draw_plan, strike
+from tests.chaos.nemeses import (
+    NEMESES,
+    PAYLOAD_NEMESES,
+    RETENTION,
+    Plan,
+    Target,
+    draw_plan,
+    strike,
+)
 from tests.chaos.payloads import add_payload_models, asking, excuse, payload_settings
 from tests.chaos.store import ChaosStore
 from tests.chaos.workload import (
     DECOMPRESSED_BYTES,
+    INLINE_BYTES,
     PARTITIONS,
     REPLIES,
     Question,
@@ -52,8 +72,6 @@ LATECOMERS_S = 1.0
 STRIKES_S = 10.0
 IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """Less than the large keys of one strike."""
-INLINE_BYTES = 200
-"""More than a request of the slow model has, and less than the others: values of both kinds."""
 STAMPED_BY_BROKER = {"message.timestamp.type": "LogAppendTime"}
 REQUEST_TIMEOUT_S = 2.0
 TRANSACTION_TIMEOUT_S = 3.0
@@ -73,6 +91,7 @@ class Trial(NamedTuple):
         seed: decides what is not said here: the requests, the nemeses, and when they strike.
         workload: requests with tensors; or payloads for transforms in child processes and claims
             as well, see `tests.chaos.payloads`.
+        retention: requests are deleted that are not answered yet.
     """
 
     seed: int
@@ -80,6 +99,7 @@ class Trial(NamedTuple):
     promise: Promise
     requests: int
     workload: Workload = "tensors"
+    retention: bool = False
 
     @property
     def name(self) -> str:
@@ -122,8 +142,17 @@ class Outcome(NamedTuple):
             f"{trial.promise.guarantee:<14} "
             f"order {trial.promise.order:<10} {len(self.history.sent):>6} requests "
             f"{duplicates(self.history):>4} repeated {self.seconds:5.1f} s  "
-            f"{verdict}  [{self.strikes}{silent}]"
+            f"{verdict}  [{self.strikes}{silent}{_told_deleted(self.history)}]"
         )
+
+
+def _told_deleted(history: History) -> str:
+    """Return how many requests were deleted, and what became of them; empty if none was."""
+    gone = deleted(history)
+    if not gone:
+        return ""
+    failed = {each.identity for each in history.answered if each.status == VALUE_LOST}
+    return f", {len(gone)} deleted: {len(gone & failed)} failed, {len(unread(history))} unread"
 
 
 def draw_trial(
@@ -132,14 +161,21 @@ def draw_trial(
     form: str | None = None,
     order: Order | None = None,
     workload: Workload | None = None,
+    retention: bool | None = None,
 ) -> Trial:
-    """Draw from the seed what the caller leaves open; guarantees alternate from seed to seed."""
+    """Draw from the seed what the caller leaves open; guarantees alternate from seed to seed.
+
+    Only values that travel by reference are lost with their records: of stages apart.
+    """
     drawn_form = random.Random(f"form {seed}").choice(list(FORMS))
     drawn_order = random.Random(f"order {seed}").choice(ORDERS)
     promise = Promise(guarantee or GUARANTEES[seed % 2], order or drawn_order)
     drawn_workload = random.Random(f"workload {seed}").choices(WORKLOADS, (2, 1))[0]
     workload = workload or drawn_workload
-    return Trial(seed, form or drawn_form, promise, REQUESTS[workload], workload)
+    form = form or drawn_form
+    if retention is None:
+        retention = form != "fused" and random.Random(f"retention {seed}").random() < 0.3
+    return Trial(seed, form, promise, REQUESTS[workload], workload, retention)
 
 
 async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
@@ -148,6 +184,8 @@ async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
     rng = random.Random(trial.seed)
     has_payloads = trial.workload == "payloads"
     plan = draw_plan(rng, STRIKES_S, PAYLOAD_NEMESES if has_payloads else NEMESES)
+    if trial.retention:
+        plan.insert(random.Random(f"deletion {trial.seed}").randint(0, len(plan)), (RETENTION,))
     history = History()
     async with AsyncExitStack() as stack:
         store = ChaosStore(random.Random(f"store {trial.seed}"))
@@ -268,20 +306,23 @@ async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: S
     sender = Sender(target.cluster.direct, topic, f"{settings.namespace}.{REPLIES}")
     sending = sender.send(questions, trial.requests / takes_s, random.Random(trial.seed))
     raw = target.raw
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(sending, name="chaos-sender")
-        striking = tasks.create_task(strike(target, plan), name="chaos-strikes")
 
     async def held_now() -> list[Sent]:
         acknowledged = sender.acknowledged | raw.acknowledged
         asked = [*questions, *raw.questions]
-        return await read_back(target.cluster.direct, topic, asked, acknowledged)
+        deleted = target.history.sent
+        return await read_back(target.cluster.direct, topic, asked, acknowledged, deleted)
+
+    target = replace(target, held_now=held_now)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(sending, name="chaos-sender")
+        striking = tasks.create_task(strike(target, plan), name="chaos-strikes")
 
     held = await held_now()
     if lost := unheld(questions, held):  # with a producer that was given up
         await sender.send(lost, trial.requests / takes_s, random.Random(trial.seed))
         held = await held_now()
-    target.history.sent += held
+    target.history.sent[:] = held
     return striking.result()
 
 
@@ -293,7 +334,7 @@ async def _come_to_rest(history: History, trial: Trial) -> str:
     readable = {request.identity for request in history.sent if request.statuses}
 
     def unanswered() -> set[Identity]:
-        return readable - {answer.identity for answer in history.answered}
+        return readable - {answer.identity for answer in history.answered} - unread(history)
 
     def uncommitted() -> set[Identity]:
         last = {commit.partition: commit for commit in history.committed}

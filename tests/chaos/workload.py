@@ -24,6 +24,8 @@ KEYS = 40
 REPLIES = "replies"
 DECOMPRESSED_BYTES = 4 * 1024 * 1024
 """The bound of a compressed batch."""
+INLINE_BYTES = 200
+"""More than a request of the slow model has, and less than the others: values of both kinds."""
 FOREIGN = -2
 QUICK, SLOW = "digits", "slow"
 SLOW_MODEL = '''"""Gives back a number, after a sleep that depends on it."""
@@ -98,6 +100,13 @@ def ask_slow(number: int, partition: int) -> Question:
     """A question to the slow model."""
     key = f"key-{number % KEYS}"
     return Question(number, partition, key, _slow_request(number), ("ok",), replies=False)
+
+
+def ask_slow_and_large(number: int, partition: int) -> Question:
+    """A question to the slow model with an unknown field: its value travels by reference."""
+    question = ask_slow(number, partition)
+    packed = msgpack.unpackb(question.value) | {"remark": "x" * INLINE_BYTES}
+    return question._replace(value=msgpack.packb(packed))
 
 
 def _slow_request(number: int) -> bytes:
