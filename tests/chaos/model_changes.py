@@ -1,10 +1,11 @@
 """Kills and outages at every step of changes of models: `python -m tests.chaos.model_changes`.
 
-A seed makes random changes on the control topic. At a random moment of each one, a process is
-killed, the log goes away for a while, the operator is killed, or a second operator makes another
-change at once. Callers of the default and of labels go on all the time. In the end the topic has
-the changes that were reported as made, each once, every process has the wanted state, and no call
-was refused because of a change.
+A seed has one step of a change, as the topics show it, and one process or the broker, which is
+killed there: see `pair_of`. Then it makes random changes on the control topic. At a random moment
+of each one, a process is killed, the log goes away for a while, the operator is killed, or a second
+operator makes another change at once. Callers of the default and of labels go on all the time. In
+the end the topic has the changes that were reported as made, each once, every process has the
+wanted state, and no call was refused because of a change.
 
 The embedded log stands for a broker, and tasks for processes, unless `--kafka` says otherwise.
 """
@@ -17,7 +18,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -31,15 +32,17 @@ from headrace.config import Settings, make_settings
 from headrace.control.topic import ChangeOvertaken, ControlTopic
 from headrace.errors import Code, Retriable
 from headrace.log.memory import MemoryLog
-from headrace.log.port import Log
+from headrace.log.port import Log, TopicPartition
 from headrace.models.wanted import Author, Change, fold, load, set_default, set_label, unload
 from headrace.protocol.control import ControlRecord, WantedModel
+from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.local_kafka import LocalKafka
-from headrace.topics import STAGES, Stage
+from headrace.topics import STAGES, Stage, Topic
+from headrace.transport.heartbeat import ExecutorEventReader
 from tests.chaos.history import History
 from tests.chaos.members import Member
 from tests.support.conditions import eventually
@@ -49,20 +52,50 @@ FORMS: dict[str, Sequence[Sequence[Stage]]] = {
     "fused": [STAGES, STAGES],
     "four": [(stage,) for stage in STAGES],
 }
+BROKER = "broker"
+VICTIMS = (
+    *(("four", stage.value) for stage in STAGES),
+    ("four", BROKER),
+    ("fused", "process"),
+    ("fused", BROKER),
+)
+"""What is killed at a step, with the form of the trial."""
+STEPS = ("written", "loading", "ready", "followed", "unloaded")
+"""Steps of a change that the topics show: it is in the history; a process says that it still lacks
+the version; an executor has it; all processes have followed; a removed version has been unloaded.
+"""
 VERSIONS = ("1", "2", "3", "4")
 LABELS = ("stable", "canary")
 NAMES = ("digits", *(f"digits@{label}" for label in LABELS))
 TURNS = (0, 1, 2, 3, 5, 8, 13, 21, 34, 100)
 CALL_TIMEOUT_S = 20.0
+KEEP_REPLACED_S = 20.0
+"""As long as requests wait in a trial. Ingest, batcher and executor unload one after the other."""
 CALL_PAUSE_S = 0.02
 RECHECK_S = 0.05
 RETRY_S = 0.05
+STEP_RECHECK_S = 0.001
 RESTART_AFTER_S = 0.05
 HELD_S = 0.5
 REAL_MOMENTS_S = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
 """Moments within a change on a real broker, which takes a tenth of a second without load."""
 NOTHING_WRONG = (Code.DEADLINE_EXCEEDED, Code.OVERLOADED)
 """Answers that processes or a broker that were away explain."""
+
+
+class Pair(NamedTuple):
+    """What is killed, a process by its stage or the broker, and at which of the steps."""
+
+    form: str
+    victim: str
+    step: str
+
+
+def pair_of(seed: int) -> Pair:
+    """Return the pair of a seed. Any 35 consecutive seeds have all pairs, since 7 and 5 have no
+    common factor; any 7 have all victims, and any 5 all steps.
+    """
+    return Pair(*VICTIMS[seed % len(VICTIMS)], STEPS[seed % len(STEPS)])
 
 
 class Trial(NamedTuple):
@@ -78,6 +111,7 @@ class Trial(NamedTuple):
         swap: of `model.toml`, where versions are also loaded instead of each other; empty: they are
             not.
         verbose: say what happens while it does.
+        pair: what is killed at which step of the first change; None if nothing is.
     """
 
     seed: int
@@ -87,6 +121,7 @@ class Trial(NamedTuple):
     follow_s: float = 60.0
     swap: str = ""
     verbose: bool = False
+    pair: Pair | None = None
 
 
 class Outcome(NamedTuple):
@@ -137,7 +172,7 @@ def settings_of(repository: Path, namespace: str, servers: str, **kafka: Any) ->
             "models": {
                 "repository": repository,
                 "mode": "explicit",
-                "keep_replaced_s": 20.0,  # longer than requests wait in a trial
+                "keep_replaced_s": KEEP_REPLACED_S,
                 "trial_load": False,  # each takes a second
             },
         }
@@ -323,7 +358,7 @@ async def on_kafka(
         "HEADRACE_TOPICS__PARTITIONS": "4",
         "HEADRACE_MODELS__REPOSITORY": str(directory / "models"),
         "HEADRACE_MODELS__MODE": "explicit",
-        "HEADRACE_MODELS__KEEP_REPLACED_S": "20.0",
+        "HEADRACE_MODELS__KEEP_REPLACED_S": str(KEEP_REPLACED_S),
         "HEADRACE_MODELS__TRIAL_LOAD": "false",
     }
     history = History()
@@ -376,6 +411,40 @@ def random_change(chooser: random.Random, model: WantedModel, *, replaces: bool 
     return chooser.choice(changes)
 
 
+class Steps:
+    """Steps that a change to one version of the model has reached, as the topics show them.
+
+    Attributes:
+        reached: those so far.
+        heard: set once the events topic is read.
+    """
+
+    def __init__(self, processes: int, generation: int, version: str) -> None:
+        self._processes = processes
+        self._generation = generation
+        self._version = version
+        self._followed: set[str] = set()
+        self.reached: set[str] = set()
+        self.heard = asyncio.Event()
+
+    def apply(self, events: Sequence[ExecutorEvent]) -> None:
+        """Apply what processes announce."""
+        self.heard.set()
+        for event in events:
+            if event.generation < self._generation or not event.stages:
+                continue
+            self.reached.add("written")
+            if event.unready:
+                self.reached.add("loading")
+                continue
+            self._followed.add(event.executor)
+            has_version = any(each.version == self._version for each in event.models)
+            if Stage.EXECUTOR in event.stages:
+                self.reached.add("ready" if has_version else "unloaded")
+            if len(self._followed) >= self._processes:
+                self.reached.add("followed")
+
+
 class Operators:
     """Make changes whatever happens, and compare what they are told with the topic."""
 
@@ -401,6 +470,50 @@ class Operators:
             except Retriable:
                 await asyncio.sleep(RETRY_S)
 
+    async def make_change_in_steps(self, pair: Pair, settings: Settings) -> None:
+        """Load a version, and kill something at a step of it; or unload it, if that is the step."""
+        before = await self.read()
+        is_unload = pair.step == "unloaded"
+        if is_unload:
+            await self._make(before, {"one": load("digits", "2")})
+            before = await self.read()
+        change = (unload if is_unload else load)("digits", "2")
+        steps = Steps(self._processes.count, len(before) + 1, "2")
+        events = settings.topic(Topic.EVENTS)
+        info = (await self._processes.log.describe_topics([events]))[events]
+        assert info is not None
+        reader = ExecutorEventReader(self._processes.log, TopicPartition(events, info.partitions))
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(reader.run(steps.apply), name="read-steps")
+            await steps.heard.wait()
+
+            async def strike(_: Sequence[asyncio.Task[Any]]) -> None:
+                await self._strike_at(pair, steps, len(before))
+
+            await self._make(before, {"one": change}, strike)
+            reading.cancel()
+
+    async def _strike_at(self, pair: Pair, steps: Steps, seen: int) -> None:
+        async def is_reached() -> bool:
+            if pair.step == "written" and len(await self.read()) > seen:
+                steps.reached.add("written")
+            return pair.step in steps.reached
+
+        told = f"{pair.victim} at {pair.step}"
+        deadline_s = self._trial.follow_s + len(STAGES) * KEEP_REPLACED_S
+        try:
+            await eventually(is_reached, deadline_s=deadline_s, recheck_s=STEP_RECHECK_S)
+        except AssertionError:
+            self.faults.append(f"{told}: not reached, but {sorted(steps.reached)}")
+        self._note(f"kill {told}")
+        if pair.victim == BROKER:
+            await self._processes.take_log_away()
+            await self._moment()
+            await self._processes.bring_log_back()
+        else:
+            alone = pair.form == "fused"
+            await self._processes.kill(0 if alone else STAGES.index(Stage(pair.victim)))
+
     async def make_change(self) -> None:
         """Make one change while something happens; repeat it until the history shows it."""
         before = await self.read()
@@ -412,8 +525,17 @@ class Operators:
         other = None
         if self._chooser.random() < 0.3:
             other = random_change(self._chooser, model, replaces=replaces)
+        writers = {"one": change} if other is None else {"one": change, "other": other}
+        await self._make(before, writers, strike)
+
+    async def _make(
+        self,
+        before: Sequence[ControlRecord],
+        writers: Mapping[str, Change],
+        strike: Callable[[Sequence[asyncio.Task[Any]]], Awaitable[None]] | None = None,
+    ) -> None:
+        """Let operators write changes at once until the history shows one of them."""
         while len(after := await self.read()) == len(before):
-            writers = {"one": change} if other is None else {"one": change, "other": other}
             writing = {
                 who: asyncio.create_task(
                     self._topic.write(each, len(before), Author(who), 0), name=f"operator-{who}"
@@ -553,6 +675,9 @@ async def run_trial(trial: Trial, directory: Path, kafka: LocalKafka | None = No
             async with asyncio.TaskGroup() as calling:
                 for name in NAMES:
                     calling.create_task(callers.run(name), name=f"calls-{name}")
+                if trial.pair is not None:
+                    await operators.make_change_in_steps(trial.pair, settings)
+                made = len(await operators.read())
                 for _ in range(trial.changes):
                     await operators.make_change()
                 records = await operators.read()
@@ -566,7 +691,7 @@ async def run_trial(trial: Trial, directory: Path, kafka: LocalKafka | None = No
         faults = [*operators.faults, *callers.faults, *processes.crashes(), *stuck]
         if not stuck and found != wanted:
             faults.append(f"wanted {wanted}, found {found}")
-        if len(records) != 1 + len(LABELS) + trial.changes:
+        if len(records) != made + trial.changes:
             faults.append(f"{len(records)} records after {trial.changes} changes")
     return Outcome(faults, operators.strikes, callers.answers, callers.unanswered)
 
@@ -594,7 +719,7 @@ async def _wait_until_followed(trial: Trial, processes: Processes, generation: i
 @click.command()
 @click.option("--seeds", default=20, show_default=True, help="How many.")
 @click.option("--first-seed", default=1, show_default=True, help="The others follow it.")
-@click.option("--form", type=click.Choice(list(FORMS)), help="In turns if not given.")
+@click.option("--form", type=click.Choice(list(FORMS)), help="Only seeds of this form.")
 @click.option("--kafka", is_flag=True, help="On a real broker, with real processes.")
 @click.option(
     "--swap",
@@ -608,9 +733,11 @@ def main(
     """Run seeds; exit code 1 if anything was wrong."""
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    pairs = {seed: pair_of(seed) for seed in range(first_seed, first_seed + seeds)}
     trials = [
-        Trial(seed, form or list(FORMS)[seed % len(FORMS)], swap=swap or "")
-        for seed in range(first_seed, first_seed + seeds)
+        Trial(seed, pair.form, swap=swap or "", pair=pair)
+        for seed, pair in pairs.items()
+        if form in {None, pair.form}
     ]
     if kafka:
         trials = [

@@ -1,4 +1,4 @@
-"""A seed of kills and broker restarts at every step of changes of models, on a real Kafka."""
+"""Kills and broker restarts at steps of changes of models: their pairs, and a seed on a Kafka."""
 
 from __future__ import annotations
 
@@ -6,8 +6,57 @@ from pathlib import Path
 
 import pytest
 
+from headrace.protocol.events import ExecutorEvent, HostedModel
 from headrace.tools.local_kafka import LocalKafka
-from tests.chaos.model_changes import REAL_MOMENTS_S, Trial, run_trial
+from headrace.topics import Stage
+from tests.chaos.model_changes import (
+    REAL_MOMENTS_S,
+    STEPS,
+    VICTIMS,
+    Pair,
+    Steps,
+    Trial,
+    pair_of,
+    run_trial,
+)
+
+
+@pytest.mark.parametrize("first_seed", [0, 1, 1000])
+def test_consecutive_seeds_kill_each_victim_at_each_step(first_seed: int) -> None:
+    """As many seeds as there are pairs have each of them once."""
+    every = {Pair(*victim, step) for victim in VICTIMS for step in STEPS}
+
+    assert {pair_of(first_seed + number) for number in range(len(every))} == every
+
+
+def _announcement(stage: Stage, generation: int, *, ready: bool) -> ExecutorEvent:
+    hosted = [HostedModel(name="digits", version="2", instances=1, max_batch_size=8)]
+    return ExecutorEvent(
+        executor=stage,
+        silent_after_ms=1000,
+        models=hosted if ready else [],
+        generation=generation,
+        unready=[] if ready else ["digits/2: loading"],
+        stages=[stage],
+    )
+
+
+def test_steps_are_reached_as_processes_announce_them() -> None:
+    """What was announced before the change counts for nothing, and all must have followed it."""
+    steps = Steps(processes=2, generation=4, version="2")
+    announced = [
+        _announcement(Stage.EXECUTOR, 3, ready=True),
+        _announcement(Stage.EXECUTOR, 4, ready=False),
+        _announcement(Stage.EXECUTOR, 4, ready=True),
+        _announcement(Stage.BATCHER, 4, ready=True),
+    ]
+    reached = []
+    for event in announced:
+        before = set(steps.reached)
+        steps.apply([event])
+        reached.append(steps.reached - before)
+
+    assert reached == [set(), {"written", "loading"}, {"ready"}, {"followed"}]
 
 
 @pytest.mark.timeout(400)
