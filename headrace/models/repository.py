@@ -67,6 +67,7 @@ class FoundModel(NamedTuple):
         config: None if it cannot be read; `fault` says why.
         versions: the versions that its configuration selects, lowest first.
         fault: fault of the model as a whole, or empty.
+        reads: see `headrace.protocol.control.WantedModel`.
     """
 
     name: str
@@ -74,6 +75,7 @@ class FoundModel(NamedTuple):
     config: ModelConfig | None
     versions: tuple[FoundVersion, ...]
     fault: str = ""
+    reads: int = 0
 
 
 class Repository:
@@ -164,7 +166,8 @@ class Repository:
         except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
             fault = f"{directory}: {describe_error(error)}"
             return FoundModel(name, directory, None, (), fault)
-        return FoundModel(name, directory, config, versions)
+        reads = 0 if wanted is None else wanted.reads
+        return FoundModel(name, directory, config, versions, reads=reads)
 
 
 def find_model_fault(name: str) -> str:

@@ -48,7 +48,9 @@ class TrialLoads:
         self._tuning = tuning
         self._turn = asyncio.Lock()
         # Unlike a version that fails in another way, one that ends its process may do harm to the
-        # whole machine, such as by taking all memory. So no reload tries the same one again.
+        # whole machine, such as by taking all memory. So no reload tries the same one again, unless
+        # an operator has its files read again (`--again`): each such change allows one more trial,
+        # because memory may have been short for another reason.
         self._refusals: BoundedCache[tuple[str, str], _Refusal] = BoundedCache(
             tuning.max_trial_refusals
         )
@@ -72,21 +74,21 @@ class TrialLoads:
         if not config.opens_with_code:
             return
         check_files(found, config)
-        self._require_not_refused(model.name, found, config)
+        self._require_not_refused(model, found)
         child = self._make_child(model._replace(versions=()), found, tuning, loads=False)
-        self._conclude(model.name, found, config, child.run())
+        self._conclude(model, found, child.run())
 
     async def try_out(self, version: ModelVersion) -> None:
         """Load one instance of a version in a child process, and unload it.
 
         A version that ended its process, or took too long, is refused without another trial until
-        its files or its configuration change.
+        its files or its configuration change, or an operator has its files read again.
 
         Raises:
             ConfigurationError: it could not be loaded, ended its process, or took too long.
         """
         model, found = version.source
-        self._require_not_refused(version.name, found, version.config)
+        self._require_not_refused(model, found)
         async with self._turn:
             child = self._make_child(model, found, version.tuning, loads=True)
             try:
@@ -94,7 +96,7 @@ class TrialLoads:
                 reply = await run_on_daemon_thread(child.run)
             finally:
                 child.kill()
-        self._conclude(version.name, found, version.config, reply)
+        self._conclude(model, found, reply)
 
     def _make_child(
         self, model: FoundModel, found: FoundVersion, tuning: ModelTuning, *, loads: bool
@@ -112,27 +114,33 @@ class TrialLoads:
         limit_s = model.config.max_load_s + self._tuning.trial_start_s
         return _TrialChild(pickle.dumps(task), limit_s, self._tuning.trial_niceness)
 
-    def _require_not_refused(self, model: str, found: FoundVersion, config: ModelConfig) -> None:
-        refusal = self._refusals.get((model, found.version))
-        if refusal is not None and (refusal.stamp, refusal.config) == (found.stamp, config):
+    def _require_not_refused(self, model: FoundModel, found: FoundVersion) -> None:
+        refusal = self._refusals.get((model.name, found.version))
+        if refusal is not None and refusal.tried == _Tried(found.stamp, model.config, model.reads):
             raise ConfigurationError(refusal.fault)
 
-    def _conclude(
-        self, model: str, found: FoundVersion, config: ModelConfig, reply: TrialReply | str
-    ) -> None:
+    def _conclude(self, model: FoundModel, found: FoundVersion, reply: TrialReply | str) -> None:
         """Raise `ConfigurationError` unless the reply says that the trial succeeded."""
         if isinstance(reply, str):
-            self._refusals.add((model, found.version), _Refusal(found.stamp, config, reply))
+            tried = _Tried(found.stamp, model.config, model.reads)
+            self._refusals.add((model.name, found.version), _Refusal(tried, reply))
             raise ConfigurationError(reply)
         if not reply.succeeded:
             raise ConfigurationError(reply.fault)
 
 
-class _Refusal(NamedTuple):
-    """A version that ended its trial, or took too long, with the stamp that it had."""
+class _Tried(NamedTuple):
+    """A version at its trial: the stamp of its files, its configuration, and `FoundModel.reads`."""
 
     stamp: str
-    config: ModelConfig
+    config: ModelConfig | None
+    reads: int
+
+
+class _Refusal(NamedTuple):
+    """A version that ended its trial, or took too long, and why."""
+
+    tried: _Tried
     fault: str
 
 

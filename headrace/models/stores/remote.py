@@ -203,7 +203,8 @@ class RemoteRepository:
         found = tuple(each._replace(stamp=each.stamp + stamp) for each in versions)
         # `transform.py` is that of the highest version that is here.
         here = [each.directory.parent for each in found if not each.fault]
-        return FoundModel(name, here[-1] if here else Path(), config, found)
+        reads = 0 if wanted is None else wanted.reads
+        return FoundModel(name, here[-1] if here else Path(), config, found, reads=reads)
 
     def _read_version(
         self, name: str, number: int, config: ModelConfig, known: dict[str, str], trust: Trust

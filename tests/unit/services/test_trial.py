@@ -19,6 +19,7 @@ from headrace.models.repository import Repository
 from headrace.models.scan import VersionScanner
 from headrace.models.signature import Signature
 from headrace.models.version import ModelVersion
+from headrace.protocol.control import WantedModel
 from headrace.services.executor.trial import TrialLoads
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
@@ -142,6 +143,69 @@ async def test_version_that_ended_its_trial_is_tried_again_only_when_changed(
     await trials.try_out(models.catalog.lookup("model", None))
 
 
+TENSORS = """
+inputs = [{name = "x", datatype = "FP32", shape = [-1, 1]}]
+outputs = [{name = "y", datatype = "FP32", shape = [-1, 1]}]
+"""
+"""With these in `model.toml`, a version is opened without a trial."""
+KILLED = """
+import os, signal
+from pathlib import Path
+
+
+def end():
+    Path(%r).open("a").write("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+
+    def load(self):
+        %s
+
+    def run(self, inputs):
+        return {"y": inputs["x"]}
+
+
+%s
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_load", "at_import", "config"),
+    [("end()", "", TENSORS), ("pass", "end()", "")],
+    ids=["at-load", "at-import"],
+)
+async def test_version_whose_trial_was_killed_is_tried_once_more_when_its_files_are_read_again(
+    tmp_path: Path, at_load: str, at_import: str, config: str
+) -> None:
+    """Where memory is short, the kernel kills it, and there may be enough later."""
+    tries = tmp_path / "tries"
+    directory = tmp_path / "model" / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.py").write_text(KILLED % (str(tries), at_load, at_import))
+    (tmp_path / "model" / "model.toml").write_text(f'backend = "python"\nprobe = false\n{config}')
+    settings = settings_for(tmp_path)
+    trials = TrialLoads(settings, replace(TUNING.executor, trial_niceness=0))
+    models = Models(settings, scanner=scanner_of(tmp_path, trials))
+    for reads, expected in ((0, "x"), (0, "x"), (1, "xx"), (1, "xx")):
+        models.want({"model": WantedModel(versions=["1"], default="1", reads=reads)})
+        [fault] = (await models.reload()).faults or await fault_of_load(models, trials)
+        assert "ended by SIGKILL" in fault
+        assert tries.read_text() == expected
+
+
+async def fault_of_load(models: Models, trials: TrialLoads) -> list[str]:
+    """Try to load the only version, as an executor does, and return why that failed."""
+    version = models.catalog.models["model"].selected["1"]
+    with pytest.raises(ConfigurationError) as refused:
+        await trials.try_out(version)
+    models.lifecycle.mark_failed(version, str(refused.value))
+    return [str(refused.value)]
+
+
 async def test_cancelled_trial_leaves_no_child(tmp_path: Path) -> None:
     """The child is killed, and its thread ends."""
     version = version_of(tmp_path, load="os.kill(os.getpid(), signal.SIGSTOP)")
@@ -248,14 +312,7 @@ def test_version_whose_configuration_has_its_signature_is_opened_without_trial(
     tmp_path: Path,
 ) -> None:
     """Nothing of it is imported before it is loaded, which has its own trial."""
-    add_imported(
-        tmp_path,
-        "os._exit(3)",
-        config="""
-inputs = [{name = "x", datatype = "FP32", shape = [-1, 1]}]
-outputs = [{name = "y", datatype = "FP32", shape = [-1, 1]}]
-""",
-    )
+    add_imported(tmp_path, "os._exit(3)", config=TENSORS)
 
     [opened] = scanner_of(tmp_path).scan({})
 
