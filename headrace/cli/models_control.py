@@ -17,7 +17,7 @@ import msgspec
 from headrace.cli.event_loop import run
 from headrace.cli.options import options_as
 from headrace.cli.outcome import Unsuccessful
-from headrace.cli.settings import pass_settings, require_broker
+from headrace.cli.settings import invocation, pass_settings, require_broker
 from headrace.config import Settings
 from headrace.control.changing import ChangeOutcome, Choose, ModelChanges
 from headrace.control.processes import ProcessReport, open_processes
@@ -38,6 +38,7 @@ from headrace.models.wanted import (
 from headrace.printable import printable
 from headrace.protocol.control import ControlRecord
 from headrace.runtime.log_factory import open_log
+from headrace.tuning import TUNING, Tuning
 
 NO_PROCESS = (
     'no process was heard that runs with models.mode = "explicit", kafka.bootstrap_servers and '
@@ -268,7 +269,9 @@ def _parse_overrides(given: tuple[str, ...]) -> dict[str, Any]:
 
 def _change(settings: Settings, given: Manner, choose: Choose) -> None:
     _require_broker(settings)
-    outcome = run(_make_change(settings, given, choose))
+    tuning = invocation(click.get_current_context()).tuning or TUNING
+    outcome = run(_make_change(settings, given, choose, tuning))
+    waited = given.wait and not given.dry_run
     if given.as_json:
         click.echo(
             json.dumps(
@@ -276,7 +279,7 @@ def _change(settings: Settings, given: Manner, choose: Choose) -> None:
                     "generation": outcome.generation,
                     "change": None if outcome.record is None else _entry(outcome.record),
                     "dry_run": given.dry_run,
-                    "followed": outcome.followed if given.wait else None,
+                    "followed": outcome.followed if waited else None,
                     "processes": _reports(outcome.processes),
                 },
                 indent=2,
@@ -291,21 +294,23 @@ def _change(settings: Settings, given: Manner, choose: Choose) -> None:
         for name, report in _reports(outcome.processes).items():
             for line in _process_lines(name, report, outcome.generation):
                 click.echo(printable(line))
-        if given.wait and not outcome.followed:
+        if waited and not outcome.followed:
             fault = f"not all processes have followed within {given.timeout_s:g} s"
             if not outcome.processes:
                 fault = NO_PROCESS
             click.echo(fault, err=True)
     if given.dry_run:
         click.echo("dry run: nothing was changed", err=True)
-    elif given.wait and not outcome.followed:
+    elif waited and not outcome.followed:
         raise Unsuccessful
 
 
-async def _make_change(settings: Settings, given: Manner, choose: Choose) -> ChangeOutcome:
+async def _make_change(
+    settings: Settings, given: Manner, choose: Choose, tuning: Tuning
+) -> ChangeOutcome:
     author = Author(given.who or f"{user_name()}@{socket.gethostname()}", given.reason)
-    async with open_log(settings) as log:
-        return await ModelChanges(log, settings).make(
+    async with open_log(settings, tuning) as log:
+        return await ModelChanges(log, settings, tuning.models).make(
             choose,
             author,
             wait_s=given.timeout_s if given.wait else None,

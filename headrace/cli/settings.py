@@ -19,6 +19,7 @@ from headrace.errors import ConfigurationError
 if TYPE_CHECKING:
     from headrace.client import Client
     from headrace.config import Option, Settings
+    from headrace.tuning import Tuning
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class Invocation:
             whose parameters it has.
         open_client: opens the client of `infer`; None for one of the configured broker, or of a
             pipeline in this process.
+        tuning: of commands that change models; None for `headrace.tuning.TUNING`.
     """
 
     config_file: Path | None = None
@@ -43,6 +45,7 @@ class Invocation:
     given: Settings | None = field(default=None, repr=False)
     serve_process: Callable[..., Coroutine[Any, Any, bool]] | None = None
     open_client: Callable[[Settings], AbstractAsyncContextManager[Client]] | None = None
+    tuning: Tuning | None = None
 
     @cached_property
     def settings(self) -> Settings:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from headrace.cli.models_control import describe_status, user_name
+from headrace.cli.models_control import NO_PROCESS, describe_status, user_name
 from headrace.cli.outcome import Exit
+from headrace.cli.settings import Invocation
 from headrace.config import make_settings
 from headrace.control.processes import ProcessReport
 from headrace.models.wanted import Deployment
+from headrace.protocol.events import ExecutorEvent, HostedModel
+from headrace.tuning import TUNING
 from tests.support.command_line import Call
 from tests.support.kept_topic import KeptTopic
 from tests.support.models import add_version, digits
@@ -173,3 +177,123 @@ def test_dry_run_shows_change_and_writes_nothing(
     assert (made["dry_run"], made["generation"], made["change"]) == (False, 4, last)
     assert last == shown["change"] | {"at": last["at"]}
     assert (last["action"], last["who"], last["why"]) == (change[0], "ada", "ticket 4711")
+
+
+# --- changes that wait ----------------------------------------------------------------------------
+
+HEARD_AT_ONCE = replace(
+    TUNING, models=replace(TUNING.models, control_listen_s=0.0, control_poll_s=0.0)
+)
+"""What processes announce comes with the first poll, and not within some seconds."""
+
+
+def announced(process: str, generation: int, *unready: str) -> ExecutorEvent:
+    """An announcement of a process that has version 1 ready."""
+    digits_1 = HostedModel(name="digits", version="1", instances=1, max_batch_size=8)
+    return ExecutorEvent(
+        executor=process,
+        silent_after_ms=1000,
+        models=[digits_1],
+        generation=generation,
+        unready=list(unready),
+    )
+
+
+BEHIND = [announced("a", 4), announced("b", 3)]
+LOADING = [announced("b", 4, "digits/4: loading")]
+FOLLOWED = [announced("b", 4)]
+LINES_BEHIND = [
+    "process a: generation 4",
+    "  ready: digits/1",
+    "process b: generation 3, behind 4",
+    "  ready: digits/1",
+]
+
+
+@pytest.fixture
+def wait_for(call: Call, topic: KeptTopic, operate: Call) -> Call:
+    """Runs a change, of the three that went before, that waits for what processes announce."""
+    for each in BEFORE:
+        operate(*each)
+    invocation = Invocation(given=topic.settings, tuning=HEARD_AT_ONCE)
+    return lambda *arguments: call("models", *arguments, "--wait", obj=invocation)
+
+
+@pytest.mark.parametrize("change", [change for change, _ in CHANGES.values()], ids=CHANGES)
+def test_wait_returns_once_all_processes_have_followed(
+    wait_for: Call, topic: KeptTopic, change: tuple[str, ...]
+) -> None:
+    """One process is behind, then it has read the change, then it has loaded what is wanted."""
+    topic.announcements.extend([BEHIND, LOADING, FOLLOWED, LOADING])
+    ended = wait_for(*change)
+    assert (ended.exit_code, ended.stderr) == (Exit.DONE, "")
+    assert ended.stdout.splitlines()[-4:] == [
+        *LINES_BEHIND[:2],
+        "process b: generation 4",
+        "  ready: digits/1",
+    ]
+    assert list(topic.announcements) == [LOADING]
+
+
+@pytest.mark.parametrize("change", [change for change, _ in CHANGES.values()], ids=CHANGES)
+def test_wait_that_times_out_fails_and_shows_processes_that_have_not_followed(
+    wait_for: Call, topic: KeptTopic, change: tuple[str, ...]
+) -> None:
+    """The change stays made, and the exit code tells a script that it has not arrived."""
+    topic.announcements.append(BEHIND)
+    ended = wait_for(*change, "--timeout", "0")
+    assert ended.exit_code == Exit.FAILED
+    assert ended.stderr == "not all processes have followed within 0 s\n"
+    assert ended.stdout.splitlines()[-4:] == LINES_BEHIND
+    assert [each.action for each in topic.records[3:]] == [change[0]]
+
+
+def test_wait_that_times_out_shows_versions_that_are_not_ready(
+    wait_for: Call, topic: KeptTopic
+) -> None:
+    """A reason of a failure would stand there."""
+    topic.announcements.append(LOADING)
+    ended = wait_for("load", "digits", "4", "--timeout", "0")
+    assert ended.exit_code == Exit.FAILED
+    assert ended.stdout.splitlines()[-1] == "  waits for digits/4: loading"
+
+
+def test_wait_without_processes_fails(wait_for: Call) -> None:
+    """Nothing shows that the change has arrived anywhere."""
+    ended = wait_for("default", "digits", "2", "--timeout", "0")
+    assert (ended.exit_code, ended.stderr) == (Exit.FAILED, f"{NO_PROCESS}\n")
+
+
+@pytest.mark.parametrize(
+    ("last", "exit_code"), [(FOLLOWED, Exit.DONE), (LOADING, Exit.FAILED)], ids=["all", "not all"]
+)
+def test_wait_in_json_has_outcome_and_processes(
+    wait_for: Call, topic: KeptTopic, last: list[ExecutorEvent], exit_code: Exit
+) -> None:
+    """The last report of each process; the exit code is that of the text."""
+    topic.announcements.append([*BEHIND, *last])
+    ended = wait_for("load", "digits", "4", "--timeout", "0", "--json")
+    shown = json.loads(ended.stdout)
+    assert (ended.exit_code, ended.stderr) == (exit_code, "")
+    assert (shown["generation"], shown["dry_run"]) == (4, False)
+    assert shown["followed"] == (exit_code == Exit.DONE)
+    assert {
+        name: (each["generation"], each["ready"], each["unready"])
+        for name, each in shown["processes"].items()
+    } == {"a": (4, ["digits/1"], []), "b": (4, ["digits/1"], last[0].unready)}
+
+
+@pytest.mark.parametrize("change", [change for change, _ in CHANGES.values()], ids=CHANGES)
+def test_dry_run_waits_for_nothing(
+    wait_for: Call, topic: KeptTopic, change: tuple[str, ...]
+) -> None:
+    """There is no change that processes could follow, so none of them counts as missing."""
+    topic.announcements.append(BEHIND)
+    as_text = wait_for(*change, "--dry-run")
+    as_json = wait_for(*change, "--dry-run", "--json")
+    shown = json.loads(as_json.stdout)
+    for each in (as_text, as_json):
+        assert (each.exit_code, each.stderr) == (Exit.DONE, "dry run: nothing was changed\n")
+    assert (shown["dry_run"], shown["followed"], shown["processes"]) == (True, None, {})
+    assert list(topic.announcements) == [BEHIND]
+    assert len(topic.records) == len(BEFORE)
