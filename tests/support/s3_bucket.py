@@ -30,6 +30,17 @@ class Absence(Enum):
     """Requests are taken, and not answered."""
 
 
+def environment_of(url: str) -> dict[str, str]:
+    """Return the variables with which the library finds a server of buckets."""
+    return {
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ENDPOINT_URL": url,
+    }
+
+
 class S3Bucket(StandInServer):
     """Objects by key (ListObjectsV2, GetObject, PutObject).
 
@@ -56,13 +67,7 @@ class S3Bucket(StandInServer):
     @property
     def environment(self) -> dict[str, str]:
         """See the class."""
-        return {
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_REGION": "us-east-1",
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ENDPOINT_URL": self.url,
-        }
+        return environment_of(self.url)
 
     async def go_away(self, absence: Absence) -> None:
         """Be away from now on."""
