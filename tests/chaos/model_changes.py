@@ -726,9 +726,16 @@ async def _wait_until_followed(trial: Trial, processes: Processes, generation: i
     type=click.Choice(["beside", "unload_first"]),
     help="Load versions instead of each other, too, in this way.",
 )
+@click.option("--changes", type=int, help="Random ones of each seed; 15, or 8 on a real broker.")
 @click.option("--verbose", is_flag=True, help="Say what happens while it does.")
 def main(
-    seeds: int, first_seed: int, form: str | None, kafka: bool, swap: str | None, verbose: bool
+    seeds: int,
+    first_seed: int,
+    form: str | None,
+    kafka: bool,
+    swap: str | None,
+    changes: int | None,
+    verbose: bool,
 ) -> None:
     """Run seeds; exit code 1 if anything was wrong."""
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
@@ -743,6 +750,8 @@ def main(
         trials = [
             each._replace(changes=8, moments_s=REAL_MOMENTS_S, follow_s=120.0) for each in trials
         ]
+    if changes is not None:
+        trials = [each._replace(changes=changes) for each in trials]
     trials = [each._replace(verbose=verbose) for each in trials]
     failed = asyncio.run(_run_all(trials, kafka=kafka))
     click.echo(f"{len(trials)} seeds, failed: {', '.join(map(str, failed)) or 'none'}")
