@@ -39,7 +39,6 @@ from headrace.protocol.messages import (
     Request,
     ResultChunkRecord,
     Tensor,
-    TensorMetadata,
     WireChunk,
     WireFailure,
     WireTensors,
@@ -165,14 +164,16 @@ def encode_batch(batch: Batch) -> bytes:
     """Return the value of a `batches` record."""
     if all(request.item is not None for request in batch.requests):
         return wire_single.encode_batch(batch)  # their records are copied as they are
-    chunks: list[list[Request]] = []
-    for request in batch.requests:
-        if not chunks or not (
-            _are_items_alike(chunks[-1][-1], request)
-            or _item_group(chunks[-1][-1]) == _item_group(request)
-        ):
-            chunks.append([])
-        chunks[-1].append(request)
+    last = batch.requests[0]
+    chunk = [last]
+    chunks = [chunk]
+    for request in batch.requests[1:]:
+        if _are_items_alike(last, request) or _item_group(last) == _item_group(request):
+            chunk.append(request)
+        else:
+            chunk = [request]
+            chunks.append(chunk)
+        last = request
     columns = [ItemChunkRecord(**_item_columns(chunk)) for chunk in chunks]
     return _encode(
         ChunkedBatchRecord(
@@ -217,21 +218,47 @@ def _item_group(request: Request) -> Hashable:
 def _are_items_alike(one: Request, other: Request) -> bool:
     if one.model is not other.model or one.version is not other.version:
         return False
-    if one.shape_class != other.shape_class or one.envelope.tenant != other.envelope.tenant:
+    envelope, other_envelope = one.envelope, other.envelope
+    if envelope is not other_envelope and envelope.tenant != other_envelope.tenant:
         return False
-    if bool(one.referenced) != bool(other.referenced):
+    if one.shape_class != other.shape_class or (one.referenced == 0) != (other.referenced == 0):
         return False
-    first, second = one.inputs, other.inputs
+    inputs, other_inputs = one.inputs, other.inputs
+    if len(inputs) != 1 or len(other_inputs) != 1:
+        return False
+    ((name, datatype, shape, _),) = inputs
+    ((other_name, other_datatype, other_shape, _),) = other_inputs
     return (
-        len(first) == len(second) == 1
-        and first[0][:2] == second[0][:2]
-        and len(first[0][2]) == len(second[0][2])
+        name == other_name
+        and datatype == other_datatype
+        and (shape is other_shape or len(shape) == len(other_shape))
     )
 
 
 def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
     columns = _columns(requests)
     first = requests[0]
+    if first.referenced:
+        _set_referenced(columns, [request.referenced for request in requests])
+    placed = _add_payload(columns, requests)
+    columns["rows"] = _column([request.rows for request in requests])
+    columns["shape_class"] = first.shape_class
+    columns["inputs"] = [
+        _input_columns(requests, place, [each[place] for each in placed])
+        for place in range(len(first.inputs))
+    ]
+    _set_shared_or_each(columns, "wanted", [request.wanted for request in requests])
+    return columns
+
+
+def _add_payload(columns: dict[str, Any], requests: Sequence[Request]) -> list[tuple[_Place, ...]]:
+    """Add the columns of the payload; return the places of each request's inputs in its part."""
+    contents = [request.value for request in requests if request.value]
+    inside = [request.places for request in requests if request.places]
+    if len(contents) == len(inside) == len(requests):  # the values are all that there is
+        columns["value"] = columns["part"] = _column([len(content) for content in contents])
+        columns["payload"] = memoryview(b"".join(contents))
+        return inside
     values: list[int] = []
     parts: list[int] = []
     payload: list[bytes | memoryview] = []
@@ -255,18 +282,9 @@ def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
             payload.append(content)
         parts.append(part)
         placed.append(places)
-    if first.referenced:
-        _set_referenced(columns, [request.referenced for request in requests])
     columns["value"], columns["part"] = _column(values), _column(parts)
     columns["payload"] = memoryview(b"".join(payload))
-    columns["rows"] = _column([request.rows for request in requests])
-    columns["shape_class"] = first.shape_class
-    columns["inputs"] = [
-        _input_columns(requests, place, [each[place] for each in placed])
-        for place in range(len(first.inputs))
-    ]
-    _set_shared_or_each(columns, "wanted", [request.wanted for request in requests])
-    return columns
+    return placed
 
 
 def _set_referenced(columns: dict[str, Any], sizes: list[int]) -> None:
@@ -496,24 +514,30 @@ def _output_columns(requests: Sequence[Request], index: int) -> WireTensors:
 
 
 def _set_outputs(requests: Sequence[Request], outputs: Sequence[WireTensors]) -> None:
-    tensors: list[list[Tensor]] = []
+    if not outputs:
+        for request in requests:
+            request.output_data = ()
+        return
+    contents: list[list[memoryview]] = []
     for wired in outputs:
         data = _EMPTY if wired.data is None else wired.data
         sizes = _each(wired.size, requests)
         stops = list(accumulate(sizes))
         if min(sizes) < 0 or stops[-1] != len(data):
             raise _unreadable(f"an output of {stops[-1]} bytes", f"{len(data)} bytes")
-        contents = [data[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
-        tensors.append(_tensors(wired, contents, is_checked=False))
+        contents.append([data[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)])
     # Outputs that differ only in their bytes share one metadata object, as in one batch.
     is_uniform = all(type(each.size) is int and each.shapes is None for each in outputs)
-    metadata: tuple[TensorMetadata, ...] | None = None
-    for index, request in enumerate(requests):
-        own = [each[index] for each in tensors]
-        request.output_data = tuple([tensor[3] for tensor in own])
-        if metadata is None or not is_uniform:
-            metadata = wire_single.shared_metadata(own)
-        request.output_metadata = metadata
+    tensors = [
+        _tensors(wired, content[:1] if is_uniform else content, is_checked=False)
+        for wired, content in zip(outputs, contents, strict=True)
+    ]
+    metadata = [wire_single.shared_metadata(own) for own in zip(*tensors, strict=True)]
+    if is_uniform:
+        metadata *= len(requests)
+    rows = zip(requests, metadata, zip(*contents, strict=True), strict=True)
+    for request, own_metadata, own_data in rows:
+        request.output_metadata, request.output_data = own_metadata, own_data
 
 
 # --- columns ----------------------------------------------------------------------------------
