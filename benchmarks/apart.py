@@ -5,6 +5,8 @@
 Warm processes get a backlog, and their CPU time counts until all of it is answered. So every
 request has passed every stage, even if one stage was far ahead of the others. A period of time, as
 in the tables of docs/performance.md, also counts work that the first stages do in advance.
+
+The floor of a size is what aiokafka alone takes to pass on the records between four processes.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 import uvloop
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from benchmarks.campaign import SCRATCH
-from benchmarks.cluster import Cluster, Counter
+from benchmarks.cluster import PARTITIONS, Cluster, Counter
 from benchmarks.contestants import Contestant, Endpoints, headrace_as
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS
@@ -44,6 +47,24 @@ FORMS: dict[str, tuple[str, ...]] = {
     "three processes": ("ingest", "batcher,executor", "responder"),
     "four processes": tuple(STAGES),
 }
+
+
+class Hop(NamedTuple):
+    """Records between two processes, as counted in a backlog: their size, the requests of each, and
+    how many of them are in a produce request.
+    """
+
+    record_bytes: int
+    requests: int
+    records: int
+
+
+HOPS: dict[str, tuple[Hop, ...]] = {
+    "digits": (Hop(80_000, 238, 5), Hop(10_900, 32, 12), Hop(10_300, 146, 2)),
+    "4 KB": (Hop(3_100, 213, 2), Hop(520, 32, 11), Hop(8_000, 117, 2)),
+    "150 KB": (Hop(255, 6, 2), Hop(425, 8, 5), Hop(600, 11, 2)),
+}
+"""Between the four processes."""
 
 
 class Drained(NamedTuple):
@@ -76,12 +97,14 @@ class OfSize(msgspec.Struct, frozen=True):
     Attributes:
         value_bytes: of a request record's value.
         requests: of the backlog of each round.
+        floor_us: CPU of the three hops, if nothing but aiokafka did them.
     """
 
     name: str
     value_bytes: int
     requests: int
     forms: dict[str, Form]
+    floor_us: float = 0.0
 
 
 class Apart(msgspec.Struct, frozen=True):
@@ -131,6 +154,37 @@ async def answered(running: Running, answers: Counter, count: int) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
+async def copy(cluster: Cluster, hop: Hop, requests: int) -> float:
+    """Read records and write them again; return the CPU microseconds for each request."""
+    source, target = (f"hop.{secrets.token_hex(4)}" for _ in range(2))
+    await cluster.create_plain(source)
+    await cluster.create_plain(target)
+    left = requests // hop.requests
+    await cluster.fill(source, [bytes(hop.record_bytes)], left)
+    servers = cluster.bootstrap_servers
+    # Headrace has checksums of its own where it reads.
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=servers, auto_offset_reset="earliest", check_crcs=False
+    )
+    producer = AIOKafkaProducer(
+        bootstrap_servers=servers, acks="all", enable_idempotence=True, max_batch_size=1 << 20
+    )
+    async with consumer, producer:
+        consumer.assign([TopicPartition(source, number) for number in range(PARTITIONS)])
+        began_s = time.process_time()
+        while left > 0:
+            polled = await consumer.getmany(timeout_ms=100, max_records=hop.records)
+            for partition, records in polled.items():
+                left -= len(records)
+                batch = producer.create_batch()
+                for one in records:
+                    batch.append(key=None, value=one.value, timestamp=None, headers=[])
+                await (await producer.send_batch(batch, target, partition=partition.partition))
+        spent_s = time.process_time() - began_s
+    await cluster.delete([source, target])
+    return spent_s / requests * 1e6
+
+
 def _summary(rounds: list[Drained]) -> Form:
     """Return the medians."""
     return Form(
@@ -147,7 +201,10 @@ def _summary(rounds: list[Drained]) -> Form:
 async def _of_size(cluster: Cluster, name: str, subject: BenchmarkModel, requests: int) -> OfSize:
     """Measure all divisions alternately."""
     rounds: dict[str, list[Drained]] = {}
+    floors: list[float] = []
     for _ in range(ROUNDS):
+        floors.append(sum([await copy(cluster, hop, requests) for hop in HOPS[name]]))
+        click.echo(f"{name}, floor of four processes: {floors[-1]:.1f} us", err=True)
         for form, stages in FORMS.items():
             found = await drain(cluster, headrace_as(form, *stages), subject, requests)
             rounds.setdefault(form, []).append(found)
@@ -158,7 +215,7 @@ async def _of_size(cluster: Cluster, name: str, subject: BenchmarkModel, request
                 err=True,
             )
     forms = {form: _summary(each) for form, each in rounds.items()}
-    return OfSize(name, len(subject.values[0]), requests, forms)
+    return OfSize(name, len(subject.values[0]), requests, forms, median(floors))
 
 
 async def measure() -> Apart:
