@@ -578,6 +578,8 @@ class SchemaTuning:
     """Most bytes that the blocks of an Avro container may yield."""
     container_schemas: int = 16
     """Schemas of such containers that are kept parsed, for each version."""
+    max_empty_values: int = 16
+    """Most values of a record in Avro that take no bytes, such as fields of the type null."""
     nested_messages: int = 32
     """Most indexes of a message of Protobuf in its schema."""
     shown_chars: int = 200

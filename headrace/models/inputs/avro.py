@@ -31,7 +31,7 @@ class AvroSchema:
         ConfigurationError: it is no such schema, it contains itself, or fastavro is missing.
     """
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, tuning: SchemaTuning = TUNING.schemas) -> None:
         try:
             import fastavro
         except ImportError as error:
@@ -41,6 +41,7 @@ class AvroSchema:
         self._fastavro = fastavro
         self._text = text
         self._name = name
+        self._max_empty = tuning.max_empty_values
         self._schema = self._parse(text)
         self._longs = fastavro.parse_schema("long")
         self._items = self._find_items()
@@ -58,6 +59,7 @@ class AvroSchema:
         try:
             schema = self._fastavro.parse_schema(json.loads(text))
             _refuse_recursion(schema, ())
+            _count_empty(schema, {}, self._max_empty)
         except Exception as error:  # fastavro has no common class for what a wrong schema may raise
             raise ConfigurationError(
                 f"transform.record.avro_schema: {self._name}: {describe_error(error)}"
@@ -290,7 +292,8 @@ def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:
         for each in schema:
             _refuse_recursion(each, outer)
     elif isinstance(schema, dict):
-        inner = (*outer, schema["name"]) if schema.get("type") == "record" else outer
+        # Errors have fields, too.
+        inner = (*outer, schema["name"]) if "fields" in schema else outer
         for field in schema.get("fields", ()):
             _refuse_recursion(field["type"], inner)
         for key in ("type", "items", "values"):
@@ -298,6 +301,44 @@ def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:
                 _refuse_recursion(schema[key], inner)
     elif schema in outer:
         raise ValueError(f"expected a schema that does not contain itself, got {schema} in itself")
+
+
+def _count_empty(schema: Any, named: dict[str, tuple[bool, int]], most: int) -> tuple[bool, int]:
+    """Return whether values of a schema take no bytes, and how many values that take none one of
+    them has at most. What reads them is not bounded by the bytes of a payload.
+
+    Args:
+        schema: as fastavro has parsed it.
+        named: the results for types that have names, to which it may refer.
+        most: limit for a record.
+
+    Raises:
+        ValueError: a few bytes could make any number of values, or very many.
+    """
+    if isinstance(schema, str):
+        return named.get(schema, (schema == "null", int(schema == "null")))
+    if isinstance(schema, list):  # takes the number of one of them
+        return False, max([_count_empty(each, named, most)[1] for each in schema], default=0)
+    kind = schema["type"]
+    is_empty, count = False, 0
+    if "fields" in schema:
+        fields = [_count_empty(field["type"], named, most) for field in schema["fields"]]
+        is_empty = all(found for found, _ in fields)
+        count = sum([each for _, each in fields]) + is_empty
+        if count > most:
+            raise ValueError(f"expected at most {most} values without bytes, got {count}")
+    elif kind == "fixed":
+        is_empty = schema["size"] < 1
+        count = int(is_empty)
+    elif kind in ("array", "map"):
+        has_none, _ = _count_empty(schema.get("items", schema.get("values")), named, most)
+        if has_none and kind == "array":
+            raise ValueError("expected items that take bytes, got an array of some that take none")
+    elif kind != "enum":
+        is_empty, count = _count_empty(kind, named, most)
+    if "name" in schema:
+        named[schema["name"]] = is_empty, count
+    return is_empty, count
 
 
 def _unreadable(expected: str, got: str) -> Rejected:

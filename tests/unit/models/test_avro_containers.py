@@ -111,6 +111,52 @@ def test_more_records_than_allowed_are_too_large_before_they_are_read() -> None:
     assert refusal(payload, "max_rows = 1999").code == Code.TOO_LARGE
 
 
+def record_of(field: Any, kind: str = "record", name: str = "Outer") -> dict[str, Any]:
+    """A schema with one field."""
+    return {"type": kind, "name": name, "fields": [{"name": "a", "type": field}]}
+
+
+def doubling(depth: int) -> Any:
+    """A schema whose values have two of the next one, which is empty at last, and no bytes."""
+    field: Any = {"type": "record", "name": "Empty", "fields": []}
+    for number in range(depth):
+        name = f"Twice{number}"
+        again = field["name"]
+        fields = [{"name": "a", "type": field}, {"name": "b", "type": again}]
+        field = {"type": "record", "name": name, "fields": fields}
+    return field
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        record_of("Outer", "error"),
+        record_of({"type": "array", "items": "null"}),
+        record_of({"type": "array", "items": {"type": "fixed", "name": "F", "size": 0}}),
+        record_of({"type": "array", "items": record_of("null", name="Inner")}),
+        record_of({"type": "map", "values": {"type": "array", "items": "null"}}),
+        record_of(["null", {"type": "array", "items": "null"}]),
+        doubling(40),
+    ],
+    ids=["error in itself", "nulls", "no bytes", "records", "map", "union", "doubling"],
+)
+def test_schema_by_which_few_bytes_make_any_number_of_values_is_refused(schema: Any) -> None:
+    """Callers choose it, and fastavro makes whatever the file counts, or descends for ever."""
+    assert refusal(container_of([], schema=schema)).code == Code.INVALID_REQUEST
+
+
+def test_schema_with_some_values_without_bytes_is_read() -> None:
+    """Unions with null are in most schemas, and a field may be null alone."""
+    items = {"type": "array", "items": ["null", record_of("double", name="Item")]}
+    fields = [{"name": "amount", "type": "double"}, {"name": "items", "type": items}]
+    fields += [{"name": f"n{number}", "type": "null"} for number in range(4)]
+    schema = {"type": "record", "name": "Order", "fields": fields}
+    rows = [{"amount": 2.0, "items": [None, {"a": 1.0}], **{f"n{i}": None for i in range(4)}}]
+
+    inputs = records_of()(container_of(rows, schema=schema), CONTAINER)
+    assert np.frombuffer(inputs[0].data, "<f8").tolist() == [2.0]
+
+
 def test_damaged_deflate_is_refused() -> None:
     """The error says that the container is damaged, and is not the library's own."""
     payload = container_of(ROWS[:3], "deflate")
