@@ -11,6 +11,7 @@ from enum import StrEnum
 
 MAX_ERROR_TEXT_CHARS = 2000
 """Limit of an exception's text in an answer or a log line: user code may raise any text."""
+_MAX_RETRY_AFTER_MS = 2**63 - 1
 
 
 class Code(StrEnum):
@@ -73,17 +74,19 @@ class Rejected(HeadraceError):
         code: kind of refusal.
         message: what was expected, what was received, and where. What is no Unicode in it, such as
             bytes that were decoded with `surrogateescape`, is replaced: no answer could hold it.
-        retry_after_ms: when the caller may retry, if known.
+        retry_after_ms: when the caller may retry, if known; brought into the 63 bits of an answer.
 
     Raises:
-        TypeError, ValueError: there is no such code, or the time is no number.
+        TypeError, ValueError, OverflowError: there is no such code, or the time is no number.
     """
 
     def __init__(self, code: Code, message: str, *, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
         self.code = Code(code)
         self.message = str(message).encode("utf-8", "replace").decode()
-        self.retry_after_ms = None if retry_after_ms is None else int(retry_after_ms)
+        if retry_after_ms is not None:
+            retry_after_ms = min(max(0, int(retry_after_ms)), _MAX_RETRY_AFTER_MS)
+        self.retry_after_ms = retry_after_ms
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"

@@ -23,7 +23,7 @@ from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.backends.port import ModelFailed, check_outputs, check_shapes, check_texts
 from headrace.models.config import PythonAnswer
 from headrace.models.signature import Signature, make_signature
-from headrace.models.user_code import load_attribute, run_bounded
+from headrace.models.user_code import load_attribute, run_bounded, take_refusal
 from headrace.protocol.messages import InputTensor, OutputTensor, Tensor, whole_answer
 from headrace.protocol.tensors import from_array, to_array
 
@@ -125,8 +125,8 @@ class Postprocess:
             array.flags.writeable = False  # as in a child process, where it is a view of bytes
         try:
             returned = self._function(dict(outputs), request)
-        except Rejected:
-            raise
+        except Rejected as error:
+            raise take_refusal(error, Code.MODEL_FAILED) from error
         except Exception as error:  # a user's code may raise anything; it becomes the answer
             raise Rejected(Code.MODEL_FAILED, f"postprocess: {describe_error(error)}") from error
         if request.answer_type:

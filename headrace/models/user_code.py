@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
-from headrace.errors import ConfigurationError, HeadraceError, describe_error
+from headrace.errors import Code, ConfigurationError, HeadraceError, Rejected, describe_error
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.tuning import TUNING
 
@@ -190,6 +190,22 @@ def is_of_user_code(error: BaseException) -> bool:
     if isinstance(error, KeyboardInterrupt):
         return threading.current_thread() is not threading.main_thread()
     return not isinstance(error, Interrupted)
+
+
+def take_refusal(error: Rejected, users_fault: Code) -> Rejected:
+    """Return what user code raised as a refusal that an answer can hold: a class of the user's may
+    lack a part of it, or have parts of other types. Then it is a failure with `users_fault`.
+    """
+    try:
+        return Rejected(error.code, error.message, retry_after_ms=error.retry_after_ms)
+    except Exception as fault:  # noqa: BLE001 - a user's class may do anything
+        return Rejected(users_fault, f"{describe_error(error)}: {describe_error(fault)}")
+
+
+def is_of_headrace(error: BaseException) -> bool:
+    """Return True if a class of ours is among those of an exception."""
+    names = [each.__module__ for each in type(error).__mro__]
+    return any(name.partition(".")[0] == "headrace" for name in names)
 
 
 def load_attribute(path: Path, name: str) -> Any:

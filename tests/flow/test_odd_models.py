@@ -65,6 +65,36 @@ class Model:
 """
 
 
+DEADLINE_PASSED = """
+from headrace.services.executor.instance import DeadlinePassed
+
+
+class Model:
+    inputs = [("X", "FP32", (-1, 4))]
+    outputs = [("y", "FP32", (-1, 4))]
+
+    def run(self, inputs):
+        raise DeadlinePassed
+"""
+
+REFUSAL_WITHOUT_CODE = """
+from headrace.errors import Rejected
+
+
+class Unfit(Rejected):
+    def __init__(self):
+        self.reason = "unfit"
+
+
+class Model:
+    inputs = [("X", "FP32", (-1, 4))]
+    outputs = [("y", "FP32", (-1, 4))]
+
+    def run(self, inputs):
+        raise Unfit
+"""
+
+
 def halves() -> onnx.ModelProto:
     """`x` FP32 [n, k] and `y` FP32 [n, m], both of 10 columns, to the halves of their sum."""
     shape = numpy_helper.from_array(np.array([-1, 2, 5]), "shape")
@@ -181,8 +211,10 @@ async def test_model_that_fails_with_made_up_rows_is_served(tmp_path: Path) -> N
         (NUMBERS_AS_TEXTS, "output label: expected bytes or str, got int at element 0"),
         (WRONG_SHAPE, "output y: expected shape [-1, 2], got [1, 4]"),
         (UNSPEAKABLE, "Unspeakable"),
+        (DEADLINE_PASSED, "DeadlinePassed"),
+        (REFUSAL_WITHOUT_CODE, "Unfit: AttributeError"),
     ],
-    ids=["element", "shape", "error"],
+    ids=["element", "shape", "error", "error of ours", "unfit refusal"],
 )
 async def test_fault_of_python_model_is_model_failure(
     tmp_path: Path, code: str, message: str

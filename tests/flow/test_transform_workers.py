@@ -28,6 +28,10 @@ import numpy as np
 
 from headrace.errors import Code, Rejected
 
+class Unfit(Rejected):
+    def __init__(self):
+        self.code = "none"
+
 def transform(payload, content_type):
     if payload == b"crash":
         os._exit(1)
@@ -38,6 +42,10 @@ def transform(payload, content_type):
         raise Rejected(Code.INVALID_REQUEST, message, retry_after_ms=np.int64(9))
     if payload == b"without code":
         raise Rejected("no code", "expected a number")
+    if payload == b"unfit":
+        raise Unfit
+    if payload == b"at the end of time":
+        raise Rejected(Code.OVERLOADED, "expected a number", retry_after_ms=2**70)
     time.sleep(0.01 if int(payload) % 10 == 0 else 0.001)
     return {"x": np.full((1, 4), int(payload), np.int64)}
 """
@@ -74,7 +82,13 @@ async def test_refusals_that_no_answer_can_hold_fail_alone(
                 for error in await asyncio.gather(
                     *[
                         client.infer_raw("numbers", each, "text/plain")
-                        for each in (b"refused", b"1", b"without code")
+                        for each in (
+                            b"refused",
+                            b"1",
+                            b"without code",
+                            b"unfit",
+                            b"at the end of time",
+                        )
                     ],
                     return_exceptions=True,
                 )
@@ -83,6 +97,8 @@ async def test_refusals_that_no_answer_can_hold_fail_alone(
     assert [(error.code, error.message) for error in errors] == [
         (Code.INVALID_REQUEST, "expected a number, got ?"),
         (Code.INVALID_REQUEST, "transform: ValueError: 'no code' is not a valid Code"),
+        (Code.INVALID_REQUEST, "Unfit: AttributeError: 'Unfit' object has no attribute 'message'"),
+        (Code.OVERLOADED, "expected a number"),
     ]
 
 

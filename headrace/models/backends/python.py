@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.config import describe_fault
-from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
+from headrace.errors import Code, ConfigurationError, Rejected, Retriable, describe_error
 from headrace.models.backends.port import (
     Arrays,
     ModelFailed,
@@ -35,7 +35,13 @@ from headrace.models.backends.port import (
 from headrace.models.backends.warmup import warm_up
 from headrace.models.config import DeclaredTensor, ModelConfig
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.models.user_code import is_of_user_code, load_attribute, run_bounded
+from headrace.models.user_code import (
+    is_of_headrace,
+    is_of_user_code,
+    load_attribute,
+    run_bounded,
+    take_refusal,
+)
 from headrace.tuning import TUNING, ModelTuning
 
 
@@ -118,7 +124,7 @@ class PythonBackend:
             model = make()
             if hasattr(model, "load"):
                 model.load()
-        except HeadraceError:
+        except ConfigurationError:
             raise
         except BaseException as error:  # a user's code may raise anything
             if not is_of_user_code(error):
@@ -145,8 +151,16 @@ class PythonBackend:
     def run(self, inputs: Arrays) -> Arrays:
         try:
             outputs = self._model.run(dict(inputs))
-        except Fatal as error:  # it would end the process, which a model must not decide
-            raise ModelFailed(describe_error(error)) from error
+        except Rejected as error:
+            raise take_refusal(error, Code.MODEL_FAILED) from error
+        except Retriable:
+            raise
+        except Exception as error:
+            # Others of ours have effects, such as the end of the process or another run, which a
+            # model must not decide.
+            if is_of_headrace(error):
+                raise ModelFailed(describe_error(error)) from error
+            raise
         if not isinstance(outputs, dict) or not all(
             isinstance(array, np.ndarray) for array in outputs.values()
         ):

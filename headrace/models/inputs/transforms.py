@@ -17,7 +17,7 @@ from headrace.models.inputs.sounds import Sounds
 from headrace.models.inputs.tokens import Tokens
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
-from headrace.models.user_code import load_attribute, run_bounded
+from headrace.models.user_code import load_attribute, run_bounded, take_refusal
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import from_array
 
@@ -167,8 +167,8 @@ def _load_python_transform(path: Path, max_load_s: float) -> Transform:
     def apply(payload: bytes, content_type: str) -> list[InputTensor]:
         try:
             made = transform(payload, content_type)
-        except Rejected:
-            raise
+        except Rejected as error:
+            raise take_refusal(error, Code.INVALID_REQUEST) from error
         except Exception as error:  # a user's code may raise anything; it becomes the answer
             raise Rejected(Code.INVALID_REQUEST, f"transform: {describe_error(error)}") from error
         if not isinstance(made, Mapping):

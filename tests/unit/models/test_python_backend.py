@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.config import make_settings
-from headrace.errors import ConfigurationError
+from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.backends.port import ModelFailed, WarmUp
 from headrace.models.backends.python import PythonBackend, python_signature
 from headrace.models.config import make_model_config
@@ -199,9 +199,53 @@ def test_endless_import_is_refused_after_max_load_s(tmp_path: Path) -> None:
     assert not caught.value.thread.is_alive()
 
 
-def test_fatal_error_raised_by_model_is_model_failure(make: Make) -> None:
-    """It would end the process, which is not for a model to say."""
-    backend = make(model("from headrace.errors import Fatal; raise Fatal('no more')"))
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("headrace.errors", "Fatal"),
+        ("headrace.errors", "HeadraceError"),
+        ("headrace.services.executor.instance", "DeadlinePassed"),
+        ("headrace.services.executor.instance", "CutOffError"),
+    ],
+)
+def test_error_of_ours_raised_by_model_is_model_failure(
+    make: Make, module: str, error: str
+) -> None:
+    """It would end the process, or repeat the run, which is not for a model to say."""
+    backend = make(model(f"from {module} import {error}; raise {error}('no more')"))
     backend.load()
-    with pytest.raises(ModelFailed, match="Fatal: no more"):
+    with pytest.raises(ModelFailed, match=f"{error}: no more"):
         backend.run({"x": np.ones((1, 2), np.float32)})
+
+
+@pytest.mark.parametrize("error", ["Fatal('no')", "Retriable('no')", "Rejected('INTERNAL', 'no')"])
+def test_error_of_ours_raised_by_load_fails_the_version(make: Make, error: str) -> None:
+    """Another version than this one goes on."""
+    names = "Fatal, Rejected, Retriable"
+    load = f"def load(self):\n    from headrace.errors import {names}\n    raise {error}"
+    backend = make(model(more=load))
+    with pytest.raises(ConfigurationError, match=rf"model\.py: {error.partition('(')[0]}: "):
+        backend.load()
+
+
+def test_refusal_with_parts_that_no_answer_holds_is_model_failure(make: Make) -> None:
+    """A class of the model's own may lack what an answer needs."""
+    backend = make(
+        """
+        inputs = [("x", "FP32", (-1, 2))]
+        outputs = [("y", "FP32", (-1,))]
+
+        def run(self, inputs):
+            from headrace.errors import Rejected
+
+            class Unfit(Rejected):
+                def __init__(self):
+                    self.code = "none of ours"
+
+            raise Unfit
+        """
+    )
+    backend.load()
+    with pytest.raises(Rejected, match=r"MODEL_FAILED: Unfit: AttributeError: .*") as caught:
+        backend.run({"x": np.ones((1, 2), np.float32)})
+    assert caught.value.code is Code.MODEL_FAILED
