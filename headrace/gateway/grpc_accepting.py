@@ -16,6 +16,8 @@ from typing import Any, Final
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from headrace.errors import describe_error
+
 PRIVATE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "_handle_rpc": (
         "method_name",
@@ -80,12 +82,26 @@ class CallAcceptors:
             for number in range(count)
         ]
 
+    def fault(self) -> str:
+        """Return why calls are no longer accepted as they should be; empty while they are.
+
+        gRPC's core fails the same way each time, so that an acceptor is not started again.
+        """
+        ended = next((task for task in self._acceptors if task.done()), None)
+        if ended is None:
+            return ""
+        error = None if ended.cancelled() else ended.exception()
+        reason = "the server has ended" if error is None else describe_error(error)
+        return f"gRPC calls are no longer accepted: {reason}"
+
     async def join(self, timeout_s: float) -> None:
         """Wait until all have ended, once the server has stopped."""
         if waiting := [*self._acceptors, *self._calls]:
             _, left = await asyncio.wait(waiting, timeout=timeout_s)
             for task in left:
                 task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=timeout_s)
 
     async def _accept(self) -> None:
         loop, method = asyncio.get_running_loop(), self._method

@@ -140,6 +140,7 @@ class GrpcDoor:
         self._server = server
         if self._acceptors is not None:
             self._acceptors.start(self._tuning.accepted_at_once)
+            self._gateway.health.watch_live(self._fault)
         log.info(Event.GATEWAY_LISTENING, host=host, grpc_port=self._port)
         return self
 
@@ -175,6 +176,12 @@ class GrpcDoor:
             async with asyncio.timeout(self._tuning.drain_refusal_s):
                 await self._closing.wait()
         raise Unavailable("the gateway stops; expected this call at another one")
+
+    def _fault(self) -> str:
+        """Return why calls are no longer accepted; empty if they are, or in a stop."""
+        if self._stopping.is_set() or self._acceptors is None:
+            return ""
+        return self._acceptors.fault()
 
     def _is_serving(self, service: str) -> bool | None:
         """Return whether a service is ready; None if there is no such service."""
