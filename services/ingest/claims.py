@@ -86,6 +86,7 @@ class ClaimWaits:
         self._tasks = StageTasks()
         self._running: set[asyncio.Task[None]] = set()
         self._waiting: dict[Request, asyncio.Timeout | None] = {}
+        self._cancelled: set[Request] = set()
         self._turn = asyncio.Lock()
         self._reserved: list[InFlightAck] = []
         self._closing = asyncio.Event()
@@ -117,6 +118,7 @@ class ClaimWaits:
     def cancel(self, cancelling: Sequence[Request]) -> list[Request]:
         """End and return the waiting requests that records cancel."""
         found = find_cancelled(cancelling, self._waiting)
+        self._cancelled.update(found)
         for request in found:
             request.fail(cancelled_failure(Stage.INGEST))
             self._wake(request)
@@ -158,11 +160,19 @@ class ClaimWaits:
         request = pending.request
         if request.failure is None and not self._is_left(request):
             await self._fetch(pending, is_charged=is_charged)
-        del self._waiting[request]
+        self._waiting[request] = None
         if request.value is None and request.failure is None:
+            del self._waiting[request]
             leave_in_log(request)
-        else:
-            await self._finish(await self._decode(pending))
+            return
+        claimed = await self._decode(pending)
+        # Only now: a record that cancels it must find it until it is passed on.
+        del self._waiting[request]
+        if request in self._cancelled:
+            self._cancelled.remove(request)
+            request.fail(cancelled_failure(Stage.INGEST))  # the thread may have failed it otherwise
+            request.value, claimed = None, Claimed(request)
+        await self._finish(claimed)
 
     def _is_left(self, request: Request) -> bool:
         """Return True if a request whose object is not here is left in the log."""
