@@ -141,15 +141,32 @@ async def pass_through(
 
 
 async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas, clock: Clock) -> None:
-    """Learn the schemas of records that another process read."""
+    """Learn the schemas of records that another process read, all of them together."""
+    unknown: dict[int, list[Request]] = {}
     for request in requests:
         try:
             value = request.value or b""
             if request.envelope.content_encoding:
                 value = bytes(await asyncio.to_thread(_plain, request))
             schema_id = framed.find_unknown(value)
+        except Rejected as error:
+            _fail(request, rejection(error, Stage.EXECUTOR))
+        else:
             if schema_id is not None:
-                await _learn(request, framed, schema_id, clock)
+                unknown.setdefault(schema_id, []).append(request)
+    async with asyncio.TaskGroup() as tasks:
+        for schema_id, waiting in unknown.items():
+            work = _learn_for_all(waiting, framed, schema_id, clock)
+            tasks.create_task(work, name=f"schema-{schema_id}")
+
+
+async def _learn_for_all(
+    requests: Sequence[Request], framed: FramedSchemas, schema_id: int, clock: Clock
+) -> None:
+    """Learn a schema while one of the requests waits for it; the first ones may end before."""
+    for request in requests:
+        try:
+            await _learn(request, framed, schema_id, clock)
         except Rejected as error:
             _fail(request, rejection(error, Stage.EXECUTOR))
 

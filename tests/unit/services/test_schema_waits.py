@@ -1,4 +1,4 @@
-"""A payload that runs alone after a crash, and waits for its schema."""
+"""Payloads that wait for their schemas: in ingest after a crash, and behind a run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from headrace.models.registry import Models
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Backoff
+from headrace.services.executor.passing_through import pass_through
 from headrace.services.ingest.schemas import SchemaWaits
 from headrace.transforms.workers import PendingTransform
 from headrace.tuning import SchemaTuning
@@ -89,6 +90,23 @@ async def test_payload_alone_that_has_no_schema_in_time_ends(tmp_path: Path, fau
     else:
         assert payload.error is not None
         assert payload.error.code == Code.INVALID_REQUEST
+
+
+async def test_unknown_schemas_of_a_run_are_requested_together(tmp_path: Path) -> None:
+    """Each takes as long as the registry does; several records of one schema need one request."""
+    async with StandInRegistry() as registry:
+        registry.holds = True
+        version, client = version_of(tmp_path, registry)
+        assert version.records is not None
+        requests = [make_request() for _ in range(6)]
+        for number, request in enumerate(requests):
+            request.value = b"\0\0\0\0" + bytes([number // 2]) + b"order"
+        async with client, asyncio.TaskGroup() as tasks:
+            passing = tasks.create_task(pass_through(requests, version.records))
+            await eventually(lambda: len(registry.requests) == 3, what="all were asked for")
+            passing.cancel()
+
+    assert sorted(registry.requests) == [f"GET /schemas/ids/{number}" for number in range(3)]
 
 
 async def test_payload_read_while_its_partition_leaves_is_left_in_the_log(tmp_path: Path) -> None:
