@@ -189,7 +189,7 @@ class TransformWaits:
         self._deadlines: list[tuple[int, int]] = []
         self._serials = count()
         self._ended: list[PendingValue] = []
-        self._answering: list[InFlightAck] = []
+        self._answering: set[InFlightAck] = set()
         self._prune_at = tuning.max_records_at_once
         self._busy = 0
         self._is_marking = False
@@ -215,6 +215,9 @@ class TransformWaits:
             self._ended.append(payload)
             self._changed.set()
             return
+        ack_handle = payload.request.ack_handle
+        if isinstance(ack_handle, InFlightAck):
+            self._answering.discard(ack_handle)  # it was decompressed, and is not made yet
         payload.serial = serial = next(self._serials)
         self._payloads[serial] = payload
         self._queue.add(payload)
@@ -342,13 +345,13 @@ class TransformWaits:
             self._metrics.transformed(payload.model, payload.took_s, payload.made_bytes)
         ack_handle = payload.request.ack_handle
         if isinstance(ack_handle, InFlightAck):
-            self._answering.append(ack_handle)
+            self._answering.add(ack_handle)
         if len(self._answering) > self._prune_at:
             self._prune_answered()
         return bind_transformed(payload)
 
     def _prune_answered(self) -> None:
-        self._answering = [each for each in self._answering if each.is_in_flight]
+        self._answering = {each for each in self._answering if each.is_in_flight}
         self._prune_at = 2 * len(self._answering) + self._tuning.max_records_at_once
 
     async def _wait(self) -> None:

@@ -406,6 +406,22 @@ async def test_oldest_payload_of_partition_needs_no_room(models: Models) -> None
         await eventually(lambda: ingest.sent == [0, 1], what="the second is the oldest now")
 
 
+@pytest.mark.parametrize("coding", ["", "zstd"])
+async def test_payload_is_made_while_nothing_that_was_made_is_unanswered(
+    models: Models, coding: str
+) -> None:
+    """Others have filled the budget, such as values whose store hangs. A payload that was
+    decompressed for its transform waits for no answer of its own.
+    """
+    tracker = InFlightTracker(Budget(100), lambda: None)
+    feed = Feed(tracker.assign(REQUESTS, AckedOffsets(0)))
+    tuning = replace(TUNING.ingest, room_interval_s=0.001, inline_decompressed_bytes=1)
+    content, headers = payload(headers={"content-encoding": coding.encode()} if coding else None)
+    async with running(models, feed, tuning) as ingest:
+        feed.put(PLAIN, (compress(content, coding) if coding else content, headers))
+        await eventually(lambda: ingest.sent == [0, 1], what="it is sent")
+
+
 async def test_request_that_is_deferred_after_its_transform_makes_room(models: Models) -> None:
     """Its model, known only then, may be over its share. Nothing that was made is unanswered then,
     so that no answer will make room for another payload.
