@@ -109,8 +109,8 @@ class Interruptible:
 
     def run(self, work: Callable[[], T]) -> T:
         """Run the code on this thread. Raises `Interrupted` if it was interrupted."""
-        self._begin()
         try:
+            self._begin()
             result = work()
         finally:
             with self._lock:
