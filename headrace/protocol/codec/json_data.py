@@ -112,7 +112,7 @@ def text_to_bytes(
         except (Rejected, msgspec.DecodeError, UnicodeDecodeError):
             pass  # found again below, where the path of the element is known
         else:
-            if count == 0:
+            if count == 0 and made:
                 return b"".join(made)
     return data_to_bytes(datatype, shape, msgspec.json.decode(text), encoding, where)
 
