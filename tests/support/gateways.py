@@ -30,12 +30,13 @@ from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING, GatewayTuning, Tuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, identity
+from tests.support.tuning import EAGER
 
 HOST = "127.0.0.1"
 QUICK_CHANGES = replace(
-    TUNING,
-    models=replace(TUNING.models, control_listen_s=0.6),
-    transport=replace(TUNING.transport, heartbeat_s=0.1),
+    EAGER,
+    models=replace(EAGER.models, control_listen_s=0.6),
+    transport=replace(EAGER.transport, heartbeat_s=0.1),
 )
 """A process is heard soon, so that a change of its models is answered soon."""
 

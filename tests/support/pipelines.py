@@ -18,9 +18,10 @@ from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import STAGES, Stage, Topic
-from headrace.tuning import TUNING, Tuning
+from headrace.tuning import Tuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
+from tests.support.tuning import EAGER
 
 PARTITIONS = 4
 Grouping = Sequence[Sequence[Stage]]
@@ -67,7 +68,7 @@ async def log_for(settings: Settings, request_timeout_s: float = 5.0) -> MemoryL
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, log: Log, grouping: Grouping, tuning: Tuning = TUNING
+    settings: Settings, log: Log, grouping: Grouping, tuning: Tuning = EAGER
 ) -> AsyncIterator[list[Pipeline]]:
     """A pipeline for each group of stages, ready; drained when the context is left.
 

@@ -7,8 +7,15 @@ from dataclasses import replace
 from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S
 
-QUICK = replace(
+EAGER = replace(
     TUNING,
+    executor=replace(TUNING.executor, trial_niceness=0),
+    models=replace(TUNING.models, reader_niceness=0),
+)
+"""Children that load models go as fast as the test that waits for them; the rest as by default."""
+
+QUICK = replace(
+    EAGER,
     responder=replace(TUNING.responder, transaction_retry_s=0.01, reply_topic_retry_s=0.01),
     consumer=replace(
         TUNING.consumer,

@@ -21,10 +21,10 @@ from headrace.models.signature import Signature
 from headrace.models.version import ModelVersion
 from headrace.protocol.control import WantedModel
 from headrace.services.executor.trial import TrialLoads
-from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits, settings_for
 from tests.support.services import digits_models
+from tests.support.tuning import EAGER
 
 MODEL = """
 import os
@@ -49,7 +49,7 @@ class Model:
     def run(self, inputs):
         return {"y": inputs["x"]}
 """
-STOPPED = replace(TUNING.executor, trial_start_s=0.5)
+STOPPED = replace(EAGER.executor, trial_start_s=0.5)
 
 
 def version_of(repository: Path, *, load: str = "", unload: str = "") -> ModelVersion:
@@ -73,7 +73,7 @@ async def test_version_that_loads_passes_trial_in_another_process(
     """Output that the version prints is not taken for the outcome."""
     version = version_of(tmp_path, load=load)
 
-    await TrialLoads(settings_for(tmp_path)).try_out(version)
+    await TrialLoads(settings_for(tmp_path), EAGER.executor).try_out(version)
 
     assert int((version.directory / "loaded-by").read_text()) != os.getpid()
 
@@ -82,7 +82,7 @@ async def test_onnx_version_passes_trial(tmp_path: Path) -> None:
     """It is probed and warmed up there, by its configuration."""
     version = digits_models(tmp_path, "max_batch_size = 4").catalog.lookup("digits", None)
 
-    await TrialLoads(settings_for(tmp_path)).try_out(version)
+    await TrialLoads(settings_for(tmp_path), EAGER.executor).try_out(version)
 
     assert version.verdict is None  # nothing of it was loaded here
 
@@ -106,7 +106,7 @@ async def test_version_that_fails_in_trial_is_refused_with_reason(
     version = version_of(tmp_path, load=load)
 
     with pytest.raises(ConfigurationError, match=reason):
-        await TrialLoads(settings_for(tmp_path)).try_out(version)
+        await TrialLoads(settings_for(tmp_path), EAGER.executor).try_out(version)
 
 
 async def test_version_that_crashes_when_unloaded_is_refused(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ async def test_version_that_crashes_when_unloaded_is_refused(tmp_path: Path) -> 
     version = version_of(tmp_path, unload="os.kill(os.getpid(), signal.SIGABRT)")
 
     with pytest.raises(ConfigurationError, match="ended by SIGABRT"):
-        await TrialLoads(settings_for(tmp_path)).try_out(version)
+        await TrialLoads(settings_for(tmp_path), EAGER.executor).try_out(version)
 
 
 async def test_trial_that_cannot_be_interrupted_is_killed(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ async def test_version_that_ended_its_trial_is_tried_again_only_when_changed(
     """Each trial of it counts in a file; a reload makes a new object of the same version."""
     version = version_of(tmp_path, load='(HERE.parent / "tries").open("a").write("x"); os._exit(3)')
     tries = tmp_path / "model" / "tries"
-    trials = TrialLoads(settings_for(tmp_path))
+    trials = TrialLoads(settings_for(tmp_path), EAGER.executor)
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="ended with exit code 3"):
             await trials.try_out(version)
@@ -188,7 +188,7 @@ async def test_version_whose_trial_was_killed_is_tried_once_more_when_its_files_
     (directory / "model.py").write_text(KILLED % (str(tries), at_load, at_import))
     (tmp_path / "model" / "model.toml").write_text(f'backend = "python"\nprobe = false\n{config}')
     settings = settings_for(tmp_path)
-    trials = TrialLoads(settings, replace(TUNING.executor, trial_niceness=0))
+    trials = TrialLoads(settings, EAGER.executor)
     models = Models(settings, scanner=scanner_of(tmp_path, trials))
     for reads, expected in ((0, "x"), (0, "x"), (1, "xx"), (1, "xx")):
         models.want({"model": WantedModel(versions=["1"], default="1", reads=reads)})
@@ -210,7 +210,9 @@ async def test_cancelled_trial_leaves_no_child(tmp_path: Path) -> None:
     """The child is killed, and its thread ends."""
     version = version_of(tmp_path, load="os.kill(os.getpid(), signal.SIGSTOP)")
     loaded_by = version.directory / "loaded-by"
-    trial = asyncio.create_task(TrialLoads(settings_for(tmp_path)).try_out(version), name="trial")
+    trial = asyncio.create_task(
+        TrialLoads(settings_for(tmp_path), EAGER.executor).try_out(version), name="trial"
+    )
     await eventually(lambda: loaded_by.exists() and loaded_by.read_text() != "")
 
     trial.cancel()
@@ -223,7 +225,7 @@ async def test_cancelled_trial_leaves_no_child(tmp_path: Path) -> None:
 def scanner_of(repository: Path, trials: TrialLoads | None = None) -> VersionScanner:
     """A scanner that tries versions before it opens them."""
     settings = settings_for(repository)
-    trials = trials or TrialLoads(settings)
+    trials = trials or TrialLoads(settings, EAGER.executor)
     return VersionScanner(Repository(repository, settings), try_opening=trials.try_opening)
 
 
@@ -256,7 +258,7 @@ def test_version_that_fails_at_import_is_refused_with_reason(
     """Its file ends a child process, and this one opens the other model."""
     add_imported(tmp_path, code)
     add_version(tmp_path, "digits", 1, digits())
-    tuning = STOPPED if "SIGSTOP" in code else TUNING.executor
+    tuning = STOPPED if "SIGSTOP" in code else EAGER.executor
     trials = TrialLoads(settings_for(tmp_path), tuning)
 
     opened = scanner_of(tmp_path, trials).scan({})
