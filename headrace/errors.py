@@ -72,12 +72,12 @@ class Rejected(HeadraceError):
 
     Args:
         code: kind of refusal.
-        message: what was expected, what was received, and where. What is no Unicode in it, such as
-            bytes that were decoded with `surrogateescape`, is replaced: no answer could hold it.
+        message: what was expected, what was received, and where. Characters that UTF-8 cannot
+            encode, such as those of `surrogateescape`, are replaced: no answer could hold them.
         retry_after_ms: when the caller may retry, if known; brought into the 63 bits of an answer.
 
     Raises:
-        TypeError, ValueError, OverflowError: there is no such code, or the time is no number.
+        TypeError, ValueError, OverflowError: the code does not exist, or the time is not a number.
     """
 
     def __init__(self, code: Code, message: str, *, retry_after_ms: int | None = None) -> None:

@@ -201,12 +201,14 @@ class ProtocolTuning:
     dense_ratio: int = 64
     """It may, if it has become more than so many times as large by then."""
     brotli_piece_bytes: int = 256
-    """So much of a br stream is read at first, and again while it becomes `dense_ratio` times as
-    large; otherwise twice as much each time."""
+    """Bytes of a br stream that are decompressed in the first step. A step is doubled after each
+    one, and reset after one that yields more than `dense_ratio` times its size."""
     brotli_part_bytes: int = 256 * 1024
-    """After so many bytes, and as many again in its buffer, it is looked at what br becomes."""
+    """Bytes that one step of br may yield, and as many again in its buffer, before the limit is
+    checked."""
     json_part_bytes: int = 64 * 1024
-    """Tensors in JSON are converted so many bytes of text at a time, records of more one by one."""
+    """Bytes of JSON text of a tensor that are converted at a time; records in larger payloads are
+    decoded one by one."""
     located_damage_bytes: int = 256
     """Damage in a compressed value is located to so many bytes."""
 
@@ -456,7 +458,7 @@ class ModelTuning:
     for each MB, in which the process stands still. The child takes about a second to start.
     """
     reader_niceness: int = 10
-    """Niceness of such a child: what serves goes first."""
+    """Niceness of such a child: processes that serve have priority."""
     reader_timeout_s: float = 600.0
     """Longest time of such a child."""
     probe_rows: int = 4
@@ -753,7 +755,7 @@ class ExecutorTuning:
     max_trial_refusals: int = 1024
     """Versions that ended their trial loads, and are not tried again."""
     trial_niceness: int = 10
-    """Niceness of such a child: what serves goes first."""
+    """Niceness of such a child: processes that serve have priority."""
     memory_wait_s: float = 30.0
     """How long a version for which requests wait itself waits for memory that busy versions hold.
     """
@@ -1003,8 +1005,8 @@ class GatewayTuning:
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
     accepted_at_once: int = 8
-    """gRPC calls that are requested from gRPC's core at once, so that as many are accepted in one
-    turn of the event loop; 0 accepts one after the other.
+    """gRPC calls that are requested from gRPC's core at once, and so may be accepted in one turn of
+    the event loop; with 0, one call is accepted after the other.
     """
     grouped_pause_s: float = 0.001
     """A gRPC call that waits for others goes on after so long without a further call."""

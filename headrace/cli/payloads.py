@@ -55,5 +55,5 @@ async def bind_payload(version: ModelVersion, payload: bytes, content_type: str)
         Retriable: the schema registry is away.
     """
     if version.records is not None and version.records.framed is not None:
-        await version.records.framed.learn_alone(payload)
+        await version.records.framed.fetch_alone(payload)
     return version.bind(version.transform(payload, content_type))

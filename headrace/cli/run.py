@@ -17,7 +17,6 @@ from headrace.cli.outcome import Exit
 from headrace.cli.output import say
 from headrace.cli.replicas import Replicas, serve_replicas
 from headrace.cli.settings import Invocation, pass_invocation, require_broker
-from headrace.cli.stages import parse_stages
 from headrace.config import Option, Settings
 from headrace.telemetry.logs import Event, configure_logging
 from headrace.topics import STAGES, Stage
@@ -31,6 +30,26 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 ANY_ADDRESS = ("", str(IPv4Address(0)), str(IPv6Address(0)))
+
+
+def parse_stages(text: str) -> tuple[Stage, ...]:
+    """Parse adjacent stages in the order in which a request passes them, as in `batcher,executor`.
+
+    Raises:
+        ValueError: an unknown stage, a repeated one, or stages that are not adjacent and in order.
+    """
+    names = [name.strip() for name in text.split(",")]
+    path = [stage.value for stage in STAGES]
+    for name in names:
+        if name not in path:
+            raise ValueError(f"expected stages out of {', '.join(path)}, got {name!r}")
+    first = path.index(names[0])
+    if names != path[first : first + len(names)]:
+        raise ValueError(
+            f"expected adjacent stages in the order of {', '.join(path)}, each once, "
+            f"got {', '.join(names)}"
+        )
+    return STAGES[first : first + len(names)]
 
 
 def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Stage, ...]:

@@ -145,8 +145,8 @@ class Assignments:
         self._revoked([assignment.partition for assignment in self._tracker.assignments])
 
     def report_left(self, partitions: Sequence[TopicPartition] | None) -> None:
-        """Log what is left to the next owners of `partitions`, or of all: requests in flight, and
-        answered ones that they answer once more.
+        """Log the numbers of requests that are left to the next owners of `partitions`, or of all
+        partitions: those in flight, and answered ones whose offsets are not committed.
         """
         in_flight = self._tracker.unfinished(partitions)
         uncommitted = self._tracker.uncommitted(partitions) if self._settings.commits else 0
@@ -179,7 +179,7 @@ class Assignments:
                 while self._tracker.unfinished(partitions):
                     await self._acked.wait(deadline_s)
         except TimeoutError:
-            pass  # `report_left` says what is left then
+            pass  # `report_left` logs how many are left
 
     @asynccontextmanager
     async def last_commit(self, deadline: float) -> AsyncIterator[None]:

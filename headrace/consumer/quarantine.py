@@ -78,8 +78,8 @@ class IsolatedRuns:
         records = [*self._parked, *self._left, self._current]
         return {each.record.offset for each in records if each and each.assignment is assignment}
 
-    def has_run(self, requests: Sequence[Request]) -> None:
-        """Record that requests have finished running alone, successfully or not."""
+    def end_isolation(self, requests: Sequence[Request]) -> None:
+        """Make isolated requests that have ended, however, ordinary ones; let the next one run."""
         for request in requests:
             ack_handle = request.ack_handle
             assert isinstance(ack_handle, IsolatedAck)
@@ -352,9 +352,9 @@ class QuarantineGate:
 
     # --- running alone -----------------------------------------------------------------------
 
-    def has_run(self, requests: Sequence[Request]) -> None:
-        """Record that requests have finished running alone, successfully or not."""
-        self._isolated_runs.has_run(requests)
+    def end_isolation(self, requests: Sequence[Request]) -> None:
+        """Make isolated requests that have ended, however, ordinary ones; let the next one run."""
+        self._isolated_runs.end_isolation(requests)
 
     def _isolated_run_ended(self, isolated: Isolated) -> None:
         # A record that was revoked before its delivery, or left in the log, did not run, and the

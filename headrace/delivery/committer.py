@@ -132,9 +132,9 @@ class Committer:
             return
         with self._metrics.commit():
             await consumer.commit(offsets)
-        self._tracker.was_committed(offsets)
+        self._tracker.note_committed(offsets)
         if self._source_offsets is not None:
-            self._source_offsets.was_committed(offsets)
+            self._source_offsets.note_committed(offsets)
 
     def _failed(self, error: Retriable) -> bool:
         self.failures += 1

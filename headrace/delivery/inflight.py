@@ -160,8 +160,8 @@ class AssignedPartition:
         held: number of these whose answers all wait for earlier ones.
         ages: ages of the chunks read.
         chains: predecessor of each record, where answers are ordered by key.
-        committed: the last commit; `NEVER_COMMITTED` if it is to be written again.
-        kept: what the log holds: the last commit, or what the assignment began with.
+        committed: the same; `NEVER_COMMITTED` before the first one, or if it must be written again.
+        last_commit: the last commit in the log; at first, what the assignment began with.
         deferred: records left in the log, by offset.
         leaving: True once it is about to be revoked, or the process stops: what waits long is left
             in the log.
@@ -177,7 +177,7 @@ class AssignedPartition:
         "epoch",
         "held",
         "in_flight",
-        "kept",
+        "last_commit",
         "last_delivered",
         "last_read",
         "leaving",
@@ -207,7 +207,7 @@ class AssignedPartition:
         self.held = 0
         self.ages = RecordAges(tuning.max_age_marks)
         self.committed = NEVER_COMMITTED
-        self.kept = progress.committable(tuning.metadata_characters)
+        self.last_commit = progress.committable(tuning.metadata_characters)
         self.chains: KeyChains | None = None
         self.deferred: dict[int, Deferred] = {}
         self.leaving = False
@@ -454,13 +454,13 @@ class InFlightTracker:
     def uncommitted(self, partitions: Collection[TopicPartition] | None = None) -> int:
         """Return the number of answered offsets that no commit holds, in `partitions` or in all."""
         return sum(
-            assignment.progress.answered_beyond(assignment.kept)
+            assignment.progress.answered_beyond(assignment.last_commit)
             for partition, assignment in self._assigned.items()
             if partitions is None or partition in partitions
         )
 
     def committable(self) -> dict[TopicPartition, Committed]:
-        """Return commits that differ from those last passed to `was_committed`."""
+        """Return commits that differ from those last passed to `note_committed`."""
         limit = self._tuning.metadata_characters
         return {
             partition: committable
@@ -468,12 +468,12 @@ class InFlightTracker:
             if (committable := assignment.progress.committable(limit)) != assignment.committed
         }
 
-    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+    def note_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Remember commits that the log has acknowledged."""
         for partition, committed in offsets.items():
             assignment = self._assigned.get(partition)
             if assignment is not None:
-                assignment.committed = assignment.kept = committed
+                assignment.committed = assignment.last_commit = committed
 
     def forget_committed(self) -> None:
         """Make `committable` return all partitions again, changed or not."""

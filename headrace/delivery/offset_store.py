@@ -134,9 +134,9 @@ class OffsetStore:
 
     def transaction_committed(self, offsets: Offsets) -> None:
         """Remember that these offsets are committed."""
-        self._tracker.was_committed(offsets)
+        self._tracker.note_committed(offsets)
         if self._source_offsets is not None:
-            self._source_offsets.was_committed(offsets)
+            self._source_offsets.note_committed(offsets)
 
     def merge(self, number: int, committed: Committed | None) -> None:
         """Merge answered offsets committed in the log; raises `UnknownMetadata`."""

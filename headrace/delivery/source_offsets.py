@@ -165,7 +165,7 @@ class SourceOffsets:
             != self._committed.get(source := TopicPartition(self._topic, partition))
         }
 
-    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+    def note_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Remember commits that the log has acknowledged."""
         self._committed.update(
             (partition, committed)

@@ -50,11 +50,11 @@ class CallAcceptors:
     """Accepts the calls of one method, beside the loop of its server.
 
     Args:
-        server: whose requests are registered here, before it starts.
-        service, method: names of the method.
-        handler: of the method.
-        interceptors: of the server.
-        most_calls: calls under way; further ones are refused as grpc.aio refuses them.
+        server: the server, before it starts; the method is registered with it.
+        service, method: names of the service and of its method.
+        handler: handler of the method.
+        interceptors: interceptors of the server.
+        max_calls: calls that may be under way; further ones are refused as grpc.aio refuses them.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class CallAcceptors:
         method: str,
         handler: Any,
         interceptors: Collection[grpc.aio.ServerInterceptor],
-        most_calls: int,
+        max_calls: int,
     ) -> None:
         server.add_registered_method_handlers(service, {method: handler})
         self._server = server._server  # type: ignore[attr-defined]
         self._method = f"/{service}/{method}"
         self._resolver = SimpleNamespace(resolve_handler=lambda _details: handler)
         self._interceptors = tuple(interceptors)
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._acceptors: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[None]] = set()
 
     def start(self, count: int) -> None:
-        """Accept so many calls at a time, from now until the server stops."""
+        """Accept `count` calls at a time, from now until the server stops."""
         self._acceptors = [
             asyncio.create_task(self._accept(), name=f"grpc-accept-{number}")
             for number in range(count)
@@ -95,7 +95,7 @@ class CallAcceptors:
         return f"gRPC calls are no longer accepted: {reason}"
 
     async def join(self, timeout_s: float) -> None:
-        """Wait until all have ended, once the server has stopped."""
+        """Wait until all calls have ended, once the server has stopped; then cancel the others."""
         if waiting := [*self._acceptors, *self._calls]:
             _, left = await asyncio.wait(waiting, timeout=timeout_s)
             for task in left:
@@ -110,9 +110,9 @@ class CallAcceptors:
                 state = await self._server._request_registered_call(method.encode())
             except cygrpc._RequestCallError:
                 continue
-            is_over = len(self._calls) >= self._most_calls
+            is_over_limit = len(self._calls) >= self._max_calls
             handling = cygrpc._handle_rpc(
-                method, self._resolver, self._interceptors, state, loop, is_over
+                method, self._resolver, self._interceptors, state, loop, is_over_limit
             )
             call = loop.create_task(
                 cygrpc._schedule_rpc_coro(handling, state, loop, method),

@@ -106,20 +106,18 @@ class GrpcDoor:
     async def __aenter__(self) -> Self:
         settings = self._gateway.settings
         host = settings.grpc_host
-        callers, most_calls = (
-            self._gateway.callers,
-            settings.max_in_flight + self._tuning.spare_calls,
-        )
-        interceptors = [] if callers.are_all_alike else [_Admission(self._gateway, self._tuning)]
+        max_calls = settings.max_in_flight + self._tuning.spare_calls
+        are_alike = self._gateway.callers.are_all_alike
+        interceptors = [] if are_alike else [_Admission(self._gateway, self._tuning)]
         server = grpc.aio.server(
             interceptors=interceptors,
             options=_options(settings, self._tuning),
-            maximum_concurrent_rpcs=most_calls,
+            maximum_concurrent_rpcs=max_calls,
         )
         infer: _Method = grpc.unary_unary_rpc_method_handler(self._infer)
         if self._tuning.accepted_at_once and can_accept_several():
             self._acceptors = CallAcceptors(
-                server, SERVICE.full_name, "ModelInfer", infer, interceptors, most_calls
+                server, SERVICE.full_name, "ModelInfer", infer, interceptors, max_calls
             )
         health = _HealthService(self._is_serving, self._stopping, self._tuning.health_interval_s)
         server.add_generic_rpc_handlers((self._methods(infer), health.methods()))

@@ -87,17 +87,17 @@ def interrupt(thread: threading.Thread) -> None:
 
 
 class Interruptible:
-    """Code on another thread that can be interrupted while it runs, and not later.
+    """Code on another thread that is interrupted only while it runs.
 
-    An interruption arrives some time after it was asked for. It would hit what the thread runs
-    next, or end the thread, so `run` waits for it.
+    An interruption is raised some time after it was requested. `run` waits for that time, because
+    the interruption would otherwise hit the code that the thread runs next, or end the thread.
 
     Args:
-        arrival_s: time within which an interruption arrives.
+        arrival_s: time within which a requested interruption is raised.
 
     Attributes:
-        is_interrupted: True once it was interrupted.
-        is_done: True once it has ended.
+        is_interrupted: True once an interruption was requested.
+        is_done: True once the code has ended.
     """
 
     def __init__(self, arrival_s: float = TUNING.models.interrupt_arrival_s) -> None:
@@ -117,7 +117,7 @@ class Interruptible:
                 self.is_done = True
             if self.is_interrupted:
                 time.sleep(self._arrival_s)
-        if self.is_interrupted:  # the code may have swallowed it
+        if self.is_interrupted:  # the code may have caught it
             raise Interrupted
         return result
 
@@ -128,7 +128,9 @@ class Interruptible:
             self._has_begun = True
 
     def interrupt(self, thread: threading.Thread) -> None:
-        """Interrupt the code on its thread, unless it has ended; it never begins if it has not."""
+        """Interrupt the code on its thread; do nothing if it has ended. Code that has not begun yet
+        never begins.
+        """
         with self._lock:
             if self.is_done:
                 return

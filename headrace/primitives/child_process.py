@@ -27,9 +27,9 @@ def start_child(
     pass_fds: Sequence[int] = (),
     niceness: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Start a module as a child; the last argument that it gets is the id of this process.
+    """Start a module as a child process. The id of this process is passed as its last argument.
 
-    With `niceness` above 0 other work goes first, from the child's first import on.
+    With a `niceness` above 0, other processes have priority from the child's first import on.
     """
     # With the modules that this process finds, and without the working directory.
     path = os.pathsep.join(each for each in sys.path if each)
@@ -42,7 +42,7 @@ def start_child(
         start_new_session=True,
     )
     if niceness:
-        # In vain if it has ended already, or where the system has no such file.
+        # This fails if the child has already ended, or if the system has no such file.
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
             # Linux divides the processor between sessions first, and only then by their processes'

@@ -119,7 +119,8 @@ class WorkerThread:
             # The work refers to its call, and so to the result: break the reference cycle.
             call.work = _do_nothing
             call.compute_us = call.compute_us or (time.perf_counter_ns() - began) // 1000
-            # If the loop is closed, no caller waits. Later calls may still end a child process.
+            # If the loop is closed, no caller waits. The thread goes on, because later calls may
+            # still have to end a child process.
             with suppress(RuntimeError):
                 call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
 

@@ -74,8 +74,8 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
         where: name of the content, for messages.
 
     Raises:
-        Rejected: `TOO_LARGE` for a larger result, of which only `limit_bytes` and one are made,
-            of br up to 0.5 MiB more;
+        Rejected: `TOO_LARGE` for a larger result, of which only `limit_bytes` and one are made
+            (up to 0.5 MiB more with br);
             `INVALID_REQUEST` for content that is damaged or not whole.
     """
     if coding == ZSTD:
@@ -105,8 +105,9 @@ def decompress(content: bytes | memoryview, coding: str, limit_bytes: int, where
 
 
 def may_hide_its_size(content: bytes | memoryview, coding: str) -> bool:
-    """Return True if a few bytes may take as long as 16 MiB, which `decompress` cannot prevent: br
-    of several meta-blocks, any of which may fill the window before the library gives out a byte.
+    """Return True if a few bytes may take as long to decompress as 16 MiB do, which `decompress`
+    cannot prevent. A br stream of several meta-blocks may: each can fill the window before the
+    library returns a byte.
     """
     return coding == BROTLI and not _read_first_block(content)[0]
 
@@ -139,7 +140,7 @@ def _is_full(error: cramjam.DecompressionError) -> bool:
 
 
 def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str) -> bytes:
-    # The library fills its window, of up to 16 MiB, before it gives out a byte of a block.
+    # The library fills its window, of up to 16 MiB, before it returns a byte of a block.
     if _read_first_block(content)[1] > limit_bytes:
         raise too_large(where, limit_bytes)
     stream = brotli.Decompressor()
@@ -147,7 +148,7 @@ def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str
     size = done = 0
     step = _TUNING.brotli_piece_bytes
     try:
-        # Little of what becomes large is made at a time, and over the limit the rest stays undone.
+        # Dense parts are decompressed in small steps, so that it ends soon after the limit.
         while size <= limit_bytes and (part or done < len(content)):
             piece = content[done : done + step] if stream.can_accept_more_data() else b""
             part = stream.process(piece, output_buffer_limit=_TUNING.brotli_part_bytes)
@@ -166,8 +167,8 @@ def _decompress_brotli(content: bytes | memoryview, limit_bytes: int, where: str
 
 
 def _read_first_block(content: bytes | memoryview) -> tuple[bool, int]:
-    """Return whether the first meta-block of a br stream is the last, and the size that it declares
-    for what it becomes; 0 if it has no data (RFC 7932, 9.1 and 9.2).
+    """Return whether the first meta-block of a br stream is the last one, and its declared
+    decompressed size; 0 if it has no data (RFC 7932, 9.1 and 9.2).
     """
     bits = int.from_bytes(content[:8], "little")  # WBITS begins with the lowest bit
     bits >>= 1 if not bits & 1 else 4 if bits & 0b1110 else 7

@@ -54,9 +54,8 @@ from headrace.topics import Stage, Topic
 from headrace.transforms.process import TransformProcess
 from headrace.transforms.workers import TransformPool, TransformThread
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
-from headrace.transport.channels import SendStream
+from headrace.transport.channels import ModelKey, SendStream
 from headrace.transport.dispatcher import BatchDispatcher
-from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, ExecutorIdentity
 from headrace.transport.rebinding import Rebinder
 from headrace.transport.source_values import SourceValues, has_inputs_in_source
@@ -146,14 +145,14 @@ class _Stages:
         assert self.batcher is not None
         return self.batcher.refusal(envelope, rows)
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """Notify the stages that partitions were revoked, or are leaving."""
         if self.ingest is not None:
-            self.ingest.revoked()
+            self.ingest.drop_revoked()
         for values in self.source_values:
-            values.revoked()
+            values.drop_revoked()
         if self.responder is not None:
-            self.responder.revoked()
+            self.responder.drop_revoked()
 
 
 class StageGroup:
@@ -191,7 +190,7 @@ class StageGroup:
             instruments.metrics,
             source_offsets,
             self._stages.refusal if Stage.BATCHER in stages else None,
-            self._stages.revoked,
+            self._stages.drop_revoked,
             tuning,
         )
         if instruments.tracing is not None:
@@ -369,7 +368,7 @@ class _Composition:
             f"{os.getpid()}-{secrets.token_hex(4)}",  # unique among processes
             self._instruments,
             self._rebinder.rebind,
-            self._source.quarantine.has_run,
+            self._source.quarantine.end_isolation,
             self._tuning.batcher,
         )
         self._models.lifecycle.subscribe(stages.batcher.apply_change)
@@ -418,7 +417,7 @@ class _Composition:
         stages.ingest = ingest
         stages.functions["ingest"] = ingest.run
         if self._settings.schema_registry is not None:
-            stages.functions["learn-schemas"] = ingest.learn_schemas
+            stages.functions["fetch-schemas"] = ingest.fetch_schemas
 
     def _make_transform_pool(self) -> TransformPool:
         """Return the workers of transforms. Raises `ConfigurationError`."""
@@ -514,7 +513,7 @@ class _Composition:
             self._settings.topic(Topic.REQUESTS),
             is_needed,
             stage,
-            self._source.quarantine.has_run,
+            self._source.quarantine.end_isolation,
             self._metrics,
             self._tuning.transport,
             self._fetcher,

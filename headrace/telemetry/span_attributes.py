@@ -84,7 +84,7 @@ class Answering(NamedTuple):
     began_us: int
     encoded_us: int
     acknowledged_us: int
-    kept_us: int
+    dead_letters_us: int
 
 
 @dataclass(slots=True)

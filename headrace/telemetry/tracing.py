@@ -192,7 +192,7 @@ class Tracing:
     ) -> None:
         """Record that answers were acknowledged, and that their dead letters are kept."""
         answered_us = (times.encoded_us, times.acknowledged_us)
-        kept_us = (times.acknowledged_us, times.kept_us)
+        dead_letters_us = (times.acknowledged_us, times.dead_letters_us)
         for request in requests:
             trace = request.trace
             if trace is None:
@@ -200,9 +200,9 @@ class Tracing:
             self._send(request, trace.answer_id, target, answered_us)
             failure = request.failure
             if failure is not None and Code(failure.code).is_dead_letter:
-                self._send(request, new_span_id(), self._dead_letters, kept_us)
+                self._send(request, new_span_id(), self._dead_letters, dead_letters_us)
             attributes = attributes_of.responder(request, trace.since_us, times)
-            self._leave(Stage.RESPONDER, request, times.kept_us, attributes)
+            self._leave(Stage.RESPONDER, request, times.dead_letters_us, attributes)
 
     # --- the spans ---------------------------------------------------------------------------
 

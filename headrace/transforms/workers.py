@@ -182,10 +182,10 @@ class PendingTransform(PendingUserCode):
 
 
 class PendingDecoding(PendingValue):
-    """A value that takes long to decode, by code of ours.
+    """A value that takes long to decode, without any user code.
 
     Args:
-        limits: of the request.
+        limits: limits of requests.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class PendingCompressed(PendingDecoding):
     """A compressed value that may become large.
 
     Attributes:
-        plain: what it has become; what this contains is decoded afterwards.
+        plain: the decompressed value, which is decoded afterwards.
     """
 
     is_of_process = True
@@ -228,7 +228,7 @@ class PendingCompressed(PendingDecoding):
         limits: LimitSettings,
         tuning: IngestTuning = TUNING.ingest,
     ) -> None:
-        # Without its content type: whatever that is, what this becomes takes memory besides it.
+        # Without a content type: the decompressed value takes memory of its own in any case.
         super().__init__(request, value, "", limits, tuning)
         self.plain: bytes | memoryview = b""
 

@@ -21,8 +21,7 @@ from headrace.protocol.codec import decode_batch, encode_batch, refer_to_source
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.channels import BatchQueue, Demand, SendStream
-from headrace.transport.executor_registry import ModelKey
+from headrace.transport.channels import BatchQueue, Demand, ModelKey, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.transport.source_values import SourceValues
@@ -386,7 +385,7 @@ class BatchReceiver:
         """
         if self._heartbeat is not None:
             self._heartbeat.finished(batch_id, requests)
-        self._source.quarantine.has_run([one for one in requests if is_isolated(one)])
+        self._source.quarantine.end_isolation([one for one in requests if is_isolated(one)])
 
     def _has_waiting(self, key: ModelKey) -> bool:
         waiting = ((batch.model, batch.version) for batch in self._waiting)

@@ -19,6 +19,9 @@ T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 K = TypeVar("K")
 
+ModelKey: TypeAlias = tuple[str, str]
+"""Key of a batch queue: a model's name and version."""
+
 
 class ReceiveStream(Protocol[T_co]):
     """Stream from which a stage receives its chunks."""
@@ -189,13 +192,13 @@ class BatchQueue(Generic[K, T]):
             if consumer.is_stopped:
                 waiter.set_result(None)
                 continue
-            asked = (consumer.key, consumer.demand)
-            batch = None if asked in empty else self._next(*asked)
+            requested = (consumer.key, consumer.demand)
+            batch = None if requested in empty else self._next(*requested)
             # One batch at most is run in this turn, so that it does not become a long one.
             if batch is not None and run_now is not None and run_now(batch):
-                batch = self._next(*asked)
+                batch = self._next(*requested)
             if batch is None:
-                empty.add(asked)
+                empty.add(requested)
             if batch is None and not self._closed.is_set() and not consumer.demand.is_last:
                 left.append(waiting)
             else:

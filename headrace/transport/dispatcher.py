@@ -24,13 +24,12 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.transport.batch_io import BatchWriter, split_batch
 from headrace.transport.burst_limiter import BurstLimiter
-from headrace.transport.channels import BatchConsumer, BatchQueue
+from headrace.transport.channels import BatchConsumer, BatchQueue, ModelKey
 from headrace.transport.executor_registry import (
     ANY_EXECUTOR,
     ExecutorRegistry,
     ExecutorSlot,
     InFlightWindow,
-    ModelKey,
 )
 from headrace.transport.heartbeat import ExecutorEventReader
 from headrace.tuning import TUNING, TransportTuning

@@ -11,13 +11,11 @@ from collections import deque
 from collections.abc import Iterable
 from math import ceil
 from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from headrace.protocol.events import Completion, ExecutorEvent
+from headrace.transport.channels import ModelKey
 from headrace.tuning import TUNING, TransportTuning
-
-ModelKey: TypeAlias = tuple[str, str]
-"""A model's name and version."""
 
 ANY_EXECUTOR = ""
 """Executor name of a slot for any executor; its batches go to the partitions round-robin."""

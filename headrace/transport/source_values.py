@@ -125,7 +125,7 @@ class ClaimedValues:
         if request.failure is None:
             request.fail(failure)
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """End the fetches of claims whose partitions were revoked. A drain does not wait for those
         of partitions that are leaving, and a stop ends them.
         """
@@ -133,191 +133,35 @@ class ClaimedValues:
             self._note_revocation(request, within)
 
 
-class SourceValues:
-    """Reads the values that requests of this process need and that only their source records hold.
+class _SourceReader:
+    """Reads the values of requests from their source records, by partition and offset.
 
     Args:
         log_: an open log.
         topic: the topic of requests.
-        is_needed: returns True if this process needs the value of a request that refers to it.
-        stage: the stage that needs values; failures of requests whose records are gone name it.
-        has_run: called with isolated requests that end here because their records are gone.
+        stage: failures of requests whose records are gone name it.
         metrics: counts the values.
-        fetcher: fetches the objects of claims; None where none are allowed.
-        tuning: tuning values.
-        is_stopping: returns True once the process stops.
     """
 
     def __init__(
-        self,
-        log_: Log,
-        topic: str,
-        is_needed: Callable[[Request], bool],
-        stage: Stage,
-        has_run: Callable[[Sequence[Request]], None],
-        metrics: Metrics,
-        tuning: TransportTuning = TUNING.transport,
-        fetcher: ClaimFetcher | None = None,
-        is_stopping: Callable[[], bool] = lambda: False,
+        self, log_: Log, topic: str, stage: Stage, metrics: Metrics, tuning: TransportTuning
     ) -> None:
         self._log = log_
         self._topic = topic
-        self._is_needed = is_needed
         self._stage = stage
-        self._has_run = has_run
         self._metrics = metrics
         self._tuning = tuning
         self._backoff = Backoff(tuning.source_retry_first_s, tuning.source_retry_max_s)
         self._surplus = _Surplus(tuning.source_surplus_bytes)
-        self._reading: dict[int, asyncio.Lock] = {}
+        self._turns: dict[int, asyncio.Lock] = {}
         self._unread: dict[int, dict[Request, None]] = {}
-        self._claimed = ClaimedValues(fetcher, stage, is_stopping)
 
-    def missing(self, requests: Sequence[Request]) -> list[Request]:
-        """Return the requests whose values have to be read."""
-        return [each for each in requests if each.referenced and self._is_needed(each)]
+    async def read(self, partition: int, requests: list[Request]) -> None:
+        """Read the values of requests of one partition.
 
-    def missing_bytes(self, requests: Sequence[Request]) -> int:
-        """Return the bytes to be read. They are charged to the records by which the requests came
-        as soon as those are admitted, so that nothing else takes their room.
-        """
-        return sum([request.referenced for request in self.missing(requests)])
-
-    def left(self, requests: Sequence[Request]) -> list[Request]:
-        """Return those of requests that were read whose objects were not fetched since the process
-        stops: they stay in the log, for the next owners of their partitions.
-        """
-        return [each for each in requests if each.envelope.claim is not None and each.referenced]
-
-    def revoked(self) -> None:
-        """End the fetches of claims whose partitions were revoked."""
-        self._claimed.revoked()
-
-    async def pump(
-        self,
-        incoming: ReceiveStream[list[Request]],
-        outgoing: SendStream[list[Request]],
-        ended: SendStream[list[Request]] | None = None,
-    ) -> None:
-        """Send all that a stream brings, and close those that it is sent to at its end.
-
-        What comes from a partition is sent in its order: a record that cancels a request must not
-        overtake it. Partitions do not wait for each other.
-
-        Args:
-            incoming: where requests come from, each chunk from one partition.
-            outgoing: where they go, with their values.
-            ended: where those go that fail because their records are gone; None if all have failed
-                before, so that a value is only their dead letter's.
-        """
-        tasks = StageTasks()
-        last: dict[int, asyncio.Task[None]] = {}
-        async with tasks:
-            while (chunk := await incoming.receive()) is not None:
-                missing = self.missing(chunk)
-                if any(each.envelope.claim is not None for each in missing):
-                    chunk = await self._pass_claims(chunk, missing, tasks, outgoing, ended)
-                    missing = self.missing(chunk)
-                if not chunk:
-                    continue
-                partition = chunk[0].partition
-                before = last.pop(partition, None)
-                if before is not None and before.done():
-                    before = None
-                if not missing and before is None:
-                    await outgoing.send(chunk)
-                    continue
-                work = self._complete(chunk, missing, before, outgoing, ended)
-                if is_isolated(chunk[0]):  # then all are, and nothing else may run meanwhile
-                    await work
-                    continue
-                task = tasks.start(work, f"read-source-{partition}")
-                if task is not None:
-                    last[partition] = task
-        outgoing.close()
-        if ended is not None:
-            ended.close()
-
-    async def _pass_claims(
-        self,
-        chunk: list[Request],
-        missing: list[Request],
-        tasks: StageTasks,
-        outgoing: SendStream[list[Request]],
-        ended: SendStream[list[Request]] | None,
-    ) -> list[Request]:
-        """Start to fetch the objects of claims; return the other requests of the chunk."""
-        claimed = {request for request in missing if request.envelope.claim is not None}
-        for request in claimed:
-            # A slow store delays no other request, nor one that cancels this one.
-            work = self._complete([request], [request], None, outgoing, ended)
-            if is_isolated(request):
-                await work
-            else:
-                tasks.start(work, f"read-claim-{request.partition}")
-        return [request for request in chunk if request not in claimed]
-
-    async def _complete(
-        self,
-        chunk: list[Request],
-        missing: list[Request],
-        before: asyncio.Task[None] | None,
-        outgoing: SendStream[list[Request]],
-        ended: SendStream[list[Request]] | None,
-    ) -> None:
-        """Read missing values, and send the chunk after the one before it."""
-        await self.read(missing)
-        if before is not None:
-            await asyncio.wait([before])
-        if left := set(self.left(missing)):
-            for request in left:
-                if isinstance(request.ack_handle, IsolatedAck):
-                    request.ack_handle.leave()
-            chunk = [request for request in chunk if request not in left]
-            missing = [request for request in missing if request not in left]
-        if not chunk:
-            return
-        if ended is None:
-            await outgoing.send(chunk)
-            return
-        lost = [request for request in missing if request.failure is not None]
-        if len(lost) < len(chunk):
-            gone = set(lost)
-            await outgoing.send([request for request in chunk if request not in gone])
-        if lost and is_isolated(lost[0]):
-            self._has_run(lost)
-        if lost:
-            await ended.send(lost)
-
-    async def read(self, requests: Sequence[Request]) -> None:
-        """Set the values of requests and the inputs in them; fail requests whose records are gone.
-
-        While no broker answers, this retries with back-off until cancelled, or until all requests
-        that are read together are revoked: these fail as well, since nothing may run them.
-        """
-        claimed = [request for request in requests if request.envelope.claim is not None]
-        if claimed:
-            requests = [request for request in requests if request.envelope.claim is None]
-            async with asyncio.TaskGroup() as tasks:
-                for request in claimed:
-                    name = f"read-claim-{request.partition}"
-                    tasks.create_task(self._claimed.fetch(request), name=name)
-        partitions: dict[int, list[Request]] = {}
-        for request in requests:
-            partitions.setdefault(request.partition, []).append(request)
-        if len(partitions) == 1:
-            ((partition, wanted),) = partitions.items()
-            await self._read_partition(partition, wanted)
-            return
-        async with asyncio.TaskGroup() as tasks:
-            for partition, wanted in partitions.items():
-                name = f"read-source-{partition}"
-                tasks.create_task(self._read_partition(partition, wanted), name=name)
-
-    async def _read_partition(self, partition: int, requests: list[Request]) -> None:
-        """Read the values of one partition, after those who read it already: a fetch returns whole
-        record batches, which often hold what the next ones need. All that wait meanwhile are read
-        together.
+        Reads of a partition follow each other, because a fetch returns whole record batches, which
+        often hold the values that the next read needs. Requests that come during a read are read
+        together after it.
         """
         requests = self._restore_kept(requests)
         if not requests:
@@ -325,7 +169,7 @@ class SourceValues:
         unread = self._unread.setdefault(partition, {})
         unread.update(dict.fromkeys(requests))
         try:
-            async with self._reading.setdefault(partition, asyncio.Lock()):
+            async with self._turns.setdefault(partition, asyncio.Lock()):
                 while not unread.keys().isdisjoint(requests):
                     await self._read_next(TopicPartition(self._topic, partition), unread)
         finally:
@@ -446,6 +290,180 @@ class SourceValues:
                     self._stage,
                 )
             )
+
+
+class SourceValues:
+    """Sets the values of requests that came by reference, before a stage gets these requests.
+
+    Args:
+        log_: an open log.
+        topic: the topic of requests.
+        is_needed: returns True if this process needs the value of a request that refers to it.
+        stage: the stage that needs values; failures of requests whose records are gone name it.
+        end_isolation: called with isolated requests that end here because their records are gone.
+        metrics: counts the values.
+        fetcher: fetches the objects of claims; None where none are allowed.
+        tuning: tuning values.
+        is_stopping: returns True once the process stops.
+    """
+
+    def __init__(
+        self,
+        log_: Log,
+        topic: str,
+        is_needed: Callable[[Request], bool],
+        stage: Stage,
+        end_isolation: Callable[[Sequence[Request]], None],
+        metrics: Metrics,
+        tuning: TransportTuning = TUNING.transport,
+        fetcher: ClaimFetcher | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_needed = is_needed
+        self._end_isolation = end_isolation
+        self._source = _SourceReader(log_, topic, stage, metrics, tuning)
+        self._claimed = ClaimedValues(fetcher, stage, is_stopping)
+
+    def missing(self, requests: Sequence[Request]) -> list[Request]:
+        """Return the requests whose values have to be read."""
+        return [each for each in requests if each.referenced and self._is_needed(each)]
+
+    def missing_bytes(self, requests: Sequence[Request]) -> int:
+        """Return the bytes to be read. They are charged to the records by which the requests came
+        as soon as those are admitted, so that nothing else takes their room.
+        """
+        return sum([request.referenced for request in self.missing(requests)])
+
+    def left(self, requests: Sequence[Request]) -> list[Request]:
+        """Return those of requests that were read whose objects were not fetched since the process
+        stops: they stay in the log, for the next owners of their partitions.
+        """
+        return [each for each in requests if each.envelope.claim is not None and each.referenced]
+
+    def drop_revoked(self) -> None:
+        """End the fetches of claims whose partitions were revoked."""
+        self._claimed.drop_revoked()
+
+    async def pump(
+        self,
+        incoming: ReceiveStream[list[Request]],
+        outgoing: SendStream[list[Request]],
+        ended: SendStream[list[Request]] | None = None,
+    ) -> None:
+        """Send all that a stream brings, and close those that it is sent to at its end.
+
+        What comes from a partition is sent in its order: a record that cancels a request must not
+        overtake it. Partitions do not wait for each other.
+
+        Args:
+            incoming: where requests come from, each chunk from one partition.
+            outgoing: where they go, with their values.
+            ended: where those go that fail because their records are gone; None if all have failed
+                before, so that a value is only their dead letter's.
+        """
+        tasks = StageTasks()
+        last: dict[int, asyncio.Task[None]] = {}
+        async with tasks:
+            while (chunk := await incoming.receive()) is not None:
+                missing = self.missing(chunk)
+                if any(each.envelope.claim is not None for each in missing):
+                    chunk = await self._pass_claims(chunk, missing, tasks, outgoing, ended)
+                    missing = self.missing(chunk)
+                if not chunk:
+                    continue
+                partition = chunk[0].partition
+                before = last.pop(partition, None)
+                if before is not None and before.done():
+                    before = None
+                if not missing and before is None:
+                    await outgoing.send(chunk)
+                    continue
+                work = self._complete(chunk, missing, before, outgoing, ended)
+                if is_isolated(chunk[0]):  # then all are, and nothing else may run meanwhile
+                    await work
+                    continue
+                task = tasks.start(work, f"read-source-{partition}")
+                if task is not None:
+                    last[partition] = task
+        outgoing.close()
+        if ended is not None:
+            ended.close()
+
+    async def _pass_claims(
+        self,
+        chunk: list[Request],
+        missing: list[Request],
+        tasks: StageTasks,
+        outgoing: SendStream[list[Request]],
+        ended: SendStream[list[Request]] | None,
+    ) -> list[Request]:
+        """Start to fetch the objects of claims; return the other requests of the chunk."""
+        claimed = {request for request in missing if request.envelope.claim is not None}
+        for request in claimed:
+            # A slow store delays no other request, nor one that cancels this one.
+            work = self._complete([request], [request], None, outgoing, ended)
+            if is_isolated(request):
+                await work
+            else:
+                tasks.start(work, f"read-claim-{request.partition}")
+        return [request for request in chunk if request not in claimed]
+
+    async def _complete(
+        self,
+        chunk: list[Request],
+        missing: list[Request],
+        before: asyncio.Task[None] | None,
+        outgoing: SendStream[list[Request]],
+        ended: SendStream[list[Request]] | None,
+    ) -> None:
+        """Read missing values, and send the chunk after the one before it."""
+        await self.read(missing)
+        if before is not None:
+            await asyncio.wait([before])
+        if left := set(self.left(missing)):
+            for request in left:
+                if isinstance(request.ack_handle, IsolatedAck):
+                    request.ack_handle.leave()
+            chunk = [request for request in chunk if request not in left]
+            missing = [request for request in missing if request not in left]
+        if not chunk:
+            return
+        if ended is None:
+            await outgoing.send(chunk)
+            return
+        lost = [request for request in missing if request.failure is not None]
+        if len(lost) < len(chunk):
+            gone = set(lost)
+            await outgoing.send([request for request in chunk if request not in gone])
+        if lost and is_isolated(lost[0]):
+            self._end_isolation(lost)
+        if lost:
+            await ended.send(lost)
+
+    async def read(self, requests: Sequence[Request]) -> None:
+        """Set the values of requests and the inputs in them; fail requests whose records are gone.
+
+        While no broker answers, this retries with back-off until cancelled, or until all requests
+        that are read together are revoked: these fail as well, since nothing may run them.
+        """
+        claimed = [request for request in requests if request.envelope.claim is not None]
+        if claimed:
+            requests = [request for request in requests if request.envelope.claim is None]
+            async with asyncio.TaskGroup() as tasks:
+                for request in claimed:
+                    name = f"read-claim-{request.partition}"
+                    tasks.create_task(self._claimed.fetch(request), name=name)
+        partitions: dict[int, list[Request]] = {}
+        for request in requests:
+            partitions.setdefault(request.partition, []).append(request)
+        if len(partitions) == 1:
+            ((partition, wanted),) = partitions.items()
+            await self._source.read(partition, wanted)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for partition, wanted in partitions.items():
+                name = f"read-source-{partition}"
+                tasks.create_task(self._source.read(partition, wanted), name=name)
 
 
 def _is_source_of(request: Request, record: Record) -> bool:

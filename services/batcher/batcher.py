@@ -37,13 +37,9 @@ from headrace.services.batcher.admission import late_refusal
 from headrace.services.batcher.fair_queue import BatchLimits, Fifo, ShapeGroup, TenantQueue
 from headrace.services.batcher.model_queue import ModelQueue
 from headrace.topics import Stage
-from headrace.transport.channels import IDLE, Demand
+from headrace.transport.channels import IDLE, Demand, ModelKey
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.tuning import TUNING, BatcherTuning
-
-ModelKey = tuple[str, str]
-"""A model's name and version."""
-
 
 _Deadline: TypeAlias = tuple[int, int, Request]
 """Heap entry: deadline in microseconds, a sequence number so that requests are never compared, and
@@ -318,6 +314,12 @@ class DynamicBatcher:
             deadline_ms = request.envelope.deadline_ms
             self._end(request, deadline_exceeded(deadline_ms, late_ms, Stage.BATCHER))
 
+    def ensure_served(self, request: Request) -> bool:
+        """Rebind a request whose version is not served any more; return False if it has ended,
+        because no other version takes it.
+        """
+        return self._limits_of(request) is not None
+
     # --- queries ------------------------------------------------------------------------------
 
     def next_event_us(self, now_us: int) -> int | None:
@@ -340,13 +342,6 @@ class DynamicBatcher:
 
     def _due_us(self, deadline_ms: int) -> int:
         return deadline_ms * 1000 - self.wall_ahead_us or 1  # 0 would be none
-
-    def is_served(self, request: Request) -> bool:
-        """Return True if the request's version is served, or it was rebound to one that is.
-
-        Otherwise the request has ended.
-        """
-        return self._limits_of(request) is not None
 
     def _open_queue(
         self, key: ModelKey, known: ModelQueue | None, request: Request

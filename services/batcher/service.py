@@ -14,12 +14,12 @@ from headrace.crash_isolation.isolation import is_isolated
 from headrace.delivery.failures import rejection
 from headrace.models.lifecycle import VersionChange
 from headrace.protocol.messages import Batch, BatchSummary, Envelope, Failure, Request
-from headrace.services.batcher.batcher import DynamicBatcher, ModelKey
+from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.services.batcher.fair_queue import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import QueueSnapshot
 from headrace.topics import Stage
-from headrace.transport.channels import BatchQueue, Demand, SendStream
+from headrace.transport.channels import BatchQueue, Demand, ModelKey, SendStream
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.tuning import TUNING, BatcherTuning
 
@@ -34,7 +34,7 @@ class BatcherService:
         limits: returns the limits of a model version; raises `Rejected` if it is not served.
         prefix: prefix of batch ids; differs between processes.
         rebind: binds a request whose version has gone to another one, or raises `Rejected`.
-        has_run: called with isolated requests that ended here because their version has gone.
+        end_isolation: called with isolated requests that ended here because their version has gone.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class BatcherService:
         prefix: str,
         instruments: Instruments,
         rebind: Rebind = refuse_to_rebind,
-        has_run: Callable[[Sequence[Request]], None] = lambda _: None,
+        end_isolation: Callable[[Sequence[Request]], None] = lambda _: None,
         tuning: BatcherTuning = TUNING.batcher,
     ) -> None:
-        self._has_run = has_run
+        self._end_isolation = end_isolation
         self._answers = answers
         self._metrics, self._tracing, self._clock, self._steady = instruments
         self._batcher = DynamicBatcher(limits, prefix, rebind, tuning)
@@ -113,7 +113,7 @@ class BatcherService:
             for request in isolated:
                 request.fail(failure)
                 self._batcher.ended.append(request)
-            self._has_run(isolated)
+            self._end_isolation(isolated)
         else:
             self._batcher.reassign(key)
             for request in isolated:
@@ -137,8 +137,8 @@ class BatcherService:
 
     def _form_alone(self, request: Request, now_us: int) -> None:
         """Supply an isolated request ahead of all waiting requests, so that it does not queue."""
-        if not self._batcher.is_served(request):
-            self._has_run([request])
+        if not self._batcher.ensure_served(request):
+            self._end_isolation([request])
             self._wake(now_us)
             return
         request.batch = BatchSummary(now_us)

@@ -241,7 +241,7 @@ class Instance:
         if self._hangs:
             return
         if not self._loading.is_done:
-            # Its load was cancelled. Most loads end soon; Python code may go on for ever.
+            # Its load was cancelled. Most loads end soon, but Python code may run forever.
             await self._worker.join(self._tuning.cancel_grace_s / 2)
             self._loading.interrupt(self._worker.thread)
         await self._worker.join(self._tuning.cancel_grace_s)

@@ -127,7 +127,7 @@ async def pass_through(
     requests whose schemas this process does not know wait, at most until their deadlines.
     """
     if records.framed is not None:
-        await _learn_schemas(requests, records.framed, clock)
+        await _fetch_schemas(requests, records.framed, clock)
         requests = [request for request in requests if request.failure is None]
     size_bytes = sum([len(request.value or b"") for request in requests])
     is_compressed = any(
@@ -140,8 +140,8 @@ async def pass_through(
         await asyncio.to_thread(_pass_all_through, requests, records)
 
 
-async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas, clock: Clock) -> None:
-    """Learn the schemas of records that another process read, all of them together."""
+async def _fetch_schemas(requests: Sequence[Request], framed: FramedSchemas, clock: Clock) -> None:
+    """Fetch the schemas of records that another process read, all of them together."""
     unknown: dict[int, list[Request]] = {}
     for request in requests:
         try:
@@ -156,26 +156,28 @@ async def _learn_schemas(requests: Sequence[Request], framed: FramedSchemas, clo
                 unknown.setdefault(schema_id, []).append(request)
     async with asyncio.TaskGroup() as tasks:
         for schema_id, waiting in unknown.items():
-            work = _learn_for_all(waiting, framed, schema_id, clock)
+            work = _fetch_for_all(waiting, framed, schema_id, clock)
             tasks.create_task(work, name=f"schema-{schema_id}")
 
 
-async def _learn_for_all(
+async def _fetch_for_all(
     requests: Sequence[Request], framed: FramedSchemas, schema_id: int, clock: Clock
 ) -> None:
-    """Learn a schema while one of the requests waits for it; the first ones may end before."""
+    """Fetch a schema while one of the requests waits for it; the first ones may end before."""
     for request in requests:
         try:
-            await _learn(request, framed, schema_id, clock)
+            await _fetch_schema(request, framed, schema_id, clock)
         except Rejected as error:
             _fail(request, rejection(error, Stage.EXECUTOR))
 
 
-async def _learn(request: Request, framed: FramedSchemas, schema_id: int, clock: Clock) -> None:
+async def _fetch_schema(
+    request: Request, framed: FramedSchemas, schema_id: int, clock: Clock
+) -> None:
     pauses = Pauses(TUNING.schemas.backoff)
     while True:
         try:
-            await framed.learn(schema_id)
+            await framed.fetch(schema_id)
         except Retriable as error:
             log.warning(Event.SCHEMAS_DELAYED, model=request.model, reason=str(error))
         else:

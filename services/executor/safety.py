@@ -69,7 +69,7 @@ class BatchSafetySampler:
         self._verdict: Verdict | None = None
 
     async def sample(self, requests: Sequence[Request], gather: Gather, run: RunModel) -> None:
-        """Compare the runs of these requests if it is the turn of a batch to be compared.
+        """Compare the runs of these requests if this batch is one of those to be compared.
 
         Raises:
             Fatal: the instance cannot be used any more.

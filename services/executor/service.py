@@ -8,24 +8,22 @@ in `worker`.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, nullcontext
 from functools import cache, partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import structlog
 
 from headrace.errors import ConfigurationError
 from headrace.models.lifecycle import VersionChange
 from headrace.models.loader import BackendLoader
-from headrace.models.memory import MemoryShort, loaded_files_bytes
+from headrace.models.memory import MemoryShort
 from headrace.models.registry import Models
 from headrace.models.repository import stamp_files
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
-from headrace.services.executor.loading import log_ready, make_instance
+from headrace.services.executor.loading import InstanceLoader, log_ready
 from headrace.services.executor.postprocessing import (
     DEFAULT_OPTIONS,
     PostprocessOptions,
@@ -33,19 +31,16 @@ from headrace.services.executor.postprocessing import (
 )
 from headrace.services.executor.safety import BatchSafetySampler
 from headrace.services.executor.trial import TrialLoads
-from headrace.services.executor.worker import ModelKey, NoQuarantine, Quarantine, Worker
+from headrace.services.executor.worker import NoQuarantine, Quarantine, Worker
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.watchdog import Activity
-from headrace.transport.channels import BatchConsumer, BatchQueue, SendStream
+from headrace.transport.channels import BatchConsumer, BatchQueue, ModelKey, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.tuning import TUNING, ExecutorTuning
 
 log = structlog.get_logger(__name__)
-
-
-T = TypeVar("T")
 
 
 class _ServedVersion(NamedTuple):
@@ -104,10 +99,9 @@ class ExecutorService:
         self._metrics = instruments.metrics
         self._loading: set[ModelVersion] = set()
         self._served: dict[ModelVersion, _ServedVersion] = {}
-        self._beginning: dict[ModelVersion, asyncio.Task[None]] = {}
-        """Tasks of versions that are not loaded yet."""
+        self._load_tasks: dict[ModelVersion, asyncio.Task[None]] = {}  # until they are loaded
         self._workers: set[Worker] = set()
-        self._turn = asyncio.Lock()
+        self._loader = InstanceLoader(models.memory, self._unload_idle, self._loads_in_turn, tuning)
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
@@ -120,7 +114,7 @@ class ExecutorService:
 
     async def run(self) -> None:
         """Run until the batches end; load and unload versions as they are added or removed."""
-        changes = self._begin()
+        changes = self._subscribe()
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
             await self._batch_queue.ended()
@@ -130,8 +124,8 @@ class ExecutorService:
             self._announcer.close()
         self._answers.close()
 
-    def _begin(self) -> asyncio.Queue[VersionChange]:
-        """Return the changes to apply: those that load what is there, and all from now on."""
+    def _subscribe(self) -> asyncio.Queue[VersionChange]:
+        """Return the queue of changes: it begins with the loads of the present versions."""
         changes: asyncio.Queue[VersionChange] = asyncio.Queue()
         self._models.lifecycle.subscribe(changes.put_nowait)
         for version in self._models.catalog.versions(State.LOADING):
@@ -141,8 +135,8 @@ class ExecutorService:
         return changes
 
     def _end_loads(self) -> None:
-        """End the loads that no request waits for: one may take minutes, and the process stops."""
-        for version, task in self._beginning.items():
+        """Cancel loads that no request waits for: one may take minutes, and the process stops."""
+        for version, task in self._load_tasks.items():
             if not self._batch_queue.has_waiting(_key_of(version)):
                 task.cancel()
 
@@ -160,7 +154,7 @@ class ExecutorService:
                 self._end(change, self._served.pop(version, None))
 
     def _end(self, change: VersionChange, served: _ServedVersion | None) -> None:
-        """Have a version unloaded when it has ended what it runs, or all that waits for it."""
+        """Let a version be unloaded after its current runs, or after all that waits for it."""
         version = change.version
         if served is None:
             self._models.lifecycle.mark_gone(version)
@@ -175,14 +169,14 @@ class ExecutorService:
     def _start(
         self, change: VersionChange, before: _ServedVersion | None, tasks: asyncio.TaskGroup
     ) -> _ServedVersion:
-        """Start to load and serve a version; `before`: as it was served until it was unloaded."""
+        """Start to load and serve a version; `before` is its last serving, if there was one."""
         version = change.version
         consumers = [
             self._batch_queue.consumer(_key_of(version)) for _ in range(version.config.instances)
         ]
         ended = None if before is None else before.task
         work = self._serve_until_gone(version, consumers, ended, change.reason)
-        task = self._beginning[version] = tasks.create_task(work, name=f"serve {version!r}")
+        task = self._load_tasks[version] = tasks.create_task(work, name=f"serve {version!r}")
         return _ServedVersion(consumers, task)
 
     async def _serve_until_gone(
@@ -205,7 +199,7 @@ class ExecutorService:
                 await asyncio.wait([before])
             await self._serve(version, consumers, reason)
         finally:
-            self._beginning.pop(version, None)
+            self._load_tasks.pop(version, None)
             served = self._served.get(version)
             if served is not None and served.task is asyncio.current_task():
                 del self._served[version]
@@ -224,8 +218,8 @@ class ExecutorService:
             loader = BackendLoader(version, self._models.cores, is_known=is_known)
             if self._trials is not None and not is_known:
                 await self._trials.try_out(version)
-            stack, instances = await self._load_when_it_fits(version, loader, len(consumers))
-            self._beginning.pop(version, None)
+            stack, instances = await self._loader.load(version, loader, len(consumers))
+            self._load_tasks.pop(version, None)
             async with stack:
                 version.last_used_us = self._instruments.steady()
                 self._metrics.model_loaded(version.name, version.version, reason)
@@ -258,81 +252,13 @@ class ExecutorService:
         log.error(Event.MODEL_FAILED, model=name, version=number, reason=str(error))
         self._metrics.model_failed_to_load(name, number)
 
-    async def _load_when_it_fits(
-        self, version: ModelVersion, loader: BackendLoader, count: int
-    ) -> tuple[AsyncExitStack, list[Instance]]:
-        """Load a version; see `_load`. One for which requests wait waits for others to become idle
-        if there is too little memory, and others are loaded meanwhile.
+    def _loads_in_turn(self) -> bool:
+        """Return True if versions are loaded one after the other, whatever the memory.
+
+        Those that come while others serve are, to leave them the processor. So are those that come
+        from trials: these take turns and longer than the loads, so that nothing is lost by it.
         """
-        end_s = time.monotonic() + self._tuning.memory_wait_s
-        while True:
-            try:
-                return await self._load(version, loader, count)
-            except MemoryShort:
-                if version.state is not State.UNLOADED or time.monotonic() >= end_s:
-                    raise
-            await asyncio.sleep(self._tuning.memory_check_s)
-
-    async def _load(
-        self, version: ModelVersion, loader: BackendLoader, count: int
-    ) -> tuple[AsyncExitStack, list[Instance]]:
-        """Load the instances of a version, and measure their memory.
-
-        Returns:
-            The stack that unloads them, and the instances.
-
-        Raises:
-            MemoryShort: the memory of all does not suffice, and no idle version can be unloaded;
-                what was measured until then counts in the next attempt.
-            ConfigurationError: one cannot be loaded; they are unloaded then.
-        """
-        memory = self._models.memory
-        # With a budget, versions are loaded one after the other: otherwise their growth could not
-        # be told apart, and several could pass the bound together. So are those that come while
-        # others serve, to leave them the processor, and those that come from trials: these take
-        # turns and longer than the loads, so that the measurement costs no time at the start. The
-        # turn ends after a version that failed is unloaded, so that its memory is free before the
-        # next one is measured.
-        in_turn = bool(memory.limit_bytes) or self.loaded.is_set() or self._trials is not None
-        async with self._turn if in_turn else nullcontext(), AsyncExitStack() as stack:
-            began_s = time.monotonic()
-            stack.callback(loader.release_cores)
-            version.loaded_stamp = await asyncio.to_thread(stamp_files, version.directory)
-            size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
-            share = await self._fit(
-                lambda: memory.reserve(
-                    f"{version.name}/{version.version}", version.stamp, size_bytes * count
-                )
-            )
-            stack.callback(memory.release, share)
-            taken: dict[str, list[int]] = {}
-            instances: list[Instance] = []
-            for number in range(count):
-                with memory.growth.measure() as growth:
-                    instance = make_instance(version, number, loader, self._tuning)
-                    instances.append(await stack.enter_async_context(instance))
-                grown = dict(instance.device_growth())
-                if growth.grown_bytes is not None:
-                    grown["host"] = growth.grown_bytes
-                for device, grown_bytes in grown.items():
-                    taken.setdefault(device, []).append(grown_bytes)
-                measured_bytes = sum(taken.get("host", ()))
-                await self._fit(partial(memory.apply_measured, share, measured_bytes))
-            version.load_s, version.memory_bytes = time.monotonic() - began_s, taken
-            return stack.pop_all(), instances
-
-    async def _fit(self, take: Callable[[], T]) -> T:
-        """Take memory of the budget, and unload idle versions for it if there is too little.
-
-        Raises:
-            MemoryShort: there is too little.
-        """
-        while True:
-            try:
-                return take()
-            except MemoryShort as short:
-                if not await self._unload_idle(short.missing_bytes):
-                    raise
+        return self.loaded.is_set() or self._trials is not None
 
     async def _unload_idle(self, missing_bytes: int) -> bool:
         """Unload the versions that have been idle for the longest time; return False if all that

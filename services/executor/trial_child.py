@@ -72,8 +72,8 @@ async def _try(task: TrialTask) -> TrialReply:
     return TrialReply(succeeded=True)
 
 
-def _offer_to_killer() -> None:
-    """Be the first to be killed when memory is short."""
+def _prefer_killing_this() -> None:
+    """Let the kernel kill this process first when memory is short."""
     with suppress(OSError):  # not on this system, or not allowed
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # From the parent alone, over a pipe that nothing else can open.
     task: TrialTask = pickle.load(sys.stdin.buffer)  # noqa: S301
-    _offer_to_killer()
+    _prefer_killing_this()
     reply = asyncio.run(_try(task))
     with os.fdopen(stdout, "wb") as file:
         file.write(msgspec.json.encode(reply))

@@ -43,13 +43,11 @@ from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.span_attributes import ModelRun
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage
-from headrace.transport.channels import BatchConsumer, SendStream
+from headrace.transport.channels import BatchConsumer, ModelKey, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.tuning import TUNING, ExecutorTuning
 
 log = structlog.get_logger(__name__)
-
-ModelKey = tuple[str, str]
 
 
 RunOutcome: TypeAlias = tuple[list[Request], list[Batch]]
@@ -64,8 +62,8 @@ class Quarantine(Protocol):
         """Gate that every run enters."""
         ...
 
-    def has_run(self, requests: Sequence[Request]) -> None:
-        """Clear isolated requests of suspicion once they have ended."""
+    def end_isolation(self, requests: Sequence[Request]) -> None:
+        """Make isolated requests that have ended ordinary ones, and let the next one run."""
         ...
 
 
@@ -75,7 +73,7 @@ class NoQuarantine:
     def __init__(self) -> None:
         self.gate = RunGate()
 
-    def has_run(self, requests: Sequence[Request]) -> None:
+    def end_isolation(self, requests: Sequence[Request]) -> None:
         """Do nothing."""
 
 
@@ -146,9 +144,9 @@ class Worker:
         consumer: supplies batches.
         answers: receives requests with their outputs or failures.
         quarantine: decides how runs begin, and is notified of requests that ran alone.
-        sampler: returns what decides whether the version can be batched, if that is open.
+        sampler: returns the sampler of the version; called while batching is undecided.
         announcer: see `AnswerBuffer`.
-        postprocessor: of the version, if it has a postprocess; closed when `run` ends.
+        postprocessor: runs the version's postprocess, if it has one; closed when `run` ends.
 
     Attributes:
         activity: the current run.
@@ -252,7 +250,7 @@ class Worker:
 
         Called while `run` waits for a batch. Return False if the batch is left to it: because
         something would have to wait, or because the run failed. That run is then repeated there,
-        where retries, halves and the run gate are seen to; quick models have no side effects.
+        where retries, halves and the run gate are handled; quick models have no side effects.
         """
         instance, version = self._instance, self._version
         if (
@@ -477,7 +475,7 @@ async def enter_and_run(
         done = await run()
         gate.leave_alone()
         # Clear it before any other run enters: there is no await since it left the gate.
-        quarantine.has_run(done[0])
+        quarantine.end_isolation(done[0])
         return done
     entry = prepared.entry
     if entry is None:

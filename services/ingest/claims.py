@@ -34,30 +34,31 @@ from headrace.transforms.workers import PendingTransform, PendingValue
 from headrace.tuning import TUNING, IngestTuning
 
 
-class Claimed(NamedTuple):
-    """A request whose object was fetched, or whose value was decompressed, or that has ended.
+class Decoded(NamedTuple):
+    """A request whose object was fetched or whose value was decompressed, and then decoded; or one
+    that has ended.
 
     Attributes:
-        unlearnt: its payload, if its schema must be fetched.
-        pending: its value, if that is for a worker.
+        schemaless: its payload, if a schema must be fetched for it.
+        pending: its payload or value, if a worker must transform or decode it.
     """
 
     request: Request
-    unlearnt: Sequence[PendingTransform] = ()
+    schemaless: Sequence[PendingTransform] = ()
     pending: Sequence[PendingValue] = ()
 
     @property
     def is_pending(self) -> bool:
         """True if it has to wait further."""
-        return bool(self.unlearnt or self.pending)
+        return bool(self.schemaless or self.pending)
 
 
 class ClaimWaits:
     """Requests whose objects are fetched.
 
     Args:
-        fetcher: an open one.
-        rules: those of ingest.
+        fetcher: an open fetcher of objects.
+        rules: rules of ingest.
         finish: passes on a request whose object is here, or that has ended.
         budget: the byte budget of the source.
         freed: set after each acknowledgement, which may have made room.
@@ -68,7 +69,7 @@ class ClaimWaits:
         self,
         fetcher: ClaimFetcher,
         rules: IngestRules,
-        finish: Callable[[Claimed], Awaitable[None]],
+        finish: Callable[[Decoded], Awaitable[None]],
         budget: Budget,
         freed: AutoResetEvent,
         clock: Clock,
@@ -97,7 +98,7 @@ class ClaimWaits:
             async with self._tasks:
                 await self._closing.wait()
         except BaseException:
-            # Nobody waits for `close` then, which ends the thread otherwise.
+            # `close`, which otherwise ends the thread, is not called then.
             self._worker.close()
             raise
 
@@ -124,7 +125,7 @@ class ClaimWaits:
             self._wake(request)
         return found
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """End the fetches whose partitions were revoked, or are leaving."""
         for request in list(self._waiting):
             if self._is_left(request):
@@ -141,7 +142,7 @@ class ClaimWaits:
             await asyncio.wait(self._running)
         self._worker.close()
 
-    async def fetch_alone(self, pending: PendingClaim) -> Claimed | None:
+    async def fetch_alone(self, pending: PendingClaim) -> Decoded | None:
         """Return a request that runs alone, with its object, or ended; None if it was left in the
         log.
         """
@@ -171,7 +172,7 @@ class ClaimWaits:
         if request in self._cancelled:
             self._cancelled.remove(request)
             request.fail(cancelled_failure(Stage.INGEST))  # the thread may have failed it otherwise
-            request.value, claimed = None, Claimed(request)
+            request.value, claimed = None, Decoded(request)
         await self._finish(claimed)
 
     def _is_left(self, request: Request) -> bool:
@@ -222,23 +223,23 @@ class ClaimWaits:
             charge(pending, 1)
             self._reserved.append(_ack_of(pending.request))
 
-    async def _decode(self, pending: PendingClaim) -> Claimed:
+    async def _decode(self, pending: PendingClaim) -> Decoded:
         """Decode a request's object on the thread, unless the request has ended."""
         request = pending.request
-        unlearnt: list[PendingTransform] = []
+        schemaless: list[PendingTransform] = []
         transforms: list[PendingValue] = []
         if request.failure is None:
             if not self._worker.is_started:
                 self._worker.start()
             ack_handle = _ack_of(request)
             work = self._worker.call(
-                lambda: decode_claimed(request, self._rules, unlearnt, transforms)
+                lambda: decode_claimed(request, self._rules, schemaless, transforms)
             )
             beside_bytes = await work.done
             ack_handle.resize(ack_handle.size_bytes + beside_bytes)
         if request.failure is not None:
             request.value = None
-        return Claimed(request, unlearnt, transforms)
+        return Decoded(request, schemaless, transforms)
 
 
 def charge(pending: PendingClaim, times: int) -> None:

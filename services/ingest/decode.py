@@ -93,8 +93,9 @@ class IngestRules:
         admission: None if the batcher is in another process.
         decompressor: decompresses small values; without it, all are decompressed immediately.
         transform_later: receives payloads whose transform is user code or may take long, and
-            values that take long to decompress or to decode, for a worker; without it none waits.
-        learn_later: receives payloads whose schemas must be fetched first.
+            values that take long to decompress or to decode, for a worker; without it, all of
+            this is done immediately.
+        fetch_schema_later: receives payloads whose schemas must be fetched first.
         read_claim: returns the claim in a header, or raises `Rejected`; see
             `headrace.claims.fetcher.ClaimFetcher`. None where no claims are allowed.
         fetch_later: receives claims.
@@ -108,7 +109,7 @@ class IngestRules:
     admission: Admission | None = None
     decompressor: InlineDecompressor | None = None
     transform_later: Callable[[PendingValue], None] | None = None
-    learn_later: Callable[[PendingTransform], None] | None = None
+    fetch_schema_later: Callable[[PendingTransform], None] | None = None
     read_claim: Callable[[bytes], Claim] | None = None
     fetch_later: Callable[[PendingClaim], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
@@ -434,7 +435,7 @@ def _take_claim(request: Request, header: bytes, rules: IngestRules) -> Request:
 def decode_claimed(
     request: Request,
     rules: IngestRules,
-    unlearnt: list[PendingTransform],
+    schemaless: list[PendingTransform],
     pending: list[PendingValue],
 ) -> int:
     """Decode the object of a claim, which is the value of its request. Any thread may do this.
@@ -442,7 +443,7 @@ def decode_claimed(
     Args:
         request: with the object as its value.
         rules: `limits.max_request_bytes` is the limit of claims.
-        unlearnt: receives payloads whose schemas must be fetched first.
+        schemaless: receives payloads whose schemas must be fetched first.
         pending: receives payloads and requests that are for a worker.
 
     Returns:
@@ -450,7 +451,7 @@ def decode_claimed(
     """
     value, envelope = request.value, request.envelope
     plain: bytes | memoryview | None = None
-    own = replace(rules, learn_later=unlearnt.append, transform_later=pending.append)
+    own = replace(rules, fetch_schema_later=schemaless.append, transform_later=pending.append)
     try:
         plain = plain_value(value, envelope, rules.limits.max_request_bytes)
         _bind_value(request, plain, envelope, own)
@@ -625,8 +626,8 @@ def _bind_payload(
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
     version.choose_whole_type(envelope)  # raises before anything of the payload is converted
-    if rules.learn_later is not None and find_unknown(version, payload) is not None:
-        rules.learn_later(PendingTransform(request, version, payload, envelope.content_type))
+    if rules.fetch_schema_later is not None and find_unknown(version, payload) is not None:
+        rules.fetch_schema_later(PendingTransform(request, version, payload, envelope.content_type))
         return
     content_type, inline_bytes = envelope.content_type, rules.inline_record_bytes
     if rules.transform_later is not None and version.transform.is_slow(

@@ -14,7 +14,7 @@ from headrace.tuning import TUNING, IngestTuning
 
 
 class InlineDecompressor:
-    """Decompresses values of one reading."""
+    """Decompresses small values, up to a number of bytes in one reading."""
 
     def __init__(self, limits: LimitSettings, tuning: IngestTuning = TUNING.ingest) -> None:
         self._limits = limits

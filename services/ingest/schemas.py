@@ -1,4 +1,4 @@
-"""Payloads that wait for their schemas, which a registry has.
+"""Payloads that wait for their schemas, which a schema registry holds.
 
 A schema is fetched once, so payloads rarely wait. While the registry is away they do, in flight and
 charged to the shares of their models; what has no room there stays in the log. A payload whose
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 def find_unknown(version: ModelVersion, payload: bytes) -> int | None:
-    """Return the id of the schema that must be learnt before a payload is transformed, or None."""
+    """Return the id of the schema that must be fetched before a payload is transformed, or None."""
     records = version.records
     if records is None or records.framed is None:
         return None
@@ -82,7 +82,7 @@ class SchemaWaits:
         while not self._closed:
             self._changed.clear()
             self._finish_ended()
-            if await self._learn_all():
+            if await self._fetch_all():
                 pauses.reset()
                 pause_s = None if not self._waiting else self._tuning.backoff.first_s
             else:
@@ -96,15 +96,15 @@ class SchemaWaits:
             except TimeoutError:
                 pass
 
-    async def learn_alone(self, payload: PendingTransform) -> bool:
+    async def fetch_alone(self, payload: PendingTransform) -> bool:
         """Wait for the schema of one payload, whose request runs alone; return False if it was
         left in the log.
         """
         try:
             async with asyncio.timeout(None) as within:
                 self._alone[payload] = within
-                self.revoked()  # it may have left before
-                await self._learn_alone(payload)
+                self.drop_revoked()  # it may have left before
+                await self._fetch_alone(payload)
         except TimeoutError:
             leave_in_log(payload.request)
             return False
@@ -112,11 +112,11 @@ class SchemaWaits:
             del self._alone[payload]
         return True
 
-    async def _learn_alone(self, payload: PendingTransform) -> None:
+    async def _fetch_alone(self, payload: PendingTransform) -> None:
         pauses = Pauses(self._tuning.backoff)
         while not self._end(payload):
             try:
-                await _learn(payload.version, _schema_id(payload))
+                await _fetch(payload.version, _schema_id(payload))
             except Rejected as error:
                 payload.error = error
             except Retriable as error:
@@ -135,7 +135,7 @@ class SchemaWaits:
             self._changed.set()
         return found
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """Leave payloads whose partitions were revoked, or are leaving, in the log."""
         for payload, within in self._alone.items():
             if is_leaving(payload.request):
@@ -157,7 +157,7 @@ class SchemaWaits:
                 leave_in_log(payload.request)
         self._waiting.clear()
 
-    async def _learn_all(self) -> bool:
+    async def _fetch_all(self) -> bool:
         """Fetch the schemas that payloads wait for, the newest first; return False if the registry
         was away.
         """
@@ -167,7 +167,7 @@ class SchemaWaits:
                 break
             error: Rejected | None = None
             try:
-                await _learn(*key)
+                await _fetch(*key)
             except Rejected as refused:
                 error = refused
             except Retriable as away:
@@ -218,8 +218,8 @@ class SchemaWaits:
         log.warning(Event.SCHEMAS_DELAYED, model=version.name, reason=str(error))
 
 
-async def _learn(version: ModelVersion, schema_id: int) -> None:
-    await _framed(version).learn(schema_id)
+async def _fetch(version: ModelVersion, schema_id: int) -> None:
+    await _framed(version).fetch(schema_id)
 
 
 def _schema_id(payload: PendingTransform) -> int:

@@ -1,9 +1,10 @@
 """The ingest stage: records of a partition → checked requests → the batcher, or an answer.
 
-The path of a record: `run` receives the polled records of a partition; `RequestReader.read` decodes
-and checks them; `RequestSender` sends on what can run or has ended. Other requests wait: for
-their objects (`ClaimWaits`), their schemas (`SchemaWaits`) or a worker that makes their inputs
-(`TransformWaits`). Each of these has tasks of its own, so that reading goes on meanwhile.
+The path of a record: `_read_all` receives the polled records of a partition, `RequestReader.read`
+decodes and checks them, and `_finish` lets `RequestSender` send on the requests that can run or
+have ended. Other requests wait: for their objects (`ClaimWaits`), their schemas (`SchemaWaits`) or
+a worker that makes their inputs (`TransformWaits`). Each of these has tasks of its own, so that
+reading goes on meanwhile.
 Requests are *runnable*, or they have *ended*: with a failure, which the responder answers.
 """
 
@@ -24,7 +25,7 @@ from headrace.delivery.cancelling import cancelled_failure, find_cancelled
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, skipped_range
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Request
-from headrace.services.ingest.claims import Claimed, ClaimWaits, charge
+from headrace.services.ingest.claims import ClaimWaits, Decoded, charge
 from headrace.services.ingest.decode import (
     IngestRules,
     PendingClaim,
@@ -74,9 +75,9 @@ class IngestService:
         self._source = source
         self._sender = RequestSender(items, answers, source.deferral, instruments)
         self._metrics = instruments.metrics
-        # Filled while records are read, and taken after each turn.
+        # `RequestReader.read` adds the requests that have to wait; `_finish` takes them.
         self._pending: list[PendingValue] = []
-        self._unlearnt: list[PendingTransform] = []
+        self._schemaless: list[PendingTransform] = []
         self._unfetched: list[PendingClaim] = []
         decompressor = InlineDecompressor(rules.limits, tuning)
         self._workers = transforms or TransformPool([TransformThread(tuning)], tuning)
@@ -88,7 +89,7 @@ class IngestService:
             instruments.clock,
             tuning,
         )
-        self._schemas = SchemaWaits(self._finish_waiting, instruments.clock)
+        self._schemas = SchemaWaits(self._finish_with_schema, instruments.clock)
         self._claims: ClaimWaits | None = None
         if fetcher is not None:
             self._claims = ClaimWaits(
@@ -104,7 +105,7 @@ class IngestService:
             rules,
             decompressor=decompressor,
             transform_later=self._pending.append,
-            learn_later=self._unlearnt.append,
+            fetch_schema_later=self._schemaless.append,
             read_claim=None if fetcher is None else fetcher.read_claim,
             fetch_later=self._unfetched.append,
         )
@@ -123,16 +124,16 @@ class IngestService:
                 await transforming
             self._sender.close()
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """End requests that wait of partitions that were revoked. Those that wait for a store or a
         registry are left in the log when their partitions are leaving.
         """
-        self._schemas.revoked()
-        self._transforms.revoked()
+        self._schemas.drop_revoked()
+        self._transforms.drop_revoked()
         if self._claims is not None:
-            self._claims.revoked()
+            self._claims.drop_revoked()
 
-    async def learn_schemas(self) -> None:
+    async def fetch_schemas(self) -> None:
         """Fetch the schemas that payloads wait for, until `run` has ended."""
         await self._schemas.run()
 
@@ -160,15 +161,16 @@ class IngestService:
 
     async def _finish(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
         """Send on the requests that are complete, and let the others wait."""
+        # Records that cancel a request are not admitted, so they have the null ack.
         cancelling = [each for each in requests if each.ack_handle is NULL_ACK]
         if not (cancelling or self._has_waiting()):
             await self._sender.send_read(polled, list(requests))
             return
         left = self._cancel(cancelling) if cancelling else []
-        unlearnt = [each for each in _take_all(self._unlearnt) if each.request.failure is None]
+        schemaless = [each for each in _take_all(self._schemaless) if each.request.failure is None]
         pending = [each for each in _take_all(self._pending) if each.request.failure is None]
         unfetched = [each for each in _take_all(self._unfetched) if each.request.failure is None]
-        waiting = {id(payload.request) for payload in (*unlearnt, *pending)}
+        waiting = {id(payload.request) for payload in (*schemaless, *pending)}
         waiting.update(id(claim.request) for claim in unfetched)
         complete = list(requests)
         if waiting or cancelling:
@@ -179,9 +181,9 @@ class IngestService:
             ]
         await self._sender.send_read(polled, complete)
         if polled.is_isolated:
-            await self._finish_alone(polled, unlearnt, pending, unfetched)
+            await self._finish_alone(polled, schemaless, pending, unfetched)
         else:
-            await self._let_wait(polled, unlearnt, pending, unfetched)
+            await self._let_wait(polled, schemaless, pending, unfetched)
         if left:
             # Last: what they cancel must have been sent before.
             await self._transforms.passed_on()
@@ -189,13 +191,13 @@ class IngestService:
 
     def _has_waiting(self) -> bool:
         """Return True if one of the requests just read has to wait."""
-        return bool(self._unlearnt or self._pending or self._unfetched)
+        return bool(self._schemaless or self._pending or self._unfetched)
 
     def _cancel(self, cancelling: Sequence[Request]) -> list[Request]:
         """End the requests that wait here and that records cancel, those read with them included;
         return the records that cancel none of them.
         """
-        just_read = [each.request for each in (*self._unlearnt, *self._pending)]
+        just_read = [each.request for each in (*self._schemaless, *self._pending)]
         just_read += [each.request for each in self._unfetched]
         found = find_cancelled(cancelling, just_read)
         for request in found:
@@ -214,16 +216,16 @@ class IngestService:
     async def _let_wait(
         self,
         polled: PolledRecords,
-        unlearnt: Sequence[PendingTransform],
+        schemaless: Sequence[PendingTransform],
         pending: Sequence[PendingValue],
         unfetched: Sequence[PendingClaim],
     ) -> None:
         """Let requests wait, as far as their models' shares have room."""
         # One after the other: charged together, they would leave no room for what fits.
-        for schemaless in unlearnt:
-            self._transforms.reserve(schemaless)
-            if await self._sender.take_room(polled, schemaless.request):
-                self._schemas.add(schemaless)
+        for transform in schemaless:
+            self._transforms.reserve(transform)
+            if await self._sender.take_room(polled, transform.request):
+                self._schemas.add(transform)
         for payload in pending:
             self._transforms.reserve(payload)
             payload.is_reread = polled.is_reread
@@ -241,7 +243,7 @@ class IngestService:
     async def _finish_alone(
         self,
         polled: PolledRecords,
-        unlearnt: Sequence[PendingTransform],
+        schemaless: Sequence[PendingTransform],
         pending: Sequence[PendingValue],
         unfetched: Sequence[PendingClaim],
     ) -> None:
@@ -249,14 +251,14 @@ class IngestService:
         nothing else runs until it has been answered.
         """
         assert polled.isolation is not None
-        waiting, payloads = list(unlearnt), []
+        waiting, payloads = list(schemaless), []
         for value in pending:
             if not isinstance(value, PendingCompressed):
                 payloads.append(value)
                 continue
             await self._transforms.run_alone(value)
             decoded = self._decode_made(value)
-            waiting += decoded.unlearnt
+            waiting += decoded.schemaless
             payloads += decoded.pending
             if not decoded.is_pending:
                 await self._sender.send_read(polled, [decoded.request])
@@ -266,36 +268,36 @@ class IngestService:
             if claimed is None:
                 polled.isolation.leave()
                 continue
-            waiting += claimed.unlearnt
+            waiting += claimed.schemaless
             payloads += claimed.pending
             if not claimed.is_pending:
                 await self._sender.send_read(polled, [claimed.request])
         for payload in waiting:
-            if await self._schemas.learn_alone(payload):
+            if await self._schemas.fetch_alone(payload):
                 payloads.append(payload)
             else:
                 polled.isolation.leave()
         for each in payloads:
             await self._sender.send_read(polled, [await self._transforms.run_alone(each)])
 
-    async def _finish_claimed(self, claimed: Claimed) -> None:
+    async def _finish_claimed(self, claimed: Decoded) -> None:
         """Pass on a request whose object is here, or that has ended, or let it wait further."""
         if claimed.is_pending:
             self._let_wait_further(claimed)
             return
         await self._sender.send_charged([claimed.request])
 
-    def _let_wait_further(self, claimed: Claimed) -> None:
+    def _let_wait_further(self, claimed: Decoded) -> None:
         """Let a request whose value is here wait for its schema or for a worker."""
-        for payload in claimed.unlearnt:
+        for payload in claimed.schemaless:
             self._transforms.reserve(payload)
             self._schemas.add(payload)
         for value in claimed.pending:
             self._transforms.reserve(value)
             self._transforms.add(value)
 
-    def _finish_waiting(self, payloads: Sequence[PendingTransform]) -> None:
-        """Let payloads whose schemas are known, or that have ended, wait for a worker."""
+    def _finish_with_schema(self, payloads: Sequence[PendingTransform]) -> None:
+        """Let payloads whose schemas are known, or whose requests have ended, wait for a worker."""
         for payload in payloads:
             self._transforms.add(payload)
 
@@ -309,21 +311,21 @@ class IngestService:
                 payloads = [each for each in payloads if each.request is not decoded.request]
         await self._sender.send_transformed(payloads)
 
-    def _decode_made(self, payload: PendingValue) -> Claimed:
-        """Decode a value that a worker has decompressed; return its request, or that of another
-        payload as it is.
+    def _decode_made(self, payload: PendingValue) -> Decoded:
+        """Decode a value that a worker has decompressed. The request of any other payload, whose
+        inputs a worker has made, is returned as it is.
         """
         request = payload.request
         if isinstance(payload, PendingCompressed) and request.failure is None:
             bind_decompressed(request, payload.plain, self._rules)
-            for value in (*self._unlearnt, *self._pending):
+            for value in (*self._schemaless, *self._pending):
                 value.is_reread = payload.is_reread
-            return Claimed(request, _take_all(self._unlearnt), _take_all(self._pending))
-        return Claimed(request)
+            return Decoded(request, _take_all(self._schemaless), _take_all(self._pending))
+        return Decoded(request)
 
 
 class RequestSender:
-    """Send on requests that are complete; those of models over their share wait for room.
+    """Send complete requests to the next stages; those of models over their share wait for room.
 
     Args:
         items: receives the requests that can run.
@@ -386,8 +388,8 @@ class RequestSender:
         only now are charged to these.
         """
         self._trace([payload.request for payload in payloads])
-        # Looked at once: a request that was sent may be answered, and its share forgotten, before
-        # the next one is charged.
+        # Find all of them first: a request that was sent may be answered, and its share forgotten,
+        # before the next one is charged.
         misplaced = [payload for payload in payloads if self._is_misplaced(payload.request)]
         placed = [payload.request for payload in payloads if payload not in misplaced]
         await self._send(*_divide(placed))

@@ -254,7 +254,7 @@ class TransformWaits:
         async with self._passing_on:
             pass
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """End the requests whose partitions were revoked."""
         gone = [each for each in self._payloads.values() if each.request.ack_handle.revoked]
         self._end(gone, REVOKED)

@@ -167,14 +167,14 @@ class AtLeastOnce:
                     if not requests[index].ack_handle.revoked
                 ]
             )
-        acknowledged_us = kept_us = clock()
+        acknowledged_us = dead_letters_us = clock()
         # Dead letters are written before the ack: an acknowledged request is not read again.
         assigned = drop_revoked(requests, self._metrics)
         failed = [request for request in assigned if request.failure is not None]
         if failed:
             await self._write_dead_letters(encoder.encode_dead_letters(failed))
-            kept_us = clock()
-        times = Answering(began_us, encoded_us, acknowledged_us, kept_us)
+            dead_letters_us = clock()
+        times = Answering(began_us, encoded_us, acknowledged_us, dead_letters_us)
         encoder.record_answered({target: assigned}, times)
         # Ack last: a crash before this line repeats answers, but loses none.
         self._offset_store.ack(assigned)

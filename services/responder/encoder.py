@@ -210,7 +210,7 @@ class AnswerEncoder:
         self, answered: Mapping[TopicPartition, Sequence[Request]], times: Answering
     ) -> None:
         """Record in metrics, logs and traces that these answers and dead letters are written."""
-        now_us = times.kept_us
+        now_us = times.dead_letters_us
         for target, requests in answered.items():
             self._metrics.answered(requests, times.began_us, now_us)
             log_answered(requests, now_us)

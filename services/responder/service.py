@@ -173,7 +173,7 @@ class ResponderService:
         if self._claims is not None:
             self._claims.close()
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """Drop waiting requests whose ack handles have been revoked."""
         self._answers.drop_revoked()
 

@@ -52,7 +52,7 @@ async def test_registry_places_schemas_of_each_kind_and_refuses_others(
             }
             latest = await second.find_latest_id("protobuf")
             framed = FramedSchemas(second, [TensorSpec("y", "FP32", (-1,))], "scored")
-            await framed.learn(ids["json"])
+            await framed.fetch(ids["json"])
             refused: list[Rejected] = []
             for asked in (
                 second.fetch(9999),

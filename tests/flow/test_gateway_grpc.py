@@ -236,7 +236,7 @@ async def test_calls_that_come_one_after_the_other_share_batches(repository: Pat
 
 
 async def test_calls_that_are_accepted_one_by_one_are_answered(repository: Path) -> None:
-    """So it is with a release of grpcio that lacks what accepting several needs."""
+    """With a release of grpcio that lacks the private names, calls are accepted in this way."""
     single = replace(TUNING.gateway, accepted_at_once=0)
     async with caller_of(repository, tuning=single) as (_, caller):
         answers = await asyncio.gather(*(caller.infer(pixels()) for _ in range(20)))

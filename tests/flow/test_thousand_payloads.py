@@ -84,7 +84,7 @@ def sounds(repository: Path) -> Iterator[Payload]:
 async def test_thousand_payloads_get_answers_of_script(
     tmp_path: Path, payloads: Callable[[Path], Iterator[Payload]]
 ) -> None:
-    """All at once, so that they share batches."""
+    """All payloads are sent at once, so that they share batches."""
     sent = list(payloads(tmp_path))
     settings = make_settings({"models": {"repository": str(tmp_path)}})
     log = await log_for(settings)

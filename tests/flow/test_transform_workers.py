@@ -68,10 +68,10 @@ def settings(tmp_path: Path) -> Settings:
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-async def test_refusals_that_no_answer_can_hold_fail_alone(
+async def test_refusal_that_no_answer_can_hold_fails_alone(
     settings: Settings, isolation: Literal["thread", "process"]
 ) -> None:
-    """A user's text may quote bytes that are no UTF-8, and its code may be none of ours."""
+    """Its text may quote bytes that are not UTF-8, and its code may not be in the contract."""
     ingest = settings.ingest.model_copy(update={"transform_isolation": isolation})
     settings = settings.model_copy(update={"ingest": ingest})
     log = await log_for(settings)

@@ -347,7 +347,7 @@ def test_arbitrary_headers_make_envelope(
 def test_json_text_in_parts_is_converted_or_refused_as_whole(
     array: NDArray[Any], *, is_flat: bool, part_bytes: int, data: st.DataObject
 ) -> None:
-    """Flat or nested, of the right shape or of another one, and with wrong elements."""
+    """Data may be flat or nested, shapes right or wrong, and elements wrong."""
     tensor = from_array("x", array)
     elements: Any = bytes_to_data(tensor)[0]
     if not is_flat and tensor.datatype != "BYTES":

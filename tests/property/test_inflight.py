@@ -150,7 +150,7 @@ class LedgerMachine(RuleBasedStateMachine):
         offsets = self.tracker.committable()
         for name, committed in offsets.items():
             self.partitions[name].committed = committed
-        self.tracker.was_committed(offsets)
+        self.tracker.note_committed(offsets)
         assert self.tracker.committable() == {}
 
     @invariant()

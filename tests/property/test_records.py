@@ -161,7 +161,7 @@ def test_any_json_becomes_inputs_or_is_refused(
 def test_large_json_is_read_or_refused_as_small(
     rows: list[dict[str, Any]], content_type: str, changed: bytes, place: int
 ) -> None:
-    """Records that are decoded one by one, and records that are decoded in one call."""
+    """Decoding records one by one gives the result of decoding them in one call."""
     rows = _in_range(rows)
     ends = b"\n" if content_type != "application/json" else b","
     text = ends.join(map(msgspec.json.encode, rows))

@@ -12,7 +12,7 @@ from headrace.primitives.child_process import start_child
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
-def test_nice_child_yields_also_to_other_sessions(tmp_path: Path) -> None:
+def test_child_with_niceness_yields_to_other_sessions(tmp_path: Path) -> None:
     """Its session is a group of the scheduler, whose niceness is a number of its own."""
     endless = tmp_path / "model.onnx"
     os.mkfifo(endless)

@@ -113,7 +113,7 @@ def test_bomb_takes_no_more_memory_than_limit(coding: str) -> None:
 
 @pytest.mark.parametrize("window_bits", [16, 22, 24])
 def test_br_bomb_behind_small_block_stops_at_limit(window_bits: int) -> None:
-    """The first block says nothing of what follows it, and the library would make twice as much."""
+    """The first block does not declare the others; the library would make twice as much."""
     stream = brotli.Compressor(lgwin=window_bits)
     bomb = stream.process(b"{}") + stream.flush() + stream.process(RUNS * 8) + stream.finish()
     tracemalloc.start()
@@ -128,7 +128,7 @@ def test_br_bomb_behind_small_block_stops_at_limit(window_bits: int) -> None:
 
 
 def test_br_is_read_from_blocks_of_any_size() -> None:
-    """What is dense, what is not, and what has been written in pieces."""
+    """Dense parts, other parts and parts written in pieces are decompressed."""
     stream = brotli.Compressor()
     pieces = [TEXT[:3], RUNS, TEXT[3:], bytes(range(256)) * 40, RUNS[:100_000]]
     content = b"".join(stream.process(piece) + stream.flush() for piece in pieces)
@@ -140,7 +140,7 @@ def test_br_is_read_from_blocks_of_any_size() -> None:
 @pytest.mark.parametrize("window_bits", [10, 18, 22, 24])
 @pytest.mark.parametrize("size", [1_000, 50_000, len(TEXT)])
 def test_br_of_several_blocks_may_hide_its_size(window_bits: int, size: int) -> None:
-    """What is compressed at once has one block, which declares its size; gzip is bounded anyway."""
+    """A value compressed at once has one block, which declares its size; gzip is bounded anyway."""
     stream = brotli.Compressor(lgwin=window_bits)
     several = stream.process(b"{}") + stream.flush() + stream.process(RUNS) + stream.finish()
 

@@ -8,7 +8,7 @@ import threading
 from headrace.primitives.worker_thread import WorkerThread
 
 
-def test_loop_ends_during_call_calls_behind_it_are_made_before_thread_ends() -> None:
+def test_calls_queued_when_loop_ends_are_made_before_thread_ends() -> None:
     """They may end a child process, or release a device."""
     worker = WorkerThread("worker")
     loop_has_ended = threading.Event()

@@ -732,8 +732,8 @@ async def close_producer(producer: AIOKafkaProducer, timeout_s: float) -> None:
         await asyncio.wait([task], timeout=timeout_s)
     await _cancel([task, *_tasks_of(sender)], timeout_s)
     waiting = [batch for batches in accumulator._batches.values() for batch in batches]
-    # Those that wait to be sent again are not pending, but aiokafka's callback on their end removes
-    # them from what is, with a KeyError in the log for each.
+    # Batches that wait to be sent again are not in `_pending_batches`, but aiokafka's callback at
+    # their end removes them from it, and logs a KeyError for each that is missing.
     accumulator._pending_batches.update(waiting)
     accumulator.fail_all(ProducerClosed())
     for batch in waiting:

@@ -76,8 +76,10 @@ class AvroSchema:
         return found
 
     def _read_items(self, stream: io.BytesIO) -> list[Any]:
-        """Return the records of an array, read one by one, so that the thread releases the
-        interpreter lock in between; none, at the begin of the stream, if that fails.
+        """Return the records of an array. They are read one by one, so that the thread releases the
+        interpreter lock in between.
+
+        The list is empty, and the stream is at its beginning, if they cannot be read in this way.
         """
         if self._items is None:
             return []
@@ -86,9 +88,9 @@ class AvroSchema:
         try:
             while count := read(stream, self._longs, None):
                 if count < 0:
-                    read(stream, self._longs, None)  # bytes of the block
+                    read(stream, self._longs, None)  # the size of the block in bytes
                 found += [read(stream, self._items, None) for _ in range(abs(count))]
-        except Exception:  # noqa: BLE001 - found again, see `read_next`
+        except Exception:  # noqa: BLE001 - `read_next` finds and describes it
             stream.seek(0)
             return []
         if not found:

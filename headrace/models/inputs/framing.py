@@ -72,20 +72,20 @@ class FramedSchemas:
         return int(_HEAD.unpack_from(payload)[1])
 
     def find_unknown(self, payload: bytes | memoryview) -> int | None:
-        """Return the id of a payload's schema if it has one and it must be learnt."""
+        """Return the id of a payload's schema if it has one and it must be fetched."""
         schema_id = self.read_id(payload)
         if schema_id is None or self._framings.get(schema_id) is not None:
             return None
         return schema_id
 
-    async def learn_alone(self, payload: bytes) -> None:
-        """Learn the schema of a payload where the registry is not open. Raises as `learn` does."""
+    async def fetch_alone(self, payload: bytes) -> None:
+        """Fetch the schema of a payload where the registry is not open. Raises as `fetch` does."""
         schema_id = self.find_unknown(payload)
         if schema_id is not None:
             async with self._registry:
-                await self.learn(schema_id)
+                await self.fetch(schema_id)
 
-    async def learn(self, schema_id: int) -> None:
+    async def fetch(self, schema_id: int) -> None:
         """Fetch a schema, and find or register that of its answers, unless that was done before.
 
         Raises:

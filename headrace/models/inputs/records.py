@@ -82,7 +82,7 @@ class Records:
 
     Attributes:
         pass_through: answers are the records with the outputs in them, see `merge`.
-        framed: schemas of payloads with Confluent's framing, which must be learnt before a payload
+        framed: schemas of payloads with Confluent's framing, which must be fetched before a payload
             is converted or merged; None without framing.
 
     Raises:
@@ -344,7 +344,7 @@ def read_json(
     is_lines = content_type in JSON_LINES
     form: Literal["json", "lines"] = "lines" if is_lines else "json"
     if len(payload) > part_bytes:
-        # What fails is found again below, with its place in the payload.
+        # An error is raised again below, with its place in the payload.
         with suppress(*DECODE_ERRORS):
             texts = (_split_json_lines if is_lines else _split_json)(payload)
             return _table_of([_decode_json(text) for text in texts], form)

@@ -36,8 +36,8 @@ ENCODING = "encoding"
 BASE64 = "base64"
 
 _FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
-_NUMBERS = frozenset(DATATYPES) - {"BYTES", "BOOL"}
-_OF_NUMBERS = b"0123456789+-.eE \t\r\n"
+_NUMBER_DATATYPES = frozenset(DATATYPES) - {"BYTES", "BOOL"}
+_NUMBER_CHARACTERS = b"0123456789+-.eE \t\r\n"
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
@@ -98,7 +98,7 @@ def text_to_bytes(
     """
     text = bytes(text)
     parts: Iterator[list[Any]] | None = None
-    if datatype in _NUMBERS and _has_nesting_of(text, shape):
+    if datatype in _NUMBER_DATATYPES and _has_nesting_of(text, shape):
         parts = _number_parts(text, part_bytes)
     elif datatype == "BYTES" and text.startswith(b"["):
         parts = _string_parts(text, part_bytes)
@@ -110,7 +110,7 @@ def text_to_bytes(
                 count -= len(part)
                 made.append(data_to_bytes(datatype, [len(part)], part, encoding, where))
         except (Rejected, msgspec.DecodeError, UnicodeDecodeError):
-            pass  # found again below, where the path of the element is known
+            pass  # raised again below, where the path of the element is known
         else:
             if count == 0 and made:
                 return b"".join(made)
@@ -121,7 +121,7 @@ def _has_nesting_of(text: bytes, shape: Sequence[int]) -> bool:
     """Return True if a JSON text holds only numbers, as many as the shape has, flat or nested."""
     if not shape or min(shape) < 1 or math.prod(shape) > len(text):
         return False
-    found = text.translate(None, _OF_NUMBERS)
+    found = text.translate(None, _NUMBER_CHARACTERS)
     if found == b"[%b]" % (b"," * (math.prod(shape) - 1)):
         return True
     nested = b""  # a number
@@ -131,7 +131,7 @@ def _has_nesting_of(text: bytes, shape: Sequence[int]) -> bool:
 
 
 def _number_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
-    """Yield the numbers of a text, some at a time, without their nesting."""
+    """Yield the numbers of a text in parts, without their nesting."""
     numbers = text.translate(None, b"[]")
     start = 0
     while start < len(numbers):
@@ -142,10 +142,10 @@ def _number_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
 
 
 def _string_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
-    """Yield the elements of an array, some at a time; each part but the last ends behind a string.
+    """Yield the elements of an array in parts; each part but the last ends after a string.
 
     Raises:
-        msgspec.DecodeError: they are arrays or objects.
+        msgspec.DecodeError: the elements are arrays or objects.
     """
     start, end, size = 1, len(text) - 1, part_bytes
     while start < end:

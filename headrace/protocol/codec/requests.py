@@ -48,7 +48,7 @@ class JsonInputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _JsonInputText(JsonInputTensor):
-    """One input whose `data` is the text of it."""
+    """One input whose `data` is still JSON text."""
 
     data: msgspec.Raw
 
@@ -65,9 +65,9 @@ class JsonInferenceRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _LargeJsonRequest(JsonInferenceRequest):
-    """One whose inputs are converted in parts."""
+    """A large request, whose inputs are converted in parts."""
 
-    inputs: Annotated[  # type: ignore[assignment]  # nobody appends to it
+    inputs: Annotated[  # type: ignore[assignment]  # nothing is ever appended
         list[_JsonInputText], msgspec.Meta(max_length=MAX_INPUTS)
     ]
 
@@ -190,7 +190,7 @@ def _from_json(
         convert = text_to_bytes if is_large else data_to_bytes
         try:
             content = convert(tensor.datatype, tensor.shape, tensor.data, encoding, where)
-        except DECODE_ERRORS:  # found again, with its path
+        except DECODE_ERRORS:  # raised again by this call, with its path
             return _from_json(value, limits, is_large=False)
         total += len(content)
         if total > limits.max_request_bytes:

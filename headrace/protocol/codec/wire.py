@@ -120,7 +120,7 @@ def restore_value(request: Request, value: bytes) -> None:
         check_tensor(datatype, shape, data, name)
         inputs.append(_new(Tensor, (name, datatype, shape, data)))
         if start + size > len(value):
-            request.places = None  # of a value without what is behind it
+            request.places = None  # some inputs lie behind this value, so its places do not hold
     request.inputs = tuple(inputs)
     request.value, request.referenced = value, 0
 

@@ -21,10 +21,7 @@ from numpy.typing import NDArray
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Batch, Envelope, Request
-from headrace.transport.channels import IDLE, Demand
-
-ModelKey = tuple[str, str]
-"""A model's name and version."""
+from headrace.transport.channels import IDLE, Demand, ModelKey
 
 NO_TIMEOUT = -1
 EXPIRED = -1

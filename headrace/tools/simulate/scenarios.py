@@ -24,13 +24,13 @@ from headrace.protocol.messages import Batch
 from headrace.tools.simulate.events import (
     Arrivals,
     ExecutorPool,
-    ModelKey,
     Observed,
     Policy,
     SimulatedLimits,
     Simulation,
 )
 from headrace.tools.simulate.service_times import ServiceTime
+from headrace.transport.channels import ModelKey
 from headrace.tuning import TUNING
 
 PolicyFactory: TypeAlias = Callable[[Callable[[str, str], SimulatedLimits]], Policy]

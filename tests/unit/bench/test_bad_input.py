@@ -45,8 +45,8 @@ def test_unmoved_caller_and_flat_memory_are_no_faults() -> None:
         ("DEADLINE_EXCEEDED", "1 bad requests were not answered in 5 s"),
     ],
 )
-def test_bad_request_that_ends_otherwise_is_a_fault(status: str, fault: str) -> None:
-    """The server is to blame the caller, and in time."""
+def test_bad_request_without_error_of_caller_is_a_fault(status: str, fault: str) -> None:
+    """It must get a status that blames the caller, and in time."""
     measured = found()
     measured.ended[Beside.BAD][status] += 1
 
@@ -66,7 +66,7 @@ def test_moved_p99_risen_memory_and_refusals_are_faults() -> None:
 
 
 def test_window_counts_requests_by_when_they_were_due() -> None:
-    """One that is held up counts in the window in which it was due, from that moment on."""
+    """A late request counts in the window in which it was due, from that moment on."""
     millis = 1_000_000
     notes = [
         Note(0, 999 * millis, 999 * millis, 1_900 * millis, 1),

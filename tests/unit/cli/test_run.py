@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.outcome import Exit
-from headrace.cli.run import announce_start, core_part
+from headrace.cli.run import announce_start, core_part, parse_stages
 from headrace.cli.settings import Invocation
-from headrace.cli.stages import parse_stages
 from headrace.config import Settings, make_settings
 from headrace.runtime.process import OpenDoors
 from headrace.telemetry.logs import LogRateLimiter
@@ -157,7 +156,7 @@ def test_run_shortens_thread_switch_interval(call: Call, started: Started) -> No
     assert sys.getswitchinterval() == pytest.approx(TUNING.runtime.thread_switch_interval_s)
 
 
-def test_run_that_left_requests_exits_with_code_of_its_own(
+def test_run_that_left_requests_exits_with_not_drained(
     call: Call, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A supervisor can tell it from a drained process, and from one that failed."""

@@ -105,7 +105,7 @@ async def test_only_one_commit_is_in_flight(log: MemoryLog) -> None:
 
 
 @pytest.mark.parametrize(("answered", "figures"), [([1, 3], (2, 2)), ([1, 2, 3, 4], (0, 4))])
-async def test_stop_without_last_commit_says_how_much_it_leaves(
+async def test_stop_without_last_commit_logs_how_much_it_leaves(
     log: MemoryLog, answered: list[int], figures: tuple[int, int]
 ) -> None:
     """Answers whose offsets are not committed are repeated, so an operator must see them."""
@@ -131,8 +131,8 @@ def _left(lines: Sequence[EventDict]) -> list[tuple[int, int]]:
     return [(line["in_flight"], line["uncommitted"]) for line in found]
 
 
-async def test_end_without_drain_says_how_much_it_leaves(log: MemoryLog) -> None:
-    """As when a stage has failed, or a second signal came."""
+async def test_end_without_drain_logs_how_much_it_leaves(log: MemoryLog) -> None:
+    """A source ends without a drain when a stage fails or a second signal comes."""
     await fill(log, 5)
     source = make_source(log)
     stage = Stage(source, CollectorRegistry())

@@ -103,13 +103,13 @@ async def test_answer_stays_pending_until_committed(log: MemoryLog) -> None:
     """Offsets that the log acknowledged are committed again only after `forget_committed`."""
     source_offsets = await assigned(log)
     first = source_offsets.committable()
-    source_offsets.was_committed(first)
+    source_offsets.note_committed(first)
     assert (first, source_offsets.committable()) == ({SOURCE: Committed(0)}, {})
 
     source_offsets.is_first_delivery(0, 0)
     source_offsets.answered([at(0)])
     assert source_offsets.committable() == {SOURCE: Committed(1)}
-    source_offsets.was_committed(source_offsets.committable() | {RESULTS: Committed(7)})
+    source_offsets.note_committed(source_offsets.committable() | {RESULTS: Committed(7)})
     assert source_offsets.committable() == {}
 
     source_offsets.forget_committed()

@@ -179,7 +179,7 @@ async def test_framed_message_comes_back_with_latest_schema_of_subject(
             more = f'{ANSWER}\nframing = "confluent"\nsubject = "s"'
             records = records_of(directory, more, client)
             assert records.framed is not None
-            await records.framed.learn(1)
+            await records.framed.fetch(1)
     order = full_order(order_type).SerializeToString()
     payload = struct.pack(">bI", 0, 1) + b"\x02\x02" + order
     outputs = {"score": np.array([0.5], np.float32), "labels": np.array([[3, 4]])}

@@ -135,7 +135,7 @@ async def test_schema_that_cannot_be_used_is_refused(form: str, schema: Any, exp
     async with StandInRegistry({1: (form, schema)}) as registry, client_of(registry) as client:
         framed = FramedSchemas(client, [spec("y", "FP32", [-1])], "s")
         with pytest.raises(Rejected, match=expected) as raised:
-            await framed.learn(1)
+            await framed.fetch(1)
 
     assert raised.value.code == Code.INVALID_REQUEST
     assert framed.find_unknown(b"\0\0\0\0\1") == 1
@@ -145,7 +145,7 @@ async def test_output_replaces_field_of_its_name() -> None:
     """The schema of the answers has it once, with the output's type."""
     signature = [spec("v", "INT64", [-1, 3])]
     async with StandInRegistry({1: ("AVRO", RECORD)}) as registry, client_of(registry) as client:
-        await FramedSchemas(client, signature, "s").learn(1)
+        await FramedSchemas(client, signature, "s").fetch(1)
         registered = json.loads(registry.schemas[2][1])
 
     assert registered["fields"] == [{"name": "v", "type": {"type": "array", "items": "long"}}]

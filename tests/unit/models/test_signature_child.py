@@ -47,7 +47,7 @@ def test_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
 def test_child_that_ends_without_reply_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child that the kernel kills, or that cannot import what it needs."""
+    """The kernel may kill a child, and a child may lack a module."""
     path = tmp_path / "model.onnx"
     onnx.save(digits(), path)
     (tmp_path / "msgspec.py").write_text("raise RuntimeError", encoding="utf-8")

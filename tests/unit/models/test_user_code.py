@@ -51,7 +51,7 @@ def wait(until: threading.Event) -> None:
 def test_interrupted_code_ends_with_interruption_and_thread_goes_on(
     code_of_user: Callable[[threading.Event], None],
 ) -> None:
-    """Whether it arrives in the code, or the code has swallowed it."""
+    """The interruption ends the code, or the code catches it."""
     code = Interruptible()
     has_begun, may_end = threading.Event(), threading.Event()
     found: list[str] = []

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from headrace.errors import Code, Rejected
 from headrace.protocol.messages import Failure, IngestedRequest, Request
-from headrace.services.batcher.batcher import DynamicBatcher, ModelKey
+from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.services.batcher.fair_queue import BatchLimits
 from headrace.topics import Stage
+from headrace.transport.channels import ModelKey
 from tests.support.batching import NOW_MS, request_of
 from tests.support.work import NOW_US, Limits
 

@@ -18,7 +18,7 @@ from headrace.log.port import TopicPartition
 from headrace.models.version import ModelVersion
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.protocol.messages import Envelope, Request
-from headrace.services.ingest.claims import Claimed, ClaimWaits
+from headrace.services.ingest.claims import ClaimWaits, Decoded
 from headrace.services.ingest.decode import IngestRules, PendingClaim
 from headrace.tuning import TUNING
 from tests.support.claim_store import StandInStore
@@ -62,7 +62,7 @@ class ClaimBench:
             replace(TUNING.ingest, room_interval_s=0.001),
         )
 
-    async def _finish(self, claimed: Claimed) -> None:
+    async def _finish(self, claimed: Decoded) -> None:
         self.finished.append(claimed.request)
 
     def assign(self, number: int) -> AssignedPartition:
@@ -104,7 +104,7 @@ async def test_claim_that_was_left_in_the_log_holds_no_room() -> None:
         bench.waits.add(bench.claim("a", leaving), is_charged=False)
         await eventually(lambda: bench.store.reads == 1, what="the object is fetched")
         leaving.leaving = True
-        bench.waits.revoked()
+        bench.waits.drop_revoked()
         await eventually(lambda: not leaving.in_flight, what="it is left in the log")
         bench.release()
         other.admit(0, 990)

@@ -62,7 +62,7 @@ async def test_payload_alone_waits_until_registry_is_back(tmp_path: Path) -> Non
         payload = PendingTransform(make_request(), version, FRAMED, "avro/binary")
         async with client, asyncio.TaskGroup() as tasks:
             waits = SchemaWaits(finish, lambda: NOW_US, QUICK)
-            waiting = tasks.create_task(waits.learn_alone(payload))
+            waiting = tasks.create_task(waits.fetch_alone(payload))
             await eventually(lambda: len(registry.requests) > 2, what="it asked again")
             assert not waiting.done()
             registry.is_away = False
@@ -82,7 +82,7 @@ async def test_payload_alone_that_has_no_schema_in_time_ends(tmp_path: Path, fau
         request = make_request(deadline_ms=NOW_US // 1000 - 1 if fault == "late" else 0)
         payload = PendingTransform(request, version, FRAMED, "avro/binary")
         async with client:
-            await SchemaWaits(finish, lambda: NOW_US, QUICK).learn_alone(payload)
+            await SchemaWaits(finish, lambda: NOW_US, QUICK).fetch_alone(payload)
 
     if fault == "late":
         assert request.failure is not None
@@ -118,7 +118,7 @@ async def test_payload_read_while_its_partition_leaves_is_left_in_the_log(tmp_pa
         async with client:
             waits = SchemaWaits(finish, lambda: NOW_US, QUICK)
             assignment.leaving = True
-            waits.revoked()
+            waits.drop_revoked()
             request = make_request()
             request.ack_handle = assignment.admit(0, 10)
             waits.add(PendingTransform(request, version, FRAMED, "avro/binary"))

@@ -200,7 +200,7 @@ async def test_slow_payload_holds_neither_what_is_read_with_it_nor_after_it(mode
     assert counted(ingest.instruments, "transforms_waiting_bytes") == 0
 
 
-async def test_large_compressed_value_holds_neither_what_is_read_with_it_nor_after_it(
+async def test_large_compressed_value_delays_no_request_read_with_or_after_it(
     models: Models,
 ) -> None:
     """It waits for its turn with a worker as other slow payloads do, and ends when its time has
@@ -225,7 +225,7 @@ async def test_large_compressed_value_holds_neither_what_is_read_with_it_nor_aft
 async def test_compressed_payload_waits_for_transform_after_it_was_decompressed(
     models: Models,
 ) -> None:
-    """Its transform is run like that of a payload that came as it is."""
+    """Its transform is run like that of a payload that was not compressed."""
     content, headers = payload(b"waits", headers={"content-encoding": b"zstd"})
     feed = Feed()
     tuning = replace(TUNING.ingest, inline_decompressed_bytes=1)
@@ -352,7 +352,7 @@ async def test_payloads_of_revoked_partition_end_while_worker_is_busy(models: Mo
         await eventually(BEGUN.is_set)
         await eventually(lambda: ingest.sent == [2], what="the chunk has been read")
         tracker.revoke(REQUESTS)
-        ingest.service.revoked()
+        ingest.service.drop_revoked()
         await eventually(lambda: len(ingest.answers.requests) == 2, what="both have ended")
 
     assert {request.failure for request in ingest.answers.requests} == {REVOKED}

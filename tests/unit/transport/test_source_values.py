@@ -313,11 +313,11 @@ async def test_claim_of_revoked_request_is_no_longer_fetched() -> None:
                 await eventually(lambda: store.reads == 1, what="the object is fetched")
                 assert tracker.unfinished() == 1
                 assignment.leaving = True
-                values.revoked()
+                values.drop_revoked()
                 assert tracker.unfinished() == 0
                 assert not reading.done()
                 tracker.revoke(place)
-                values.revoked()
+                values.drop_revoked()
 
     assert wanted.failure == REVOKED
 

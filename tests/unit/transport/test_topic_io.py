@@ -480,7 +480,7 @@ async def test_batch_that_runs_alone_waits_for_its_version_to_load() -> None:
             assert batch is not None
             [request] = batch.requests
             assert is_isolated(request)
-            source.quarantine.has_run([request])
+            source.quarantine.end_isolation([request])
             request.ack_handle.ack()
             ran.append(request.offset)
         source.stop_reading()
