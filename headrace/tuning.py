@@ -578,6 +578,9 @@ class SchemaTuning:
     """A schema that is not there, or is refused, is not asked for again for so long."""
     max_container_bytes: int = 64 * 1024 * 1024
     """Most bytes that the blocks of an Avro container may yield."""
+    max_container_memory_bytes: int = 512 * 1024 * 1024
+    """Most memory that the records of such a container may take if its arrays or maps have records
+    or arrays: 64 MiB of records of one byte would take 18 GB."""
     container_schemas: int = 16
     """Schemas of such containers that are kept parsed, for each version."""
     max_empty_values: int = 16

@@ -6,7 +6,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.schema_registry import Bounded
@@ -17,6 +17,8 @@ from headrace.tuning import TUNING, SchemaTuning
 _CONTAINER = b"Obj\x01"
 _SYNC_BYTES = 16
 _CODECS = ("null", "deflate")
+_DICT_BYTES, _FIELD_BYTES, _LIST_BYTES = 250, 50, 64
+_NUMBERS = {"null": 0, "float": 4, "double": 8}
 INSTALL = "pip install 'headrace[avro]'"
 
 
@@ -27,8 +29,12 @@ class AvroSchema:
         text: the schema in JSON.
         name: where it comes from, for messages.
 
+    Attributes:
+        expansion: bytes of memory that a byte of records and lists in arrays and maps may take.
+
     Raises:
-        ConfigurationError: it is no such schema, it contains itself, or fastavro is missing.
+        ConfigurationError: it is no such schema, it contains itself, few bytes may be very many
+            values by it, or fastavro is missing.
     """
 
     def __init__(self, text: str, name: str, tuning: SchemaTuning = TUNING.schemas) -> None:
@@ -42,6 +48,7 @@ class AvroSchema:
         self._text = text
         self._name = name
         self._max_empty = tuning.max_empty_values
+        self.expansion = 0.0
         self._schema = self._parse(text)
         self._longs = fastavro.parse_schema("long")
         self._items = self._find_items()
@@ -59,7 +66,7 @@ class AvroSchema:
         try:
             schema = self._fastavro.parse_schema(json.loads(text))
             _refuse_recursion(schema, ())
-            _count_empty(schema, {}, self._max_empty)
+            self.expansion = _measure(schema, {}, self._max_empty).expansion
         except Exception as error:  # fastavro has no common class for what a wrong schema may raise
             raise ConfigurationError(
                 f"transform.record.avro_schema: {self._name}: {describe_error(error)}"
@@ -163,6 +170,7 @@ class AvroContainers:
         self._outputs = tuple(outputs)
         self._max_rows = max_rows
         self._limit_bytes = tuning.max_container_bytes
+        self._limit_memory_bytes = tuning.max_container_memory_bytes
         self._longs = AvroSchema('"long"', "container")
         self._maps = AvroSchema('{"type": "map", "values": "bytes"}', "container")
         self._schemas: Bounded[str, AvroSchema] = Bounded(tuning.container_schemas)
@@ -186,7 +194,7 @@ class AvroContainers:
             raise _unreadable(f"a container with one of the codecs {', '.join(_CODECS)}", codec)
         schema = self._find_schema(metadata.get("avro.schema", b""))
         rows: list[Any] = []
-        left_bytes = self._limit_bytes
+        left_bytes, left_memory_bytes = self._limit_bytes, self._limit_memory_bytes
         while stream.tell() < len(payload):
             head = "the head of a block"
             count = _read_part(self._longs, stream, head)
@@ -200,10 +208,15 @@ class AvroContainers:
                 expected, got = f"at most max_rows = {self._max_rows} records", "more"
                 raise Rejected.mismatch(Code.TOO_LARGE, "payload", expected=expected, got=got)
             content = io.BytesIO(_inflate(block, codec, left_bytes))
-            rows += [schema.read_next(content) for _ in range(count)]
+            if len(content.getbuffer()) * schema.expansion > left_memory_bytes:
+                what = "payload: memory of records in arrays and maps of the container"
+                raise too_large(what, self._limit_memory_bytes)
+            rows += (found := [schema.read_next(content) for _ in range(count)])
             if content.tell() != len(content.getbuffer()):
                 raise _unreadable(f"{count} records in a block", f"bytes behind them at {start}")
             left_bytes -= len(content.getbuffer())
+            if schema.expansion > 0:
+                left_memory_bytes = max(0, left_memory_bytes - _memory_of(found))
         return rows, schema, codec
 
     def write(self, rows: Sequence[Any], schema: AvroSchema, codec: str) -> bytes:
@@ -256,15 +269,23 @@ def _read_bytes(stream: io.BytesIO, size: int, what: str) -> bytes:
     return content
 
 
+def _memory_of(value: dict[str, Any] | list[Any]) -> int:
+    """Return the bytes that records and lists take in memory, besides numbers and texts in them."""
+    own, inner = _LIST_BYTES, value
+    if isinstance(value, dict):
+        own, inner = _DICT_BYTES + _FIELD_BYTES * len(value), list(value.values())
+    return own + sum([_memory_of(each) for each in inner if isinstance(each, dict | list)])
+
+
 def _inflate(block: bytes, codec: str, limit_bytes: int) -> bytes:
     """Return what a block holds. Raises `Rejected`."""
-    if codec == "null":
-        return block
-    stream = zlib.decompressobj(-zlib.MAX_WBITS)
-    try:
-        content = stream.decompress(block, limit_bytes + 1)
-    except zlib.error as error:
-        raise _unreadable("a block in deflate", str(error)) from error
+    content = block
+    if codec != "null":
+        stream = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            content = stream.decompress(block, limit_bytes + 1)
+        except zlib.error as error:
+            raise _unreadable("a block in deflate", str(error)) from error
     if len(content) > limit_bytes:
         raise too_large("payload: blocks of the container", limit_bytes)
     return content
@@ -305,42 +326,71 @@ def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:
         raise ValueError(f"expected a schema that does not contain itself, got {schema} in itself")
 
 
-def _count_empty(schema: Any, named: dict[str, tuple[bool, int]], most: int) -> tuple[bool, int]:
-    """Return whether values of a schema take no bytes, and how many values that take none one of
-    them has at most. What reads them is not bounded by the bytes of a payload.
+class _Measure(NamedTuple):
+    """What values of a schema take, estimated from below for bytes and from above for memory."""
+
+    fewest_bytes: int
+    """Bytes of the shortest value."""
+    empty_values: int
+    """Values in it that take no bytes, at most."""
+    memory_bytes: int
+    """Memory of the dict or list that a value is, and of those in its fields."""
+    expansion: float
+    """Memory for each byte of the records and lists in its arrays and maps, at most."""
+
+
+def _measure(schema: Any, named: dict[str, _Measure], most: int) -> _Measure:
+    """Return what values of a schema take: the memory of what is read is not bounded by the bytes
+    of a payload.
 
     Args:
         schema: as fastavro has parsed it.
         named: the results for types that have names, to which it may refer.
-        most: limit for a record.
+        most: limit for the values without bytes in a record.
 
     Raises:
         ValueError: a few bytes could make any number of values, or very many.
     """
     if isinstance(schema, str):
-        return named.get(schema, (schema == "null", int(schema == "null")))
-    if isinstance(schema, list):  # takes the number of one of them
-        return False, max([_count_empty(each, named, most)[1] for each in schema], default=0)
+        fewest = _NUMBERS.get(schema, 1)
+        return named.get(schema) or _Measure(fewest, int(fewest == 0), 0, 0.0)
+    if isinstance(schema, list):  # a union: the number of one of them, and that
+        found = [_measure(each, named, most) for each in schema]
+        return _Measure(
+            1 + min([each.fewest_bytes for each in found], default=0),
+            max([each.empty_values for each in found], default=0),
+            max([each.memory_bytes for each in found], default=0),
+            max([each.expansion for each in found], default=0.0),
+        )
     kind = schema["type"]
-    is_empty, count = False, 0
     if "fields" in schema:
-        fields = [_count_empty(field["type"], named, most) for field in schema["fields"]]
-        is_empty = all(found for found, _ in fields)
-        count = sum([each for _, each in fields]) + is_empty
-        if count > most:
-            raise ValueError(f"expected at most {most} values without bytes, got {count}")
-    elif kind == "fixed":
-        is_empty = schema["size"] < 1
-        count = int(is_empty)
+        fields = [_measure(field["type"], named, most) for field in schema["fields"]]
+        fewest = sum([each.fewest_bytes for each in fields])
+        empty = sum([each.empty_values for each in fields]) + (fewest == 0)
+        if empty > most:
+            raise ValueError(f"expected at most {most} values without bytes, got {empty}")
+        memory = _DICT_BYTES + sum([_FIELD_BYTES + each.memory_bytes for each in fields])
+        expansion = max([each.expansion for each in fields], default=0.0)
+        measure = _Measure(fewest, empty, memory, expansion)
     elif kind in ("array", "map"):
-        has_none, _ = _count_empty(schema.get("items", schema.get("values")), named, most)
-        if has_none and kind == "array":
+        items = schema.get("items", schema.get("values"))
+        is_union = isinstance(items, list)
+        found = [_measure(each, named, most) for each in (items if is_union else [items])]
+        besides = is_union + (kind == "map")  # the number of one of them, the length of a key
+        if besides + min([each.fewest_bytes for each in found], default=1) == 0:
             raise ValueError("expected items that take bytes, got an array of some that take none")
-    elif kind != "enum":
-        is_empty, count = _count_empty(kind, named, most)
+        densities = [each.memory_bytes / (besides + each.fewest_bytes) for each in found]
+        expansion = max([each.expansion for each in found] + densities, default=0.0)
+        measure = _Measure(1, 0, _LIST_BYTES, expansion)
+    elif kind == "fixed":
+        measure = _Measure(schema["size"], int(schema["size"] < 1), 0, 0.0)
+    elif kind == "enum":
+        measure = _Measure(1, 0, 0, 0.0)
+    else:
+        measure = _measure(kind, named, most)
     if "name" in schema:
-        named[schema["name"]] = is_empty, count
-    return is_empty, count
+        named[schema["name"]] = measure
+    return measure
 
 
 def _unreadable(expected: str, got: str) -> Rejected:

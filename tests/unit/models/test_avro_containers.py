@@ -15,11 +15,13 @@ import pytest
 from headrace.config import make_settings
 from headrace.errors import Code, Rejected
 from headrace.models.config import make_model_config
+from headrace.models.inputs.avro import AvroContainers
 from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import make_transform
 from headrace.models.signature import make_signature
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import to_array
+from headrace.tuning import SchemaTuning
 from tests.unit.models.requests import spec
 
 CONTAINER = "avro/container"
@@ -143,6 +145,34 @@ def doubling(depth: int) -> Any:
 def test_schema_by_which_few_bytes_make_any_number_of_values_is_refused(schema: Any) -> None:
     """Callers choose it, and fastavro makes whatever the file counts, or descends for ever."""
     assert refusal(container_of([], schema=schema)).code == Code.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("field", "rows", "items", "is_read"),
+    [
+        ("int", 1, 100_000, False),
+        ("int", 1000, 20, False),
+        (["null", "int"], 1000, 20, False),
+        ("string", 1000, 5, True),
+    ],
+    ids=["in one record", "in many", "of two bytes", "longer and fewer"],
+)
+@pytest.mark.parametrize("codec", ["null", "deflate"])
+def test_many_short_records_in_arrays_are_too_large(
+    codec: str, field: Any, rows: int, items: int, is_read: bool
+) -> None:
+    """A dict of hundreds of bytes is made of each, however few bytes it takes in the file."""
+    array = {"type": "array", "items": record_of(field, name="Item")}
+    value = "twenty bytes of text" if field == "string" else 7
+    payload = container_of([{"a": [{"a": value}] * items}] * rows, codec, record_of(array))
+    containers = AvroContainers((), 1000, SchemaTuning(max_container_memory_bytes=4_000_000))
+
+    if is_read:
+        assert len(containers.read(payload)[0]) == rows
+    else:
+        with pytest.raises(Rejected) as caught:
+            containers.read(payload)
+        assert caught.value.code == Code.TOO_LARGE
 
 
 def test_schema_with_some_values_without_bytes_is_read() -> None:
