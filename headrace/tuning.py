@@ -209,6 +209,9 @@ class ProtocolTuning:
     json_part_bytes: int = 64 * 1024
     """Bytes of JSON text of a tensor that are converted at a time; records in larger payloads are
     decoded one by one."""
+    json_memory_bytes: int = 512 * 1024 * 1024
+    """Most memory that the values of records in JSON may take, estimated from the numbers of their
+    braces, brackets and commas: 128 MiB of empty objects would take 6 GB."""
     located_damage_bytes: int = 256
     """Damage in a compressed value is located to so many bytes."""
 
@@ -578,9 +581,9 @@ class SchemaTuning:
     """A schema that is not there, or is refused, is not asked for again for so long."""
     max_container_bytes: int = 64 * 1024 * 1024
     """Most bytes that the blocks of an Avro container may yield."""
-    max_container_memory_bytes: int = 512 * 1024 * 1024
-    """Most memory that the records of such a container may take if its arrays or maps have records
-    or arrays: 64 MiB of records of one byte would take 18 GB."""
+    max_avro_memory_bytes: int = 512 * 1024 * 1024
+    """Most memory that records and lists in the arrays and maps of a payload in Avro may take: 64
+    MiB of records of one byte would take 18 GB."""
     container_schemas: int = 16
     """Schemas of such containers that are kept parsed, for each version."""
     max_empty_values: int = 16

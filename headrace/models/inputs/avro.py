@@ -48,10 +48,15 @@ class AvroSchema:
         self._text = text
         self._name = name
         self._max_empty = tuning.max_empty_values
+        self._limit_memory_bytes = tuning.max_avro_memory_bytes
         self.expansion = 0.0
         self._schema = self._parse(text)
         self._longs = fastavro.parse_schema("long")
         self._items = self._find_items()
+        # Where the records of an array are read one by one, their number bounds their memory.
+        of_items = None if self._items is None else _measure(self._items, {}, self._max_empty)
+        self._item_bytes = 0 if of_items is None else of_items.memory_bytes
+        self._inner_expansion = self.expansion if of_items is None else of_items.expansion
 
     def _find_items(self) -> Any:
         """Return the schema of the records in an array; None for another schema."""
@@ -75,6 +80,8 @@ class AvroSchema:
 
     def read(self, payload: bytes | memoryview) -> Any:
         """Return the value of a payload. Raises `Rejected`."""
+        if len(payload) * self._inner_expansion > self._limit_memory_bytes:
+            raise _too_much_memory(self._limit_memory_bytes)
         stream = io.BytesIO(payload)
         found = self._read_items(stream) or self.read_next(stream)
         if stream.tell() != len(payload):
@@ -96,7 +103,11 @@ class AvroSchema:
             while count := read(stream, self._longs, None):
                 if count < 0:
                     read(stream, self._longs, None)  # the size of the block in bytes
+                if (len(found) + abs(count)) * self._item_bytes > self._limit_memory_bytes:
+                    raise _too_much_memory(self._limit_memory_bytes)
                 found += [read(stream, self._items, None) for _ in range(abs(count))]
+        except Rejected:
+            raise
         except Exception:  # noqa: BLE001 - `read_next` finds and describes it
             stream.seek(0)
             return []
@@ -170,7 +181,7 @@ class AvroContainers:
         self._outputs = tuple(outputs)
         self._max_rows = max_rows
         self._limit_bytes = tuning.max_container_bytes
-        self._limit_memory_bytes = tuning.max_container_memory_bytes
+        self._limit_memory_bytes = tuning.max_avro_memory_bytes
         self._longs = AvroSchema('"long"', "container")
         self._maps = AvroSchema('{"type": "map", "values": "bytes"}', "container")
         self._schemas: Bounded[str, AvroSchema] = Bounded(tuning.container_schemas)
@@ -209,8 +220,7 @@ class AvroContainers:
                 raise Rejected.mismatch(Code.TOO_LARGE, "payload", expected=expected, got=got)
             content = io.BytesIO(_inflate(block, codec, left_bytes))
             if len(content.getbuffer()) * schema.expansion > left_memory_bytes:
-                what = "payload: memory of records in arrays and maps of the container"
-                raise too_large(what, self._limit_memory_bytes)
+                raise _too_much_memory(self._limit_memory_bytes)
             rows += (found := [schema.read_next(content) for _ in range(count)])
             if content.tell() != len(content.getbuffer()):
                 raise _unreadable(f"{count} records in a block", f"bytes behind them at {start}")
@@ -391,6 +401,10 @@ def _measure(schema: Any, named: dict[str, _Measure], most: int) -> _Measure:
     if "name" in schema:
         named[schema["name"]] = measure
     return measure
+
+
+def _too_much_memory(limit_bytes: int) -> Rejected:
+    return too_large("payload: memory of records and lists in its arrays and maps", limit_bytes)
 
 
 def _unreadable(expected: str, got: str) -> Rejected:

@@ -32,6 +32,7 @@ from headrace.models.processing import read_beside, read_in_version
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.codec.faults import DECODE_ERRORS, describe_json_error, shown
+from headrace.protocol.compression import too_large
 from headrace.protocol.headers import JSON
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import DATATYPES, from_array
@@ -335,15 +336,27 @@ _split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _split_json_lines = msgspec.json.Decoder(msgspec.Raw).decode_lines
 
 
+_JSON_MEMORY = {b"{": 250, b"[": 64, b",": 40}
+"""Bytes that the object, the list or the value takes for which such a character stands."""
+
+
 def read_json(
-    payload: bytes, content_type: str, part_bytes: int = TUNING.protocol.json_part_bytes
+    payload: bytes,
+    content_type: str,
+    part_bytes: int = TUNING.protocol.json_part_bytes,
+    memory_bytes: int = TUNING.protocol.json_memory_bytes,
 ) -> Table:
     """Return the records of JSON. Those of more than `part_bytes` are decoded one by one, so that
-    the thread releases the interpreter lock in between. Raises `Rejected`.
+    the thread releases the interpreter lock in between.
+
+    Raises:
+        Rejected: `INVALID_REQUEST` if they cannot be read, `TOO_LARGE` if their values would take
+            more than `memory_bytes` of memory, besides their texts.
     """
     is_lines = content_type in JSON_LINES
     form: Literal["json", "lines"] = "lines" if is_lines else "json"
     if len(payload) > part_bytes:
+        _check_memory(payload, part_bytes, memory_bytes)
         # An error is raised again below, with its place in the payload.
         with suppress(*DECODE_ERRORS):
             texts = (_split_json_lines if is_lines else _split_json)(payload)
@@ -353,6 +366,16 @@ def read_json(
     except DECODE_ERRORS as error:
         raise _unreadable("JSON", describe_json_error(error, payload)) from error
     return _table_of(found, form)
+
+
+def _check_memory(payload: bytes, part_bytes: int, memory_bytes: int) -> None:
+    """Refuse JSON whose values would take too much memory, before any of them is made."""
+    found = 0
+    for start in range(0, len(payload), part_bytes):
+        part = payload[start : start + part_bytes]
+        found += sum([part.count(mark) * size for mark, size in _JSON_MEMORY.items()])
+        if found > memory_bytes:
+            raise too_large("payload: memory of its values", memory_bytes)
 
 
 def _table_of(found: object, form: Literal["json", "lines", "avro", "container"]) -> Table:

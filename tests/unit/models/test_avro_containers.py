@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tomllib
 import zlib
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from headrace.config import make_settings
 from headrace.errors import Code, Rejected
 from headrace.models.config import make_model_config
-from headrace.models.inputs.avro import AvroContainers
+from headrace.models.inputs.avro import AvroContainers, AvroSchema
 from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import make_transform
 from headrace.models.signature import make_signature
@@ -165,13 +166,39 @@ def test_many_short_records_in_arrays_are_too_large(
     array = {"type": "array", "items": record_of(field, name="Item")}
     value = "twenty bytes of text" if field == "string" else 7
     payload = container_of([{"a": [{"a": value}] * items}] * rows, codec, record_of(array))
-    containers = AvroContainers((), 1000, SchemaTuning(max_container_memory_bytes=4_000_000))
+    containers = AvroContainers((), 1000, SchemaTuning(max_avro_memory_bytes=4_000_000))
 
     if is_read:
         assert len(containers.read(payload)[0]) == rows
     else:
         with pytest.raises(Rejected) as caught:
             containers.read(payload)
+        assert caught.value.code == Code.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    ("is_array", "items", "is_read"),
+    [(False, 20_000, False), (False, 10_000, True), (True, 20_000, False), (True, 10_000, True)],
+)
+def test_many_short_records_of_value_are_too_large(
+    is_array: bool, items: int, is_read: bool
+) -> None:
+    """In an array that is the value, or in a field of one record."""
+    array = {"type": "array", "items": record_of("int", name="Item")}
+    schema = array if is_array else record_of(array)
+    value: Any = [{"a": 7}] * items
+    stream = io.BytesIO()
+    fastavro.schemaless_writer(
+        stream, fastavro.parse_schema(schema), value if is_array else {"a": value}
+    )
+    limited = AvroSchema(json.dumps(schema), "s", SchemaTuning(max_avro_memory_bytes=4_000_000))
+
+    if is_read:
+        found = limited.read(stream.getvalue())
+        assert len(found if is_array else found["a"]) == items
+    else:
+        with pytest.raises(Rejected) as caught:
+            limited.read(stream.getvalue())
         assert caught.value.code == Code.TOO_LARGE
 
 

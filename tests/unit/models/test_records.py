@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import make_model_config
-from headrace.models.inputs.records import Records
+from headrace.models.inputs.records import Records, read_json
 from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Tensor
@@ -327,6 +327,31 @@ def test_too_many_records_are_refused() -> None:
         Code.TOO_LARGE,
         "payload: expected at most max_rows = 2 records, got 3",
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "is_read"),
+    [
+        (b"{}", False),
+        (b"[]", False),
+        (b"0", False),
+        (b'"%b"' % (b"x" * 100), True),
+    ],
+    ids=["objects", "lists", "numbers", "texts"],
+)
+@pytest.mark.parametrize("content_type", [JSON, "application/x-ndjson"])
+def test_json_whose_values_would_take_too_much_memory_is_too_large(
+    content_type: str, values: bytes, is_read: bool
+) -> None:
+    """Two bytes may become hundreds. Texts take what they take in the payload."""
+    payload = b'{"v": [%b]}\n' % b",".join([values] * 20_000)
+
+    if is_read:
+        assert len(read_json(payload, content_type, 1000, memory_bytes=1_000_000).rows) == 1
+    else:
+        with pytest.raises(Rejected, match="memory of its values") as caught:
+            read_json(payload, content_type, 1000, memory_bytes=700_000)
+        assert caught.value.code == Code.TOO_LARGE
 
 
 def test_one_column_fills_flat_input() -> None:
