@@ -24,7 +24,8 @@ Where requests were deleted, as retention deletes them, two things are allowed b
 these requests:
 
 - an answer `INTERNAL` after the deletion, if the value was only in the deleted record;
-- no answer, and a commit without one, if ingest reported the offset as deleted before it was read.
+- no answer, a commit without one, or an answer behind those of later requests, if ingest reported
+  the offset as deleted before it was read.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def check(history: History, promise: Promise) -> list[Finding]:
         *_unkept(history),
         *_doubled(history.faults, answers, promise),
         *_misaddressed(sent, history.answered, history.deleted),
-        *_overtaken(sent, history.answered, promise),
+        *_overtaken(sent, history.answered, promise, skipped),
         *_unfinished(sent, answers, history.committed, skipped),
         *_retreated(history.committed),
     ]
@@ -235,7 +236,10 @@ def _foreign(request: Sent, answer: Answered) -> str:
 
 
 def _overtaken(
-    sent: dict[Identity, Sent], answered: Sequence[Answered], promise: Promise
+    sent: dict[Identity, Sent],
+    answered: Sequence[Answered],
+    promise: Promise,
+    skipped: set[Identity],
 ) -> Iterator[Finding]:
     if promise.order == "none":
         return
@@ -243,7 +247,7 @@ def _overtaken(
     seen: set[Identity] = set()
     for answer in sorted(answered, key=lambda each: (each.topic, each.partition, each.offset)):
         identity = answer.identity
-        if identity in seen or identity not in sent:
+        if identity in seen or identity not in sent or identity in skipped:
             continue
         seen.add(identity)
         key = sent[identity].key if promise.order == "key" else ""

@@ -187,6 +187,21 @@ def test_deletion_excuses_only_its_own_requests(happened: list[Happening], breac
     assert [each.breach for each in check(history, Promise("exactly_once"))] == [breach]
 
 
+@pytest.mark.parametrize(("happened", "found"), [([], [Breach.OVERTAKEN]), ([UNREAD], [])])
+def test_late_answer_is_excused_only_if_ingest_reported_request_as_unread(
+    happened: list[Happening], found: list[Breach]
+) -> None:
+    """It was in flight when ingest started again, and reported it."""
+    later = REQUEST._replace(number=8, offset=4)
+    answers = [
+        Answered(10, "responses", 0, 0, 0, 4, 8, 8, "ok"),
+        Answered(12, "responses", 0, 1, 0, 3, 7, 7, "ok"),
+    ]
+    history = History.of([REQUEST, later, DELETED, *happened, *answers])
+
+    assert [each.breach for each in check(history, Promise(order="key"))] == found
+
+
 @pytest.mark.parametrize("breach", [each for each in PLANTS if each is not Breach.OVERTAKEN])
 @settings(deadline=None)
 @given(seed=seeds, requests=sizes, promise=promises)
