@@ -84,7 +84,7 @@ NOTHING_WRONG = (Code.DEADLINE_EXCEEDED, Code.OVERLOADED)
 
 
 class Pair(NamedTuple):
-    """What is killed, a process by its stage or the broker, and at which of the steps."""
+    """A victim, a process by its stage or the broker, and the step at which it is killed."""
 
     form: str
     victim: str

@@ -208,7 +208,7 @@ def test_late_answer_is_excused_only_if_ingest_reported_request_as_unread(
 def test_checker_finds_planted_fault_of_deleted_requests(
     breach: Breach, seed: int, requests: int, promise: Promise
 ) -> None:
-    """That all requests were deleted after they were read hides nothing."""
+    """Deleting all requests after they were read hides no fault."""
     rng = random.Random(seed)
     planted = PLANTS[breach](draw(rng, requests, promise), rng)
     for partition in {request.partition for request in planted.history.sent}:

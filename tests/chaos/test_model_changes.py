@@ -23,7 +23,7 @@ from tests.chaos.model_changes import (
 
 @pytest.mark.parametrize("first_seed", [0, 1, 1000])
 def test_consecutive_seeds_kill_each_victim_at_each_step(first_seed: int) -> None:
-    """As many seeds as there are pairs have each of them once."""
+    """Consecutive seeds, as many as there are pairs, have each pair once."""
     every = {Pair(*victim, step) for victim in VICTIMS for step in STEPS}
 
     assert {pair_of(first_seed + number) for number in range(len(every))} == every
@@ -42,7 +42,7 @@ def _announcement(stage: Stage, generation: int, *, ready: bool) -> ExecutorEven
 
 
 def test_steps_are_reached_as_processes_announce_them() -> None:
-    """What was announced before the change counts for nothing, and all must have followed it."""
+    """Announcements from before the change do not count, and every process must have followed."""
     steps = Steps(processes=2, generation=4, version="2")
     announced = [
         _announcement(Stage.EXECUTOR, 3, ready=True),

@@ -337,7 +337,7 @@ def _refuse_recursion(schema: Any, outer: tuple[str, ...]) -> None:
 
 
 class _Measure(NamedTuple):
-    """What values of a schema take, estimated from below for bytes and from above for memory."""
+    """Bytes and memory of values of a schema: the bytes at least, the memory at most."""
 
     fewest_bytes: int
     """Bytes of the shortest value."""
@@ -350,8 +350,8 @@ class _Measure(NamedTuple):
 
 
 def _measure(schema: Any, named: dict[str, _Measure], most: int) -> _Measure:
-    """Return what values of a schema take: the memory of what is read is not bounded by the bytes
-    of a payload.
+    """Return bytes and memory of values of a schema. The bytes of a payload alone do not bound the
+    memory of the values in it.
 
     Args:
         schema: as fastavro has parsed it.
