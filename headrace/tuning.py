@@ -518,6 +518,8 @@ class ModelTuning:
     """
     store_read_bytes: int = 8 * 1024 * 1024
     """Size of the ranges in which files are downloaded; one must come within 30 s."""
+    store_index_attempts: int = 20
+    """Attempts to write a store's index while others write it; one is used to read it again."""
     store_error_chars: int = 300
     """Most characters of a store's error that are shown."""
     control_snapshot_every: int = 64

@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from tests.support.s3_bucket import MODIFIED_HTTP, S3Bucket
+from tests.support.s3_bucket import MODIFIED_HTTP, S3Bucket, generation_of
 
 
 class GoogleBucket(S3Bucket):
@@ -36,6 +36,11 @@ class GoogleBucket(S3Bucket):
             "gcs_base_url": self.url,
         }
         return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key), "GOOGLE_ALLOW_HTTP": "true"}
+
+    def meets_condition(self, request: web.Request, content: bytes | None) -> bool:
+        """See `S3Bucket`; the condition is about a number, 0 for no object."""
+        expected = request.headers.get("x-goog-if-generation-match")
+        return expected in {None, "0" if content is None else generation_of(content)}
 
 
 class AzureContainer(S3Bucket):

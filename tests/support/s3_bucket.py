@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import zlib
 from enum import Enum, auto
 from xml.sax.saxutils import escape
 
@@ -92,8 +93,7 @@ class S3Bucket(StandInServer):
             return web.Response(status=503)
         bucket, _, key = request.path.lstrip("/").partition("/")
         if request.method == "PUT":
-            self.objects[key] = await request.read()
-            return web.Response(headers={"ETag": _tag(self.objects[key])})
+            return await self._write(request, key)
         if bucket == BUCKET and not key:
             return self.list_objects(request.query.get("prefix", ""))
         if bucket != BUCKET or key not in self.objects:
@@ -119,6 +119,19 @@ class S3Bucket(StandInServer):
             await asyncio.Event().wait()  # cancelled when the server ends
         return response
 
+    async def _write(self, request: web.Request, key: str) -> web.Response:
+        if not self.meets_condition(request, self.objects.get(key)):
+            return web.Response(status=412)
+        self.objects[key] = await request.read()
+        return web.Response(headers=_tags(self.objects[key]))
+
+    def meets_condition(self, request: web.Request, content: bytes | None) -> bool:
+        """Return False for a write of an object that is not as the request says."""
+        if request.headers.get("If-None-Match") == "*":
+            return content is None
+        expected = request.headers.get("If-Match")
+        return expected is None or (content is not None and expected == _tag(content))
+
     def list_objects(self, prefix: str) -> web.Response:
         """Answer with the keys that begin so, in the form of the protocol."""
         contents = "".join(
@@ -132,13 +145,22 @@ class S3Bucket(StandInServer):
 
 
 def _read(content: bytes, asked: str) -> web.Response:
-    headers = {"ETag": _tag(content), "Last-Modified": MODIFIED_HTTP}
+    headers = {**_tags(content), "Last-Modified": MODIFIED_HTTP}
     found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked)
     if found is None:
         return web.Response(body=content, headers=headers)
     start, end = int(found[1]), min(int(found[2]), len(content) - 1)
     headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
     return web.Response(status=206, body=content[start : end + 1], headers=headers)
+
+
+def _tags(content: bytes) -> dict[str, str]:
+    return {"ETag": _tag(content), "x-goog-generation": generation_of(content)}
+
+
+def generation_of(content: bytes) -> str:
+    """Return Google's number of an object's content; never 0, which is that of no object."""
+    return str(1 + zlib.crc32(content))
 
 
 def _tag(content: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.errors import ConfigurationError
@@ -20,18 +21,20 @@ from headrace.models.packing.manifest import (
     parse_manifest,
 )
 from headrace.models.packing.signatures import Trust, check_signature
-from headrace.models.stores.store import INDEX_NAME, Store
+from headrace.models.stores.store import INDEX_NAME, ObjectChanged, Store
 from headrace.tuning import TUNING, ModelTuning
 
 
-def push_version(directory: Path, store: Store) -> Manifest:
+def push_version(directory: Path, store: Store, tuning: ModelTuning = TUNING.models) -> Manifest:
     """Copy a packed version to a store, its manifest last, and list it in the index.
 
-    A push that was broken off is repeated from its beginning; until it ends nobody sees it.
+    A push that was broken off is repeated from its beginning, or from the index if the manifest
+    was written; until the manifest is, nobody sees the version.
 
     Raises:
         ConfigurationError: the version is not packed or has changed since, or the store has another
             one of that number.
+        ObjectChanged: others write the index all the time.
         StoreUnavailable: the store cannot be reached.
         OSError: a file cannot be read.
     """
@@ -51,6 +54,7 @@ def push_version(directory: Path, store: Store) -> Manifest:
         pass
     else:
         if present == content:
+            update_index(store, tuning)
             return manifest
         raise ConfigurationError(
             f"{store.name}/{prefix}: expected no version or the same one, got another one; "
@@ -59,9 +63,37 @@ def push_version(directory: Path, store: Store) -> Manifest:
     for name in manifest.files:
         store.write(f"{prefix}/{name}", directory / name)
     store.write(f"{prefix}/{MANIFEST_NAME}", content)  # the last: it makes the version count
-    index = {name: list(map(str, numbers)) for name, numbers in store.list_versions().items()}
-    store.write(INDEX_NAME, json.dumps(index).encode())
+    update_index(store, tuning)
     return manifest
+
+
+def update_index(store: Store, tuning: ModelTuning = TUNING.models) -> None:
+    """Write the index until it lists the versions that the store has.
+
+    Others may push at the same time. What is written was listed after the index was read, and is
+    not written over an index that another one wrote in between. A store that cannot compare may
+    have written it nevertheless, so the index is read once more in the end.
+
+    Raises:
+        ObjectChanged: others wrote the index at each attempt.
+        StoreUnavailable, ConfigurationError: see `Store`.
+    """
+    for _ in range(tuning.store_index_attempts):
+        try:
+            seen = store.read_object(INDEX_NAME)
+        except FileNotFoundError:
+            seen = None
+        versions = store.list_versions()
+        index = {name: [*map(str, numbers)] for name, numbers in versions.items()}
+        content = json.dumps(index).encode()
+        if seen is not None and seen.content == content:
+            return
+        with suppress(ObjectChanged, FileNotFoundError):
+            store.replace(INDEX_NAME, content, seen)
+    raise ObjectChanged(
+        f"{store.name}/{INDEX_NAME}: others wrote it at each of {tuning.store_index_attempts} "
+        "attempts; push again"
+    )
 
 
 def pull_version(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from headrace.errors import ConfigurationError, Retriable, describe_error
 from headrace.models.packing.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
@@ -34,6 +34,24 @@ _DURATION = re.compile(r" in [0-9.]+(?:ns|µs|ms|s)(?= )")
 
 class StoreUnavailable(Retriable):
     """The store could not be reached, in spite of retries."""
+
+
+class ObjectChanged(Retriable):
+    """An object was written by somebody else since it was read."""
+
+
+class ReadObject(NamedTuple):
+    """A small object, and what identifies its content in the store.
+
+    Attributes:
+        content: its bytes.
+        etag: its entity tag; None if the store has none.
+        version: its version, by which Google Cloud compares; None if the store has none.
+    """
+
+    content: bytes
+    etag: str | None
+    version: str | None
 
 
 class Store:
@@ -113,16 +131,21 @@ class Store:
             StoreUnavailable: the store cannot be reached, or did not answer in time.
             ConfigurationError: the store refuses, or the object is too large.
         """
+        return self.read_object(key, within_s).content
+
+    def read_object(self, key: str, within_s: float | None = None) -> ReadObject:
+        """Return a small object with its tag, for `replace`; see `read`."""
         import obstore
 
-        def get() -> bytes:
+        def get() -> ReadObject:
             result = obstore.get(self._objects, key)
-            size = result.meta["size"]
+            meta = result.meta
+            size = meta["size"]
             if size > MAX_MANIFEST_BYTES:
                 raise ConfigurationError(
                     f"{self.name}/{key}: expected at most {MAX_MANIFEST_BYTES} bytes, got {size}"
                 )
-            return bytes(result.bytes())
+            return ReadObject(bytes(result.bytes()), meta["e_tag"], meta["version"])
 
         return self._attempt(key, get, within_s)
 
@@ -141,6 +164,40 @@ class Store:
 
         self._attempt(key, lambda: obstore.put(self._objects, key, content))
 
+    def replace(self, key: str, content: bytes, seen: ReadObject | None) -> None:
+        """Write a small object if it is still as it was read.
+
+        Directories, and stores for which the environment says so (`AWS_CONDITIONAL_PUT=disabled`),
+        have no such condition: there it is written whatever it is.
+
+        Args:
+            key: of the object.
+            content: its new bytes.
+            seen: the object as it was read; None if there was none.
+
+        Raises:
+            ObjectChanged: it is not.
+            StoreUnavailable: the store cannot be reached.
+            ConfigurationError: the store refuses.
+        """
+        import obstore
+
+        mode: obstore.PutMode = "create"
+        if seen is not None:
+            mode = {}  # the library takes no None in it
+            if seen.etag is not None:
+                mode["e_tag"] = seen.etag
+            if seen.version is not None:
+                mode["version"] = seen.version
+
+        def put() -> None:
+            try:
+                obstore.put(self._objects, key, content, mode=mode)
+            except NotImplementedError:
+                obstore.put(self._objects, key, content)
+
+        self._attempt(key, put)
+
     def _attempt(self, key: str, call: Callable[[], T], within_s: float | None = None) -> T:
         """Call the library, again after pauses while the store cannot be reached."""
         from obstore import exceptions
@@ -151,6 +208,7 @@ class Store:
             exceptions.InvalidPathError,
             exceptions.NotSupportedError,
         )
+        conflicts = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
         place = f"{self.name}/{key}" if key else self.name
         pauses = Pauses(Backoff(self._tuning.store_retry_first_s, self._tuning.store_retry_max_s))
         end_s = None if within_s is None else self._clock_s() + within_s
@@ -159,6 +217,8 @@ class Store:
                 return call() if end_s is None else _call_within(end_s - self._clock_s(), call)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 raise FileNotFoundError(f"{place}: expected an object, got none") from error
+            except conflicts as error:
+                raise ObjectChanged(f"{place}: {_describe(error, self._tuning)}") from error
             except refusals as error:
                 raise ConfigurationError(f"{place}: {_describe(error, self._tuning)}") from error
             except (exceptions.BaseError, OSError) as error:

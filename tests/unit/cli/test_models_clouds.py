@@ -16,6 +16,7 @@ from headrace.config import make_settings
 from headrace.models.registry import Models
 from headrace.models.repositories import open_repository
 from headrace.models.scan import VersionScanner
+from headrace.models.stores.store import ObjectChanged, Store, open_store
 from tests.support.cloud_buckets import AzureContainer, GoogleBucket
 from tests.support.command_line import Call
 from tests.support.models import add_version, digits
@@ -56,6 +57,31 @@ async def test_version_pushed_to_cloud_is_listed_served_and_pulled(
     assert (pulled.exit_code, pulled.stderr) == (Exit.DONE, "")
     assert call("models", "verify").stdout == "digits/1: ok\n"
     assert {key.split("/")[0] for key in bucket.objects} == {"deep"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("s3", S3Bucket), ("gs", GoogleBucket), ("az", AzureContainer)]
+)
+async def test_object_in_cloud_that_changed_since_it_was_read_is_not_replaced(
+    scheme: str, kind: type[S3Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object that was found missing counts as one that was read."""
+
+    def replace_twice(store: Store) -> bytes:
+        store.replace("index.json", b"1", None)
+        with pytest.raises(ObjectChanged):
+            store.replace("index.json", b"2", None)
+        seen = store.read_object("index.json")
+        store.replace("index.json", b"3", seen)
+        with pytest.raises(ObjectChanged):
+            store.replace("index.json", b"4", seen)
+        return store.read("index.json")
+
+    async with kind() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        left = await asyncio.to_thread(replace_twice, open_store(f"{scheme}://models"))
+    assert left == b"3"
 
 
 def test_version_pushed_to_s3_is_served_pulled_and_verified(

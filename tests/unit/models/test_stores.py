@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import socket
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
-from obstore.store import MemoryStore, S3Store
+from obstore.store import LocalStore, MemoryStore, ObjectStore, S3Store
 
 from headrace.config import Settings, make_settings
 from headrace.errors import ConfigurationError
@@ -23,9 +25,10 @@ from headrace.models.repositories import RepositoryList
 from headrace.models.repository import FoundVersion, Repository, read_signature
 from headrace.models.scan import VersionScanner
 from headrace.models.stores.cache import CacheSize, ModelCache
+from headrace.models.stores.copying import push_version
 from headrace.models.stores.eviction import Cached, Room, make_room
 from headrace.models.stores.remote import RemoteRepository
-from headrace.models.stores.store import Store, StoreUnavailable
+from headrace.models.stores.store import ObjectChanged, Store, StoreUnavailable
 from headrace.protocol.control import WantedModel
 from headrace.tuning import ModelTuning
 from tests.support.models import add_version, digits
@@ -451,6 +454,63 @@ def test_index_lists_versions_where_store_has_no_listing() -> None:
     store = Store(objects, "https://example.org", has_index=True, tuning=TUNING)
     obstore.put(objects, "index.json", json.dumps({"digits": ["2", "10"]}).encode())
     assert store.list_versions() == {"digits": [2, 10]}
+
+
+class Interrupted(Store):
+    """A store to which others push after each of its listings, until the pushes are used up."""
+
+    def __init__(self, objects: ObjectStore, pushes: Sequence[Callable[[], object]]) -> None:
+        super().__init__(objects, "s3://models", tuning=TUNING)
+        self._pushes = [*pushes]
+
+    def list_versions(self, within_s: float | None = None) -> dict[str, list[int]]:
+        found = super().list_versions(within_s)
+        if self._pushes:
+            self._pushes.pop()()
+        return found
+
+
+def pack(repository: Path, number: int) -> Path:
+    """Return the directory of a packed version of `digits`."""
+    directory = add_version(repository, "digits", number, digits())
+    config = read_model_config(repository / "digits" / "model.toml", Settings())
+    signature = read_signature(FoundVersion(str(number), directory, ""), config)
+    write_manifest(directory, make_manifest(directory, config, signature, CREATED, {}))
+    return directory
+
+
+def read_index(objects: ObjectStore) -> Any:
+    return json.loads(Store(objects, "s3://models").read("index.json"))
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_push_during_another_push_leaves_both_versions_in_index(
+    tmp_path: Path, is_directory: bool, is_first: bool
+) -> None:
+    """The other push writes the index after this one has listed the versions; a directory cannot
+    compare the index when it is written.
+    """
+    made = {number: pack(tmp_path / "made", number) for number in (1, 2, 3)}
+    stores = tmp_path / "store"
+    objects = LocalStore(stores, mkdir=True) if is_directory else MemoryStore()
+    if not is_first:
+        push_version(made[3], Store(objects, "s3://models"))
+    other = partial(push_version, made[2], Store(objects, "s3://models"))
+    push_version(made[1], Interrupted(objects, [other]))
+    assert read_index(objects) == {"digits": ["1", "2"] if is_first else ["1", "2", "3"]}
+
+
+def test_push_whose_index_others_write_at_each_attempt_is_refused(tmp_path: Path) -> None:
+    """The version is there, and the error says what to do; the same push again lists it."""
+    made = pack(tmp_path / "made", 1)
+    objects = MemoryStore()
+    others = [partial(obstore.put, objects, "index.json", b"{}")] * 2
+    store = Interrupted(objects, others)
+    with pytest.raises(ObjectChanged, match="each of 2 attempts; push again"):
+        push_version(made, store, ModelTuning(store_index_attempts=2))
+    push_version(made, store)
+    assert read_index(objects) == {"digits": ["1"]}
 
 
 def test_unreachable_store_is_asked_again_after_pauses() -> None:
