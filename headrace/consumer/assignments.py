@@ -28,7 +28,7 @@ from headrace.delivery.ordering import KeyChains
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.delivery.transactions import PartitionTransactions
 from headrace.errors import Retriable
-from headrace.log.port import Consumer, Log, TopicPartition
+from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
@@ -94,7 +94,7 @@ class Assignments:
         self._backoff = Backoff(tuning.consumer.retry_first_s, tuning.consumer.retry_max_s)
         self._seek_pauses = Pauses(self._backoff)
         self._identity = TopicIdentity(log_, settings.topic)
-        self._behind: dict[TopicPartition, int] = {}
+        self._behind: dict[TopicPartition, Committed | None] = {}
         self.assigned = asyncio.Event()
         self.assigning_since_s: float | None = None
         self.is_drained = True
@@ -209,9 +209,12 @@ class Assignments:
             for partition, beginning in found.skipped.items():
                 assignment = self._tracker.get(partition)
                 if assignment is not None:
-                    self._reader.skip(assignment, positions[partition], beginning)
+                    self._metrics.skipped.inc(beginning - positions[partition])
+                    self._reader.skip(assignment, beginning)
             for assignment in self._tracker.assignments:
                 if assignment not in former:  # of a topic that replaced the one read before
+                    if assignment.progress.base:
+                        self._behind[assignment.partition] = None
                     self._begin(assignment)
             self._on_revoked()
             if found.truncated:
@@ -294,9 +297,9 @@ class Assignments:
         ends = await self.consumer.end_offsets(partitions)
         self._identity.known = replacement or self._identity.known
         self._behind = {
-            each: found.offset
+            each: found
             for each, found in committed.items()
-            if found is not None and found.offset < beginnings[each]
+            if (0 if found is None else found.offset) < beginnings[each]
         }
         return {
             each: starting_progress(each, committed[each], beginnings[each], ends[each])
@@ -305,11 +308,14 @@ class Assignments:
 
     def _begin(self, assignment: AssignedPartition) -> None:
         """Begin an assignment; progress comes from our answers or another process's commits."""
-        committed = self._behind.pop(assignment.partition, None)
-        if committed is not None and not self._settings.commits:
-            assignment.last_delivered = committed - 1
-            self._reader.skip(assignment, committed, assignment.progress.base)
         if not self._settings.commits:
+            if assignment.partition in self._behind:
+                committed = self._behind.pop(assignment.partition)
+                beginning = assignment.progress.base
+                assignment.last_delivered = (0 if committed is None else committed.offset) - 1
+                if committed is not None:  # else this group may never have had a part in them
+                    self._metrics.skipped.inc(beginning - committed.offset)
+                self._reader.skip(assignment, beginning)
             self._backpressure.follow(assignment.partition, assignment.progress.copy())
         if self._settings.chains_keys:
             assignment.chains = KeyChains(

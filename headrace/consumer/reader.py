@@ -110,9 +110,8 @@ class RecordReader:
         """Note that the log of a partition now ends at or before `offset`, which was read."""
         self._lost_ends[partition] = offset
 
-    def skip(self, assignment: AssignedPartition, first: int, beginning: int) -> None:
-        """Skip the offsets from `first` to `beginning`, which were deleted unread."""
-        self._metrics.skipped.inc(beginning - first)
+    def skip(self, assignment: AssignedPartition, beginning: int) -> None:
+        """Skip the offsets up to `beginning`, which were deleted unread."""
         self._ready.put(PolledRecords(assignment, (), skipped=beginning - 1))
         self._ready.notify()
 

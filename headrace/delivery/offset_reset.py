@@ -55,8 +55,12 @@ class TopicIdentity:
 def starting_progress(
     partition: TopicPartition, committed: Committed | None, beginning: int, end: int
 ) -> AckedOffsets:
-    """Return the progress to read from: the commit, limited to the offsets that the log holds."""
-    progress = committed_progress(partition, committed, beginning, end)
+    """Return the progress to read from: the commit, limited to the offsets that the log holds, or
+    the beginning if there is no commit.
+    """
+    if committed is None:
+        return AckedOffsets(beginning)
+    progress = committed_progress(partition, committed, end)
     if progress.base < beginning:
         log.warning(
             Event.RECORDS_SKIPPED,
@@ -69,15 +73,15 @@ def starting_progress(
 
 
 def committed_progress(
-    partition: TopicPartition, committed: Committed | None, beginning: int, end: int
+    partition: TopicPartition, committed: Committed | None, end: int
 ) -> AckedOffsets:
     """Return the committed progress, limited to offsets below the end. Deleted records count as
-    answered only if they were: they may have been read before.
+    answered only if they were: they may have been read before, even if there is no commit yet.
 
     The commit belongs to this topic, since brokers delete commits with their topic.
     """
     if committed is None:
-        return AckedOffsets(beginning)
+        return AckedOffsets(0)
     progress = AckedOffsets.from_committed(committed)
     truncate(partition, progress, end)
     return progress

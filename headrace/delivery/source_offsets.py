@@ -54,8 +54,9 @@ class SourceOffsets:
     async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
         """Load the commits of the source partitions.
 
-        The base may be below the beginning: results of requests that were deleted after ingest
-        read them are still answered. Ingest sends a marker for those that it did not read.
+        The base may be below the beginning, and is 0 without a commit: results of requests that
+        were deleted after ingest read them are still answered. Ingest sends a marker for those that
+        it did not read.
         """
         self._consumer = consumer
         replacement = await self._identity.replacement()
@@ -64,13 +65,13 @@ class SourceOffsets:
         beginnings = await consumer.beginning_offsets(sources)
         ends = await consumer.end_offsets(sources)
         for source in sources:
-            self._progress[source.partition] = committed_progress(
-                source,
-                None if replacement else committed[source],
-                beginnings[source],
-                ends[source],
-            )
+            found = None if replacement else committed[source]
+            self._progress[source.partition] = committed_progress(source, found, ends[source])
             self._taken[source.partition] = set()
+            if found is None and beginnings[source]:
+                # A commit of 0 would say that the group has lost all deleted records. Those that
+                # were deleted before its first ingest are not its requests.
+                self._committed[source] = Committed(0)
         self._identity.known = replacement or self._identity.known
 
     def revoked(self, partitions: Sequence[int]) -> None:
@@ -110,7 +111,7 @@ class SourceOffsets:
                 sources = [TopicPartition(self._topic, number) for number in self._progress]
                 if not replacement:
                     return self._truncate(await self._consumer.end_offsets(sources))
-                self._begin_anew(await self._consumer.beginning_offsets(sources))
+                self._begin_anew(sources)
                 self._identity.known = replacement
             except UnknownPartition:
                 return False  # the topic is gone: there is nothing to answer
@@ -130,11 +131,11 @@ class SourceOffsets:
                 found = True
         return found
 
-    def _begin_anew(self, beginnings: Mapping[TopicPartition, int]) -> None:
+    def _begin_anew(self, sources: Iterable[TopicPartition]) -> None:
         self._committed.clear()
-        for source, beginning in beginnings.items():
+        for source in sources:
             if source.partition in self._progress:  # still ours
-                self._progress[source.partition] = AckedOffsets(beginning)
+                self._progress[source.partition] = AckedOffsets(0)
                 self._taken[source.partition] = set()
 
     def answered(self, requests: Iterable[Request]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
-from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.log.port import Committed, NewRecord, Record, TopicPartition
 from headrace.protocol.codec import decode_response, encode_request
 from headrace.protocol.messages import ErrorResponse
 from headrace.runtime.process import Pipeline
@@ -111,8 +111,13 @@ async def test_request_whose_record_is_gone_fails_and_others_are_answered(tmp_pa
     assert len(answers) == 2 * PARTITIONS
 
 
-async def test_requests_deleted_in_flight_are_answered_by_next_responder(tmp_path: Path) -> None:
-    """A responder that starts after the deletion does not count them as answered."""
+@pytest.mark.parametrize("has_committed", [True, False])
+async def test_requests_deleted_in_flight_are_answered_by_next_responder(
+    tmp_path: Path, has_committed: bool
+) -> None:
+    """A responder that starts after the deletion does not count them as answered, be it the first
+    of its group or not.
+    """
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     caller = Caller(settings, log)
@@ -123,19 +128,40 @@ async def test_requests_deleted_in_flight_are_answered_by_next_responder(tmp_pat
     )
     end_offset = log.faults.partitions.end_offset
     async with serving(settings, log, [(Stage.INGEST,)]):
-        await caller.send(PARTITIONS)
-        async with serving(settings, log, [*runner, BACK]):
-            await caller.all_answered()
+        if has_committed:
+            await caller.send(PARTITIONS)
+            async with serving(settings, log, [*runner, BACK]):
+                await caller.all_answered()
         before = [end_offset(each) for each in items]
         await caller.send(PARTITIONS)
         await eventually(
             lambda: all(end_offset(each) > old for each, old in zip(items, before, strict=True))
         )
         for each in requests:
-            log.faults.partitions.trim(each, 2)
+            log.faults.partitions.trim(each, end_offset(each))
         async with serving(settings, log, [*runner, BACK]):
             await caller.all_answered()
-    assert await caller.check() == Counter(range(2 * PARTITIONS))
+    assert await caller.check() == Counter(range(caller.sent))
+
+
+async def test_base_of_new_group_passes_records_that_were_deleted_before(tmp_path: Path) -> None:
+    """They were no requests of this group, so that none of them counts as lost."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    requests = [
+        TopicPartition(settings.topic(Topic.REQUESTS), number) for number in range(PARTITIONS)
+    ]
+    await caller.send(PARTITIONS)
+    for each in requests:
+        log.faults.partitions.trim(each, 1)
+    front, runner = (Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR)
+    async with serving(settings, log, [BACK]), serving(settings, log, [front, runner]) as found:
+        await caller.send(PARTITIONS)
+        await eventually(lambda: caller.answered() == PARTITIONS)
+        skipped = found[0].metrics.registry.get_sample_value("headrace_skipped_records_total")
+    committed = await log.committed(settings.namespace, requests)
+    assert (committed, skipped) == (dict.fromkeys(requests, Committed(2)), 0)
 
 
 @pytest.mark.parametrize(
