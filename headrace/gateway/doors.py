@@ -40,13 +40,11 @@ class Doors:
     Args:
         gateway: an open one.
         doors: started.
-        drain_timeout_s: time for what is under way when the doors drain.
     """
 
-    def __init__(self, gateway: Gateway, doors: Mapping[str, Door], drain_timeout_s: float) -> None:
+    def __init__(self, gateway: Gateway, doors: Mapping[str, Door]) -> None:
         self._gateway = gateway
         self._doors = doors
-        self._drain_timeout_s = drain_timeout_s
 
     @property
     def ports(self) -> dict[str, int]:
@@ -57,17 +55,19 @@ class Doors:
         """Return the state that the metrics show."""
         return self._gateway.snapshot()
 
-    async def drain(self) -> None:
-        """Stop listening, and answer what is under way, each answer the last of its connection.
+    async def give_notice(self) -> None:
+        """Take requests for `gateway.drain_notice_s` more, each answer the last of its connection.
 
-        Readiness has ended before: for `gateway.drain_notice_s` balancers can see that while
-        requests are still taken.
+        Readiness has ended before: balancers can see that meanwhile.
         """
+        self._gateway.draining.set()
+        await asyncio.sleep(self._gateway.settings.drain_notice_s)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Stop listening, and answer what is under way, for up to `timeout_s`."""
         gateway = self._gateway
-        gateway.draining.set()
-        await asyncio.sleep(gateway.settings.drain_notice_s)
         try:
-            async with asyncio.timeout(self._drain_timeout_s), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as tasks:
                 for name, door in self._doors.items():
                     tasks.create_task(door.stop_listening(), name=f"stop-{name}")
                 silence = gateway.under_way.wait_for_silence(gateway.tuning.drain_silence_s)
@@ -119,4 +119,4 @@ async def open_gateway(
             doors["grpc"] = await stack.enter_async_context(grpc_door)
         if not doors:
             raise ConfigurationError("gateway: expected a door that is open, got all of them off")
-        yield Doors(gateway, doors, settings.limits.drain_timeout_s)
+        yield Doors(gateway, doors)

@@ -302,6 +302,13 @@ class Producer(Entered, Protocol):
         """
         ...
 
+    async def finish(self, timeout_s: float) -> None:
+        """Accept no more records, and wait until those that were sent are acknowledged.
+
+        From then on `send` raises `LogUnavailable`, and `close` does not wait for acknowledgements.
+        """
+        ...
+
     async def close(self) -> None:
         """Flush, within a few seconds, and close."""
         ...

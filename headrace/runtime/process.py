@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -34,7 +34,7 @@ from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.polling import RepositoryPoller
-from headrace.runtime.shutdown import Stop, stop_on_signals
+from headrace.runtime.shutdown import DrainDeadline, Stop, stop_on_signals
 from headrace.runtime.stage_group import StageGroup, group_stages
 from headrace.runtime.topic_plan import check_topics, is_controlled
 from headrace.services.executor.trial import make_trials
@@ -72,7 +72,7 @@ class Pipeline:
         ready: set when models are loaded and partitions assigned.
         tuning: tuning values of its objects.
         repository: the models of this process, and how calls change them.
-        drain_first: awaited after a stop is requested, before the stages stop reading.
+        doors: of its gateway, drained when a stop is requested; None without a gateway.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Pipeline:
         self._stages = tuple(stages)
         self.tuning = tuning
         instruments = instruments or Instruments(Metrics(CollectorRegistry(), tuning.runtime))
+        self._steady = instruments.steady
         self.metrics = instruments.metrics
         self._schema_registry = (
             None
@@ -125,7 +126,7 @@ class Pipeline:
         )
         self.health = Health()
         self.ready = asyncio.Event()
-        self.drain_first: Callable[[], Awaitable[None]] | None = None
+        self.doors: GatewayDoors | None = None
         self._groups = [
             StageGroup(
                 settings,
@@ -274,9 +275,10 @@ class Pipeline:
             await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
             self.health.enter(Phase.DRAINING, "answering what is in flight")
             log.info(Event.DRAINING)
-            if stopping.done() and self.drain_first is not None:
-                await self.drain_first()
-            await self._drain(running)
+            doors = self.doors if stopping.done() else None
+            if doors is not None:
+                await doors.give_notice()
+            await self._drain(running, doors, tasks)
             stopping.cancel()
             for task in background:
                 task.cancel()
@@ -354,8 +356,21 @@ class Pipeline:
             loaded = {(each.name, each.version) for each in self.models.catalog.versions()}
             self.metrics.forget_versions(loaded.__contains__)
 
-    async def _drain(self, running: Sequence[asyncio.Task[None]]) -> None:
-        """Let the stage groups end; cancel those that take too long: others repeat their work."""
+    async def _drain(
+        self,
+        running: Sequence[asyncio.Task[None]],
+        doors: GatewayDoors | None,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Let the doors and the stage groups end, within one deadline; cancel groups that take too
+        long: others repeat their work.
+        """
+        timeout_s = self._settings.limits.drain_timeout_s
+        deadline = DrainDeadline(self._steady(), timeout_s)
+        if doors is not None:
+            # The stages read on, since callers wait for answers, but leave time for their own end.
+            draining = tasks.create_task(doors.drain(timeout_s), name="drain-doors")
+            await asyncio.wait((draining,), timeout=timeout_s / 2 if running else None)
         if not self.ready.is_set():
             for task in running:
                 task.cancel()
@@ -364,13 +379,14 @@ class Pipeline:
             group.source.stop_reading()
         if not running:
             return
-        _, late = await asyncio.wait(running, timeout=self._settings.limits.drain_timeout_s)
+        _, late = await asyncio.wait(running, timeout=deadline.remaining_s(self._steady()))
         if late:
+            limit_s = self.tuning.runtime.last_commit_timeout_s
             try:
                 # Commit before cancelling: what is acknowledged by now need not be repeated.
-                async with asyncio.timeout(self.tuning.runtime.last_commit_timeout_s):
+                async with asyncio.timeout(limit_s), asyncio.TaskGroup() as abandoning:
                     for group in self._groups:
-                        await group.abandon()
+                        abandoning.create_task(group.abandon(limit_s / 2), name="abandon-group")
             except TimeoutError:
                 pass  # each source reports what it leaves when it ends
             for task in late:
@@ -430,7 +446,8 @@ class GatewayDoors(Protocol):
     @property
     def ports(self) -> Mapping[str, int]: ...
     def snapshot(self) -> GatewaySnapshot: ...
-    async def drain(self) -> None: ...
+    async def give_notice(self) -> None: ...
+    async def drain(self, timeout_s: float) -> None: ...
 
 
 class OpenDoors(Protocol):
@@ -509,7 +526,7 @@ async def run(
                 )
             )
             pipeline.state.gateway = doors.snapshot
-            pipeline.drain_first = doors.drain
+            pipeline.doors = doors
         if announce is not None:
             announce(server.port, {} if doors is None else doors.ports)
         await stack.enter_async_context(_reloading(pipeline))

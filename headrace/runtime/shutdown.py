@@ -27,6 +27,22 @@ class Stop:
         self.requested.set()
 
 
+class DrainDeadline:
+    """Deadline by which all parts of a stopping process have answered what is in flight.
+
+    Args:
+        now_us: the time, on a clock for durations, in microseconds.
+        timeout_s: time until the deadline.
+    """
+
+    def __init__(self, now_us: int, timeout_s: float) -> None:
+        self._until_us = now_us + round(timeout_s * 1e6)
+
+    def remaining_s(self, now_us: int) -> float:
+        """Return the time until the deadline; 0 if it has passed."""
+        return max(0, self._until_us - now_us) / 1e6
+
+
 @contextmanager
 def stop_on_signals(stop: Stop) -> Iterator[None]:
     """Call `stop.request` on SIGTERM and SIGINT while the context lasts; then restore the handlers.

@@ -177,6 +177,7 @@ class StageGroup:
         self._settings = settings
         self._log = log
         self._ready_to_read = ready_to_read
+        self._producer: Producer | None = None
         self._stages = _Stages()
         source_offsets = (
             SourceOffsets(log, settings.topic(Topic.REQUESTS), tuning.delivery)
@@ -211,6 +212,7 @@ class StageGroup:
         stages = self._stages
         async with AsyncExitStack() as stack:
             producer = await stack.enter_async_context(self._log.producer())
+            self._producer = producer
             await self._composition.open_claims(stack)
             await self._composition.add_stages(stages, producer)
             async with asyncio.TaskGroup() as tasks:
@@ -250,8 +252,16 @@ class StageGroup:
         batcher = self._stages.batcher
         return batcher is not None and batcher.batch_queue.has_waiting(key)
 
-    async def abandon(self) -> None:
-        """Commit what is acknowledged; another process repeats what is still in flight."""
+    async def abandon(self, flush_timeout_s: float) -> None:
+        """Send nothing more, and commit what is acknowledged; another process repeats what is still
+        in flight.
+
+        Args:
+            flush_timeout_s: time for acknowledgements of what was sent.
+        """
+        # Flush before the last commit: what is written after it is written again by the next owner.
+        if self._producer is not None:
+            await self._producer.finish(flush_timeout_s)
         await self.source.close_down(0)
 
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from headrace.log.errors import RecordRefused, RecordTooLarge, UnknownPartition
+from headrace.log.errors import LogUnavailable, RecordRefused, RecordTooLarge, UnknownPartition
 from headrace.log.port import Log, NewRecord, SentBatch, TopicPartition, Wanted
 from tests.contract.conftest import MakeTopic
+from tests.support.conditions import DEADLINE_S
 from tests.support.logs import read, values, write, write_to
 
 MEBIBYTE = 1024 * 1024
@@ -189,6 +190,21 @@ async def test_acknowledged_record_can_be_read(log: Log, make_topic: MakeTopic) 
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader, log.producer() as producer:
         (sent,) = await producer.send(partition, [NewRecord(None, b"v")])
+        await sent.acknowledged
+        assert await reader.end_offsets([partition]) == {partition: 1}
+
+
+async def test_finished_producer_has_written_all_and_takes_no_more(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """What was sent is acknowledged; another record may be sent by another producer."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        async with log.producer() as producer:
+            (sent,) = await producer.send(partition, [NewRecord(b"k", b"v")])
+            await producer.finish(DEADLINE_S)
+            with pytest.raises(LogUnavailable, match="finished"):
+                await producer.send(partition, [NewRecord(b"k", b"late")])
         await sent.acknowledged
         assert await reader.end_offsets([partition]) == {partition: 1}
 

@@ -154,7 +154,7 @@ async def pipeline_with_doors(
         settings, log, models, health, instruments, repository, tuning
     ) as doors:
         pipeline.state.gateway = doors.snapshot
-        pipeline.drain_first = doors.drain
+        pipeline.doors = doors
         async with running(pipeline):
             yield pipeline, doors
 

@@ -64,7 +64,7 @@ class KafkaProducer:
         self._topics = TopicCache(connection.tuning)
         self._queues: dict[TopicPartition, _PartitionQueue] = {}
         self._unacknowledged: set[PendingBatch] = set()
-        self._closed = False
+        self._finished = self._closed = False
 
     async def __aenter__(self) -> Self:
         try:
@@ -77,10 +77,16 @@ class KafkaProducer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def finish(self, timeout_s: float) -> None:
+        """See the port."""
+        self._finished = True
+        await wait_ended(self._unacknowledged, timeout_s)
+
     async def close(self) -> None:
         """Flush for up to three seconds and close; unsent batches then fail."""
         self._closed = True
-        await wait_ended(self._unacknowledged, self._tuning.flush_timeout_s)
+        if not self._finished:
+            await wait_ended(self._unacknowledged, self._tuning.flush_timeout_s)
         tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
         for task in tasks:
             task.cancel()
@@ -96,6 +102,8 @@ class KafkaProducer:
         self, partition: TopicPartition, records: Sequence[NewRecord]
     ) -> Sequence[SentBatch]:
         """See the port. Concurrent calls for a partition share batches while one is in flight."""
+        if self._finished and not self._closed:
+            raise LogUnavailable(f"send to {partition}: the producer was finished")
         limits = self._cached_limits(partition) or await self._fetch_limits(partition)
         queue = self._queues.get(partition)
         if queue is None:

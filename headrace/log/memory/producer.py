@@ -46,7 +46,8 @@ class MemoryProducer:
         self._now_ms = now_ms
         self._counts: dict[str, int] = {}  # cached metadata, as in a real client
         self._hanging: set[asyncio.Future[None]] = set()
-        self._is_closed = False
+        self._unacknowledged: set[asyncio.Future[None]] = set()
+        self._is_finished = self._is_closed = False
 
     async def send(
         self, partition: TopicPartition, records: Sequence[NewRecord]
@@ -56,6 +57,8 @@ class MemoryProducer:
         """
         if self._is_closed:
             raise RuntimeError("the producer is closed")
+        if self._is_finished:
+            raise LogUnavailable(f"send to {partition}: the producer was finished")
         sizes = [payload_bytes(record) for record in records]
         if self._faults.topics.is_hidden(partition.topic):
             raise TopicForbidden(partition.topic)
@@ -75,6 +78,9 @@ class MemoryProducer:
             else:
                 where.append(batch, batch_sizes, self._now_ms())
                 acknowledged = self._faults.acknowledgements.next()
+            if not acknowledged.done():
+                self._unacknowledged.add(acknowledged)
+                acknowledged.add_done_callback(self._unacknowledged.discard)
             batches.append(SentBatch(stop - start, acknowledged))
         return batches
 
@@ -98,12 +104,17 @@ class MemoryProducer:
         self._counts[topic] = self._topics.count(topic)
         return self._counts[topic]
 
+    async def finish(self, timeout_s: float) -> None:
+        self._is_finished = True
+        if self._unacknowledged:
+            await asyncio.wait(self._unacknowledged, timeout=timeout_s)
+
     async def close(self) -> None:
         self._is_closed = True
-        if self._hanging:
-            _, late = await asyncio.wait(self._hanging, timeout=self._tuning.flush_timeout_s)
-            for future in late:
-                self._faults.brokers.give_up(future)
+        if self._hanging and not self._is_finished:
+            await asyncio.wait(self._hanging, timeout=self._tuning.flush_timeout_s)
+        for future in list(self._hanging):
+            self._faults.brokers.give_up(future)
 
     async def __aenter__(self) -> Self:
         await self._faults.brokers.answered()
