@@ -64,6 +64,10 @@ STEPS = ("written", "loading", "ready", "followed", "unloaded")
 """Steps of a change that the topics show: it is in the history; a process says that it still lacks
 the version; an executor has it; all processes have followed; a removed version has been unloaded.
 """
+LIMIT_S = 600.0
+"""The longest that a trial may take. On a real broker, one with 8 changes takes about a minute, and
+two on a machine that is short of cores; the step `unloaded` takes up to 80 s more.
+"""
 VERSIONS = ("1", "2", "3", "4")
 LABELS = ("stable", "canary")
 NAMES = ("digits", *(f"digits@{label}" for label in LABELS))
@@ -112,6 +116,7 @@ class Trial(NamedTuple):
             not.
         verbose: say what happens while it does.
         pair: what is killed at which step of the first change; None if nothing is.
+        limit_s: the longest that it may take in all.
     """
 
     seed: int
@@ -122,6 +127,7 @@ class Trial(NamedTuple):
     swap: str = ""
     verbose: bool = False
     pair: Pair | None = None
+    limit_s: float = LIMIT_S
 
 
 class Outcome(NamedTuple):
@@ -132,12 +138,14 @@ class Outcome(NamedTuple):
         strikes: what was done, in its order.
         answers: calls that were answered.
         unanswered: calls that ended because processes or the log were away.
+        is_cut: it did not end within its limit; its broker may be away.
     """
 
     faults: list[str]
     strikes: list[str]
-    answers: int
-    unanswered: int
+    answers: int = 0
+    unanswered: int = 0
+    is_cut: bool = False
 
 
 class Processes(Protocol):
@@ -444,16 +452,26 @@ class Steps:
             if len(self._followed) >= self._processes:
                 self.reached.add("followed")
 
+    def is_past(self, step: str) -> bool:
+        """Return True if a step, or a later one, was reached.
+
+        A version that is loaded between two announcements of its process is never said to load.
+        """
+        later = STEPS[STEPS.index(step) : STEPS.index("followed") + 1] or (step,)
+        return not self.reached.isdisjoint(later)
+
 
 class Operators:
     """Make changes whatever happens, and compare what they are told with the topic."""
 
-    def __init__(self, trial: Trial, settings: Settings, processes: Processes) -> None:
+    def __init__(
+        self, trial: Trial, settings: Settings, processes: Processes, strikes: list[str]
+    ) -> None:
         self._trial = trial
         self._chooser = random.Random(trial.seed)
         self._processes = processes
         self._topic = ControlTopic(processes.log, settings)
-        self.strikes: list[str] = []
+        self.strikes = strikes
         self.faults: list[str] = []
 
     async def begin(self) -> None:
@@ -497,7 +515,7 @@ class Operators:
         async def is_reached() -> bool:
             if pair.step == "written" and len(await self.read()) > seen:
                 steps.reached.add("written")
-            return pair.step in steps.reached
+            return steps.is_past(pair.step)
 
         told = f"{pair.victim} at {pair.step}"
         deadline_s = self._trial.follow_s + len(STAGES) * KEEP_REPLACED_S
@@ -505,7 +523,7 @@ class Operators:
             await eventually(is_reached, deadline_s=deadline_s, recheck_s=STEP_RECHECK_S)
         except AssertionError:
             self.faults.append(f"{told}: not reached, but {sorted(steps.reached)}")
-        self._note(f"kill {told}")
+        self._note(f"kill {told}, after {', '.join(sorted(steps.reached, key=STEPS.index))}")
         if pair.victim == BROKER:
             await self._processes.take_log_away()
             await self._moment()
@@ -664,10 +682,23 @@ class Callers:
 
 async def run_trial(trial: Trial, directory: Path, kafka: LocalKafka | None = None) -> Outcome:
     """Run a trial; on the embedded log, or on a broker that is not used by others."""
+    strikes: list[str] = []
+    try:
+        async with asyncio.timeout(trial.limit_s) as limit:
+            return await _run_trial(trial, directory, kafka, strikes)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return Outcome([f"not ended within {trial.limit_s:g} s"], strikes, is_cut=True)
+
+
+async def _run_trial(
+    trial: Trial, directory: Path, kafka: LocalKafka | None, strikes: list[str]
+) -> Outcome:
     add_models(directory / "models", trial.swap)
     start = embedded(trial, directory) if kafka is None else on_kafka(trial, directory, kafka)
     async with start as (settings, processes):
-        operators = Operators(trial, settings, processes)
+        operators = Operators(trial, settings, processes, strikes)
         await operators.begin()
         await _require_followed(trial, processes, 1 + len(LABELS))
         async with Client(log=processes.log, settings=settings) as client:
@@ -693,7 +724,7 @@ async def run_trial(trial: Trial, directory: Path, kafka: LocalKafka | None = No
             faults.append(f"wanted {wanted}, found {found}")
         if len(records) != made + trial.changes:
             faults.append(f"{len(records)} records after {trial.changes} changes")
-    return Outcome(faults, operators.strikes, callers.answers, callers.unanswered)
+    return Outcome(faults, strikes, callers.answers, callers.unanswered)
 
 
 async def _require_followed(trial: Trial, processes: Processes, generation: int) -> None:
@@ -762,14 +793,22 @@ async def _run_all(trials: Sequence[Trial], *, kafka: bool) -> list[int]:
     """Run trials, one after the other; return the seeds that failed."""
     failed = []
     async with AsyncExitStack() as stack:
-        broker = await stack.enter_async_context(LocalKafka()) if kafka else None
+        broker = None
         for trial in trials:
+            if kafka and broker is None:
+                broker = await stack.enter_async_context(LocalKafka())
+            began_s = time.monotonic()
             with tempfile.TemporaryDirectory() as directory:
                 outcome = await run_trial(trial, Path(directory), broker)
+            took_s = time.monotonic() - began_s
+            if outcome.is_cut:  # the next one gets a broker of its own
+                await stack.aclose()
+                broker = None
             verdict = "; ".join(outcome.faults[:3]) or "ok"
             click.echo(
-                f"seed {trial.seed:<5} {trial.form:<6} {outcome.answers:>5} answers, "
-                f"{outcome.unanswered} without: {verdict} [{', '.join(outcome.strikes)}]"
+                f"seed {trial.seed:<5} {trial.form:<6} {took_s:>4.0f} s "
+                f"{outcome.answers:>5} answers, {outcome.unanswered} without: {verdict} "
+                f"[{', '.join(outcome.strikes)}]"
             )
             if outcome.faults:
                 failed.append(trial.seed)

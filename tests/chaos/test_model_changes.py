@@ -59,6 +59,20 @@ def test_steps_are_reached_as_processes_announce_them() -> None:
     assert reached == [set(), {"written", "loading"}, {"ready"}, {"followed"}]
 
 
+def test_step_between_two_announcements_is_passed_with_the_next_one() -> None:
+    """A version may be loaded before its process says that it loads."""
+    steps = Steps(processes=2, generation=4, version="2")
+    steps.apply([_announcement(Stage.EXECUTOR, 4, ready=True)])
+
+    assert [step for step in STEPS if steps.is_past(step)] == ["written", "loading", "ready"]
+
+
+async def test_trial_that_takes_longer_than_its_limit_has_failed(tmp_path: Path) -> None:
+    """A set of seeds goes on after one that hangs."""
+    outcome = await run_trial(Trial(1, "fused", limit_s=0.0), tmp_path)
+    assert (outcome.faults, outcome.is_cut) == (["not ended within 0 s"], True)
+
+
 @pytest.mark.timeout(400)
 async def test_killed_processes_and_restarted_broker_leave_wanted_state(
     kafka_installed: None, tmp_path: Path
