@@ -160,8 +160,9 @@ class AssignedPartition:
         held: number of these whose answers all wait for earlier ones.
         ages: ages of the chunks read.
         chains: predecessor of each record, where answers are ordered by key.
-        committed: the same; `NEVER_COMMITTED` before the first one, or if it must be written again.
         last_commit: the last commit in the log; at first, what the assignment began with.
+        committed: the commit that need not be written again: `last_commit`, or `NEVER_COMMITTED`
+            before the first one and after `InFlightTracker.forget_committed`.
         deferred: records left in the log, by offset.
         leaving: True once it is about to be revoked, or the process stops: what waits long is left
             in the log.
@@ -232,13 +233,13 @@ class AssignedPartition:
         self.budget.used_bytes += size_bytes
         return InFlightAck(self, previous, offset, size_bytes)
 
-    def admitted(self, last: int, records: int, size_bytes: int) -> None:
-        """Count records up to `last` as admitted: their ack handles were made without `admit`."""
+    def count_admitted(self, last: int, records: int, size_bytes: int) -> None:
+        """Count consecutive records up to `last` whose ack handles were made without `admit`."""
         self.last_delivered = last
         self.in_flight += records
         self.budget.used_bytes += size_bytes
 
-    def acked(self, previous: int, last: int, records: int, size_bytes: int) -> None:
+    def mark_acked(self, previous: int, last: int, records: int, size_bytes: int) -> None:
         """Mark consecutive records as answered, from after `previous` up to `last`."""
         # The bytes are free in any case, but only the current owner may mark offsets: the next one
         # has read the commits, and does the work of a revoked record again.
@@ -345,7 +346,7 @@ class InFlightAck(Struct, eq=False, gc=False):
             return
         if self.share is not None:
             self.share.charge(-self.size_bytes)
-        self.assignment.acked(self.previous, self.offset, 1, self.size_bytes)
+        self.assignment.mark_acked(self.previous, self.offset, 1, self.size_bytes)
 
     def _hold_record(self) -> None:
         self.assignment.held += 1
@@ -368,14 +369,14 @@ def ack_all(ack_handles: Iterable[AckHandle]) -> None:
             ack_handle.share.charge(-ack_handle.size_bytes)
         if ack_handle.previous != last or ack_handle.assignment is not assignment:
             if assignment is not None:
-                assignment.acked(previous, last, count, size_bytes)
+                assignment.mark_acked(previous, last, count, size_bytes)
             assignment, previous = ack_handle.assignment, ack_handle.previous
             count = size_bytes = 0
         last = ack_handle.offset
         count += 1
         size_bytes += ack_handle.size_bytes
     if assignment is not None:
-        assignment.acked(previous, last, count, size_bytes)
+        assignment.mark_acked(previous, last, count, size_bytes)
 
 
 class InFlightTracker:

@@ -276,7 +276,7 @@ class _ChunkDecoder:
 
     def track(self) -> None:
         """Add the records read by `decode_from_template` to the in-flight tracker."""
-        self._assignment.admitted(self.previous, self._records, self._size_bytes)
+        self._assignment.count_admitted(self.previous, self._records, self._size_bytes)
         self._records = self._size_bytes = 0
 
     def decode_from_template(
