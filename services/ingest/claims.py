@@ -39,18 +39,18 @@ class Decoded(NamedTuple):
     that has ended.
 
     Attributes:
-        schemaless: its payload, if a schema must be fetched for it.
-        pending: its payload or value, if a worker must transform or decode it.
+        awaiting_schema: its payload, if a schema must be fetched for it.
+        awaiting_worker: its payload or value, if a worker must transform or decode it.
     """
 
     request: Request
-    schemaless: Sequence[PendingTransform] = ()
-    pending: Sequence[PendingValue] = ()
+    awaiting_schema: Sequence[PendingTransform] = ()
+    awaiting_worker: Sequence[PendingValue] = ()
 
     @property
     def is_pending(self) -> bool:
         """True if it has to wait further."""
-        return bool(self.schemaless or self.pending)
+        return bool(self.awaiting_schema or self.awaiting_worker)
 
 
 class ClaimWaits:
@@ -59,7 +59,7 @@ class ClaimWaits:
     Args:
         fetcher: an open fetcher of objects.
         rules: rules of ingest.
-        finish: passes on a request whose object is here, or that has ended.
+        on_fetched: passes on a request whose object is here, or that has ended.
         budget: the byte budget of the source.
         freed: set after each acknowledgement, which may have made room.
         clock: wall clock, in which deadlines are given.
@@ -69,7 +69,7 @@ class ClaimWaits:
         self,
         fetcher: ClaimFetcher,
         rules: IngestRules,
-        finish: Callable[[Decoded], Awaitable[None]],
+        on_fetched: Callable[[Decoded], Awaitable[None]],
         budget: Budget,
         freed: AutoResetEvent,
         clock: Clock,
@@ -78,7 +78,7 @@ class ClaimWaits:
         self._fetcher = fetcher
         limits = rules.limits.model_copy(update={"max_request_bytes": fetcher.max_bytes})
         self._rules = replace(rules, limits=limits, decompressor=None)
-        self._finish = finish
+        self._on_fetched = on_fetched
         self._budget = budget
         self._freed = freed
         self._clock = clock
@@ -173,7 +173,7 @@ class ClaimWaits:
             self._cancelled.remove(request)
             request.fail(cancelled_failure(Stage.INGEST))  # the thread may have failed it otherwise
             request.value, claimed = None, Decoded(request)
-        await self._finish(claimed)
+        await self._on_fetched(claimed)
 
     def _is_left(self, request: Request) -> bool:
         """Return True if a request whose object is not here is left in the log."""
@@ -226,20 +226,20 @@ class ClaimWaits:
     async def _decode(self, pending: PendingClaim) -> Decoded:
         """Decode a request's object on the thread, unless the request has ended."""
         request = pending.request
-        schemaless: list[PendingTransform] = []
-        transforms: list[PendingValue] = []
+        awaiting_schema: list[PendingTransform] = []
+        awaiting_worker: list[PendingValue] = []
         if request.failure is None:
             if not self._worker.is_started:
                 self._worker.start()
             ack_handle = _ack_of(request)
             work = self._worker.call(
-                lambda: decode_claimed(request, self._rules, schemaless, transforms)
+                lambda: decode_claimed(request, self._rules, awaiting_schema, awaiting_worker)
             )
             beside_bytes = await work.done
             ack_handle.resize(ack_handle.size_bytes + beside_bytes)
         if request.failure is not None:
             request.value = None
-        return Decoded(request, schemaless, transforms)
+        return Decoded(request, awaiting_schema, awaiting_worker)
 
 
 def charge(pending: PendingClaim, times: int) -> None:

@@ -435,23 +435,27 @@ def _take_claim(request: Request, header: bytes, rules: IngestRules) -> Request:
 def decode_claimed(
     request: Request,
     rules: IngestRules,
-    schemaless: list[PendingTransform],
-    pending: list[PendingValue],
+    awaiting_schema: list[PendingTransform],
+    awaiting_worker: list[PendingValue],
 ) -> int:
     """Decode the object of a claim, which is the value of its request. Any thread may do this.
 
     Args:
         request: with the object as its value.
         rules: `limits.max_request_bytes` is the limit of claims.
-        schemaless: receives payloads whose schemas must be fetched first.
-        pending: receives payloads and requests that are for a worker.
+        awaiting_schema: receives payloads whose schemas must be fetched first.
+        awaiting_worker: receives payloads and requests that are for a worker.
 
     Returns:
         The bytes that the request holds besides the object.
     """
     value, envelope = request.value, request.envelope
     plain: bytes | memoryview | None = None
-    own = replace(rules, fetch_schema_later=schemaless.append, transform_later=pending.append)
+    own = replace(
+        rules,
+        fetch_schema_later=awaiting_schema.append,
+        transform_later=awaiting_worker.append,
+    )
     try:
         plain = plain_value(value, envelope, rules.limits.max_request_bytes)
         _bind_value(request, plain, envelope, own)

@@ -43,17 +43,17 @@ class SchemaWaits:
     """Payloads that wait for their schemas, and the task that fetches these.
 
     Args:
-        finish: receives payloads whose schemas are known, or whose requests have ended.
+        on_fetched: receives payloads whose schemas are known, or whose requests have ended.
         clock: wall clock, in which deadlines are given.
     """
 
     def __init__(
         self,
-        finish: Callable[[Sequence[PendingTransform]], None],
+        on_fetched: Callable[[Sequence[PendingTransform]], None],
         clock: Clock,
         tuning: SchemaTuning = TUNING.schemas,
     ) -> None:
-        self._finish = finish
+        self._on_fetched = on_fetched
         self._clock = clock
         self._tuning = tuning
         self._waiting: OrderedDict[tuple[ModelVersion, int], list[PendingTransform]] = OrderedDict()
@@ -81,7 +81,7 @@ class SchemaWaits:
         pauses = Pauses(self._tuning.backoff)
         while not self._closed:
             self._changed.clear()
-            self._finish_ended()
+            self._pass_on_ended()
             if await self._fetch_all():
                 pauses.reset()
                 pause_s = None if not self._waiting else self._tuning.backoff.first_s
@@ -181,10 +181,10 @@ class SchemaWaits:
             payloads = self._waiting.pop(key, [])
             for payload in payloads:
                 payload.error = error
-            self._finish(payloads)
+            self._on_fetched(payloads)
         return not failures
 
-    def _finish_ended(self) -> None:
+    def _pass_on_ended(self) -> None:
         """Pass on payloads whose deadline has passed, or whose partition was revoked."""
         ended: list[PendingTransform] = []
         self._next_deadline_ms = 0
@@ -201,7 +201,7 @@ class SchemaWaits:
             self._waiting[key] = left
             if not left:
                 del self._waiting[key]
-        self._finish(ended)
+        self._on_fetched(ended)
 
     def _end(self, payload: PendingTransform) -> bool:
         """Fail a request that cannot be answered with a result any more; return whether it was."""

@@ -1,11 +1,13 @@
 """The ingest stage: records of a partition → checked requests → the batcher, or an answer.
 
 The path of a record: `_read_all` receives the polled records of a partition, `RequestReader.read`
-decodes and checks them, and `_finish` lets `RequestSender` send on the requests that can run or
-have ended. Other requests wait: for their objects (`ClaimWaits`), their schemas (`SchemaWaits`) or
-a worker that makes their inputs (`TransformWaits`). Each of these has tasks of its own, so that
-reading goes on meanwhile.
-Requests are *runnable*, or they have *ended*: with a failure, which the responder answers.
+decodes and checks them, and `_dispatch` sends on the requests that are complete (`RequestSender`):
+these are *runnable*, or they have *ended* with a failure, which the responder answers.
+
+The others are `Incomplete`. They wait for their objects (`ClaimWaits`), then for their schemas
+(`SchemaWaits`), then for a worker that makes their inputs (`TransformWaits`); most need only one of
+the three. Each has tasks of its own, so that reading goes on meanwhile, and calls back when it is
+done: `_on_object_fetched`, `_on_schemas_fetched`, `_on_transformed`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from operator import length_hint
-from typing import TypeVar
+from typing import NamedTuple
 
 from headrace.claims.fetcher import ClaimFetcher
 from headrace.consumer.deferring import Deferral
@@ -47,7 +49,37 @@ from headrace.transforms.workers import (
 from headrace.transport.channels import SendStream
 from headrace.tuning import TUNING, IngestTuning
 
-T = TypeVar("T")
+
+class Incomplete(NamedTuple):
+    """Requests that have to wait before they are complete, by what they wait for first.
+
+    Attributes:
+        awaiting_object: their values are in stores.
+        awaiting_schema: the schemas of their records are in a registry.
+        awaiting_worker: a worker decompresses or decodes their values, or makes their inputs.
+    """
+
+    awaiting_object: list[PendingClaim]
+    awaiting_schema: list[PendingTransform]
+    awaiting_worker: list[PendingValue]
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def requests(self) -> list[Request]:
+        """Return all of them."""
+        return [each.request for waiting in self for each in waiting]
+
+    def take(self) -> Incomplete:
+        """Remove all; return those that have not ended meanwhile."""
+        taken = Incomplete(
+            [each for each in self.awaiting_object if each.request.failure is None],
+            [each for each in self.awaiting_schema if each.request.failure is None],
+            [each for each in self.awaiting_worker if each.request.failure is None],
+        )
+        for waiting in self:
+            waiting.clear()
+        return taken
 
 
 class IngestService:
@@ -75,27 +107,25 @@ class IngestService:
         self._source = source
         self._sender = RequestSender(items, answers, source.deferral, instruments)
         self._metrics = instruments.metrics
-        # `RequestReader.read` adds the requests that have to wait; `_finish` takes them.
-        self._pending: list[PendingValue] = []
-        self._schemaless: list[PendingTransform] = []
-        self._unfetched: list[PendingClaim] = []
+        # `RequestReader.read` adds the requests that have to wait; `_dispatch` takes them.
+        self._incomplete = Incomplete([], [], [])
         decompressor = InlineDecompressor(rules.limits, tuning)
         self._workers = transforms or TransformPool([TransformThread(tuning)], tuning)
         self._transforms = TransformWaits(
             self._workers,
-            self._finish_transformed,
+            self._on_transformed,
             source.quarantine.gate,
             instruments.metrics,
             instruments.clock,
             tuning,
         )
-        self._schemas = SchemaWaits(self._finish_with_schema, instruments.clock)
+        self._schemas = SchemaWaits(self._on_schemas_fetched, instruments.clock)
         self._claims: ClaimWaits | None = None
         if fetcher is not None:
             self._claims = ClaimWaits(
                 fetcher,
                 rules,
-                self._finish_claimed,
+                self._on_object_fetched,
                 source.tracker.budget,
                 source.freed,
                 instruments.clock,
@@ -104,10 +134,10 @@ class IngestService:
         self._rules = replace(
             rules,
             decompressor=decompressor,
-            transform_later=self._pending.append,
-            fetch_schema_later=self._schemaless.append,
+            transform_later=self._incomplete.awaiting_worker.append,
+            fetch_schema_later=self._incomplete.awaiting_schema.append,
             read_claim=None if fetcher is None else fetcher.read_claim,
-            fetch_later=self._unfetched.append,
+            fetch_later=self._incomplete.awaiting_object.append,
         )
         self._reader = RequestReader(self._rules, decompressor, instruments.clock, tuning)
 
@@ -153,53 +183,42 @@ class IngestService:
                 read = self._reader.read(polled, records)
                 if not read:
                     break
-                await self._finish(polled, read)
+                await self._dispatch(polled, read)
                 # Yield even without a pause: the other stages work in between.
                 is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
                 pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
                 await asyncio.sleep(len(read) * pause_s)
 
-    async def _finish(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
+    async def _dispatch(self, polled: PolledRecords, requests: Sequence[Request]) -> None:
         """Send on the requests that are complete, and let the others wait."""
         # Records that cancel a request are not admitted, so they have the null ack.
         cancelling = [each for each in requests if each.ack_handle is NULL_ACK]
-        if not (cancelling or self._has_waiting()):
+        if not (cancelling or self._incomplete):
             await self._sender.send_read(polled, list(requests))
             return
+        # First, since requests that are cancelled now are complete: they have ended.
         left = self._cancel(cancelling) if cancelling else []
-        schemaless = [each for each in _take_all(self._schemaless) if each.request.failure is None]
-        pending = [each for each in _take_all(self._pending) if each.request.failure is None]
-        unfetched = [each for each in _take_all(self._unfetched) if each.request.failure is None]
-        waiting = {id(payload.request) for payload in (*schemaless, *pending)}
-        waiting.update(id(claim.request) for claim in unfetched)
-        complete = list(requests)
-        if waiting or cancelling:
-            complete = [
-                each
-                for each in requests
-                if id(each) not in waiting and each.ack_handle is not NULL_ACK
-            ]
+        incomplete = self._incomplete.take()
+        waiting = set(incomplete.requests())
+        complete = [
+            each for each in requests if each not in waiting and each.ack_handle is not NULL_ACK
+        ]
+        # Before the others wait for room: these need not wait for it.
         await self._sender.send_read(polled, complete)
         if polled.is_isolated:
-            await self._finish_alone(polled, schemaless, pending, unfetched)
+            await self._complete_alone(polled, incomplete)
         else:
-            await self._let_wait(polled, schemaless, pending, unfetched)
+            await self._let_wait(polled, incomplete)
         if left:
             # Last: what they cancel must have been sent before.
             await self._transforms.passed_on()
             await self._sender.send_charged(left)
 
-    def _has_waiting(self) -> bool:
-        """Return True if one of the requests just read has to wait."""
-        return bool(self._schemaless or self._pending or self._unfetched)
-
     def _cancel(self, cancelling: Sequence[Request]) -> list[Request]:
         """End the requests that wait here and that records cancel, those read with them included;
         return the records that cancel none of them.
         """
-        just_read = [each.request for each in (*self._schemaless, *self._pending)]
-        just_read += [each.request for each in self._unfetched]
-        found = find_cancelled(cancelling, just_read)
+        found = find_cancelled(cancelling, self._incomplete.requests())
         for request in found:
             request.fail(cancelled_failure(Stage.INGEST))
         found += self._schemas.cancel(cancelling) + self._transforms.cancel(cancelling)
@@ -213,26 +232,20 @@ class IngestService:
 
     # --- requests that wait -----------------------------------------------------------------------
 
-    async def _let_wait(
-        self,
-        polled: PolledRecords,
-        schemaless: Sequence[PendingTransform],
-        pending: Sequence[PendingValue],
-        unfetched: Sequence[PendingClaim],
-    ) -> None:
+    async def _let_wait(self, polled: PolledRecords, incomplete: Incomplete) -> None:
         """Let requests wait, as far as their models' shares have room."""
         # One after the other: charged together, they would leave no room for what fits.
-        for transform in schemaless:
+        for transform in incomplete.awaiting_schema:
             self._transforms.reserve(transform)
             if await self._sender.take_room(polled, transform.request):
                 self._schemas.add(transform)
-        for payload in pending:
+        for payload in incomplete.awaiting_worker:
             self._transforms.reserve(payload)
             payload.is_reread = polled.is_reread
             if await self._sender.take_room(polled, payload.request):
                 self._transforms.add(payload)
         # Last, so that other requests do not wait for room for these.
-        for claimed in unfetched:
+        for claimed in incomplete.awaiting_object:
             assert self._claims is not None
             is_charged = self._source.deferral is not None
             if is_charged:
@@ -240,36 +253,30 @@ class IngestService:
             if await self._sender.take_room(polled, claimed.request):
                 self._claims.add(claimed, is_charged=is_charged)
 
-    async def _finish_alone(
-        self,
-        polled: PolledRecords,
-        schemaless: Sequence[PendingTransform],
-        pending: Sequence[PendingValue],
-        unfetched: Sequence[PendingClaim],
-    ) -> None:
+    async def _complete_alone(self, polled: PolledRecords, incomplete: Incomplete) -> None:
         """Complete the request that runs alone, and pass it on, unless it is left in the log:
         nothing else runs until it has been answered.
         """
         assert polled.isolation is not None
-        waiting, payloads = list(schemaless), []
-        for value in pending:
+        waiting, payloads = list(incomplete.awaiting_schema), []
+        for value in incomplete.awaiting_worker:
             if not isinstance(value, PendingCompressed):
                 payloads.append(value)
                 continue
             await self._transforms.run_alone(value)
-            decoded = self._decode_made(value)
-            waiting += decoded.schemaless
-            payloads += decoded.pending
+            decoded = self._decode_decompressed(value)
+            waiting += decoded.awaiting_schema
+            payloads += decoded.awaiting_worker
             if not decoded.is_pending:
                 await self._sender.send_read(polled, [decoded.request])
-        for pending_claim in unfetched:
+        for pending_claim in incomplete.awaiting_object:
             assert self._claims is not None
             claimed = await self._claims.fetch_alone(pending_claim)
             if claimed is None:
                 polled.isolation.leave()
                 continue
-            waiting += claimed.schemaless
-            payloads += claimed.pending
+            waiting += claimed.awaiting_schema
+            payloads += claimed.awaiting_worker
             if not claimed.is_pending:
                 await self._sender.send_read(polled, [claimed.request])
         for payload in waiting:
@@ -280,7 +287,7 @@ class IngestService:
         for each in payloads:
             await self._sender.send_read(polled, [await self._transforms.run_alone(each)])
 
-    async def _finish_claimed(self, claimed: Decoded) -> None:
+    async def _on_object_fetched(self, claimed: Decoded) -> None:
         """Pass on a request whose object is here, or that has ended, or let it wait further."""
         if claimed.is_pending:
             self._let_wait_further(claimed)
@@ -289,38 +296,39 @@ class IngestService:
 
     def _let_wait_further(self, claimed: Decoded) -> None:
         """Let a request whose value is here wait for its schema or for a worker."""
-        for payload in claimed.schemaless:
+        for payload in claimed.awaiting_schema:
             self._transforms.reserve(payload)
             self._schemas.add(payload)
-        for value in claimed.pending:
+        for value in claimed.awaiting_worker:
             self._transforms.reserve(value)
             self._transforms.add(value)
 
-    def _finish_with_schema(self, payloads: Sequence[PendingTransform]) -> None:
+    def _on_schemas_fetched(self, payloads: Sequence[PendingTransform]) -> None:
         """Let payloads whose schemas are known, or whose requests have ended, wait for a worker."""
         for payload in payloads:
             self._transforms.add(payload)
 
-    async def _finish_transformed(self, payloads: Sequence[PendingValue]) -> None:
+    async def _on_transformed(self, payloads: Sequence[PendingValue]) -> None:
         """Pass on requests whose inputs were made, or that have ended; those whose values were
         decompressed may have to wait further.
         """
-        for decoded in [self._decode_made(payload) for payload in payloads]:
+        for decoded in [self._decode_decompressed(payload) for payload in payloads]:
             if decoded.is_pending:
                 self._let_wait_further(decoded)
                 payloads = [each for each in payloads if each.request is not decoded.request]
         await self._sender.send_transformed(payloads)
 
-    def _decode_made(self, payload: PendingValue) -> Decoded:
+    def _decode_decompressed(self, payload: PendingValue) -> Decoded:
         """Decode a value that a worker has decompressed. The request of any other payload, whose
         inputs a worker has made, is returned as it is.
         """
         request = payload.request
         if isinstance(payload, PendingCompressed) and request.failure is None:
             bind_decompressed(request, payload.plain, self._rules)
-            for value in (*self._schemaless, *self._pending):
+            _, awaiting_schema, awaiting_worker = self._incomplete.take()
+            for value in (*awaiting_schema, *awaiting_worker):
                 value.is_reread = payload.is_reread
-            return Decoded(request, _take_all(self._schemaless), _take_all(self._pending))
+            return Decoded(request, awaiting_schema, awaiting_worker)
         return Decoded(request)
 
 
@@ -429,13 +437,6 @@ class RequestSender:
     def _trace(self, requests: Sequence[Request]) -> None:
         if self._tracing is not None:
             self._tracing.ingested(requests, self._clock())
-
-
-def _take_all(filled: list[T]) -> list[T]:
-    """Remove and return all items of a list that others fill."""
-    taken = filled[:]
-    filled.clear()
-    return taken
 
 
 def _divide(requests: list[Request]) -> tuple[list[Request], list[Request]]:

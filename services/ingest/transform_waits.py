@@ -163,7 +163,7 @@ class TransformWaits:
 
     Args:
         pool: the workers.
-        finish: passes on requests that have ended, or whose inputs are made.
+        on_made: passes on requests that have ended, or whose inputs are made.
         gate: gate that workers enter, so that a crash is found like that of a run.
         clock: wall clock, in which deadlines are given.
     """
@@ -171,14 +171,14 @@ class TransformWaits:
     def __init__(
         self,
         pool: TransformPool,
-        finish: Callable[[Sequence[PendingValue]], Awaitable[None]],
+        on_made: Callable[[Sequence[PendingValue]], Awaitable[None]],
         gate: RunGate,
         metrics: Metrics,
         clock: Clock,
         tuning: IngestTuning = TUNING.ingest,
     ) -> None:
         self._pool = pool
-        self._finish = finish
+        self._on_made = on_made
         self._gate = gate
         self._metrics = metrics
         self._clock = clock
@@ -332,7 +332,7 @@ class TransformWaits:
             self._take_made(payload)
         if ended or made:
             async with self._passing_on:
-                await self._finish([*ended, *made])
+                await self._on_made([*ended, *made])
         if taken:
             self._round.release(taken)
             self._granted.set()
