@@ -402,6 +402,8 @@ class Envelope(NamedTuple):
         correlation_id: opaque; repeated in the answer.
         reply_topic, reply_partition: destination of the answer, if the caller gave one.
         deadline_ms: epoch milliseconds; 0 means none.
+        priority: larger is more urgent; orders the requests of one tenant.
+        tenant: empty if the caller gave none.
         model, version: from `x-model`; empty if absent.
         traceparent, tracestate: unchanged values of the headers.
         fault: what is wrong with the headers, if anything; the answer is then an error.
@@ -578,7 +580,8 @@ class Batch:
 
     Attributes:
         reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `deadline`, `bytes`,
-            `drain` or `alone`; `bisected` if it is one half of a batch that failed.
+            `drain` or `alone`; `bisected` if it is one half of a batch that failed; `apart` if it
+            is one request of a batch that must not run together.
         rows: rows of all requests together.
         end_us: predicted end of its run in epoch microseconds; 0 if not predicted.
     """

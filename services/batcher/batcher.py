@@ -91,41 +91,6 @@ def _has_left(request: Request) -> bool:
     return request.batch is not NO_BATCH or request.failure is not None
 
 
-def _predict_end_us(
-    queue: ModelQueue,
-    envelope: Envelope,
-    request: IngestedRequest | None,
-    now_us: int,
-    rows: int = 0,
-) -> int:
-    """Return when a request that arrives now would be done; `now_us` if no rows are ahead of it.
-
-    With two full batches or more ahead, the learned margin is added. With fewer it is not: it
-    would leave batches half empty and make everything later, since an instance takes one of them
-    ahead. Without a `request`, its own run is left out.
-    """
-    ahead = queue.rows_ahead(envelope.tenant, envelope.priority) + rows
-    if not ahead:
-        return now_us
-    end_us = now_us + queue.rate.predict_wait_us(ahead, now_us)
-    latency, full = queue.limits.latency, queue.limits.max_batch_size
-    if latency is None:
-        return end_us
-    if request is not None:
-        end_us += latency.predict_us(request.shape_class, request.rows) or 0
-        full = latency.best_rows(request.shape_class, full)
-    return end_us + latency.margin_us if ahead >= 2 * full else end_us
-
-
-def _is_in_time(queue: ModelQueue, rows: int, left_us: int) -> bool:
-    """True if `left_us` suffices for all waiting rows, `rows` more, and two full batches."""
-    limits = queue.limits
-    behind_all_us = (queue.rows + rows + 2 * limits.max_batch_size) * queue.rate.row_us
-    if limits.latency is not None:
-        behind_all_us += limits.latency.margin_us
-    return behind_all_us < left_us
-
-
 def _scan_similar(requests: Sequence[IngestedRequest], start: int) -> tuple[int, bool]:
     """Return the end of the run of requests like the first, and whether any has a deadline."""
     first = requests[start]
@@ -251,7 +216,7 @@ class DynamicBatcher:
         ]
         if len(found) != 1 or not envelope.deadline_ms or not found[0].rate.row_us:
             return None
-        end_us = _predict_end_us(found[0], envelope, None, now_us, rows)
+        end_us = found[0].predict_end_us(envelope, None, now_us, rows)
         return late_refusal(self._due_us(envelope.deadline_ms), end_us, now_us, stage)
 
     def cancel(self) -> tuple[list[Request], int]:
@@ -401,7 +366,7 @@ class DynamicBatcher:
                 # One check for all: if the most urgent one is in time behind all of them, none has
                 # to be refused. Otherwise each is checked with the rows ahead of it alone.
                 least_us = min([one.due_us for one in with_deadline]) - now_us
-                if not _is_in_time(queue, rows, least_us):
+                if not queue.is_in_time(rows, least_us):
                     return False
             self._deadlines.add(with_deadline)
         queue.add_similar(requests, rows, with_deadline)
@@ -409,9 +374,9 @@ class DynamicBatcher:
 
     def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:
         """Return why the rows ahead and its own run make a request late; None if they do not."""
-        if _is_in_time(queue, 0, request.due_us - now_us):
+        if queue.is_in_time(0, request.due_us - now_us):
             return None
-        end_us = _predict_end_us(queue, request.envelope, request, now_us)
+        end_us = queue.predict_end_us(request.envelope, request, now_us)
         return late_refusal(request.due_us, end_us, now_us, Stage.BATCHER)
 
     def _next_ready(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from headrace.protocol.messages import Request
+from headrace.protocol.messages import Envelope, IngestedRequest, Request
 from headrace.services.batcher.admission import ServiceRate
 from headrace.services.batcher.fair_queue import (
     BatchLimits,
@@ -271,6 +271,43 @@ class ModelQueue:
         own = sum([row_count[0] for each, row_count in mine.rows.items() if each >= priority])
         less_urgent = sum([row_count[0] for row_count in mine.rows.values()]) - own
         return min(self.rows - less_urgent, own * len(self._tenants))
+
+    def predict_end_us(
+        self, envelope: Envelope, request: IngestedRequest | None, now_us: int, more_rows: int = 0
+    ) -> int:
+        """Return when a request that arrives now would be done; `now_us` if no rows are ahead of
+        it, since nothing is refused then.
+
+        Args:
+            envelope: headers of the request.
+            request: the request; None if only its headers are known, so that its own run is left
+                out.
+            now_us: microseconds of the steady clock.
+            more_rows: rows ahead of it besides those that wait here.
+        """
+        ahead = self.rows_ahead(envelope.tenant, envelope.priority) + more_rows
+        if not ahead:
+            return now_us
+        end_us = now_us + self.rate.predict_wait_us(ahead, now_us)
+        latency, full = self.limits.latency, self.limits.max_batch_size
+        if latency is None:
+            return end_us
+        if request is not None:
+            end_us += latency.predict_us(request.shape_class, request.rows) or 0
+            full = latency.best_rows(request.shape_class, full)
+        # With fewer than two full batches ahead the learned margin would leave batches half empty
+        # and make everything later, since an instance takes one of the two ahead.
+        return end_us + latency.margin_us if ahead >= 2 * full else end_us
+
+    def is_in_time(self, more_rows: int, left_us: int) -> bool:
+        """Return True if `left_us` suffices for all waiting rows, `more_rows`, and two full
+        batches; then `predict_end_us` need not be called. After False it decides.
+        """
+        limits = self.limits
+        behind_all_us = (self.rows + more_rows + 2 * limits.max_batch_size) * self.rate.row_us
+        if limits.latency is not None:
+            behind_all_us += limits.latency.margin_us
+        return behind_all_us < left_us
 
     def waiting(self) -> list[Request]:
         """Return all waiting requests."""
