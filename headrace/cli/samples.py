@@ -13,9 +13,9 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import NO_HEADERS
 from headrace.protocol.messages import Request
+from headrace.services.executor.answer_rewriting import rewrite_answers
 from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import Instance
-from headrace.services.executor.passing_through import rewrite_answers
 from headrace.services.executor.postprocessing import PostprocessOptions, Postprocessor
 from headrace.telemetry.metrics import Metrics
 

@@ -66,7 +66,7 @@ class ExecutorService:
     Args:
         batch_queue: supplies batches.
         answers: receives requests with their outputs or failures.
-        announcer: notified of ended requests if the batcher is in another process.
+        heartbeat: notified of ended requests if the batcher is in another process.
         quarantine: decides how runs begin, and is notified of requests that ran alone.
         trials: tries each version before it is loaded here; None: versions are not tried.
         postprocess_options: of user code behind models.
@@ -81,7 +81,7 @@ class ExecutorService:
         answers: SendStream[list[Request]],
         models: Models,
         instruments: Instruments,
-        announcer: ExecutorHeartbeat | None = None,
+        heartbeat: ExecutorHeartbeat | None = None,
         quarantine: Quarantine | None = None,
         trials: TrialLoads | None = None,
         tuning: ExecutorTuning = TUNING.executor,
@@ -94,7 +94,7 @@ class ExecutorService:
         self._answers = answers
         self._trials = trials
         self._models = models
-        self._announcer = announcer
+        self._heartbeat = heartbeat
         self._instruments = instruments
         self._metrics = instruments.metrics
         self._loading: set[ModelVersion] = set()
@@ -120,8 +120,8 @@ class ExecutorService:
             await self._batch_queue.ended()
             following.cancel()
             self._end_loads()
-        if self._announcer is not None:
-            self._announcer.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._answers.close()
 
     def _subscribe(self) -> asyncio.Queue[VersionChange]:
@@ -318,7 +318,7 @@ class ExecutorService:
             self._instruments,
             self._quarantine,
             sampler,
-            self._announcer,
+            self._heartbeat,
             self._tuning,
             self._make_postprocessor(version),
         )

@@ -1,7 +1,7 @@
 """One instance's loop: pull a batch → gather → run → scatter its outputs → send its answers.
 
 The path of a batch: `_next` takes it, `_run` drops expired requests, `_compute` gathers, runs and
-scatters, `_finish_run` notes the run. When a run fails, the batch is halved, and halves alternate
+scatters, `_finish_run` records the run. When a run fails, the batch is halved, and halves alternate
 with fresh batches until the faulty request runs alone: only that request fails.
 
 A batch for an idle instance whose runs are quick does not wait for the loop: `run_now` takes the
@@ -27,9 +27,9 @@ from headrace.models.backends.port import Arrays
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
+from headrace.services.executor.answer_rewriting import rewrite_answers
 from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import DeadlinePassed, Instance
-from headrace.services.executor.passing_through import rewrite_answers
 from headrace.services.executor.postprocessing import Postprocessor
 from headrace.services.executor.prefetch import (
     Prefetch,
@@ -84,7 +84,7 @@ class AnswerBuffer:
 
     Args:
         answers: receives the requests.
-        announcer: notified of ended requests if the batcher is in another process.
+        heartbeat: notified of ended requests if the batcher is in another process.
 
     Attributes:
         requests: those that wait, in the order in which they finished.
@@ -94,12 +94,12 @@ class AnswerBuffer:
         self,
         answers: SendStream[list[Request]],
         instruments: Instruments,
-        announcer: ExecutorHeartbeat | None,
+        heartbeat: ExecutorHeartbeat | None,
         tuning: ExecutorTuning,
     ) -> None:
         self._answers = answers
         self._tracing, self._clock = instruments.tracing, instruments.clock
-        self._announcer = announcer
+        self._heartbeat = heartbeat
         self._max_requests = tuning.max_buffered_answers
         self._max_wait_s = tuning.buffer_answers_s
         self._since_s = 0.0
@@ -109,8 +109,8 @@ class AnswerBuffer:
         """Add finished requests of a batch."""
         if self._tracing is not None:
             self._tracing.executed(batch.batch_id, finished, self._clock())
-        if self._announcer is not None:
-            self._announcer.finished(batch.batch_id, finished)
+        if self._heartbeat is not None:
+            self._heartbeat.finished(batch.batch_id, finished)
         if not self.requests:
             self._since_s = time.perf_counter()
         self.requests += finished
@@ -145,7 +145,7 @@ class Worker:
         answers: receives requests with their outputs or failures.
         quarantine: decides how runs begin, and is notified of requests that ran alone.
         sampler: returns the sampler of the version; called while batching is undecided.
-        announcer: see `AnswerBuffer`.
+        heartbeat: see `AnswerBuffer`.
         postprocessor: runs the version's postprocess, if it has one; closed when `run` ends.
 
     Attributes:
@@ -163,7 +163,7 @@ class Worker:
         instruments: Instruments,
         quarantine: Quarantine,
         sampler: Callable[[], BatchSafetySampler],
-        announcer: ExecutorHeartbeat | None = None,
+        heartbeat: ExecutorHeartbeat | None = None,
         tuning: ExecutorTuning = TUNING.executor,
         postprocessor: Postprocessor | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class Worker:
         self._clock, self._steady = instruments.clock, instruments.steady
         self._anchored = instruments.anchored
         self._tuning = tuning
-        self._buffer = AnswerBuffer(answers, instruments, announcer, tuning)
+        self._buffer = AnswerBuffer(answers, instruments, heartbeat, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
         self.is_busy = True
@@ -288,9 +288,7 @@ class Worker:
         self._buffer.send_nowait()
         return True
 
-    async def _run(
-        self, prefetch: Prefetch, prepared: PreparedBatch
-    ) -> tuple[list[Request], list[Batch]]:
+    async def _run(self, prefetch: Prefetch, prepared: PreparedBatch) -> RunOutcome:
         """Run requests together; return the finished ones and the batches still to run."""
         version, batch = self._version, prepared.batch
         # Deadlines are checked here and not when the batch was pulled: entering the gate may have
@@ -323,7 +321,7 @@ class Worker:
             run.failure = Failure(Code.INTERNAL, describe_error(error), Stage.EXECUTOR)
             late = prefetch.retry_later(run, run.failure, self._clock())
             if late is not None:
-                self._note_retry(run.requests[0], run.failure)
+                self._record_retry(run.requests[0], run.failure)
                 return ended + late, []
         run.compute_us = self._instance.compute_us
         done, parts = self._finish_run(run)
@@ -373,14 +371,14 @@ class Worker:
                 run.requests, version.signature, outputs, self._tuning.max_rows_in_error
             )
 
-    def _finish_run(self, run: ModelRun) -> tuple[list[Request], list[Batch]]:
+    def _finish_run(self, run: ModelRun) -> RunOutcome:
         """Finish a run; return its finished requests, or the halves of a failed batch to run."""
         batch, requests, failure = run.batch, run.requests, run.failure
         run.ended_us, run.ended_steady_us = run.clock(), self._steady()
         if self._tracing is not None:
             self._tracing.ran(run)
         if failure is None:
-            self._note(run)
+            self._record_run(run)
             return requests, []
         if len(requests) == 1:
             requests[0].fail(failure)
@@ -393,7 +391,7 @@ class Worker:
             for place, half in enumerate(halves)
         ]
 
-    def _note(self, run: ModelRun) -> None:
+    def _record_run(self, run: ModelRun) -> None:
         version = self._version
         rows = sum([request.rows for request in run.requests])
         formed_us = run.requests[0].batch.formed_us
@@ -413,7 +411,7 @@ class Worker:
             compute_us=run.compute_us,
         )
 
-    def _note_retry(self, request: Request, failure: Failure) -> None:
+    def _record_retry(self, request: Request, failure: Failure) -> None:
         self._metrics.retried("run")
         model, version = request.model, request.version
         log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))

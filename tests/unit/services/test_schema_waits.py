@@ -20,7 +20,7 @@ from headrace.models.registry import Models
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Backoff
-from headrace.services.executor.passing_through import pass_through
+from headrace.services.executor.answer_rewriting import pass_through
 from headrace.services.ingest.schemas import SchemaWaits
 from headrace.transforms.workers import PendingTransform
 from headrace.tuning import SchemaTuning
