@@ -194,14 +194,14 @@ def is_of_user_code(error: BaseException) -> bool:
     return not isinstance(error, Interrupted)
 
 
-def take_refusal(error: Rejected, users_fault: Code) -> Rejected:
+def take_refusal(error: Rejected, failure_code: Code) -> Rejected:
     """Return what user code raised as a refusal that an answer can hold: a class of the user's may
-    lack a part of it, or have parts of other types. Then it is a failure with `users_fault`.
+    lack a part of it, or have parts of other types. Then it is a failure with `failure_code`.
     """
     try:
         return Rejected(error.code, error.message, retry_after_ms=error.retry_after_ms)
     except Exception as fault:  # noqa: BLE001 - a user's class may do anything
-        return Rejected(users_fault, f"{describe_error(error)}: {describe_error(fault)}")
+        return Rejected(failure_code, f"{describe_error(error)}: {describe_error(fault)}")
 
 
 def is_of_headrace(error: BaseException) -> bool:

@@ -54,7 +54,7 @@ class TransformCall(NamedTuple):
         max_bytes: most bytes that its inputs may have.
         shared_bytes: inputs of at least this size are sent in a memory file.
         forgotten: versions that are not needed any more.
-        what, users_fault: see `headrace.transforms.workers.PendingValue`.
+        what, failure_code: see `headrace.transforms.workers.PendingValue`.
     """
 
     key: int
@@ -65,7 +65,7 @@ class TransformCall(NamedTuple):
     shared_bytes: int = 0
     forgotten: tuple[int, ...] = ()
     what: str = "transform"
-    users_fault: Code = Code.INVALID_REQUEST
+    failure_code: Code = Code.INVALID_REQUEST
 
 
 class TransformReply(msgspec.Struct):
@@ -143,7 +143,7 @@ class _Server:
             return
         except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
             reason = f"{call.what}: {describe_error(error)}"
-            self._send(TransformReply(code=call.users_fault, reason=reason))
+            self._send(TransformReply(code=call.failure_code, reason=reason))
             return
         described = [
             (each.name, each.datatype, list(each.shape), len(each.data)) for each in inputs

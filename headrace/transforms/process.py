@@ -42,8 +42,8 @@ from headrace.transforms.child import (
     receive_exactly,
 )
 from headrace.transforms.workers import (
-    PayloadRound,
-    PendingRequest,
+    GrantedPayloads,
+    PendingTensors,
     PendingUserCode,
     PendingValue,
     apply_transform,
@@ -88,7 +88,7 @@ class TransformProcess:
         self._child: _Child | None = None
         self._closing = threading.Event()
 
-    async def run(self, payloads: PayloadRound) -> None:
+    async def run(self, payloads: GrantedPayloads) -> None:
         """See `headrace.transforms.workers.TransformWorker`."""
         if not self._worker.is_started:
             self._worker.start()
@@ -103,10 +103,10 @@ class TransformProcess:
 
     # --- on the thread ---------------------------------------------------------------------------
 
-    def _transform_all(self, payloads: PayloadRound) -> None:
+    def _transform_all(self, payloads: GrantedPayloads) -> None:
         while not self._closing.is_set() and (payload := payloads.take()) is not None:
             began_s = time.monotonic()
-            if payload.is_of_process:
+            if payload.stays_in_process:
                 apply_transform(payload)
             else:
                 self._transform(payload)
@@ -209,17 +209,17 @@ class _Child:
             TimeoutError: it took too long.
             EOFError, OSError: the child has ended.
         """
-        if isinstance(payload, PendingRequest):
+        if isinstance(payload, PendingTensors):
             call = self._prepare(TransformCall(0, decoding=(payload.envelope, payload.limits)))
         else:
             assert isinstance(payload, PendingUserCode)
             call = self._prepare(TransformCall(self._load(payload)))
         until_s = time.monotonic() + payload.limit_s
         call = call._replace(
-            content_type=payload.content_type, what=payload.what, users_fault=payload.users_fault
+            content_type=payload.content_type, what=payload.what, failure_code=payload.failure_code
         )
         payload.inputs, message = self._call(call, payload.child_value, until_s)
-        if isinstance(payload, PendingRequest):
+        if isinstance(payload, PendingTensors):
             payload.message = message
 
     def _load(self, payload: PendingUserCode) -> int:

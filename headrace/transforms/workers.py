@@ -35,9 +35,13 @@ from headrace.tuning import TUNING, IngestTuning
 class PendingValue(ABC):
     """A value that waits for a worker, and what the worker has made of it.
 
+    The classes below differ in the work: `PendingTransform` runs the transform of a model,
+    `PendingCompressed` decompresses, and `PendingTensors` decodes many or large tensors. For the
+    executor there is `headrace.services.executor.postprocessing.PendingPostprocess`.
+
     Attributes:
         what: name of the work, for messages.
-        users_fault: code of what user code raises otherwise than as an `Exception`.
+        failure_code: code of the error if the work raises anything but a `Rejected`.
         inputs: the inputs; None if they could not be made.
         version: the version that the request is for, once that is known.
         bound: the inputs, checked; see `headrace.models.inputs.binding.Binder.bind`.
@@ -49,7 +53,7 @@ class PendingValue(ABC):
     """
 
     what = "transform"
-    users_fault = Code.INVALID_REQUEST
+    failure_code = Code.INVALID_REQUEST
 
     def __init__(self, request: Request, value: bytes | memoryview, content_type: str) -> None:
         self.request = request
@@ -75,8 +79,10 @@ class PendingValue(ABC):
         """Time in which the inputs must be made."""
 
     @property
-    def is_of_process(self) -> bool:
-        """True if only this process can make the inputs, or does it sooner than a child."""
+    def stays_in_process(self) -> bool:
+        """True if the inputs are made in this process even where workers are child processes, since
+        a child could not make them, or would take longer.
+        """
         return False
 
     @property
@@ -168,7 +174,7 @@ class PendingTransform(PendingUserCode):
         return self.version.transform_source
 
     @property
-    def is_of_process(self) -> bool:
+    def stays_in_process(self) -> bool:
         """See `PendingValue`: the schemas of a registry are in this process."""
         return self.version.records is not None and self.version.records.framed is not None
 
@@ -219,7 +225,7 @@ class PendingCompressed(PendingDecoding):
         plain: the decompressed value, which is decoded afterwards.
     """
 
-    is_of_process = True
+    stays_in_process = True
 
     def __init__(
         self,
@@ -247,7 +253,7 @@ class PendingCompressed(PendingDecoding):
         """See `PendingValue`."""
 
 
-class PendingRequest(PendingDecoding):
+class PendingTensors(PendingDecoding):
     """A large value with tensors, which takes long to decode.
 
     Args:
@@ -276,7 +282,7 @@ class PendingRequest(PendingDecoding):
         self._lookup = lookup
 
     @property
-    def is_of_process(self) -> bool:
+    def stays_in_process(self) -> bool:
         """See `PendingValue`: in MessagePack the inputs are views of the value."""
         return self.content_type != JSON
 
@@ -293,15 +299,20 @@ class PendingRequest(PendingDecoding):
         self.bound = self.version.bind(self.inputs or [], message.outputs)
 
 
-class PayloadRound:
-    """Payloads that several workers take, in order, until their inputs have some size.
+class GrantedPayloads:
+    """Payloads granted to workers, which take them in order until their inputs have some size.
 
     Workers call `take` and `note_made` on their threads.
 
+    Args:
+        payloads: the first ones.
+        limit_bytes: size of the inputs that were made and not passed on, from which on no worker
+            takes another payload.
+
     Attributes:
         taken: number of payloads that were taken, or passed over because they had failed before.
-        on_made: called on the thread of a worker when a payload was made, and none was before that
-            is still to be removed.
+        on_made: called on a worker's thread when it has made a payload, unless others that were
+            made already wait for `pop_made`: they were announced.
     """
 
     def __init__(self, payloads: Iterable[PendingValue], limit_bytes: int) -> None:
@@ -375,7 +386,7 @@ class PayloadRound:
 class TransformWorker(Protocol):
     """A thread or a child process that transforms one payload at a time."""
 
-    async def run(self, payloads: PayloadRound) -> None:
+    async def run(self, payloads: GrantedPayloads) -> None:
         """Take payloads and transform them until there is none. Raises `Fatal`."""
         ...
 
@@ -409,14 +420,14 @@ class TransformPool:
         Raises:
             Fatal: a transform on a thread did not end when it was interrupted.
         """
-        round_ = PayloadRound(payloads, self._tuning.transformed_bytes)
+        granted = GrantedPayloads(payloads, self._tuning.transformed_bytes)
         if len(self.workers) == 1 or len(payloads) == 1:
-            await self.workers[0].run(round_)
-            return round_.taken
+            await self.workers[0].run(granted)
+            return granted.taken
         async with asyncio.TaskGroup() as tasks:
             for number, worker in enumerate(self.workers[: len(payloads)]):
-                tasks.create_task(worker.run(round_), name=f"transforms-{number}")
-        return round_.taken
+                tasks.create_task(worker.run(granted), name=f"transforms-{number}")
+        return granted.taken
 
     def close(self) -> None:
         """End the workers after the payloads that they have taken."""
@@ -433,7 +444,7 @@ class TransformThread:
         self._current: tuple[PendingValue, Interruptible] | None = None
         self._since_s = 0.0
 
-    async def run(self, payloads: PayloadRound) -> None:
+    async def run(self, payloads: GrantedPayloads) -> None:
         """See `TransformWorker`.
 
         Raises:
@@ -474,7 +485,7 @@ class TransformThread:
 
     # --- on the thread ---------------------------------------------------------------------------
 
-    def _transform_all(self, payloads: PayloadRound) -> None:
+    def _transform_all(self, payloads: GrantedPayloads) -> None:
         while (payload := payloads.take()) is not None:
             self._transform(payload)
             payload.took_s = time.monotonic() - self._since_s
@@ -501,4 +512,4 @@ def apply_transform(payload: PendingValue) -> None:
     except Interrupted:
         raise
     except BaseException as error:  # noqa: BLE001 - a user's code must not end the thread
-        payload.error = Rejected(payload.users_fault, f"{payload.what}: {describe_error(error)}")
+        payload.error = Rejected(payload.failure_code, f"{payload.what}: {describe_error(error)}")

@@ -24,7 +24,7 @@ from headrace.topics import Stage
 from headrace.transforms.child import WorkerSource
 from headrace.transforms.process import TransformProcess
 from headrace.transforms.workers import (
-    PayloadRound,
+    GrantedPayloads,
     PendingUserCode,
     TransformThread,
     TransformWorker,
@@ -47,7 +47,7 @@ class PendingPostprocess(PendingUserCode):
     """
 
     what = "postprocess"
-    users_fault = Code.MODEL_FAILED
+    failure_code = Code.MODEL_FAILED
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Postprocessor:
         """
         prepared = [self._prepare(request, clock) for request in requests]
         pending = [each for each in prepared if each is not None]
-        await self._worker.run(PayloadRound(pending, sys.maxsize))  # all in one round
+        await self._worker.run(GrantedPayloads(pending, sys.maxsize))  # without a limit
         for each in pending:
             if each.took_s:
                 self._metrics.postprocessed(each.model, each.took_s)

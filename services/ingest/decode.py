@@ -23,6 +23,7 @@ from headrace.delivery.inflight import (
 from headrace.delivery.ordering import KeyChains
 from headrace.errors import Code, Rejected
 from headrace.log.port import Record
+from headrace.models.inputs.binding import Bound
 from headrace.models.version import ModelVersion
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.claims import Claim, refuse_claim
@@ -39,7 +40,6 @@ from headrace.protocol.messages import (
     Envelope,
     Failure,
     IngestedRequest,
-    InputTensor,
     Request,
     Tensor,
 )
@@ -50,7 +50,7 @@ from headrace.services.ingest.schemas import find_unknown
 from headrace.topics import Stage
 from headrace.transforms.workers import (
     PendingCompressed,
-    PendingRequest,
+    PendingTensors,
     PendingTransform,
     PendingValue,
 )
@@ -297,6 +297,7 @@ class _ChunkDecoder:
         self.previous = offset
         self._records += 1
         self._size_bytes += size_bytes
+        # All fields by position: most requests take this path, and keywords take longer.
         return Request(
             InFlightAck(self._assignment, previous, offset, size_bytes),
             self._partition,
@@ -366,6 +367,8 @@ def _decode(
     now_us: int,
     ack_handle: InFlightAck | None = None,
 ) -> Request:
+    """Take the steps of `decode_record` for a record whose headers are parsed."""
+    # A cancelling record is no request: it must not be admitted, since nothing answers it.
     if envelope.cancels is not None and envelope.fault is None:
         fault = _cancel_fault(record, envelope, envelope.cancels)
         if not fault:
@@ -373,11 +376,13 @@ def _decode(
         envelope = envelope._replace(fault=fault)
     value = record.value
     size_bytes = record_bytes(record)
+    # Before anything can refuse the request: its error is an answer, too, and needs an ack handle.
     ack_handle = ack_handle or assignment.admit(record.offset, size_bytes)
     origin = (record.partition, record.offset, ack_handle.previous, record.timestamp)
     request = Request(ack_handle, *origin, record.key, value, record.headers, envelope)
     request.ingested_us = now_us
     request.model, request.version = envelope.model, envelope.version
+    # Before the value is looked at, which may take long: a late request must cost next to nothing.
     if envelope.deadline_ms:
         request.failure = deadline_passed(request, now_us, Stage.INGEST)
         if request.failure is None and envelope.model and rules.admission is not None:
@@ -390,6 +395,7 @@ def _decode(
     if envelope.fault is not None:
         _refuse(request, Rejected(Code.INVALID_REQUEST, envelope.fault), value)
         return request
+    # Before the coding is looked at: of a claim that is the coding of the object.
     if envelope.claim is not None:
         return _take_claim(request, envelope.claim, rules)
     if envelope.content_encoding:
@@ -600,8 +606,7 @@ def _bind(
         message = layout.message
         version = rules.models.lookup(message.model_name, message.model_version)
         bound = layout.bind(cacheable, version)
-    request.model, request.version = version.name, version.version
-    request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
+    _set_bound(request, version, bound)
 
 
 def _leave_to_worker(
@@ -617,7 +622,7 @@ def _leave_to_worker(
     inline = rules.inline_json_bytes, rules.inline_texts_bytes
     if not takes_long(value, envelope.content_type, *inline):
         return False
-    later(PendingRequest(request, value, envelope, rules.limits, rules.models.lookup))
+    later(PendingTensors(request, value, envelope, rules.limits, rules.models.lookup))
     return True
 
 
@@ -639,17 +644,17 @@ def _bind_payload(
     ):
         rules.transform_later(PendingTransform(request, version, payload, content_type))
         return
-    _set_inputs(request, version, version.transform(payload, content_type))
+    _set_bound(request, version, version.bind(version.transform(payload, content_type), None))
 
 
-def _set_inputs(request: IngestedRequest, version: ModelVersion, inputs: list[InputTensor]) -> None:
-    bound = version.bind(inputs, None)
+def _set_bound(request: IngestedRequest, version: ModelVersion, bound: Bound) -> None:
+    """Set the version and the checked inputs of a request that can run."""
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 
 
 def bind_transformed(payload: PendingValue) -> Request:
-    """Return the request of a pending value that has ended."""
+    """Give a request the inputs that a worker has made, or its failure; return the request."""
     request = payload.request
     if request.failure is not None:  # it ended while it waited
         return request
@@ -658,12 +663,16 @@ def bind_transformed(payload: PendingValue) -> Request:
             raise payload.error
         if isinstance(payload, PendingCompressed):
             return request  # `bind_decompressed` follows
-        _take_bound(request, payload)
+        assert payload.version is not None
+        assert payload.bound is not None
+        if isinstance(payload, PendingTensors) and payload.message is not None:
+            request.id = payload.message.id
+        _set_bound(request, payload.version, payload.bound)
     except Rejected as error:
         if isinstance(payload, PendingCompressed):
             _refuse(request, error, None)
             return request
-        if isinstance(payload, PendingRequest):
+        if isinstance(payload, PendingTensors):
             _refuse(request, error, payload.value)
             return request
         request.fail(rejection(error, Stage.INGEST))
@@ -674,13 +683,3 @@ def bind_transformed(payload: PendingValue) -> Request:
     assert isinstance(ack_handle, InFlightAck)
     ack_handle.resize(ack_handle.size_bytes + request.size_bytes)
     return request
-
-
-def _take_bound(request: IngestedRequest, payload: PendingValue) -> None:
-    version, bound = payload.version, payload.bound
-    assert version is not None
-    assert bound is not None
-    if isinstance(payload, PendingRequest) and payload.message is not None:
-        request.id = payload.message.id
-    request.model, request.version = version.name, version.version
-    request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound

@@ -32,7 +32,7 @@ from headrace.services.ingest.decode import bind_transformed
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transforms.workers import (
-    PayloadRound,
+    GrantedPayloads,
     PendingValue,
     TransformPool,
     TransformWorker,
@@ -163,7 +163,7 @@ class TransformWaits:
 
     Args:
         pool: the workers.
-        on_made: passes on requests that have ended, or whose inputs are made.
+        on_transformed: passes on requests that have ended, or whose inputs are made.
         gate: gate that workers enter, so that a crash is found like that of a run.
         clock: wall clock, in which deadlines are given.
     """
@@ -171,14 +171,14 @@ class TransformWaits:
     def __init__(
         self,
         pool: TransformPool,
-        on_made: Callable[[Sequence[PendingValue]], Awaitable[None]],
+        on_transformed: Callable[[Sequence[PendingValue]], Awaitable[None]],
         gate: RunGate,
         metrics: Metrics,
         clock: Clock,
         tuning: IngestTuning = TUNING.ingest,
     ) -> None:
         self._pool = pool
-        self._on_made = on_made
+        self._on_transformed = on_transformed
         self._gate = gate
         self._metrics = metrics
         self._clock = clock
@@ -196,8 +196,8 @@ class TransformWaits:
         self._is_closing = False
         self._passing_on = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._granted = asyncio.Event()
-        self._round = PayloadRound((), tuning.transformed_bytes)
+        self._work_added = asyncio.Event()
+        self._granted = GrantedPayloads((), tuning.transformed_bytes)
 
     # --- called while reading ---------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class TransformWaits:
         def gather() -> None:
             """Wake this task when no worker has another payload, or after a moment."""
             # Passed on one by one, requests of quick transforms would also run one by one.
-            if self._round.is_open:
+            if self._granted.is_open:
                 loop.call_later(self._tuning.gathered_s, self._changed.set)
             else:
                 self._changed.set()
@@ -287,7 +287,7 @@ class TransformWaits:
             with suppress(RuntimeError):  # the loop is closed, so nothing waits
                 loop.call_soon_threadsafe(gather)
 
-        self._round.on_made = wake
+        self._granted.on_made = wake
         async with asyncio.TaskGroup() as tasks:
             workers = [
                 tasks.create_task(self._work(worker), name=f"transforms-{number}")
@@ -306,18 +306,18 @@ class TransformWaits:
         """Run the payloads that are granted on one worker."""
         while True:
             # What was granted before the gate began to mark must be granted again.
-            while not self._round.is_open or self._gate.is_marking != self._is_marking:
+            while not self._granted.is_open or self._gate.is_marking != self._is_marking:
                 self._changed.set()
-                self._granted.clear()
-                await self._granted.wait()
+                self._work_added.clear()
+                await self._work_added.wait()
             self._busy += 1
             if self._is_marking:
                 # What crashes the process must be named before a worker takes it.
-                granted = [each.request for each in self._round.waiting()]
+                granted = [each.request for each in self._granted.waiting()]
                 entry = await self._gate.enter(places_of(granted))
             else:
                 entry = self._gate.begin()
-            await worker.run(self._round)
+            await worker.run(self._granted)
             self._gate.leave(entry)
             self._busy -= 1
             self._changed.set()
@@ -325,17 +325,17 @@ class TransformWaits:
     async def _pass_on(self) -> bool:
         """Pass on requests that have ended, or whose inputs are made; return False if none has."""
         ended, self._ended = self._ended, []
-        taken = self._round.pop_made()
+        taken = self._granted.pop_made()
         made = [each for each in taken if self._payloads.pop(each.serial, None) is not None]
         for payload in made:
             self._forget(payload)
             self._take_made(payload)
         if ended or made:
             async with self._passing_on:
-                await self._on_made([*ended, *made])
+                await self._on_transformed([*ended, *made])
         if taken:
-            self._round.release(taken)
-            self._granted.set()
+            self._granted.release(taken)
+            self._work_added.set()
         return bool(ended or taken)
 
     def _take_made(self, payload: PendingValue) -> Request:
@@ -360,7 +360,7 @@ class TransformWaits:
         if self._deadlines:
             due_s = self._deadlines[0][0] / 1000 - self._clock() / 1e6
             timeout_s = max(due_s, self._tuning.expiry_interval_s)
-        if self._queue and not self._round.waiting():
+        if self._queue and not self._granted.waiting():
             # They wait for room, which an acknowledgement makes.
             interval_s = self._tuning.room_interval_s
             timeout_s = min(timeout_s or interval_s, interval_s)
@@ -376,7 +376,7 @@ class TransformWaits:
         """Grant payloads to the workers, those of different models in turn."""
         if self._gate.is_marking != self._is_marking:
             self._is_marking = self._gate.is_marking
-            for unmarked in self._round.withdraw():
+            for unmarked in self._granted.withdraw():
                 self._queue.add(unmarked)
         if not self._queue:
             return
@@ -384,7 +384,7 @@ class TransformWaits:
         if self._is_marking:
             # Workers that are in the gate have marked what was granted before.
             most = 0 if self._busy else self._tuning.marked_transforms
-        before = self._round.waiting()
+        before = self._granted.waiting()
         granted: list[PendingValue] = []
         workers = len(self._pool.workers)
         # A short time ahead, so that workers have no pause, and another model's turn is near.
@@ -401,8 +401,8 @@ class TransformWaits:
             left_s -= self._expected.took_s(payload)
             ahead_bytes += self._queue.unreserved_bytes(payload)
         if granted:
-            self._round.add(granted)
-            self._granted.set()
+            self._granted.add(granted)
+            self._work_added.set()
 
     def _is_idle(self) -> bool:
         """Return True if nothing that was transformed is unanswered, so that nothing frees room."""
@@ -431,7 +431,7 @@ class TransformWaits:
         for payload in payloads:
             del self._payloads[payload.serial]
             if not self._queue.remove(payload):
-                self._round.discard(payload)
+                self._granted.discard(payload)
             self._forget(payload)
             payload.release()
             payload.request.fail(failure)
