@@ -1,8 +1,8 @@
-"""Quarantine: writes crash markers, and runs accused records alone after unclean ends.
+"""Quarantine: writes crash markers, and runs suspects alone after unclean ends.
 
 `headrace.crash_isolation.poison_search` decides, this module acts: `QuarantineGate` writes the
 markers; `MarkedReading` holds what is read until they are written; `IsolatedRuns` delivers the
-accused records again, one at a time. Markers are valid only with two orders of steps, which
+suspects again, one at a time. Markers are valid only with two orders of steps, which
 `headrace.crash_isolation.run_gate` keeps:
 
 - careful: the marker of what is read or run is written and acknowledged → it begins → it ends →
@@ -67,7 +67,7 @@ class IsolatedRuns:
         self._current: Isolated | None = None
 
     def park(self, isolated: Isolated) -> None:
-        """Add an accused record that was admitted."""
+        """Add a suspect that was admitted."""
         self._parked.append(isolated)
         self._deliver_next()
 
@@ -174,8 +174,8 @@ class MarkedReading:
             isolated.is_delivered = not isolated.ack_handle.revoked
             return polled if isolated.is_delivered else polled._replace(records=())
         self._report_poisoned(polled, isolation)
-        # Accused records are parked and not read now, so that they are not marked either.
-        offsets = [one.offset for one in polled.records if one.offset not in isolation.accused]
+        # Suspects are parked and not read now, so that they are not marked either.
+        offsets = [one.offset for one in polled.records if one.offset not in isolation.suspects]
         self._entry = await self._gate.enter([(partition, offset) for offset in offsets])
         return polled._replace(isolation=isolation)
 
@@ -206,7 +206,7 @@ class QuarantineGate:
     Args:
         markers: store of the crash markers.
         tracker: in-flight tracker of the source.
-        settings: settings of the source; without `max_attempts` nothing is ever accused or marked.
+        settings: settings of the source; without `max_attempts` nothing is ever marked or a suspect.
         ready: queue through which the first stage receives parked records.
 
     Attributes:
@@ -272,7 +272,7 @@ class QuarantineGate:
         unclean = [
             each
             for each, (marker, _) in found.items()
-            if marker.is_open or marker.ends or marker.accused or marker.attempts
+            if marker.is_open or marker.ends or marker.suspects or marker.attempts
         ]
         ends = await consumer.end_offsets(unclean) if unclean else {}
         for partition, progress in progresses.items():
@@ -292,8 +292,8 @@ class QuarantineGate:
     async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Mark partitions as released cleanly, at a revocation or when the process ends.
 
-        Call it when requests in flight are answered or revoked. Those still running are not
-        accused: if one ends this process, that is an unclean end of the partitions it still holds;
+        Call it when requests in flight are answered or revoked. Those still running are no
+        suspects: if one ends this process, that is an unclean end of the partitions it still holds;
         if one ends the next owner's process, that is an unclean end of this partition.
         """
         if not self._settings.max_attempts:
@@ -345,7 +345,7 @@ class QuarantineGate:
     def _isolation(self, partition: TopicPartition) -> Isolation:
         return Isolation(
             self._search.poisoned(partition),
-            self._search.accused(partition),
+            self._search.suspects(partition),
             self._isolated_runs.park,
             runs=self._settings.runs,
         )

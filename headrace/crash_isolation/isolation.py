@@ -1,7 +1,7 @@
-"""Accused records: the first stage parks them when it reads them, and runs them alone later.
+"""Suspects: the first stage parks them when it reads them, and runs them alone later.
 
 A record cannot be left in the log and read later, since a gap between admitted offsets counts as
-absent records. So an accused record is admitted in order, *parked* undecoded, and delivered again
+absent records. So a suspect is admitted in order, *parked* undecoded, and delivered again
 on its own when nothing else runs.
 """
 
@@ -42,13 +42,13 @@ class IsolatedAck:
         self.record_ack.ack()
 
     def leave(self) -> None:
-        """Note that the request was left in the log, so that its record stays accused."""
+        """Note that the request was left in the log, so that its record stays a suspect."""
         self.isolated.is_left = True
         self.isolated.open_places -= 1
 
 
 class Isolated:
-    """Accused record that was admitted and waits to run alone.
+    """Suspect that was admitted and waits to run alone.
 
     Args:
         after: offset of its predecessor, if answers are ordered by key.
@@ -90,24 +90,24 @@ class Isolation(NamedTuple):
 
     Attributes:
         poisoned: requests to answer without running them.
-        accused: offsets of records to park.
+        suspects: offsets of records to park.
         park: receives each parked record.
         isolated: set if the delivery holds only this record, which is now to run alone.
         runs: True if models run in this process, so that isolated requests run alone here.
     """
 
     poisoned: frozenset[Unit]
-    accused: frozenset[int]
+    suspects: frozenset[int]
     park: Callable[[Isolated], None]
     isolated: Isolated | None = None
     runs: bool = False
 
-    def is_accused(self, offset: int) -> bool:
+    def is_suspect(self, offset: int) -> bool:
         """Return True if a record must be parked; a poisoned one is not run again."""
-        return offset in self.accused and (offset, 0) not in self.poisoned
+        return offset in self.suspects and (offset, 0) not in self.poisoned
 
     def park_record(self, assignment: AssignedPartition, record: Record) -> None:
-        """Admit an accused record and park it."""
+        """Admit a suspect and park it."""
         after = -1
         if assignment.chains is not None:  # keep its position in the order of its key
             after = assignment.chains.follow(record.key, record.offset)
@@ -115,7 +115,7 @@ class Isolation(NamedTuple):
         self.park(Isolated(assignment, record, ack_handle, after))
 
     def leave(self) -> None:
-        """Note that the isolated record was left in the log, so that it stays accused."""
+        """Note that the isolated record was left in the log, so that it stays a suspect."""
         assert self.isolated is not None
         self.isolated.is_left = True
 

@@ -11,8 +11,8 @@ The text is JSON, so that an operator can read it:
      "attempts": [[17, 0, 2]], "accused": "17:1rAAM", "member": "headrace-5e1f…",
      "process": "gpu-1/8d2c6f1e/4026531840/9f3cba10d24e7f68"}
 
-`attempts` are offset, place and count; ranges of offsets are written as in the metadata of answers
-(`headrace.delivery.acked_offsets`), after the first offset.
+`accused` are the suspects; `attempts` are offset, place and count. Ranges of offsets are written as
+in the metadata of answers (`headrace.delivery.acked_offsets`), after the first offset.
 
 `process` lets a restarted process remove its predecessor from the group: a group would notice the
 death only when the session times out, and would assign nothing until then. Each process binds a
@@ -48,7 +48,7 @@ VERSION = 2
 MOST_ATTEMPTS = 16
 """Most requests with attempts that fit into the metadata; each has cost at least one restart."""
 MOST_CHARACTERS = 1400
-"""Longest text of the running ranges, and of the accused ones: about 250 ranges each."""
+"""Longest text of the ranges running, and of the suspects: about 250 ranges each."""
 
 
 class Owner(NamedTuple):
@@ -155,7 +155,7 @@ def encode_mark(mark: CrashMarker, owner: Owner = NOBODY) -> str:
         "running": _ranges_text(mark.running),
         "alone": mark.alone,
         "attempts": [[offset, place, count] for (offset, place), count in worst],
-        "accused": _ranges_text(mark.accused),
+        "accused": _ranges_text(mark.suspects),
         "member": owner.member,
         "process": owner.process,
     }
@@ -179,7 +179,7 @@ def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
             running=_ranges(fields.get("running", "")),
             alone=None if alone is None else int(alone),
             attempts=_attempts(fields.get("attempts", [])),
-            accused=_ranges(fields.get("accused", "")),
+            suspects=_ranges(fields.get("accused", "")),
         )
         owner = Owner(str(fields.get("member", "")), str(fields.get("process", "")))
     except (KeyError, TypeError, UnknownMetadata) as error:
@@ -189,7 +189,7 @@ def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
 
 def _ranges_text(ranges: Sequence[Range]) -> str:
     """Return ranges as text of bounded length. If they do not fit, the nearest ones are joined: a
-    record that is accused without cause runs alone once; one left out would never be found.
+    record that is a suspect without cause runs alone once; one left out would never be found.
     """
     if not ranges:
         return ""

@@ -4,12 +4,12 @@ Synchronous, and without a log: `headrace.consumer.quarantine` drives it,
 `headrace.crash_isolation.markers` keeps the marks. What one unclean end after the other means for
 a partition:
 
-1. The first one accuses nothing. Most processes are killed from outside, and all that was admitted
-   may be a backlog of hours. It is only noted which offsets were unanswered (`stop`, `ends`).
+1. The first one makes no suspects. Most processes are killed from outside, and all that was
+   admitted may be a backlog of hours. Only the unanswered offsets are noted (`stop`, `ends`).
 2. If they are still unanswered at the next one, they may have caused both. From here on the process
    is *careful*: what is read or run is marked before, so that the next end shows what was running.
-3. What was running at an end of a careful process is *accused*. Each accused record runs alone, and
-   is marked to run alone; everything else goes on between. One that survives is innocent.
+3. What was running at an end of a careful process is a *suspect*. Each suspect runs alone, and is
+   marked to run alone; everything else goes on between. After that it is no suspect any more.
 4. An end while one request ran alone is one attempt against it. At `max_attempts` it is *poisoned*:
    it is answered without being run. Nothing else counts against a request.
 
@@ -44,7 +44,7 @@ class CrashMarker(NamedTuple):
         running: offsets being read or run when this was written; empty unless careful.
         alone: place in its record of the only request running (in `running`); None otherwise.
         attempts: number of times that each request was running alone when its process ended.
-        accused: offsets running at an unclean end that have not survived a run alone yet.
+        suspects: offsets running at an unclean end that have not survived a run alone yet.
     """
 
     is_open: bool = False
@@ -53,7 +53,7 @@ class CrashMarker(NamedTuple):
     running: tuple[Range, ...] = ()
     alone: int | None = None
     attempts: Mapping[Unit, int] = _NONE
-    accused: tuple[Range, ...] = ()
+    suspects: tuple[Range, ...] = ()
 
 
 CLEAN = CrashMarker()
@@ -70,18 +70,18 @@ class Alone(NamedTuple):
 class _History:
     """One partition's part in past unclean ends."""
 
-    __slots__ = ("accused", "answered", "attempts", "ends", "stop")
+    __slots__ = ("answered", "attempts", "ends", "stop", "suspects")
 
     def __init__(self) -> None:
         self.stop = 0
         self.ends = 0
         self.attempts: dict[Unit, int] = {}
-        self.accused: set[int] = set()
+        self.suspects: set[int] = set()
         self.answered: set[Unit] = set()
 
 
 class PoisonSearch:
-    """Accused and poisoned records of the partitions of one process.
+    """Suspects and poisoned records of the partitions of one process.
 
     Args:
         max_attempts: number of unclean ends while running alone that make a request poisoned.
@@ -122,10 +122,10 @@ class PoisonSearch:
             unit = (mark.running[0][0], mark.alone)
             if unit[0] < end and unit[0] not in progress:
                 history.attempts[unit] = history.attempts.get(unit, 0) + 1
-        # After a clean end `running` is empty, so that a rebalance accuses nothing.
-        suspects = progress.unanswered(end)
-        for accused in (*mark.accused, *mark.running):
-            history.accused.update(_offsets_within(accused, suspects))
+        # After a clean end `running` is empty, so that a rebalance makes no suspects.
+        unanswered = progress.unanswered(end)
+        for found in (*mark.suspects, *mark.running):
+            history.suspects.update(_offsets_within(found, unanswered))
 
     def forget(self, partition: TopicPartition) -> None:
         """Forget a revoked partition."""
@@ -135,7 +135,7 @@ class PoisonSearch:
     def is_active(self) -> bool:
         """True if an unclean end is not yet resolved."""
         for each in self._histories.values():
-            if each.ends or ((each.accused or each.attempts) and _is_searched(each)):
+            if each.ends or ((each.suspects or each.attempts) and _is_searched(each)):
                 return True
         return False
 
@@ -147,13 +147,13 @@ class PoisonSearch:
 
     @property
     def count(self) -> int:
-        """Number of accused offsets."""
-        return sum(len(each.accused) for each in self._histories.values())
+        """Number of suspects."""
+        return sum(len(each.suspects) for each in self._histories.values())
 
-    def accused(self, partition: TopicPartition) -> frozenset[int]:
+    def suspects(self, partition: TopicPartition) -> frozenset[int]:
         """Return the offsets that must run alone."""
         history = self._histories.get(partition)
-        return frozenset() if history is None else frozenset(history.accused)
+        return frozenset() if history is None else frozenset(history.suspects)
 
     def poisoned(self, partition: TopicPartition) -> frozenset[Unit]:
         """Return the requests to answer without running them."""
@@ -162,11 +162,11 @@ class PoisonSearch:
         return frozenset(unit for unit, n in attempts.items() if n >= self._max_attempts)
 
     def survived(self, partition: TopicPartition, offset: int) -> None:
-        """Acquit a record that ran alone to its end."""
+        """Note that a record ran alone to its end: it is no suspect any more."""
         history = self._histories.get(partition)
         if history is None:
             return
-        history.accused.discard(offset)
+        history.suspects.discard(offset)
         for unit in [unit for unit in history.attempts if unit[0] == offset]:
             # A batch record survives without its poisoned requests, which stay poisoned.
             if history.attempts[unit] < self._max_attempts:
@@ -187,15 +187,15 @@ class PoisonSearch:
             progress: its answered offsets.
             committed: below this offset, answers are committed in the log.
             passed: below this offset, all existing records were admitted.
-            parked: offsets of accused records that wait to run alone, or do so now.
+            parked: offsets of suspects that wait to run alone, or do so now.
         """
         history = self._histories.get(partition)
         if history is None:
             return
         # An offset that was passed and is not parked holds no record: nothing would ever clear it.
-        for offset in list(history.accused):
+        for offset in list(history.suspects):
             if offset in progress or (offset < passed and offset not in parked):
-                history.accused.discard(offset)
+                history.suspects.discard(offset)
         for unit in [unit for unit in history.attempts if unit[0] in progress]:
             # Keep it until the answer is committed: the next owner would run it once more.
             history.answered.add(unit)
@@ -227,14 +227,14 @@ class PoisonSearch:
             running=ranges_of(running) if self.is_careful else (),
             alone=place,
             attempts=dict(history.attempts),
-            accused=ranges_of(history.accused),
+            suspects=ranges_of(history.suspects),
         )
 
     def closing_marker(self, partition: TopicPartition) -> CrashMarker:
         """Return the marker of a partition that is released cleanly.
 
-        The results of the search stay, so that they survive a rebalance. Running records are not
-        accused, since this is not an unclean end.
+        The results of the search stay, so that they survive a rebalance. Running records become no
+        suspects, since this is not an unclean end.
         """
         return self.mark(partition)._replace(is_open=False)
 
@@ -251,7 +251,7 @@ def ranges_of(offsets: Iterable[int]) -> tuple[Range, ...]:
 
 
 def _is_searched(history: _History) -> bool:
-    return bool(history.accused or history.attempts.keys() - history.answered)
+    return bool(history.suspects or history.attempts.keys() - history.answered)
 
 
 def _offsets_within(one: Range, ranges: Iterable[Range]) -> Iterable[int]:

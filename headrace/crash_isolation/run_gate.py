@@ -1,7 +1,7 @@
-"""Gate for reading and runs: concurrent normally, one accused request alone after unclean ends.
+"""Gate for reading and runs: concurrent normally, one suspect alone after unclean ends.
 
 Normally `begin` and `leave` only count entries. While `is_marking`, each entry is first marked in
-the log, and an accused request enters alone: it waits until all others have left, and later ones
+the log, and a suspect enters alone: it waits until all others have left, and later ones
 wait for it. They continue once it has left, before the next one may enter alone, so that a search
 blocks everything else for one run at a time, and half of the time at most.
 
@@ -40,31 +40,31 @@ class Entry:
 _UNMARKED = Entry()
 
 
-async def _keep_nothing() -> None:
-    """Keep no marks."""
+async def _write_nothing() -> None:
+    """Write no marker."""
 
 
 class RunGate:
     """Gate of one process.
 
     Args:
-        keep: writes what is `running` and `alone` now; returns once the log holds that marker.
+        write_marker: writes what is `running` and `alone` now; returns once the log holds that.
 
     Attributes:
         is_marking: True if every entry must be marked first.
         alone: the request that runs alone, if any.
     """
 
-    def __init__(self, keep: Callable[[], Awaitable[None]] = _keep_nothing) -> None:
-        self._keep = keep
+    def __init__(self, write_marker: Callable[[], Awaitable[None]] = _write_nothing) -> None:
+        self._write_marker = write_marker
         self._inside = 0
         self._emptied = asyncio.Event()
         self._waiting = 0
         self._is_closed = False
         self._changed = asyncio.Event()
         self._running: Counter[Place] = Counter()
-        self._version = self._kept = 0
-        self._keeping = asyncio.Lock()
+        self._version = self._written = 0
+        self._writing = asyncio.Lock()
         self.is_marking = False
         self.alone: Alone | None = None
 
@@ -85,7 +85,7 @@ class RunGate:
                 await self._change()
         finally:
             self._waiting -= 1
-            self._tell()
+            self._notify()
         # Count it before the marker is written: a lone run that comes now waits for it to leave.
         entry = Entry(tuple(places))
         self._inside += 1
@@ -124,22 +124,22 @@ class RunGate:
         # run can add one, since `enter` writes a new marker before anything runs.
         self.alone = None
         self._is_closed = False
-        self._tell()
+        self._notify()
 
     async def _mark(self) -> None:
-        """Return once a marker written after this call is kept; callers share one write."""
+        """Return once the log holds a marker written after this call; callers share one write."""
         # A write under way may have read the state before this change; the next one includes it.
         self._version += 1
         wanted = self._version
-        async with self._keeping:
-            if self._kept < wanted:
+        async with self._writing:
+            if self._written < wanted:
                 written = self._version
-                await self._keep()
-                self._kept = written
+                await self._write_marker()
+                self._written = written
 
     async def _change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()

@@ -60,7 +60,7 @@ class TopicReceiver:
 
     Args:
         ended: receives requests that will not run, as failures; needed where records may be
-            accused of a crash.
+            suspects.
         values: reads the values that requests refer to; None if no value is needed.
     """
 
@@ -175,7 +175,7 @@ def admit_record(
         assignment.skip(record.offset)
         return None
     # Whatever of it is poisoned: its other requests may still have to run alone.
-    if isolation is not None and record.offset in isolation.accused:
+    if isolation is not None and record.offset in isolation.suspects:
         isolation.park_record(assignment, record)
         return None
     return assignment.admit(record.offset, record_bytes(record))

@@ -68,7 +68,7 @@ class Quarantine(Protocol):
 
 
 class NoQuarantine:
-    """Quarantine of an executor whose requests are never accused of a crash."""
+    """Quarantine of an executor whose requests are never suspects."""
 
     def __init__(self) -> None:
         self.gate = RunGate()

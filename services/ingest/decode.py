@@ -179,7 +179,7 @@ class RequestReader:
         isolation: Isolation | None,
         now_us: int,
     ) -> list[Request]:
-        """Read records one by one: some may be answered, poisoned or accused of a crash."""
+        """Read records one by one: some may be answered, poisoned or suspects."""
         if isolation is not None and isolation.isolated is not None:
             isolated = isolation.isolated
             request = decode_record(
@@ -195,7 +195,7 @@ class RequestReader:
                 read.append(fail_poisoned(record, assignment, self._rules, now_us))
             elif (
                 isolation is not None
-                and isolation.is_accused(record.offset)
+                and isolation.is_suspect(record.offset)
                 and not cancels_another(record)
             ):
                 isolation.park_record(assignment, record)

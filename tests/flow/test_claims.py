@@ -745,7 +745,7 @@ def runs_of(pipeline: Pipeline) -> float:
 
 
 async def test_claim_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
-    """It is left in the log, and accused as before: it has not run."""
+    """It is left in the log, and a suspect as before: it has not run."""
     async with StandInStore() as store:
         settings = claiming(
             tmp_path,
@@ -758,8 +758,8 @@ async def test_claim_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
         place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
         await write_to(log, place, *[record_of(put(store, name, 1)) for name in ("a", "b")])
         markers = CrashMarkers(log, settings.namespace)
-        accused = CrashMarker(is_open=True, accused=((0, 2),))
-        await markers.write({place: accused}, NOBODY)
+        suspects = CrashMarker(is_open=True, suspects=((0, 2),))
+        await markers.write({place: suspects}, NOBODY)
         store.holds = True
         async with serving(settings, log, TOGETHER, QUICK):
             await eventually(lambda: store.reads == 1, what="an object is fetched")
@@ -771,7 +771,7 @@ async def test_claim_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
         answers = await caller.answers()
 
     assert answered == 0
-    assert (marker.is_open, marker.accused) == (False, ((0, 2),))
+    assert (marker.is_open, marker.suspects) == (False, ((0, 2),))
     assert [read(answer, 1) for answer in answers] == ["ok", "ok"]
 
 
@@ -791,7 +791,7 @@ async def test_claim_that_runs_alone_in_executor_does_not_hold_stop(tmp_path: Pa
             await write_to(log, place, record_of(put(store, "a", rows)))
             await eventually(lambda: log.faults.partitions.end_offset(items) == 1)
         markers = CrashMarkers(log, f"{settings.namespace}.batcher")
-        await markers.write({items: CrashMarker(is_open=True, accused=((0, 1),))}, NOBODY)
+        await markers.write({items: CrashMarker(is_open=True, suspects=((0, 1),))}, NOBODY)
         async with serving(settings, log, EXECUTOR_TOGETHER[1:], QUICK):
             await eventually(
                 lambda: store.reads == 1 and len(store.requests) > 1,
@@ -805,7 +805,7 @@ async def test_claim_that_runs_alone_in_executor_does_not_hold_stop(tmp_path: Pa
         answers = await caller.answers()
 
     assert answered == 0
-    assert (marker.is_open, marker.accused) == (False, ((0, 1),))
+    assert (marker.is_open, marker.suspects) == (False, ((0, 1),))
     assert [read(answer, rows) for answer in answers] == ["ok"]
 
 

@@ -255,7 +255,7 @@ async def test_order_that_is_cancelled_waits_no_longer(tmp_path: Path, where: st
 
 
 async def test_order_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
-    """It is left in the log while the registry is away, and accused as before: it has not run."""
+    """It is left in the log while the registry is away, and a suspect as before: it has not run."""
     async with registry_of() as registry:
         settings = settings_of(tmp_path, registry, limits={"drain_timeout_s": 3600})
         registry.is_away = True
@@ -265,7 +265,7 @@ async def test_order_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
         headers = [("x-model", b"framed"), ("content-type", b"application/avro")]
         await write_to(log, place, NewRecord(None, framed(ORDERS[0]), headers))
         markers = CrashMarkers(log, settings.namespace)
-        await markers.write({place: CrashMarker(is_open=True, accused=((0, 1),))}, NOBODY)
+        await markers.write({place: CrashMarker(is_open=True, suspects=((0, 1),))}, NOBODY)
         async with serving(settings, log, TOGETHER):
             await eventually(lambda: bool(registry.requests), what="the registry was asked")
         marker, _ = (await markers.read([place]))[place]
@@ -275,7 +275,7 @@ async def test_order_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
             await eventually(lambda: caller.answered() == 1, what="the order is answered")
 
     assert written == 0
-    assert (marker.is_open, marker.accused) == (False, ((0, 1),))
+    assert (marker.is_open, marker.suspects) == (False, ((0, 1),))
 
 
 async def test_orders_that_wait_at_rebalance_do_not_hold_it(tmp_path: Path) -> None:

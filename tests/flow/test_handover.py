@@ -159,14 +159,14 @@ async def test_fast_request_during_poison_search_is_answered_before_suspects(
     topic, group = settings.topic(Topic.REQUESTS), settings.namespace
     if grouping != [FUSED]:
         group = f"{group}.{Stage.INGEST}"
-    accused = CrashMarker(is_open=True, accused=((0, BACKLOG // PARTITIONS),))
-    marks = {TopicPartition(topic, number): accused for number in range(PARTITIONS)}
+    suspects = CrashMarker(is_open=True, suspects=((0, BACKLOG // PARTITIONS),))
+    marks = {TopicPartition(topic, number): suspects for number in range(PARTITIONS)}
     await CrashMarkers(log, group).write(marks, NOBODY)
 
     async with serving(settings, log, grouping):
         slow_answered = 0
         while not set(await outcomes(settings, log)) >= set(FAST):
-            STEPS.release()  # one of the accused runs to its end
+            STEPS.release()  # one of the suspects runs to its end
             slow_answered += 1
             await eventually(partial(_has_answered, settings, log, slow_answered))
         await _all_answered(settings, log)

@@ -185,8 +185,8 @@ async def test_suspect_of_unloaded_version_is_answered_and_delays_no_other(
         items = [TopicPartition(settings.topic(Topic.ITEMS), each) for each in range(PARTITIONS)]
         await eventually(lambda: all(log.faults.partitions.end_offset(each) == 2 for each in items))
     group = f"{settings.namespace}.{Stage.BATCHER}"
-    accused = CrashMarker(is_open=True, stop=2, ends=2, accused=((0, 2),))
-    await CrashMarkers(log, group).write(dict.fromkeys(items, accused), NOBODY)
+    marker = CrashMarker(is_open=True, stop=2, ends=2, suspects=((0, 2),))
+    await CrashMarkers(log, group).write(dict.fromkeys(items, marker), NOBODY)
 
     async def all_answered() -> bool:
         return len(await outcomes(settings, log)) == 2 * PARTITIONS

@@ -76,66 +76,66 @@ class World:
 
     def _live(self) -> None:
         self.inside = set()
-        suspects = PoisonSearch(MAX_ATTEMPTS)
+        search = PoisonSearch(MAX_ATTEMPTS)
         progress = {each: AckedOffsets(of.base, of.ranges) for each, of in self.committed.items()}
         for partition, count in self.counts.items():
-            suspects.restore(partition, self.marks[partition], progress[partition], count)
-        self._mark(suspects, set())
-        accused: list[Record] = []
+            search.restore(partition, self.marks[partition], progress[partition], count)
+        self._mark(search, set())
+        suspects: list[Record] = []
         others: list[Record] = []
         for partition in self.counts:
-            among = set(suspects.accused(partition))
+            among = set(search.suspects(partition))
             for start, stop in progress[partition].unanswered(self.counts[partition]):
                 for offset in range(start, stop):
-                    (accused if offset in among else others).append((partition, offset))
+                    (suspects if offset in among else others).append((partition, offset))
         unread = {each: deque(o for p, o in others if p == each) for each in self.counts}
         read: set[Record] = set()
         self.random.shuffle(others)
-        while accused or others:
-            if accused and (not others or self.random.random() < 0.5):
-                self._run_alone(suspects, progress, accused.pop(0))
+        while suspects or others:
+            if suspects and (not others or self.random.random() < 0.5):
+                self._run_alone(search, progress, suspects.pop(0))
             else:
                 batch, others = others[:BATCH], others[BATCH:]
                 read.update(batch)
-                self._run(suspects, progress, batch)
+                self._run(search, progress, batch)
             if self.rebalances and self.random.random() < 0.1:
-                self._hand_over(suspects, progress)
-            if self.random.random() < 0.3 or not (accused or others):
+                self._hand_over(search, progress)
+            if self.random.random() < 0.3 or not (suspects or others):
                 self._commit(progress)
             for partition in self.counts:
-                parked = {offset for each, offset in accused if each == partition}
+                parked = {offset for each, offset in suspects if each == partition}
                 passed = lowest_unread(partition, unread[partition], read)
                 base = self.committed[partition].base
-                suspects.forget_answered(partition, progress[partition], base, passed, parked)
-        assert not suspects.is_active
+                search.forget_answered(partition, progress[partition], base, passed, parked)
+        assert not search.is_active
 
     def _run(
         self,
-        suspects: PoisonSearch,
+        search: PoisonSearch,
         progress: dict[TopicPartition, AckedOffsets],
         batch: list[Record],
     ) -> None:
-        if suspects.is_careful:
-            self._mark(suspects, set(batch))
-        self._execute(suspects, progress, batch)
+        if search.is_careful:
+            self._mark(search, set(batch))
+        self._execute(search, progress, batch)
 
     def _run_alone(
-        self, suspects: PoisonSearch, progress: dict[TopicPartition, AckedOffsets], record: Record
+        self, search: PoisonSearch, progress: dict[TopicPartition, AckedOffsets], record: Record
     ) -> None:
-        self._mark(suspects, {record}, Alone(*record, 0))
+        self._mark(search, {record}, Alone(*record, 0))
         self.ran_alone[record] += 1
-        self._execute(suspects, progress, [record])
-        suspects.survived(*record)
+        self._execute(search, progress, [record])
+        search.survived(*record)
 
     def _execute(
         self,
-        suspects: PoisonSearch,
+        search: PoisonSearch,
         progress: dict[TopicPartition, AckedOffsets],
         batch: list[Record],
     ) -> None:
         self.inside = set(batch)
         for partition, offset in batch:
-            if (offset, 0) in suspects.poisoned(partition):
+            if (offset, 0) in search.poisoned(partition):
                 self.poisoned[partition, offset] += 1
             elif (partition, offset) not in self.absent:
                 self._maybe_killed()
@@ -146,21 +146,19 @@ class World:
         self.inside = set()
 
     def _hand_over(
-        self, suspects: PoisonSearch, progress: dict[TopicPartition, AckedOffsets]
+        self, search: PoisonSearch, progress: dict[TopicPartition, AckedOffsets]
     ) -> None:
         self.rebalances -= 1
         self._commit(progress)
         for partition in self.counts:
-            self.marks[partition] = suspects.closing_marker(partition)
+            self.marks[partition] = search.closing_marker(partition)
         raise RevokedError
 
-    def _mark(
-        self, suspects: PoisonSearch, running: set[Record], alone: Alone | None = None
-    ) -> None:
+    def _mark(self, search: PoisonSearch, running: set[Record], alone: Alone | None = None) -> None:
         self._maybe_killed()
         for partition in self.counts:
             offsets = [offset for each, offset in running if each == partition]
-            self.marks[partition] = suspects.mark(partition, offsets, alone)
+            self.marks[partition] = search.mark(partition, offsets, alone)
         self._maybe_killed()
 
     def _commit(self, progress: dict[TopicPartition, AckedOffsets]) -> None:
@@ -255,18 +253,18 @@ def test_poison_among_ten_thousand_takes_six_restarts() -> None:
 
 def test_first_unclean_end_makes_no_suspect() -> None:
     """Records present at the first unclean end run unmarked, like all others."""
-    suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
+    search, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
-    suspects.restore(partition, CrashMarker(is_open=True), AckedOffsets(3), 10)
+    search.restore(partition, CrashMarker(is_open=True), AckedOffsets(3), 10)
 
-    assert (suspects.is_active, suspects.is_careful, suspects.count) == (True, False, 0)
+    assert (search.is_active, search.is_careful, search.count) == (True, False, 0)
 
 
 def test_unclean_ends_with_progress_between_make_no_suspect() -> None:
     """Nothing that waits now was there at the one before."""
-    suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
+    search, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
-    suspects.restore(partition, CrashMarker(is_open=True, stop=10, ends=1), AckedOffsets(10), 20)
+    search.restore(partition, CrashMarker(is_open=True, stop=10, ends=1), AckedOffsets(10), 20)
 
-    assert not suspects.is_careful
-    assert suspects.mark(partition).ends == 1
+    assert not search.is_careful
+    assert search.mark(partition).ends == 1

@@ -20,11 +20,11 @@ ONE = TopicPartition("requests", 0)
 class Reading:
     """Five records of a partition, two of which one marker can name."""
 
-    def __init__(self, accused: frozenset[int] = frozenset()) -> None:
+    def __init__(self, suspects: frozenset[int] = frozenset()) -> None:
         self.marked: list[list[int]] = []
         self.gate = RunGate(self._keep)
         self.ended: list[Isolated] = []
-        self.isolation = Isolation(frozenset(), accused, lambda isolated: None)
+        self.isolation = Isolation(frozenset(), suspects, lambda isolated: None)
         metrics = Metrics(registry=CollectorRegistry())
         self.reading = MarkedReading(
             self.gate, lambda partition: self.isolation, self.ended.append, metrics, 2
@@ -60,8 +60,8 @@ def test_polled_records_are_divided_into_parts_that_marker_can_name() -> None:
 
 
 async def test_records_are_marked_before_they_are_read_except_accused_ones() -> None:
-    """The stage parks the accused ones, which are marked when they run alone."""
-    given = Reading(accused=frozenset({1, 3}))
+    """The stage parks the suspects, which are marked when they run alone."""
+    given = Reading(suspects=frozenset({1, 3}))
     given.gate.is_marking = True
 
     await given.reading.admit(given.polled())

@@ -66,7 +66,7 @@ class Stage:
                         delivery.assignment.skip(record.offset)
                     elif record.value == NO_REQUEST:
                         delivery.assignment.pass_over(record.offset)
-                    elif isolation is not None and isolation.is_accused(record.offset):
+                    elif isolation is not None and isolation.is_suspect(record.offset):
                         isolation.park_record(delivery.assignment, record)
                     else:
                         self.ack_handles.append(delivery.assignment.admit(record.offset, 10))
@@ -271,8 +271,8 @@ async def test_suspects_beyond_what_log_holds_are_forgotten(log: MemoryLog) -> N
 
 
 async def test_poison_search_continues_after_rebalance(log: MemoryLog) -> None:
-    """Accused records stay accused until they are answered, and a rebalance is not an attempt."""
-    await mark(log, CrashMarker(False, 10, 3, accused=((3, 5),)))
+    """Suspects stay suspects until they are answered, and a rebalance is not an attempt."""
+    await mark(log, CrashMarker(False, 10, 3, suspects=((3, 5),)))
     async with reading(log) as stage:
         await eventually(lambda: stage.alone == [3, 4])
         log.faults.groups.force_rebalance("group")

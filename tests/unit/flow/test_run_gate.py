@@ -104,10 +104,10 @@ async def test_other_runs_pass_between_two_suspect_runs() -> None:
 async def test_run_gate_stays_closed_when_run_ends_its_process() -> None:
     """A run marked as alone while the process ends would be taken for the culprit."""
     bench, never = RunGateHarness(), asyncio.Event()
-    dying, accused = await start(bench.beside(1, never), bench.alone(7, never))
+    dying, suspect = await start(bench.beside(1, never), bench.alone(7, never))
     dying.cancel()
     await ack()
-    accused.cancel()
+    suspect.cancel()
     await ack()
 
     assert bench.story == ["mark [1]", "run 1"]

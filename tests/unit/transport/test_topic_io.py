@@ -49,19 +49,19 @@ async def make_log(max_message_bytes: int = 1_000_000) -> MemoryLog:
 
 
 @asynccontextmanager
-async def reading(log: MemoryLog, accused: int = 0) -> AsyncIterator[Source]:
+async def reading(log: MemoryLog, suspects: int = 0) -> AsyncIterator[Source]:
     """A source of the topic that runs until the end of the context.
 
     Args:
         log: with the topic.
-        accused: number of records of the first partition that are to run alone, since earlier
+        suspects: number of records of the first partition that are to run alone, since earlier
             processes that ran them ended uncleanly.
     """
     settings = SourceSettings(
-        TOPIC, "group", "group", True, 1_000_000, 5.0, max_attempts=3 if accused else 0, runs=True
+        TOPIC, "group", "group", True, 1_000_000, 5.0, max_attempts=3 if suspects else 0, runs=True
     )
-    if accused:
-        marker = CrashMarker(is_open=True, stop=accused, ends=2, accused=((0, accused),))
+    if suspects:
+        marker = CrashMarker(is_open=True, stop=suspects, ends=2, suspects=((0, suspects),))
         await CrashMarkers(log, "group").write({TopicPartition(TOPIC, 0): marker}, NOBODY)
     source = Source(log, settings, Metrics(CollectorRegistry()))
     async with asyncio.TaskGroup() as tasks, source:
@@ -469,7 +469,7 @@ async def test_batch_that_runs_alone_waits_for_its_version_to_load() -> None:
     await write_batches(log, Batch("b-2", requests[2:], "full"))
     version, answers, key = LoadingVersion(), Tray(), ("digits", "1")
 
-    async with reading(log, accused=2) as source:
+    async with reading(log, suspects=2) as source:
         feed = BatchReceiver(source, answers, version.check, is_on_its_way=version.is_on_its_way)
         running = asyncio.create_task(feed.run())
         await eventually(lambda: feed.batch_queue.has_waiting(key))
@@ -498,7 +498,7 @@ async def test_batches_that_run_alone_are_answered_when_their_version_fails() ->
     await write_batches(log, Batch("b-2", sent[2:], "full"))
     version, answers = LoadingVersion(), Tray()
 
-    async with reading(log, accused=2) as source:
+    async with reading(log, suspects=2) as source:
         feed = BatchReceiver(source, answers, version.check, is_on_its_way=version.is_on_its_way)
         running = asyncio.create_task(feed.run())
         await eventually(lambda: feed.batch_queue.has_waiting(("digits", "1")))
