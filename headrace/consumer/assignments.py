@@ -120,21 +120,29 @@ class Assignments:
             self.consumer.seek(partition, progress.base)
             self._begin(self._tracker.assign(partition, progress))
         self._metrics.rebalanced()
+        # Last, since the process becomes ready by it: the partitions must be readable by then.
         self.assigned.set()
         log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Finish requests in flight and commit them, within one deadline; revoke the rest."""
+        # Admit nothing more first, or the drain would wait for requests that keep coming. What was
+        # polled and not admitted is left in the log.
         self._reader.leaving = frozenset(partitions)
         self._ready.drop(self._reader.leaving)
         deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
+        # Before the drain: requests that wait long are left in the log, and it need not wait.
         self.leave(partitions)
         await self.drain(partitions, self._revocation_drain_s)
         if self._settings.commits:
             async with self.last_commit(deadline):
                 await self._committer.commit(self.consumer, self._reader.leaving)
+        # Before the tracker forgets what is answered: the closing marker names no answered suspect.
         await self._quarantine.revoked(partitions)
+        # After the commit: from here on an acknowledgement marks no offset, and nothing of these
+        # partitions is committed.
         self._revoked(partitions)
+        # Last: transactions in progress end here, and the next owner aborts what they leave open.
         if self._transactions is not None:
             await self._transactions.release([p.partition for p in partitions])
         log.info(Event.REVOKED, partitions=[str(p) for p in partitions])

@@ -206,7 +206,7 @@ class QuarantineGate:
     Args:
         markers: store of the crash markers.
         tracker: in-flight tracker of the source.
-        settings: settings of the source; without `max_attempts` nothing is ever marked or a suspect.
+        settings: settings of the source; without `max_attempts` there are no marks and no suspects.
         ready: queue through which the first stage receives parked records.
 
     Attributes:

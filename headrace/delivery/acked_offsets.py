@@ -62,7 +62,7 @@ class AckedOffsets:
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
-        return f"Progress(base={self.base}, answered={self.ranges})"
+        return f"AckedOffsets(base={self.base}, answered={self.ranges})"
 
     @property
     def highest(self) -> int:

@@ -62,7 +62,7 @@ class _PartitionProducer:
 
     Attributes:
         turn: held during a transaction, so that one runs at a time.
-        spent: the producer must not be used again.
+        is_spent: the producer must not be used again.
         closed: the partition is no longer assigned to this process.
     """
 

@@ -1,8 +1,8 @@
 """Executor events: written by executors, read by the batchers of other processes.
 
-They announce an executor's models and its completed batches. News is collected while the previous
-record is being written, so the number of records depends on the speed of the log and not on the
-number of batches.
+They announce an executor's models and its completed batches. Events that occur while a record is
+being written go into the next one, so the number of records depends on the speed of the log and not
+on the number of batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 class ExecutorIdentity(NamedTuple):
-    """ExecutorIdentity of the executor that announces.
+    """Name of an executor, and how long it may be silent.
 
     Attributes:
         executor: a name that no other process has or had.
