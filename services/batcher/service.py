@@ -53,7 +53,7 @@ class BatcherService:
         self._batcher = DynamicBatcher(limits, prefix, rebind, tuning)
         self._prefix = prefix
         self._changed = asyncio.Event()
-        self._alarm_us: int | None = None
+        self._alarm_us: int | None = None  # when `_expire` wakes without `_changed`
         self.batch_queue: BatchQueue[ModelKey, Batch] = BatchQueue(
             self._supply, self._batcher.has_waiting
         )

@@ -95,7 +95,7 @@ class PendingPostprocess(PendingUserCode):
 
 
 class PostprocessOptions(NamedTuple):
-    """How user code runs, in all models of a process.
+    """Limits and tuning of user code behind models, the same for all models of a process.
 
     Attributes:
         max_attempts: number of child processes that may end with a request before it fails.

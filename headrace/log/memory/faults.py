@@ -96,7 +96,7 @@ class BrokerFaults:
 
     @property
     def requests_to_fail(self) -> int:
-        """How many of the requests of `fail_requests` have not been made yet."""
+        """Number of requests that `fail_requests` will still fail."""
         return self._to_fail
 
     # Queries of the log's other modules
@@ -328,7 +328,7 @@ class GroupFaults:
 
     @property
     def held_commits(self) -> int:
-        """How many commits wait for `release_commits`."""
+        """Number of commits that wait for `release_commits`."""
         return self._held_commits
 
     def forget_commits(self, group: str) -> None:
