@@ -42,13 +42,25 @@ def start_child(
         start_new_session=True,
     )
     if niceness:
-        # This fails if the child has already ended, or if the system has no such file.
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
-            # Linux divides the processor between sessions first, and only then by their processes'
-            # niceness ("The autogroup feature" in sched(7)).
-            Path(f"/proc/{child.pid}/autogroup").write_text(str(niceness), encoding="ascii")
+        give_way(child.pid, niceness)
     return child
+
+
+def give_way(pid: int, niceness: int, proc: Path = Path("/proc")) -> None:
+    """Give other processes priority over a process and over its session, as far as allowed.
+
+    Args:
+        pid: id of a process that leads a session of its own.
+        niceness: 1 to 19, of both.
+        proc: where the system's files of processes are.
+    """
+    # Either may fail alone: the process has ended, it may not be done, or there is no such file.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, niceness)
+    # Linux divides the processor between sessions first, and only then by their processes'
+    # niceness ("The autogroup feature" in sched(7)).
+    with suppress(OSError):
+        (proc / f"{pid}/autogroup").write_text(str(niceness), encoding="ascii")
 
 
 def end_with_parent(parent: int) -> bool:

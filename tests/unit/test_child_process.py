@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.primitives.child_process import start_child
+from headrace.primitives.child_process import give_way, start_child
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
@@ -24,3 +24,15 @@ def test_child_with_niceness_yields_to_other_sessions(tmp_path: Path) -> None:
 
     assert own == 10
     assert of_group.split()[-1] == "10"
+
+
+def test_session_gives_way_where_process_may_not(tmp_path: Path) -> None:
+    """There is no such process, so that its own niceness cannot be set."""
+    pid = 2**22 + 1  # above the largest id that Linux gives
+    group = tmp_path / str(pid) / "autogroup"
+    group.parent.mkdir()
+    group.touch()
+
+    give_way(pid, 10, proc=tmp_path)
+
+    assert group.read_text(encoding="ascii") == "10"
