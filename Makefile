@@ -15,7 +15,7 @@ test test-broker chaos chaos-models: export KAFKA_JVM_PERFORMANCE_OPTS ?= \
   -XX:TieredStopAtLevel=1 -XX:CompileThresholdScaling=0.3
 # The tests start hundreds of processes. Where bytecode may not be written (containers often forbid
 # it), each of them would compile all modules again: a quarter of a second.
-test test-fast test-broker chaos chaos-models: export PYTHONDONTWRITEBYTECODE =
+test test-import test-fast test-broker chaos chaos-models: export PYTHONDONTWRITEBYTECODE =
 
 # The first of these that is Python 3.11 or newer makes the environment.
 PYTHON ?=
@@ -37,21 +37,21 @@ help: ## list what can be done here
 .PHONY: setup
 setup: $(STAMP) ## make .venv with everything in it; `.venv/bin/headrace` is then on hand
 
-$(STAMP): pyproject.toml $(LOCK)
+$(BIN)/pip: # what makes an environment writes it last
+	@python=; \
+	for name in $(PYTHONS); do \
+	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "make: Python 3.11 or newer is needed; none of these is one: $(strip $(PYTHONS))." >&2; \
+	  echo "make: name one with 'make setup PYTHON=/path/to/python3'." >&2; \
+	  exit 1; \
+	fi; \
+	echo "setup: $(VENV) from $$($$python --version)"; \
+	$$python -m venv --clear $(VENV)
+
+$(STAMP): pyproject.toml $(LOCK) | $(BIN)/pip
 	@rm -f $@
-	@if ! $(BIN)/python -c 'import pip' 2>/dev/null; then \
-	  python=; \
-	  for name in $(PYTHONS); do \
-	    if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
-	  done; \
-	  if [ -z "$$python" ]; then \
-	    echo "make: Python 3.11 or newer is needed; none of these is one: $(strip $(PYTHONS))." >&2; \
-	    echo "make: name one with 'make setup PYTHON=/path/to/python3'." >&2; \
-	    exit 1; \
-	  fi; \
-	  echo "setup: $(VENV) from $$($$python --version)"; \
-	  $$python -m venv --clear $(VENV); \
-	fi
 	@echo "setup: packages, as pinned in $(LOCK); 1 GB, and a few minutes the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK) --upgrade pip
 	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check \
@@ -105,15 +105,20 @@ deploy-check: setup ## hold deploy/compose.yaml against the Compose specificatio
 test: setup ## every test, those on a real Kafka included
 	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=20)
 
+.PHONY: test-import
+test-import: setup ## import every test, and keep the bytecode for the processes of `make test`
+	@$(BIN)/pytest --collect-only --quiet --quiet
+
 CLIENTS := .venv-clients
 
 .PHONY: test-tools
 test-tools: setup $(CLIENTS)/.complete ## get what some tests run: Jaeger, promtool, grpcurl and ghz, with Go; KServe's and Confluent's clients
 	@$(BIN)/python -m tests.support.go_tools
 
-$(CLIENTS)/.complete: tests/clients.txt
+# A few of its thousands of modules are imported, so none is compiled in advance.
+$(CLIENTS)/.complete: tests/clients.txt | $(BIN)/pip
 	@$(BIN)/python -m venv --clear $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients.txt
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r tests/clients.txt
 	@touch $@
 
 .PHONY: test-fast
@@ -163,7 +168,7 @@ bench: setup $(PEERS)/.complete ## measure it against others on a local Kafka; 2
 .PHONY: bench-peers
 bench-peers: $(PEERS)/.complete ## make .venv-bench, with the frameworks that bench measures
 
-$(PEERS)/.complete: benchmarks/peers.txt
+$(PEERS)/.complete: benchmarks/peers.txt | $(BIN)/pip
 	@rm -f $@
 	@$(BIN)/python -m venv --clear $(PEERS)
 	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
