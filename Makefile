@@ -107,7 +107,7 @@ test: setup ## every test, those on a real Kafka included
 
 .PHONY: test-import
 test-import: setup ## import every test, and keep the bytecode for the processes of `make test`
-	@$(BIN)/pytest --collect-only --quiet --quiet
+	@printed=$$($(BIN)/pytest --collect-only --quiet --quiet) || { echo "$$printed"; exit 1; }
 
 CLIENTS := .venv-clients
 

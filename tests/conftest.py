@@ -89,6 +89,17 @@ def no_error_of_a_task_is_lost() -> Iterator[None]:
     assert not lost.found, "\n".join(lost.found)
 
 
+@pytest.fixture
+def asyncio_logs_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail a test if asyncio logs anything: an error that nothing has read, or a task that was
+    destroyed while it was pending.
+    """
+    yield
+    gc.collect()
+    records = [*caplog.get_records("call"), *caplog.records]
+    assert [each.getMessage() for each in records if each.name == "asyncio"] == []
+
+
 _UNNAMED = ("Thread-", "asyncio_", "ThreadPoolExecutor-", "Dummy-")
 """Beginnings of the names of threads that libraries start and keep."""
 

@@ -107,27 +107,6 @@ async def test_commands_of_page_change_all_processes(
             tasks.create_task(run_page(form, settings), name=name)
 
 
-@pytest.mark.timeout(120)
-async def test_label_names_version_in_request(
-    kafka: LocalKafka, unique_name: str, tmp_path: Path
-) -> None:
-    """`headrace infer digits@canary` is answered by the labelled version, `digits` is not."""
-    settings = settings_of_page(kafka, unique_name, tmp_path)
-    await headrace(["topics", "create"], settings)
-    every = "ingest,batcher,executor,responder"
-    image = json.dumps([[0.0] * 64])
-    async with Process(every, settings):
-        for change in ("load digits 1", "load digits 2 --wait", "label digits canary 2 --wait"):
-            await headrace(["models", *change.split()], settings)
-        answers = [
-            json.loads(
-                await headrace(["infer", model, "--input", f"pixels={image}", "--json"], settings)
-            )
-            for model in ("digits@canary", "digits")
-        ]
-    assert [each["model_version"] for each in answers] == ["2", "1"]
-
-
 async def test_version_that_is_not_there_is_refused(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:

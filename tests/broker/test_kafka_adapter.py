@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,14 +28,7 @@ from tests.support.logs import PATIENT, RecordingListener, polling, read, values
 CLOSE_S = 7.0
 """Two seconds of courtesy and one for what is cut off, per part; a slow machine doubles it."""
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No exception that nobody retrieved, and no task that was destroyed while pending."""
-    yield
-    gc.collect()
-    records = [*caplog.get_records("call"), *caplog.records]
-    assert [each.getMessage() for each in records if each.name == "asyncio"] == []
+pytestmark = pytest.mark.usefixtures("asyncio_logs_nothing")
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -32,16 +31,7 @@ from tests.support.limits import lower_limit
 from tests.support.logs import RecordingListener, polling, read, values
 
 ROOMY = TopicLimits(limit_bytes=1_000_000, needs_key=False)
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No exception that nobody retrieved, and no task that was destroyed while pending."""
-    yield
-    gc.collect()
-    records = [*caplog.get_records("call"), *caplog.records]
-    assert [each.getMessage() for each in records if each.name == "asyncio"] == []
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("asyncio_logs_nothing")]
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ from tests.support.gateways import pipeline_with_doors
 from tests.support.kept_topic import KeptTopic, copy_records
 from tests.support.models import add_version, digits
 from tests.support.pipelines import log_for, serving
-from tests.support.python_models import GATE
+from tests.support.python_models import GATE, with_hooks
 from tests.support.spans import role_of, tracing_settings, tracing_spans
 
 VERSIONS = ("1", "2", "3", "4")
@@ -663,28 +663,12 @@ async def test_command_allows_version_that_breaks_callers(
     assert answer.model_version == "2"
 
 
-HANGING = """
-import numpy as np
-from tests.support.python_models import GATE
-
-
-class Model:
-    inputs = [("x", "FP32", (-1, 1))]
-    outputs = [("y", "FP32", (-1, 1))]
-
-    def load(self):
-        %s
-
-    def run(self, inputs):
-        return {"y": inputs["x"] * %d}
-"""
-
-
 async def test_version_that_hangs_at_load_never_serves_and_delays_nobody(tmp_path: Path) -> None:
     """It fails at `max_load_s`; meanwhile and afterwards the old one answers."""
     for number, code in ((1, "pass"), (2, "GATE.wait()")):
         (tmp_path / "slow" / str(number)).mkdir(parents=True)
-        (tmp_path / "slow" / str(number) / "model.py").write_text(HANGING % (code, number))
+        hooks = with_hooks(imported="from tests.support.python_models import GATE", load=code)
+        (tmp_path / "slow" / str(number) / "model.py").write_text(hooks)
     config = 'backend = "python"\nprobe = false\nmax_load_s = 0.5\n'
     (tmp_path / "slow" / "model.toml").write_text(config)
     settings = controlled(tmp_path)
@@ -708,31 +692,11 @@ async def test_version_that_hangs_at_load_never_serves_and_delays_nobody(tmp_pat
     assert state == ["failed"]
 
 
-ENDING = """
-import os
-import signal
-
-%s
-
-
-class Model:
-    inputs = [("x", "FP32", (-1, 1))]
-    outputs = [("y", "FP32", (-1, 1))]
-
-    def load(self):
-        %s
-
-    def run(self, inputs):
-        return {"y": inputs["x"]}
-"""
-EXIT, CRASH, HANG = "os._exit(3)", "os.kill(os.getpid(), signal.SIGSEGV)", "while True: pass"
 ENDINGS = {
-    "exits-at-load": ("pass", EXIT, "ended with exit code 3"),
-    "crashes-at-load": ("pass", CRASH, "ended by SIGSEGV"),
-    "crashes-at-import": (CRASH, "pass", "ended by SIGSEGV"),
-    "hangs-at-import": (HANG, "pass", "max_load_s"),
+    "crashes-at-load": ("pass", "os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
+    "hangs-at-import": ("while True: pass", "pass", "max_load_s"),
 }
-
+"""Of each kind one; tests/unit/services/test_trial.py has the others."""
 
 TRIALS_S = 4 * DEADLINE_S
 """Deadline of what waits for several child processes, one after the other."""
@@ -744,9 +708,9 @@ async def test_version_that_ends_or_stops_its_process_is_refused_while_old_one_a
     tmp_path: Path, imported: str, loaded: str, reason: str
 ) -> None:
     """It ends the child process of its trial; a process that starts later serves likewise."""
-    for number, code in ((1, ("pass", "pass")), (2, (imported, loaded))):
+    for number, code in ((1, with_hooks()), (2, with_hooks(imported=imported, load=loaded))):
         (tmp_path / "model" / str(number)).mkdir(parents=True)
-        (tmp_path / "model" / str(number) / "model.py").write_text(ENDING % code)
+        (tmp_path / "model" / str(number) / "model.py").write_text(code)
     (tmp_path / "model" / "model.toml").write_text(
         'backend = "python"\nprobe = false\nmax_load_s = 2\n'
     )

@@ -76,6 +76,36 @@ class Model:
 """A model that returns any bytes; ONNX Runtime takes UTF-8 alone."""
 
 
+def with_hooks(*, imported: str = "", load: str = "pass", unload: str = "pass") -> str:
+    """Return the code of a model that returns `x`, and runs statements, of one line each where it
+    is loaded and unloaded, and any where it is imported.
+    """
+    return f"""
+import os
+import signal
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+{imported}
+
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+
+    def load(self):
+        {load}
+
+    def unload(self):
+        {unload}
+
+    def run(self, inputs):
+        return {{"y": inputs["x"]}}
+"""
+
+
 def add_python_model(
     repository: Path, run: str, *, name: str = "model", version: int = 1, config: str = ""
 ) -> None:

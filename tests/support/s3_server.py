@@ -10,8 +10,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moto.server import ThreadedMotoServer
-
 from tests.support.s3_bucket import BUCKET, environment_of
 from tests.support.stand_in_server import HOST
 
@@ -19,6 +17,8 @@ from tests.support.stand_in_server import HOST
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
     """Serve an empty bucket, `s3://models`; yield the variables with which the library finds it."""
+    from moto.server import ThreadedMotoServer  # half a second, in each process that collects tests
+
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
     server = ThreadedMotoServer(HOST, port=0, verbose=False)
     server.start()

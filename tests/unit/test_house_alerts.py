@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.tree import ROOT
 FOLDER = ROOT / "deploy" / "prometheus"
 
 
+@cache
 def rules() -> list[dict[str, Any]]:
     """All alert rules."""
     groups = yaml.safe_load((FOLDER / "alerts.yaml").read_text(encoding="utf-8"))["groups"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ from headrace.protocol.schemas.types import SCHEMAS
 from headrace.topics import TOPICS
 
 DIRECTORY = Path(__file__).parents[2] / "schemas"
-ASYNCAPI = yaml.safe_load((DIRECTORY / "asyncapi.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def asyncapi() -> dict[str, Any]:
+    """Return the AsyncAPI document; parsing takes a while, so only tests of it do."""
+    return dict(yaml.safe_load((DIRECTORY / "asyncapi.yaml").read_text(encoding="utf-8")))
 
 
 def nodes(node: Any) -> Iterator[dict[str, Any]]:
@@ -37,7 +43,7 @@ def resolve(reference: str) -> Any:
     """Return the target of a reference in the AsyncAPI document."""
     if reference.startswith("./"):
         return json.loads((DIRECTORY / reference).read_text(encoding="utf-8"))
-    found: Any = ASYNCAPI
+    found: Any = asyncapi()
     for part in reference.removeprefix("#/").split("/"):
         found = found[part]
     return found
@@ -68,7 +74,7 @@ def test_golden_sample_fits_its_schema(name: str) -> None:
 
 def test_asyncapi_references_resolve() -> None:
     """References lead within the document or to the schemas beside it."""
-    references = [node["$ref"] for node in nodes(ASYNCAPI) if "$ref" in node]
+    references = [node["$ref"] for node in nodes(asyncapi()) if "$ref" in node]
 
     assert references
     assert all(resolve(reference) for reference in references)
@@ -76,36 +82,36 @@ def test_asyncapi_references_resolve() -> None:
 
 def test_asyncapi_has_required_parts() -> None:
     """Version, title, and for operations an action and a channel of the document."""
-    assert re.fullmatch(r"3\.0\.\d+", ASYNCAPI["asyncapi"])
-    assert {"title", "version"} <= ASYNCAPI["info"].keys()
-    assert ASYNCAPI.keys() <= {
+    assert re.fullmatch(r"3\.0\.\d+", asyncapi()["asyncapi"])
+    assert {"title", "version"} <= asyncapi()["info"].keys()
+    assert asyncapi().keys() <= {
         "asyncapi", "id", "info", "servers", "defaultContentType", "channels", "operations",
         "components",
     }  # fmt: skip
-    for operation in ASYNCAPI["operations"].values():
+    for operation in asyncapi()["operations"].values():
         assert operation["action"] in ("send", "receive")
         assert operation["channel"]["$ref"].startswith("#/channels/")
 
 
 def test_asyncapi_component_names_are_valid_keys() -> None:
     """Components' names are of letters, digits, points, dashes and underscores."""
-    for group in ASYNCAPI["components"].values():
+    for group in asyncapi()["components"].values():
         assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in group)
 
 
 def test_asyncapi_has_channel_for_every_topic() -> None:
     """The map of topics in the code is the map in the document."""
-    addresses = {channel["address"] for channel in ASYNCAPI["channels"].values()}
+    addresses = {channel["address"] for channel in asyncapi()["channels"].values()}
 
     assert addresses == {f"{{namespace}}.{topic}" for topic in TOPICS}
-    for channel in ASYNCAPI["channels"].values():
+    for channel in asyncapi()["channels"].values():
         assert set(re.findall(r"{(\w+)}", channel["address"])) == channel["parameters"].keys()
         assert channel["messages"]
 
 
 def test_asyncapi_has_operation_for_every_reader_and_writer() -> None:
     """Stages receive what they read and send what they write."""
-    operations = ASYNCAPI["operations"]
+    operations = asyncapi()["operations"]
 
     assert len(operations) == sum(len(spec.readers) + len(spec.writers) for spec in TOPICS.values())
 

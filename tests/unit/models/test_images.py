@@ -9,7 +9,7 @@ import struct
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -403,32 +403,57 @@ def tiff_with(*fields: tuple[int, int, int, int], more: bytes = b"") -> bytes:
     )
 
 
-def bombs() -> Iterator[tuple[str, bytes, str]]:
-    """Small files of large images, and what is said of them."""
+def large_jpeg() -> bytes:
+    """A JPEG whose header says 60,000 x 60,000."""
     jpeg = bytearray(written(Image.new("RGB", (8, 8)), "JPEG"))
     frame = jpeg.index(b"\xff\xc0")
     jpeg[frame + 5 : frame + 9] = struct.pack(">HH", 60_000, 60_000)
-    webp = bytearray(written(Image.new("RGBA", (8, 8), (1, 2, 3, 4)), "WEBP", exif=b"Exif\0\0"))
+    return bytes(jpeg)
+
+
+def large_webp() -> bytes:
+    """A WebP whose header says 16,000 x 16,000."""
+    image = Image.new("RGBA", (8, 8), (1, 2, 3, 4))
+    webp = bytearray(written(image, "WEBP", exif=b"Exif\0\0"))
     place = webp.index(b"VP8X") + 12
     webp[place : place + 6] = (16_000 - 1).to_bytes(3, "little") * 2
+    return bytes(webp)
+
+
+def large_bmp() -> bytes:
+    """A BMP whose header says 60,000 x 60,000, from the top to the bottom."""
     bmp = bytearray(written(Image.new("RGB", (8, 8)), "BMP"))
     bmp[18:26] = struct.pack("<ii", 60_000, -60_000)
-    yield "a PNG", png_of(60_000, 60_000), "got 60000 x 60000 = 3600000000"
-    yield "a JPEG", bytes(jpeg), "got 60000 x 60000 = 3600000000"
-    yield "a WebP", bytes(webp), "got 16000 x 16000 = 256000000"
-    yield "a BMP", bytes(bmp), "got 60000 x 60000 = 3600000000"
-    yield "a TIFF", tiff_of_pages(1, 60_000, 60_000), "got 60000 x 60000 = 3600000000"
-    yield "pages", tiff_of_pages(100_000), 'expected one image, as frames = "refuse" says'
-    yield "scans", jpeg_of_scans(100), "expected at most 64 scans, got more"
-    chunk = png_chunk(b"tEXt", b"")
-    yield "chunks", png_of(8, 8, *[chunk] * 20_000), "expected at most 16384 chunks, got more"
-    rationals = tiff_with((282, 5, 20_000, 200), more=bytes(160_100))
-    yield "numbers", rationals, "expected at most 16384 values in a field, got 20000"
+    return bytes(bmp)
 
 
-@pytest.mark.parametrize(("payload", "message"), [(each[1], each[2]) for each in bombs()])
-def test_bomb_is_too_large_and_takes_no_memory(payload: bytes, message: str) -> None:
+BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "png": (lambda: png_of(60_000, 60_000), "got 60000 x 60000 = 3600000000"),
+    "jpeg": (large_jpeg, "got 60000 x 60000 = 3600000000"),
+    "webp": (large_webp, "got 16000 x 16000 = 256000000"),
+    "bmp": (large_bmp, "got 60000 x 60000 = 3600000000"),
+    "tiff": (lambda: tiff_of_pages(1, 60_000, 60_000), "got 60000 x 60000 = 3600000000"),
+    "pages": (
+        lambda: tiff_of_pages(100_000),
+        'expected one image, as frames = "refuse" says',
+    ),
+    "scans": (lambda: jpeg_of_scans(100), "expected at most 64 scans, got more"),
+    "chunks": (
+        lambda: png_of(8, 8, *[png_chunk(b"tEXt", b"")] * 20_000),
+        "expected at most 16384 chunks, got more",
+    ),
+    "numbers": (
+        lambda: tiff_with((282, 5, 20_000, 200), more=bytes(160_100)),
+        "expected at most 16384 values in a field, got 20000",
+    ),
+}
+"""Makers of small files of large images, and what is said of them."""
+
+
+@pytest.mark.parametrize(("make", "message"), BOMBS.values(), ids=BOMBS)
+def test_bomb_is_too_large_and_takes_no_memory(make: Callable[[], bytes], message: str) -> None:
     """It is refused by its header, before a pixel is made."""
+    payload = make()
     images = images_of([-1, 8, 8, 3])
     tracemalloc.start()
     try:

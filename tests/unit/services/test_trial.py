@@ -23,32 +23,10 @@ from headrace.protocol.control import WantedModel
 from headrace.services.executor.trial import TrialLoads
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits, settings_for
+from tests.support.python_models import with_hooks
 from tests.support.services import digits_models
 from tests.support.tuning import EAGER
 
-MODEL = """
-import os
-import signal
-import time
-from pathlib import Path
-
-HERE = Path(__file__).parent
-
-
-class Model:
-    inputs = [("x", "FP32", (-1, 1))]
-    outputs = [("y", "FP32", (-1, 1))]
-
-    def load(self):
-        (HERE / "loaded-by").write_text(str(os.getpid()))
-        %s
-
-    def unload(self):
-        %s
-
-    def run(self, inputs):
-        return {"y": inputs["x"]}
-"""
 STOPPED = replace(EAGER.executor, trial_start_s=0.5)
 
 
@@ -56,7 +34,8 @@ def version_of(repository: Path, *, load: str = "", unload: str = "") -> ModelVe
     """A version in Python whose `load` and `unload` run some statements."""
     directory = repository / "model" / "1"
     directory.mkdir(parents=True)
-    (directory / "model.py").write_text(MODEL % (load or "pass", unload or "pass"))
+    load = f'(HERE / "loaded-by").write_text(str(os.getpid())); {load or "pass"}'
+    (directory / "model.py").write_text(with_hooks(load=load, unload=unload or "pass"))
     config = 'backend = "python"\nprobe = false\nmax_load_s = 0.5\n'
     (repository / "model" / "model.toml").write_text(config)
     models = Models(settings_for(repository))
@@ -91,7 +70,6 @@ ENDS = {
     "exits": ("os._exit(3)", "ended with exit code 3"),
     "exits-with-success": ("os._exit(0)", "ended with exit code 0"),
     "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
-    "is-killed": ("os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
     "raises": ('raise ValueError("no weights")', "ValueError: no weights"),
     "leaves": ("raise SystemExit(4)", "SystemExit: 4"),
     "sleeps": ("time.sleep(3600)", r"within max_load_s = 0\.5 s, got no end"),
@@ -137,7 +115,7 @@ async def test_version_that_ended_its_trial_is_tried_again_only_when_changed(
             await trials.try_out(version)
     assert tries.read_text() == "x"
 
-    (version.directory / "model.py").write_text(MODEL % ("pass", "pass"))
+    (version.directory / "model.py").write_text(with_hooks())
     models = Models(settings_for(tmp_path))
     models.open()
     await trials.try_out(models.catalog.lookup("model", None))
@@ -149,24 +127,9 @@ outputs = [{name = "y", datatype = "FP32", shape = [-1, 1]}]
 """
 """With these in `model.toml`, a version is opened without a trial."""
 KILLED = """
-import os, signal
-from pathlib import Path
-
-
 def end():
     Path(%r).open("a").write("x")
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Model:
-    inputs = [("x", "FP32", (-1, 1))]
-    outputs = [("y", "FP32", (-1, 1))]
-
-    def load(self):
-        %s
-
-    def run(self, inputs):
-        return {"y": inputs["x"]}
 
 
 %s
@@ -185,7 +148,8 @@ async def test_version_whose_trial_was_killed_is_tried_once_more_when_its_files_
     tries = tmp_path / "tries"
     directory = tmp_path / "model" / "1"
     directory.mkdir(parents=True)
-    (directory / "model.py").write_text(KILLED % (str(tries), at_load, at_import))
+    imported = KILLED % (str(tries), at_import)
+    (directory / "model.py").write_text(with_hooks(imported=imported, load=at_load))
     (tmp_path / "model" / "model.toml").write_text(f'backend = "python"\nprobe = false\n{config}')
     settings = settings_for(tmp_path)
     trials = TrialLoads(settings, EAGER.executor)
@@ -233,9 +197,7 @@ def add_imported(repository: Path, code: str, *, config: str = "") -> Path:
     """A version in Python whose file runs some statements when it is imported."""
     directory = repository / "model" / "1"
     directory.mkdir(parents=True)
-    (directory / "model.py").write_text(
-        f"import os, signal, time\n{code}\n{MODEL % ('pass', 'pass')}"
-    )
+    (directory / "model.py").write_text(with_hooks(imported=code))
     config = f'backend = "python"\nprobe = false\nmax_load_s = 0.5\n{config}'
     (repository / "model" / "model.toml").write_text(config)
     return directory
@@ -289,7 +251,7 @@ def test_version_that_ended_its_process_at_import_is_opened_when_changed(tmp_pat
         assert "ended with exit code 3" in opened.faults["1"]
     assert tries.read_text() == "x"
 
-    (directory / "model.py").write_text(MODEL % ("pass", "pass"))
+    (directory / "model.py").write_text(with_hooks())
     [opened] = scanner.scan({})
     assert opened.faults == {}
 
