@@ -222,7 +222,6 @@ async def test_models_of_triton_repository_answer_as_runtime(tmp_path: Path) -> 
         await asyncio.to_thread(ask, served.grpc)
 
 
-@pytest.mark.timeout(180)  # each of twelve models is first loaded in a child process
 async def test_models_of_triton_repository_are_loaded_and_unloaded_by_its_client(
     tmp_path: Path,
 ) -> None:

@@ -121,7 +121,12 @@ async def gateway_of(
     """
     settings = make_settings(
         {
-            "models": {"repository": str(repository), "mode": mode, "poll_interval_ms": 100},
+            "models": {
+                "repository": str(repository),
+                "mode": mode,
+                "poll_interval_ms": 100,
+                "trial_load": False,  # each takes a second; test_controlled_models.py has trials
+            },
             "gateway": {"http_port": 0, "grpc_port": "off", **gateway},
             "telemetry": dict(telemetry or {}),
             **(sections or {}),
