@@ -100,7 +100,7 @@ def test_just_in_time_closing_costs_no_latency(load: float) -> None:
     """Gathering and copying for 50 us, hidden behind the runs, leaves the greedy latency; the
     size of the batches is learned meanwhile.
     """
-    found = p99s_ms(load, 15_000, line, Setup(prepare_us=50, ahead=True, latency=Latency()))
+    found = p99s_ms(load, 10_000, line, Setup(prepare_us=50, ahead=True, latency=Latency()))
 
     assert agrees(found, GREEDY[load]), found
 
