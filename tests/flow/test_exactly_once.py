@@ -265,6 +265,7 @@ async def test_range_deleted_before_reading_does_not_stop_base(
         async with serving(settings, log, [ingest], QUICK):
             await caller.send(40)
             await all_visible(log, settings, 40)
+            await eventually(lambda: is_committed(log, 10))
         await caller.send(40)
         for number in range(PARTITIONS):
             log.faults.partitions.trim(TopicPartition("headrace.requests", number), 20)
