@@ -7,6 +7,7 @@ requests without the credentials that the environment names.
 from __future__ import annotations
 
 import json
+from functools import cache
 from xml.sax.saxutils import escape
 
 from aiohttp import web
@@ -27,10 +28,8 @@ class GoogleBucket(S3Bucket):
     @property
     def environment(self) -> dict[str, str]:
         """See `S3Bucket`; the address is part of the key, as for emulators."""
-        private = generate_private_key(65537, 2048)
-        pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         key = {
-            "private_key": pem.decode(),
+            "private_key": _private_key(),
             "private_key_id": "1",
             "client_email": "models@example.org",
             "gcs_base_url": self.url,
@@ -72,6 +71,13 @@ class AzureContainer(S3Bucket):
         )
         listed = f"<EnumerationResults><Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>"
         return web.Response(text=listed, content_type="application/xml")
+
+
+@cache
+def _private_key() -> str:
+    """Return a key in PEM; it takes half a second to make."""
+    private = generate_private_key(65537, 2048)
+    return private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
 
 def _require(authorization: str) -> Middleware:
