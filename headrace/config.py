@@ -326,7 +326,7 @@ class ExecutorSettings(_Section):
     io_binding: bool = True
     """Bind inputs and outputs by address where possible."""
     experimental_cuda: bool = False
-    """Allow `cuda:N`, whose code has not run on a GPU yet."""
+    """Allow `cuda:N`, which is experimental: it has not been under load for hours."""
     ring: bool = False
     """Run batches through the ring (docs/device.md), for models with fixed shapes."""
     cuda_graphs: bool = False

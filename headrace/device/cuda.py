@@ -1,9 +1,9 @@
 """An NVIDIA GPU as a device, using CuPy.
 
-Experimental: it has not run on a GPU yet. All calls come from the dispatcher's thread, except
-`synchronize`, which the completion thread calls. Streams are created without the default stream's
-implicit order, events sleep instead of spinning, host blocks are pinned, and nothing is allocated
-once the ring is set up.
+All calls come from the dispatcher's thread, except `synchronize`, which the completion thread
+calls: ONNX Runtime keeps its CUDA graphs for each thread, and captures them anew on a second one
+(docs/device.md). Streams are created without the default stream's implicit order, events sleep
+instead of spinning, host blocks are pinned, and nothing is allocated once the ring is set up.
 
 The kernel that widens an input is the twin of `headrace.device.widening`. There is one for each
 pair of datatypes; it needs no headers, so that NVRTC alone compiles it. Each thread handles

@@ -357,7 +357,7 @@ class ModelConfig(_Group):
     io_binding: bool = True
     """Bind inputs and outputs by address where possible; false always uses the plain path."""
     experimental_cuda: bool = False
-    """Allow `cuda:N`, whose code has not run on a GPU yet."""
+    """Allow `cuda:N`, which is experimental: it has not been under load for hours."""
     ring: bool = False
     """Send batches through the ring, if the shapes are fixed."""
     cuda_graphs: bool = False

@@ -17,6 +17,14 @@ from tests.support.widenings import CASES, expected, given
 pytestmark = pytest.mark.gpu
 
 SIZE_BYTES = 64 * 2**20
+SPIN_CYCLES = 200_000_000
+"""About a tenth of a second at the clock of a GPU, far longer than a copy of a few bytes."""
+SPIN = """
+extern "C" __global__ void spin(const long long cycles) {
+    const long long began = clock64();
+    while (clock64() - began < cycles) {}
+}
+"""
 
 
 def fill(block: Block, value: int) -> None:
@@ -60,6 +68,38 @@ def test_cuda_stream_waits_for_event(cuda: CudaDevice) -> None:
         cuda.synchronize(ready)
         assert back.array is not None
         assert set(back.array[:: 2**12].tolist()) == {value}
+
+
+@pytest.mark.parametrize(("waits", "seen"), [(False, 1), (True, 2)])
+def test_copy_sees_work_of_other_stream_only_after_its_event(
+    cuda: CudaDevice, waits: bool, seen: int
+) -> None:
+    """Nothing but the event orders two streams: without it, the bytes from before are copied."""
+    cupy = pytest.importorskip("cupy")
+    spin = cupy.RawKernel(SPIN, "spin")
+    spin.compile()
+    old, new, back = (cuda.host_block(name, 1000) for name in ("old", "new", "back"))
+    there = cuda.device_block("there", 1000)
+    slow, quick = cuda.stream("slow"), cuda.stream("quick")
+    landed, ready = cuda.event("landed"), cuda.event("ready")
+    fill(old, 1)
+    fill(new, 2)
+    cuda.copy(old, there, 1000, slow)
+    cuda.record(landed, slow)
+    cuda.synchronize(landed)
+
+    cuda.launch(lambda: spin((1,), (1,), (np.int64(SPIN_CYCLES),)), slow, reads=(), writes=())
+    cuda.copy(new, there, 1000, slow)
+    cuda.record(landed, slow)
+    if waits:
+        cuda.wait(quick, landed)
+    cuda.copy(there, back, 1000, quick)
+    cuda.record(ready, quick)
+    cuda.synchronize(ready)
+
+    assert back.array is not None
+    assert set(back.array.tolist()) == {seen}
+    cuda.synchronize(landed)
 
 
 def test_device_copies_do_not_block_thread(cuda: CudaDevice) -> None:
