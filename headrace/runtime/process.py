@@ -65,6 +65,64 @@ from headrace.tuning import TUNING, Tuning
 log = structlog.get_logger(__name__)
 
 
+class Announcements:
+    """What processes announce on `events`: versions that each has ready, and those that it needs.
+
+    Args:
+        stages: of this process.
+    """
+
+    def __init__(
+        self, log_: Log, settings: Settings, stages: tuple[Stage, ...], tuning: Tuning
+    ) -> None:
+        self._log = log_
+        self._topic = settings.topic(Topic.EVENTS)
+        self._stages = stages
+        self._tuning = tuning.transport
+        self.versions = AnnouncedVersions(
+            stages, settings.models.min_ready, tuning.models.control_silent_s
+        )
+
+    async def send(self, models: Models, progress: Callable[[], tuple[int, list[str]]]) -> None:
+        """Announce what this process has ready; never returns.
+
+        Args:
+            models: its models.
+            progress: returns the generation of the control topic that it has followed, and the
+                wanted versions that are not ready.
+        """
+        topic = await self._find_topic()
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        async with self._log.producer() as producer:
+            await ControlHeartbeat(
+                producer,
+                topic,
+                name,
+                models.catalog.servable,
+                progress,
+                self._tuning,
+                self._stages,
+            ).run()
+
+    async def read(self, models: Models) -> None:
+        """Learn what other processes announce; never returns."""
+
+        def apply(events: list[ExecutorEvent]) -> None:
+            self.versions.apply(events, time.monotonic())
+            for model, version in self.versions.needed():
+                models.catalog.note_use(model, version)
+            if models.remote is not None:
+                models.remote.look_at_announcements()
+
+        await ExecutorEventReader(self._log, await self._find_topic(), self._tuning).run(apply)
+
+    async def _find_topic(self) -> TopicPartition:
+        """Return the name of the topic with its number of partitions."""
+        info = (await self._log.describe_topics([self._topic]))[self._topic]
+        partitions = 1 if info is None else info.partitions  # `check_topics` found it
+        return TopicPartition(self._topic, partitions)
+
+
 class Pipeline:
     """The stages of one process.
 
@@ -98,9 +156,7 @@ class Pipeline:
                 settings.schema_registry, tuning.schemas, self.metrics.schema_requested
             )
         )
-        self._announced = AnnouncedVersions(
-            stages, settings.models.min_ready, tuning.models.control_silent_s
-        )
+        self._announcements = Announcements(log_, settings, self._stages, tuning)
         self._generation: Callable[[], int] = lambda: 0
         self._is_apart = is_controlled(settings) and bool(stages) and self._stages != STAGES
         sends = Stage.INGEST in stages or Stage.BATCHER in stages
@@ -237,7 +293,7 @@ class Pipeline:
         return [] if self._stages == (Stage.RESPONDER,) else self.models.wanted.unready()
 
     def _awaited(self, model: str, version: str) -> str:
-        return self._announced.awaited(model, version, self._generation())
+        return self._announcements.versions.awaited(model, version, self._generation())
 
     async def _serve_stages(self, stop: Stop, follower: ControlFollower | None) -> None:
         async with self._schema_registry or nullcontext():
@@ -292,44 +348,15 @@ class Pipeline:
         if follower is not None:
             work["follow-control"] = follower.run()
         if self._is_apart:
-            work["read-announcements"] = self._read_announcements()
+            work["read-announcements"] = self._announcements.read(self.models)
         if follower is not None and self._stages:  # a gateway alone serves no model
-            work["announce-control"] = self._announce(follower)
+            work["announce-control"] = self._announcements.send(
+                self.models, lambda: (follower.state.generation, self._unready())
+            )
         models = self._settings.models
         if models.mode == "poll" and self._stages != (Stage.RESPONDER,):
             work["poll-models"] = RepositoryPoller(self.models, models.poll_interval_ms / 1e3).run()
         return work
-
-    async def _announce(self, follower: ControlFollower) -> None:
-        """Announce on `events` how far the control topic was followed; never returns."""
-        name = self._settings.topic(Topic.EVENTS)
-        info = (await self._log.describe_topics([name]))[name]
-        partitions = 1 if info is None else info.partitions  # `check_topics` found it
-        async with self._log.producer() as producer:
-            await ControlHeartbeat(
-                producer,
-                TopicPartition(name, partitions),
-                f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
-                self.models.catalog.servable,
-                lambda: (follower.state.generation, self._unready()),
-                self.tuning.transport,
-                self._stages,
-            ).run()
-
-    async def _read_announcements(self) -> None:
-        """Learn from `events` what other processes have ready, and still need; never returns."""
-        name = self._settings.topic(Topic.EVENTS)
-        info = (await self._log.describe_topics([name]))[name]
-        topic = TopicPartition(name, 1 if info is None else info.partitions)
-
-        def apply(events: list[ExecutorEvent]) -> None:
-            self._announced.apply(events, time.monotonic())
-            for model, version in self._announced.needed():
-                self.models.catalog.note_use(model, version)
-            if self.models.remote is not None:
-                self.models.remote.look_at_announcements()
-
-        await ExecutorEventReader(self._log, topic, self.tuning.transport).run(apply)
 
     async def _unload_unused(self) -> None:
         """Unload replaced versions once they have been unused for a while; never returns."""
@@ -341,7 +368,7 @@ class Pipeline:
         """Return whether requests wait for a version in a batcher of this process, and an executor
         of another one can run them.
         """
-        return self._announced.has_executor(model, version) and any(
+        return self._announcements.versions.has_executor(model, version) and any(
             group.has_waiting((model, version)) for group in self._groups
         )
 
