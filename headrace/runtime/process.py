@@ -66,7 +66,7 @@ log = structlog.get_logger(__name__)
 
 
 class Announcements:
-    """What processes announce on `events`: versions that each has ready, and those that it needs.
+    """Versions that processes announce on `events`: those that each has ready, and those it needs.
 
     Args:
         stages: of this process.
