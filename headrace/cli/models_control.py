@@ -374,6 +374,7 @@ def _reports(reports: Mapping[str, ProcessReport]) -> dict[str, dict[str, Any]]:
     return {
         name: {
             **report._asdict(),
+            "unready": [each.line for each in report.unready],
             "memory_bytes": {version: {**taken} for version, taken in report.memory_bytes.items()},
         }
         for name, report in sorted(reports.items())

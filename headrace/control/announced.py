@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from headrace.models.version import State
-from headrace.models.wanted import UNDER_WAY
-from headrace.protocol.events import NOT_CONTROLLED, ExecutorEvent
+from headrace.protocol.events import LOADING, NOT_CONTROLLED, ExecutorEvent, UnreadyVersion
 from headrace.topics import STAGES, Stage
 
 
@@ -42,7 +40,7 @@ class AnnouncedVersions:
             name: heard for name, heard in self._heard.items() if now_s - heard[0] <= self._silent_s
         }
 
-    def awaited(self, model: str, version: str, generation: int) -> str:
+    def awaited(self, model: str, version: str, generation: int) -> UnreadyVersion | None:
         """Return what is missing before this process may send requests to a version.
 
         Args:
@@ -52,26 +50,27 @@ class AnnouncedVersions:
                 they had read it may be about other files or settings.
 
         Returns:
-            Empty if nothing is missing.
+            None if nothing is missing.
         """
-        key = f"{model}/{version}"
         executors = self._with_stage(Stage.EXECUTOR)
         ready = [each for each in executors if _has(each, model, version, generation)]
         if len(ready) < self._min_ready:
-            failures = _failures(executors, key, generation)
+            failures = _failures(executors, model, version, generation)
             if failures:
-                return "; ".join(failures)
-            return f"announced by {len(ready)} of {self._min_ready} executors: {State.LOADING}"
+                return UnreadyVersion(model, version, "; ".join(failures))
+            reason = f"announced by {len(ready)} of {self._min_ready} executors: {LOADING}"
+            return UnreadyVersion(model, version, reason, is_under_way=True)
         if self._has_batcher:
-            return ""
+            return None
         batchers = self._with_stage(Stage.BATCHER)
         missing = [each for each in batchers if not _has(each, model, version, generation)]
         if missing or not batchers:
-            return (
+            reason = (
                 f"announced by {len(batchers) - len(missing)} of {max(1, len(batchers))} "
-                f"batchers: {State.LOADING}"
+                f"batchers: {LOADING}"
             )
-        return ""
+            return UnreadyVersion(model, version, reason, is_under_way=True)
+        return None
 
     def needed(self) -> set[tuple[str, str]]:
         """Return the versions, by model and number, that earlier stages may send requests to."""
@@ -107,17 +106,21 @@ def _has(event: ExecutorEvent, model: str, version: str, generation: int) -> boo
     return (
         event.generation >= generation
         and any((each.name, each.version) == (model, version) for each in event.models)
-        and not any(line.startswith(f"{model}/{version}: ") for line in event.unready)
+        and not any(
+            (each.name, each.version) == (model, version)
+            for each in map(UnreadyVersion.parse, event.unready)
+        )
     )
 
 
-def _failures(events: Sequence[ExecutorEvent], key: str, generation: int) -> list[str]:
+def _failures(
+    events: Sequence[ExecutorEvent], model: str, version: str, generation: int
+) -> list[str]:
     """Return why executors cannot load a version."""
-    prefix = f"{key}: "
     return [
-        f"executor {event.executor}: {line.removeprefix(prefix)}"
+        f"executor {event.executor}: {each.reason}"
         for event in events
         if event.generation >= generation
-        for line in event.unready
-        if line.startswith(prefix) and not line.endswith(UNDER_WAY)
+        for each in map(UnreadyVersion.parse, event.unready)
+        if (each.name, each.version) == (model, version) and not each.is_under_way
     ]

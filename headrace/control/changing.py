@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,6 @@ from headrace.log.port import Log
 from headrace.models.repositories import open_repository
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.wanted import (
-    UNDER_WAY,
     Author,
     Change,
     ChangeRefused,
@@ -37,6 +36,7 @@ from headrace.models.wanted import (
 )
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.control import ControlRecord, WantedModel
+from headrace.protocol.events import UnreadyVersion
 from headrace.tuning import TUNING, ModelTuning
 
 Choose: TypeAlias = Callable[[Sequence[ControlRecord]], Change]
@@ -63,11 +63,11 @@ class Followed(NamedTuple):
 
     Attributes:
         generation: the last change that it has read.
-        unready: wanted versions that are not ready, each with the reason.
+        unready: wanted versions that are not ready.
     """
 
     generation: int
-    unready: Sequence[str]
+    unready: Sequence[UnreadyVersion]
 
 
 class ChangeOutcome(NamedTuple):
@@ -193,9 +193,9 @@ class ModelChanges:
             record, generation = await self._write(add, author)
             added = None if record is None else record.after[model]
             needed = {*selected, *(() if added is None else added.labels.values())}
-            lines = tuple(f"{model}/{version}: " for version in needed)
+            versions = {(model, version) for version in needed}
             try:
-                await self._wait(processes, lines, generation, deadline_s)
+                await self._wait(processes, versions, generation, deadline_s)
             except LoadFailed as error:
                 why = Author(author.who, f"load failed: {error.message}")
                 undo = _unless_changed(model, added, restore(model, before[0]))
@@ -206,7 +206,7 @@ class ModelChanges:
                 raise
             then = _unless_changed(model, added, keep_versions(model, selected))
             _, generation = await self._finish(then, author)
-            await self._wait(processes, lines, generation, deadline_s)
+            await self._wait(processes, versions, generation, deadline_s)
 
     async def unload_all(
         self, model: str, author: Author, timeout_s: float, is_gone: Callable[[], bool]
@@ -230,7 +230,7 @@ class ModelChanges:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with open_processes(self._log, self._settings, self._tuning) as processes:
             _, generation = await self._write(lambda _: unload(model), author)
-            await self._wait(processes, (), generation, deadline_s, is_gone)
+            await self._wait(processes, set(), generation, deadline_s, is_gone)
 
     async def list_versions(self) -> dict[str, list[int]]:
         """Return the versions in the repository, by model.
@@ -305,7 +305,7 @@ class ModelChanges:
     async def _wait(
         self,
         processes: Processes,
-        lines: tuple[str, ...],
+        versions: Collection[tuple[str, str]],
         generation: int,
         deadline_s: float,
         has_ended: Callable[[], bool] = lambda: True,
@@ -314,8 +314,7 @@ class ModelChanges:
 
         Args:
             processes: those that are heard.
-            lines: beginnings of the lines of versions that have to be ready, in what a process
-                waits for.
+            versions: that have to be ready, by model and number.
             generation: of the change.
             deadline_s: of the event loop's clock.
             has_ended: what must be true besides.
@@ -338,7 +337,9 @@ class ModelChanges:
         def unready() -> dict[str, list[str]]:
             """Return what each process waits for."""
             return {
-                name: [each for each in process.unready if each.startswith(lines)]
+                name: [
+                    each.line for each in process.unready if (each.name, each.version) in versions
+                ]
                 if process.generation >= generation
                 else [f"generation {generation}"]
                 for name, process in heard().items()
@@ -347,11 +348,11 @@ class ModelChanges:
         def failures() -> list[str]:
             """Return what processes cannot load."""
             return [
-                each
+                each.line
                 for process in heard().values()
                 if process.generation >= generation
                 for each in process.unready
-                if each.startswith(lines) and not each.endswith(UNDER_WAY)
+                if (each.name, each.version) in versions and not each.is_under_way
             ]
 
         followed = await processes.listen(

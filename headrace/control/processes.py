@@ -12,7 +12,7 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError, Rejected
 from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.protocol.codec.events import decode_event
-from headrace.protocol.events import NOT_CONTROLLED
+from headrace.protocol.events import NOT_CONTROLLED, UnreadyVersion
 from headrace.topics import Topic
 from headrace.tuning import TUNING, ModelTuning
 
@@ -23,13 +23,13 @@ class ProcessReport(NamedTuple):
     Attributes:
         generation: the last change that it has read.
         ready: versions that are ready, as `name/version`.
-        unready: wanted versions that are not, each with the reason.
+        unready: wanted versions that are not.
         memory_bytes: measured memory of ready versions, by `name/version` and device.
     """
 
     generation: int
     ready: tuple[str, ...]
-    unready: tuple[str, ...]
+    unready: tuple[UnreadyVersion, ...]
     memory_bytes: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
     def has_followed(self, generation: int) -> bool:
@@ -98,7 +98,8 @@ class Processes:
             for model in event.models
             if model.memory_bytes
         }
-        report = ProcessReport(event.generation, ready, tuple(event.unready), memory_bytes)
+        unready = tuple(map(UnreadyVersion.parse, event.unready))
+        report = ProcessReport(event.generation, ready, unready, memory_bytes)
         self.reports[event.executor] = report
         self._heard_s[event.executor] = now_s
 

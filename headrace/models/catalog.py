@@ -197,9 +197,8 @@ class ModelEntry:
         version = self.selected.get(number)
         if version is None:
             return number in self.faults or "" in self.faults
-        is_awaited = version.reason.endswith(State.LOADING)
         return version.state is State.FAILED or (
-            version.state is State.LOADING and version.reason != "" and not is_awaited
+            version.state is State.LOADING and version.has_failed_elsewhere
         )
 
     def versions(self) -> dict[int, ModelVersion]:

@@ -211,7 +211,7 @@ class VersionLifecycle:
     def _end_awaited(self, model: ModelEntry, version: ModelVersion) -> None:
         for each in model.end_awaited(version):
             self._observer.load_began(each)
-            each.state = State.LOADING
+            each.state, each.has_failed_elsewhere = State.LOADING, False
             each.reason = f"loading again, since version {version.version} failed"
 
     def unload(

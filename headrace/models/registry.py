@@ -36,7 +36,7 @@ from headrace.models.stores.cache import CacheSize
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
 from headrace.models.wanted import FormerNames, Wanted, WantedState
-from headrace.protocol.events import ExecutorEvent
+from headrace.protocol.events import ExecutorEvent, UnreadyVersion
 from headrace.tuning import TUNING, ModelTuning
 
 
@@ -63,8 +63,8 @@ class Models:
         keeps_replaced: requests that were bound to a version may come after it was replaced, so it
             is kept for `models.keep_replaced_s` after its last use.
         binds: this process binds requests to versions; it binds none to a replaced one.
-        awaited: returns what has to happen in other processes before requests may be sent to a
-            version; empty if nothing has. None where nothing is awaited.
+        awaited: returns why other processes are not ready for requests to a version, given its
+            model and number; None if they are. None where no other process matters.
         clock_s: monotonic.
         scanner: reads the repository; by default that of the settings.
         registry: has the schemas of framed records; open while they are served.
@@ -88,7 +88,7 @@ class Models:
         executes: bool = False,
         keeps_replaced: bool = False,
         binds: bool = False,
-        awaited: Callable[[str, str], str] | None = None,
+        awaited: Callable[[str, str], UnreadyVersion | None] | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         scanner: VersionScanner | None = None,
         registry: SchemaRegistry | None = None,
@@ -279,7 +279,7 @@ class RemoteExecutors:
         catalog: ModelCatalog,
         lifecycle: VersionLifecycle,
         wanted: WantedState,
-        awaited: Callable[[str, str], str] | None,
+        awaited: Callable[[str, str], UnreadyVersion | None] | None,
     ) -> None:
         self._catalog = catalog
         self._lifecycle = lifecycle
@@ -299,11 +299,12 @@ class RemoteExecutors:
 
     def mark_ready_or_wait(self, version: ModelVersion) -> None:
         """Let an opened version take requests, or record why it has to wait for other processes."""
-        awaited = "" if self._awaited is None else self._awaited(version.name, version.version)
-        if not awaited:
+        awaited = None if self._awaited is None else self._awaited(version.name, version.version)
+        if awaited is None:
             self._lifecycle.mark_ready(version)
-        elif awaited != version.reason:
-            version.reason = awaited
+        elif awaited.reason != version.reason:
+            version.reason = awaited.reason
+            version.has_failed_elsewhere = not awaited.is_under_way
             if version.name in self._catalog.models:
                 self._lifecycle.publish_and_retire(version.name)
 

@@ -71,7 +71,8 @@ class ModelVersion:
         verdict: whether its requests may share runs; None if that was not tested.
         contradiction: between `model.toml` and the verdict; empty otherwise.
         latency: how long its runs take, as observed by this process.
-        reason: why it failed; empty otherwise.
+        reason: why it is not ready, or is ready but replaced; empty otherwise.
+        has_failed_elsewhere: it is loading here, but executors of other processes cannot load it.
         load_s: how long loading took, from its start until the version was ready; None before that,
             and in a process without an executor.
         loaded_stamp: of the files when the executor began to load them last; empty before that.
@@ -145,6 +146,7 @@ class ModelVersion:
         self.verdict: Verdict | None = None
         self.state = State.LOADING
         self.reason = ""
+        self.has_failed_elsewhere = False
         self.load_s: float | None = None
         self.loaded_stamp = ""
         self.last_used_us = 0

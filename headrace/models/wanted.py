@@ -25,17 +25,13 @@ from headrace.protocol.control import (
     ControlRecord,
     WantedModel,
 )
+from headrace.protocol.events import NOT_READ, UnreadyVersion
 
 Wanted: TypeAlias = Mapping[str, WantedModel]
 """Wanted models by name."""
 
 FormerNames: TypeAlias = Mapping[str, Mapping[str, Sequence[str]]]
 """Earlier numbers of each label of a model, and under "" of its default, the latest first."""
-
-NOT_READ = "not read yet"
-"""Why a wanted version is not ready that the last scan of the repository did not look for."""
-UNDER_WAY = (f": {NOT_READ}", f": {State.LOADING}")
-"""Ends of the lines for wanted versions that become ready, unless something goes wrong."""
 
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 
@@ -276,24 +272,24 @@ class WantedState:
             model.wanted_names = {"": wanted.default, **wanted.labels}
             model.former_names = self._former.get(name, {})
 
-    def unready(self) -> list[str]:
-        """Return the wanted versions that are not ready, as `name/version`, with the reason."""
+    def unready(self) -> list[UnreadyVersion]:
+        """Return the wanted versions that are not ready."""
         wanted = {} if self.models is None else self.models
         found = []
         for name, each in sorted(wanted.items()):
             model = self._catalog.models.get(name, ModelEntry())
             for number in each.versions:
                 version = model.selected.get(number)
-                if not model.was_read_as(each):
-                    found.append(f"{name}/{number}: {NOT_READ}")
-                    continue
-                reason = model.faults.get(number) or model.faults.get("")
-                if not reason and version is None:
-                    reason = NOT_READ
-                if not reason and version is not None and model.serving.get(number) is not version:
+                fault = model.faults.get(number) or model.faults.get("")
+                if not model.was_read_as(each) or (version is None and not fault):
+                    found.append(UnreadyVersion(name, number, NOT_READ, is_under_way=True))
+                elif fault:
+                    found.append(UnreadyVersion(name, number, fault))
+                elif version is not None and model.serving.get(number) is not version:
+                    is_loading = version.state is State.LOADING
                     reason = version.reason or str(version.state)
-                if reason:
-                    found.append(f"{name}/{number}: {reason}")
+                    is_under_way = is_loading and not version.has_failed_elsewhere
+                    found.append(UnreadyVersion(name, number, reason, is_under_way))
         return found
 
     def is_on_its_way(self, name: str, number: str) -> bool:

@@ -6,7 +6,7 @@ are ignored, new fields have defaults, and no field is renamed.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -14,6 +14,48 @@ from headrace.protocol.messages import Name
 
 NOT_CONTROLLED: Final = -1
 """Generation of a process that does not follow the control topic."""
+NOT_READ: Final = "not read yet"
+"""Reason of a wanted version that the last scan of the repository did not look for."""
+LOADING: Final = "loading"
+"""Reason, or its end, of a version that is loading."""
+
+_UNDER_WAY = (f": {NOT_READ}", f": {LOADING}")
+"""Ends of the lines in `ExecutorEvent.unready` that are not about failures."""
+
+
+class UnreadyVersion(NamedTuple):
+    """A wanted version that is not ready.
+
+    Attributes:
+        name: of the model.
+        version: its number.
+        reason: why it is not ready, for people.
+        is_under_way: True if it becomes ready unless something goes wrong; False if it has failed.
+    """
+
+    name: str
+    version: str
+    reason: str
+    is_under_way: bool = False
+
+    @property
+    def line(self) -> str:
+        """Return it as `name/version: reason`, from which `parse` makes it again."""
+        line = f"{self.name}/{self.version}: {self.reason}"
+        if self.is_under_way and not line.endswith(_UNDER_WAY):
+            return f"{line}: {LOADING}"
+        return line
+
+    @classmethod
+    def parse(cls, line: str) -> UnreadyVersion:
+        """Return the version that another process announces in `ExecutorEvent.unready`.
+
+        Only the end of the line says whether it is under way, since a field of its own would be
+        missing from the announcements of earlier minor versions.
+        """
+        key, _, reason = line.partition(": ")
+        name, _, version = key.rpartition("/")
+        return cls(name, version, reason, line.endswith(_UNDER_WAY))
 
 
 class HostedModel(Struct, kw_only=True, omit_defaults=True):

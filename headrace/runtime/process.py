@@ -29,8 +29,7 @@ from headrace.models.index import RepositoryIndex
 from headrace.models.registry import Models, Reloaded
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.user_code import run_on_daemon_thread
-from headrace.models.wanted import UNDER_WAY
-from headrace.protocol.events import ExecutorEvent
+from headrace.protocol.events import ExecutorEvent, UnreadyVersion
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.polling import RepositoryPoller
@@ -83,7 +82,9 @@ class Announcements:
             stages, settings.models.min_ready, tuning.models.control_silent_s
         )
 
-    async def send(self, models: Models, progress: Callable[[], tuple[int, list[str]]]) -> None:
+    async def send(
+        self, models: Models, progress: Callable[[], tuple[int, Sequence[UnreadyVersion]]]
+    ) -> None:
         """Announce what this process has ready; never returns.
 
         Args:
@@ -236,8 +237,8 @@ class Pipeline:
         Requests wait in the log meanwhile, rather than be refused because this process has not
         heard yet what the others have.
         """
-        while any(each.endswith(UNDER_WAY) for each in self._unready()):
-            self.health.explain(f"waiting for {', '.join(self._unready())}")
+        while any(each.is_under_way for each in self._unready()):
+            self.health.explain(f"waiting for {', '.join(each.line for each in self._unready())}")
             await asyncio.sleep(self.tuning.transport.assignment_check_s)
 
     @property
@@ -288,11 +289,11 @@ class Pipeline:
             )
             await self._serve_stages(stop, follower)
 
-    def _unready(self) -> list[str]:
+    def _unready(self) -> list[UnreadyVersion]:
         """Return the wanted versions that are not ready; a responder alone needs none."""
         return [] if self._stages == (Stage.RESPONDER,) else self.models.wanted.unready()
 
-    def _awaited(self, model: str, version: str) -> str:
+    def _awaited(self, model: str, version: str) -> UnreadyVersion | None:
         return self._announcements.versions.awaited(model, version, self._generation())
 
     async def _serve_stages(self, stop: Stop, follower: ControlFollower | None) -> None:

@@ -5,8 +5,10 @@ The source creates them on demand; telemetry does not depend on in-flight tracki
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from headrace.protocol.events import UnreadyVersion
 
 
 class WantedSnapshot(NamedTuple):
@@ -14,12 +16,12 @@ class WantedSnapshot(NamedTuple):
 
     Attributes:
         generation: the last change that the process has read.
-        unready: wanted versions that are not ready, each with the reason.
+        unready: wanted versions that are not ready.
         is_following: False if it has stopped following, since records cannot be followed.
     """
 
     generation: int
-    unready: list[str]
+    unready: Sequence[UnreadyVersion]
     is_following: bool = True
 
 

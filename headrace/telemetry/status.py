@@ -189,7 +189,10 @@ class ProcessState:
             "model_memory": None if budget is None else budget._asdict(),
             "control": None
             if wanted is None
-            else {"generation": wanted.generation, "unready": wanted.unready},
+            else {
+                "generation": wanted.generation,
+                "unready": [each.line for each in wanted.unready],
+            },
             "gateway": None
             if gateway is None
             else {**gateway._asdict(), **self.metrics.gateway_totals()},

@@ -21,7 +21,7 @@ from headrace.log.partitioner import partition_for_key
 from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec.events import decode_event, encode_event
-from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
+from headrace.protocol.events import Completion, ExecutorEvent, HostedModel, UnreadyVersion
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.logs import Event
 from headrace.transport.topic_io import log_unreadable
@@ -188,7 +188,7 @@ class ControlHeartbeat:
         topic: TopicPartition,
         process: str,
         models: Callable[[], Sequence[ModelVersion]],
-        followed: Callable[[], tuple[int, list[str]]],
+        followed: Callable[[], tuple[int, Sequence[UnreadyVersion]]],
         tuning: TransportTuning = TUNING.transport,
         stages: Sequence[str] = (),
     ) -> None:
@@ -223,7 +223,7 @@ class ControlHeartbeat:
             silent_after_ms=int(self._tuning.heartbeat_s * 1000),
             models=[_hosted(version) for version in self._models()],
             generation=generation,
-            unready=unready,
+            unready=[each.line for each in unready],
             stages=self._stages,
         )
 

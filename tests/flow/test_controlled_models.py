@@ -35,7 +35,6 @@ from headrace.models.packing.files import make_manifest, read_manifest, write_ma
 from headrace.models.packing.signatures import sign
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.models.wanted import (
-    NOT_READ,
     Author,
     Change,
     fold,
@@ -47,6 +46,7 @@ from headrace.models.wanted import (
     unload,
 )
 from headrace.protocol.control import WantedModel
+from headrace.protocol.events import NOT_READ
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.shutdown import Stop
 from headrace.telemetry.instruments import Instruments

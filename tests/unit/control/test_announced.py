@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from headrace.control.announced import AnnouncedVersions
-from headrace.protocol.events import ExecutorEvent, HostedModel
+from headrace.protocol.events import ExecutorEvent, HostedModel, UnreadyVersion
 from headrace.topics import Stage
 
 INGEST, BATCHER, EXECUTOR = (Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,)
@@ -32,29 +34,34 @@ def event(
     )
 
 
+def waits(reason: str) -> UnreadyVersion:
+    """Version 1 of `digits`, which becomes ready later."""
+    return UnreadyVersion("digits", "1", reason, is_under_way=True)
+
+
 def test_batcher_waits_for_enough_executors() -> None:
     """One of two is too few."""
     announced = AnnouncedVersions(BATCHER, 2, 10.0)
     announced.apply([event("a", EXECUTOR, "1")], 0.0)
-    assert announced.awaited("digits", "1", 1) == "announced by 1 of 2 executors: loading"
+    assert announced.awaited("digits", "1", 1) == waits("announced by 1 of 2 executors: loading")
     announced.apply([event("b", EXECUTOR, "1")], 0.0)
-    assert announced.awaited("digits", "1", 1) == ""
+    assert announced.awaited("digits", "1", 1) is None
 
 
 def test_ingest_waits_for_every_batcher() -> None:
     """A batcher of any of them may read the item."""
     announced = AnnouncedVersions(INGEST, 1, 10.0)
     announced.apply([event("e", EXECUTOR, "1"), event("a", BATCHER, "1")], 0.0)
-    assert announced.awaited("digits", "1", 1) == ""
+    assert announced.awaited("digits", "1", 1) is None
     announced.apply([event("b", BATCHER)], 0.0)
-    assert announced.awaited("digits", "1", 1) == "announced by 1 of 2 batchers: loading"
+    assert announced.awaited("digits", "1", 1) == waits("announced by 1 of 2 batchers: loading")
 
 
 def test_ingest_without_batcher_heard_waits() -> None:
     """Nobody has said yet that it could pass the request on."""
     announced = AnnouncedVersions(INGEST, 1, 10.0)
     announced.apply([event("e", EXECUTOR, "1")], 0.0)
-    assert announced.awaited("digits", "1", 1) == "announced by 0 of 1 batchers: loading"
+    assert announced.awaited("digits", "1", 1) == waits("announced by 0 of 1 batchers: loading")
 
 
 def test_announcement_of_earlier_generation_does_not_count() -> None:
@@ -66,14 +73,16 @@ def test_announcement_of_earlier_generation_does_not_count() -> None:
     announced.apply([loading], 0.0)
     assert announced.awaited("digits", "1", 2)
     announced.apply([event("e", EXECUTOR, "1", generation=2)], 0.0)
-    assert announced.awaited("digits", "1", 2) == ""
+    assert announced.awaited("digits", "1", 2) is None
 
 
 def test_failure_of_executor_is_the_reason() -> None:
     """Each process shows why a version is not served."""
     announced = AnnouncedVersions(INGEST, 1, 10.0)
     announced.apply([event("e", EXECUTOR, unready=["digits/1: no such file"])], 0.0)
-    assert announced.awaited("digits", "1", 1) == "executor e: no such file"
+    assert announced.awaited("digits", "1", 1) == UnreadyVersion(
+        "digits", "1", "executor e: no such file", is_under_way=False
+    )
 
 
 def test_silent_process_is_forgotten() -> None:
@@ -81,7 +90,7 @@ def test_silent_process_is_forgotten() -> None:
     announced = AnnouncedVersions(INGEST, 1, 10.0)
     announced.apply([event("gone", BATCHER)], 0.0)
     announced.apply([event("e", EXECUTOR, "1"), event("b", BATCHER, "1")], 11.0)
-    assert announced.awaited("digits", "1", 1) == ""
+    assert announced.awaited("digits", "1", 1) is None
 
 
 def test_version_is_needed_while_an_earlier_stage_announces_it() -> None:
@@ -93,3 +102,29 @@ def test_version_is_needed_while_an_earlier_stage_announces_it() -> None:
     assert announced.needed() == {("digits", "1")}
     announced.apply([event("i", INGEST)], 0.0)
     assert announced.needed() == set()
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        (UnreadyVersion("digits", "1", "not read yet", True), "digits/1: not read yet"),
+        (UnreadyVersion("digits", "1", "loading", True), "digits/1: loading"),
+        (
+            UnreadyVersion("digits", "1", "no such file: a: b", False),
+            "digits/1: no such file: a: b",
+        ),
+    ],
+)
+def test_line_of_unready_version_says_whether_it_is_under_way(
+    version: UnreadyVersion, line: str
+) -> None:
+    """Processes of an earlier minor version write and read the same lines."""
+    assert version.line == line
+    assert UnreadyVersion.parse(line) == version
+
+
+def test_line_of_version_loading_for_a_reason_ends_as_loading() -> None:
+    """Another process takes it for a failure otherwise."""
+    line = UnreadyVersion("digits", "1", "loading again", is_under_way=True).line
+    assert line == "digits/1: loading again: loading"
+    assert UnreadyVersion.parse(line).is_under_way

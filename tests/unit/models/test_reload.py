@@ -16,6 +16,7 @@ from headrace.models.repository import Repository, WantedModels
 from headrace.models.scan import KnownVersions, OpenedModel, Retry, VersionScanner
 from headrace.models.version import State
 from headrace.protocol.control import WantedModel
+from headrace.protocol.events import UnreadyVersion
 from tests.support.models import add_version, digits, identity, settings_for
 from tests.unit.models.executor import Executor, refusal
 
@@ -308,9 +309,11 @@ async def test_change_of_overrides_loads_version_beside_old_one(tmp_path: Path) 
     executor.told()
 
     models.want({"digits": WantedModel(versions=["1"], default="1", overrides={"probe": False})})
-    assert models.wanted.unready() == ["digits/1: not read yet"]
+    assert models.wanted.unready() == [
+        UnreadyVersion("digits", "1", "not read yet", is_under_way=True)
+    ]
     await models.reload()
-    assert models.wanted.unready() == ["digits/1: loading"]
+    assert models.wanted.unready() == [UnreadyVersion("digits", "1", "loading", is_under_way=True)]
     assert models.catalog.lookup("digits") is before
     executor.load()
 
@@ -329,7 +332,9 @@ async def test_faulty_overrides_leave_old_version_serving(tmp_path: Path) -> Non
     before = executor.load()
     models.want({"digits": WantedModel(versions=["1"], default="1", overrides={"labels": "x"})})
     await models.reload()
-    assert "labels, postprocess_output: expected postprocess" in models.wanted.unready()[0]
+    [unready] = models.wanted.unready()
+    assert "labels, postprocess_output: expected postprocess" in unready.reason
+    assert not unready.is_under_way
     assert models.catalog.lookup("digits") is before
     models.want({"digits": WantedModel(versions=["1"], default="1")})
     await models.reload()
@@ -347,7 +352,9 @@ async def test_wanted_reading_finds_version_changed_in_place(tmp_path: Path) -> 
     before = executor.load()
     replace(tmp_path / "digits" / "1", 2.0)
     models.want({"digits": WantedModel(versions=["1"], default="1", reads=1)})
-    assert models.wanted.unready() == ["digits/1: not read yet"]
+    assert models.wanted.unready() == [
+        UnreadyVersion("digits", "1", "not read yet", is_under_way=True)
+    ]
     await models.reload()
     executor.load()
     assert models.wanted.unready() == []

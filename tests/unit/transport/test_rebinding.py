@@ -14,6 +14,7 @@ from headrace.errors import Code, Rejected
 from headrace.models.registry import Models
 from headrace.protocol.codec import encode_request
 from headrace.protocol.control import WantedModel
+from headrace.protocol.events import UnreadyVersion
 from headrace.protocol.messages import Envelope, Request
 from headrace.transport.rebinding import Rebinder
 from tests.support.models import add_version, digits, embedding, settings_for
@@ -29,14 +30,14 @@ class RebinderHarness:
 
     Args:
         model: the version's; None: `digits` has gone.
-        awaited: what has to happen in other processes before versions take requests.
+        awaited: why other processes are not ready for requests to a version.
     """
 
     def __init__(
         self,
         repository: Path,
         model: MakeModel | None = digits,
-        awaited: Callable[[str, str], str] | None = None,
+        awaited: Callable[[str, str], UnreadyVersion | None] | None = None,
     ) -> None:
         wanted = {}
         if model is not None:
@@ -113,12 +114,17 @@ def test_payload_with_label_is_rebound_to_version_that_label_means_now(tmp_path:
     assert (request.version, bench.rebound) == ("3", 1)
 
 
+def announced_by_none(model: str, version: str) -> UnreadyVersion:
+    """No executor has announced that it has loaded a version."""
+    return UnreadyVersion(model, version, "announced by 0 of 1 executors", is_under_way=True)
+
+
 @pytest.mark.parametrize(("name", "version"), [("digits", "2"), ("digits@canary", "3")])
 def test_request_is_rebound_to_version_that_waits_for_executors(
     tmp_path: Path, name: str, version: str
 ) -> None:
     """A batcher that starts after an unload sends it to executors, where it waits if it has to."""
-    bench = RebinderHarness(tmp_path, awaited=lambda _name, _version: "announced by none")
+    bench = RebinderHarness(tmp_path, awaited=announced_by_none)
     request = bound_to_first(name=name)
     bench.rebind(request)
     assert (request.version, bench.rebound) == (version, 1)
