@@ -92,18 +92,18 @@ class BatchWriter:
     async def write_all(self, batch: Batch, partition: int | None) -> None:
         """Write a batch; write each request separately if the batch is too large for one record."""
         for large in await self.write([batch], partition):
-            await self.write_or_refuse(split_batch(large), partition)
+            await self.write_or_refuse(split_batch(large, large.requests, large.reason), partition)
 
     def close(self) -> None:
         """Close the stream of refused requests."""
         self._refused.close()
 
 
-def split_batch(batch: Batch) -> list[Batch]:
-    """Split a batch into one batch for each request."""
+def split_batch(batch: Batch, requests: Sequence[Request], reason: str) -> list[Batch]:
+    """Return a batch, closed for this reason, for each of these requests of a batch."""
     return [
-        Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
-        for place, request in enumerate(batch.requests)
+        Batch(f"{batch.batch_id}.{place}", [request], reason)
+        for place, request in enumerate(requests)
     ]
 
 

@@ -254,7 +254,7 @@ class BatchDispatcher:
             return
         self._track(target, batches)
         for batch in await self._writer.write(batches, partition):
-            parts = split_batch(batch)
+            parts = split_batch(batch, batch.requests, batch.reason)
             self._track(target, parts)
             self._untrack([batch])
             self._untrack(await self._writer.write_or_refuse(parts, partition))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -228,11 +228,3 @@ class Prefetch:
 
 def _unprepared(batch: Batch, *, fresh: bool = True) -> PreparedBatch:
     return PreparedBatch(batch, [], batch.requests, fresh=fresh)
-
-
-def split_into_singles(batch: Batch, requests: Sequence[Request]) -> list[Batch]:
-    """Return a batch for each request."""
-    return [
-        Batch(f"{batch.batch_id}.{place}", [request], "apart")
-        for place, request in enumerate(requests)
-    ]

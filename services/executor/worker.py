@@ -31,11 +31,7 @@ from headrace.services.executor.answer_rewriting import rewrite_answers
 from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import DeadlinePassed, Instance
 from headrace.services.executor.postprocessing import Postprocessor
-from headrace.services.executor.prefetch import (
-    Prefetch,
-    PreparedBatch,
-    split_into_singles,
-)
+from headrace.services.executor.prefetch import Prefetch, PreparedBatch
 from headrace.services.executor.safety import BatchSafetySampler, refuse_nonfinite
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
@@ -43,6 +39,7 @@ from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.span_attributes import ModelRun
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage
+from headrace.transport.batch_io import split_batch
 from headrace.transport.channels import BatchConsumer, ModelKey, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.tuning import TUNING, ExecutorTuning
@@ -304,7 +301,7 @@ class Worker:
             if version.is_undecided:
                 gather = partial(self._instance.gather, fresh=False)
                 await self._sampler().sample(remaining, gather, self._run_watched)
-            return ended, split_into_singles(batch, remaining)
+            return ended, split_batch(batch, remaining, "apart")
         if len(remaining) != len(prepared.requests):
             prepared = prepared._replace(requests=remaining, arrays=None)
         clock = prepared.clock or self._anchored()
