@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import structlog
+from numpy.typing import NDArray
 
 from headrace.clock import Clock, wall_clock_us
 from headrace.delivery.failures import REVOKED, deadline_passed, rejection
@@ -81,37 +83,58 @@ async def _write_answers(
     batched = version.signature.batched
     size_bytes = sum([len(data) for request in requests for data in request.output_data or ()])
     rows = sum([request.rows for request in requests])
-    metadata = whole_answer(answers.content_type)
 
-    def write_all() -> None:
-        for request in requests:
-            outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
-            try:
-                if isinstance(answers, ClassAnswers):
-                    answer = answers.write(outputs, batched=batched)
-                else:
-                    content_type = request.envelope.content_type
-                    answer = answers.write(outputs, bytes(_plain(request)), content_type)
-            except Rejected as error:
-                _fail(request, rejection(error, Stage.EXECUTOR))
-            except Exception as error:  # noqa: BLE001 - one answer must not end the batch of others
-                text = f"answer: {describe_error(error)}"
-                _fail(request, Failure(Code.INTERNAL, text, Stage.EXECUTOR))
-            else:
-                _replace_outputs(request, metadata, answer)
+    def write(request: Request, outputs: Mapping[str, NDArray[Any]]) -> bytes:
+        if isinstance(answers, ClassAnswers):
+            return answers.write(outputs, batched=batched)
+        return answers.write(outputs, bytes(_plain(request)), request.envelope.content_type)
 
     is_quick = size_bytes <= tuning.inline_record_bytes and rows <= tuning.inline_answer_rows
-    if is_quick and isinstance(answers, ClassAnswers):
-        write_all()
-    else:
-        await asyncio.to_thread(write_all)
+    await _replace_outputs(
+        requests,
+        write,
+        whole_answer(answers.content_type),
+        step="answer",
+        inline=is_quick and isinstance(answers, ClassAnswers),
+    )
 
 
-def _replace_outputs(
-    request: Request, metadata: tuple[TensorMetadata, ...], content: bytes
+async def _replace_outputs(
+    requests: Sequence[Request],
+    write: Callable[[Request, Mapping[str, NDArray[Any]]], bytes],
+    metadata: tuple[TensorMetadata, ...],
+    *,
+    step: str,
+    inline: bool,
 ) -> None:
-    element = struct.pack("<I", len(content)) + content
-    request.outputs = (Tensor(*metadata[0], element),)
+    """Replace the outputs of each request by one element, or fail it.
+
+    Args:
+        requests: ended, with outputs.
+        write: returns the element, given a request and its outputs by name.
+        metadata: of the element's tensor.
+        step: named in the failure where something other than `Rejected` was raised.
+        inline: write on the event loop, rather than on a thread.
+    """
+
+    def replace_all() -> None:
+        for request in requests:
+            try:
+                outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
+                content = write(request, outputs)
+            except Rejected as error:
+                _fail(request, rejection(error, Stage.EXECUTOR))
+            except Exception as error:  # noqa: BLE001 - one request must not end the batch of others
+                text = f"{step}: {describe_error(error)}"
+                _fail(request, Failure(Code.INTERNAL, text, Stage.EXECUTOR))
+            else:
+                element = struct.pack("<I", len(content)) + content
+                request.outputs = (Tensor(*metadata[0], element),)
+
+    if inline:
+        replace_all()
+    else:
+        await asyncio.to_thread(replace_all)
 
 
 async def pass_through(
@@ -123,7 +146,7 @@ async def pass_through(
     """Replace the outputs of requests, all records, by the records with the outputs in them.
 
     Many bytes are written on a thread, and so are records that came compressed, whose sizes are not
-    known. A request whose record cannot be written fails. While the schema registry is away,
+    known. A request whose record cannot be written fails. While the schema registry is unavailable,
     requests whose schemas this process does not know wait, at most until their deadlines.
     """
     if records.framed is not None:
@@ -134,10 +157,17 @@ async def pass_through(
         request.envelope.content_encoding or records.expands(request.envelope.content_type)
         for request in requests
     )
-    if size_bytes <= tuning.inline_record_bytes and not is_compressed:
-        _pass_all_through(requests, records)
-    else:
-        await asyncio.to_thread(_pass_all_through, requests, records)
+
+    def merge(request: Request, outputs: Mapping[str, NDArray[Any]]) -> bytes:
+        return records.merge(bytes(_plain(request)), request.envelope.content_type, outputs)
+
+    await _replace_outputs(
+        requests,
+        merge,
+        RECORD_ANSWER,
+        step="pass_through",
+        inline=size_bytes <= tuning.inline_record_bytes and not is_compressed,
+    )
 
 
 async def _fetch_schemas(requests: Sequence[Request], framed: FramedSchemas, clock: Clock) -> None:
@@ -200,26 +230,6 @@ def _plain(request: Request) -> bytes | memoryview:
     if plain is None:
         raise Rejected(Code.INTERNAL, "expected the payload of the request, got none")
     return plain
-
-
-def _pass_all_through(requests: Sequence[Request], records: Records) -> None:
-    for request in requests:
-        try:
-            record = _merge(request, records)
-        except Rejected as error:
-            _fail(request, rejection(error, Stage.EXECUTOR))
-        except Exception as error:  # noqa: BLE001 - one record must not end the batch of others
-            text = f"pass_through: {describe_error(error)}"
-            _fail(request, Failure(Code.INTERNAL, text, Stage.EXECUTOR))
-        else:
-            _replace_outputs(request, RECORD_ANSWER, record)
-
-
-def _merge(request: Request, records: Records) -> bytes:
-    envelope = request.envelope
-    plain = _plain(request)
-    outputs = {tensor.name: to_array(tensor) for tensor in request.outputs or ()}
-    return records.merge(bytes(plain), envelope.content_type, outputs)
 
 
 def _fail(request: Request, failure: Failure) -> None:
