@@ -613,7 +613,7 @@ class ClaimTuning:
     chunk_bytes: int = 256 * 1024
     """Bytes of an object that are read, and hashed, at once: less than a millisecond."""
     backoff: Backoff = Backoff(0.1, 5.0)
-    """Pauses between attempts while a store is away."""
+    """Pauses between attempts while a store is unavailable."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class ClaimFetcher(StoreCalls):
         """Return an object that `read_claim` allows. The caller limits the time by the deadline.
 
         Raises:
-            ClaimUnavailable: the store was away for `claims.timeout_ms`.
+            ClaimUnavailable: the store was unavailable for `claims.timeout_ms`.
             Rejected: `INVALID_REQUEST`: the object is not there, or is another one.
         """
         slots = self._slots[claim.address.origin]

@@ -69,7 +69,7 @@ class ClaimPutter(StoreCalls):
             expires_ms: when it may be deleted; 0 for no time.
 
         Raises:
-            ClaimUnavailable: the store was away, or refused, for `claims.timeout_ms`.
+            ClaimUnavailable: the store was unavailable, or refused, for `claims.timeout_ms`.
         """
         attributes = {"Content-Type": content_type}
         if expires_ms:

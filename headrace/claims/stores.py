@@ -328,8 +328,8 @@ def _close(opening: asyncio.Future[int]) -> None:
 
 
 class StoreCalls:
-    """Calls of stores, each repeated while its store is away, and counted. Open while the context
-    lasts.
+    """Calls of stores, each repeated while its store is unavailable, and counted. Open while the
+    context lasts.
 
     Args:
         stores: those that are called.
@@ -366,7 +366,7 @@ class StoreCalls:
         """Return the result of an attempt, made when there is a slot; see `retry_in_time`.
 
         Args:
-            attempt: raises `ClaimUnavailable` while the store is away.
+            attempt: raises `ClaimUnavailable` while the store is unavailable.
             slots: bound the calls that are made at a time.
             size_bytes: what is transferred if it succeeds.
 
@@ -395,10 +395,10 @@ class StoreCalls:
 async def retry_in_time(
     attempt: Callable[[], Awaitable[T]], timeout_s: float, backoff: Backoff, where: str
 ) -> T:
-    """Return the result of an attempt that succeeds; repeat it with pauses while the store is away.
+    """Repeat an attempt with pauses while the store is unavailable; return its result.
 
     Args:
-        attempt: raises `ClaimUnavailable` while the store is away.
+        attempt: raises `ClaimUnavailable` while the store is unavailable.
         timeout_s: time for all attempts.
         backoff: pauses between them.
         where: what is transferred, for the error.
@@ -448,5 +448,5 @@ def _missing(address: Address) -> Rejected:
 
 
 def _unavailable(address: Address, error: BaseException) -> ClaimUnavailable:
-    """Return the error for a store that is away, without the path and the query of its URL."""
+    """Return the error for an unavailable store, without the path and the query of its URL."""
     return ClaimUnavailable(f"{address.origin}: {type(error).__name__}")

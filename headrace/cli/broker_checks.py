@@ -224,7 +224,7 @@ def _replica_findings(name: str, found: DescribedTopic, needed: int) -> Iterator
             "topics",
             Severity.ERROR,
             f"{name}: {least}, and {found.in_sync} are in sync: nothing can be written now",
-            "see which brokers are away",
+            "see which brokers are down",
         )
     elif found.replicas == needed > 1:
         yield Finding(

@@ -39,7 +39,7 @@ async def make_inputs(
     Raises:
         ConfigurationError: there is no repository.
         Rejected: there is no such version, or it refuses the payload.
-        Retriable: the schema registry is away.
+        Retriable: the schema registry is unavailable.
     """
     models = Models(settings)
     models.open()
@@ -52,7 +52,7 @@ async def bind_payload(version: ModelVersion, payload: bytes, content_type: str)
 
     Raises:
         Rejected: the version refuses the payload.
-        Retriable: the schema registry is away.
+        Retriable: the schema registry is unavailable.
     """
     if version.records is not None and version.records.framed is not None:
         await version.records.framed.fetch_alone(payload)

@@ -59,7 +59,7 @@ class ClientClaims:
         """Return a request with a claim instead of a value that is large.
 
         Raises:
-            ClaimUnavailable: the store is away.
+            ClaimUnavailable: the store is unavailable.
         """
         value, putter = request.value, self._putter
         if putter is None or value is None or not self.is_large(value):

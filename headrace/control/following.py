@@ -31,7 +31,7 @@ class ScanResult(Protocol):
     """The part of `headrace.models.registry.Reloaded` that is used here."""
 
     @property
-    def away(self) -> tuple[str, ...]: ...
+    def outages(self) -> tuple[str, ...]: ...
     @property
     def faults(self) -> tuple[str, ...]: ...
 
@@ -137,15 +137,15 @@ class ControlFollower:
                     if fault not in faults:
                         log.error(Event.MODEL_FAILED, reason=fault)
                 faults = reloaded.faults
-                for reason in reloaded.away:
+                for reason in reloaded.outages:
                     log.warning(Event.STORE_UNAVAILABLE, reason=reason)
-                if not reloaded.away:
+                if not reloaded.outages:
                     self._pauses.reset()
                     continue
             self._requested |= requested
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pauses.next_s()):
-                    await self._changed.wait()  # a change may be about what is not away
+                    await self._changed.wait()  # a change may be about another model
             self._changed.set()
 
 

@@ -60,7 +60,7 @@ class ControlledRepository(RepositoryIndex):
         self._timeout_s = tuning.control_change_timeout_s
 
     async def index(self, *, ready_only: bool) -> list[IndexEntry]:
-        """Return the versions of the repository; without those that are not loaded if it is away.
+        """Return the versions of the repository; only loaded ones if it is unavailable.
 
         Versions that are not loaded are `UNAVAILABLE`, with the reason `unloaded`.
         """
@@ -97,7 +97,7 @@ class ControlledRepository(RepositoryIndex):
             Rejected: `INVALID_REQUEST`: a parameter has no counterpart, or the model is not there;
                 `MODEL_FAILED`: it cannot be loaded, and everything is as before;
                 `DEADLINE_EXCEEDED`: not all processes have loaded it in time.
-            Retriable: the log or the repository is away.
+            Retriable: the log or the repository is unavailable.
         """
         text = ""
         for name, value in parameters.items():
@@ -130,7 +130,7 @@ class ControlledRepository(RepositoryIndex):
             Overtaken: another change was made first.
             Rejected: `INVALID_REQUEST`: a parameter has no counterpart, or the model is not loaded;
                 `DEADLINE_EXCEEDED`: not all processes have followed in time.
-            Retriable: the log or the repository is away.
+            Retriable: the log or the repository is unavailable.
         """
         for name, value in parameters.items():
             if name != _DEPENDENTS:

@@ -44,14 +44,15 @@ class Reloaded(NamedTuple):
     """Result of a scan of the repository; versions as `name/version`, faults as lines.
 
     A removed version keeps serving until its successor is ready. A failed version that is retried
-    counts as changed. `away` says why stores could not be reached, whose models stay as they were.
+    counts as changed. `outages` says why stores could not be reached; their models stay as they
+    were.
     """
 
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
     faults: tuple[str, ...]
-    away: tuple[str, ...] = ()
+    outages: tuple[str, ...] = ()
 
 
 class Models:
@@ -208,7 +209,7 @@ class Models:
             model = self._models.setdefault(each.name, ModelEntry())
             model.read_as = None if wanted is None else wanted.get(each.name)
             self._update(model, each)
-        return _summarize_changes(before, self._models)._replace(away=self._scanner.away)
+        return _summarize_changes(before, self._models)._replace(outages=self._scanner.outages)
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:
         for number, fault in opened.faults.items():

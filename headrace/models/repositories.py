@@ -18,7 +18,7 @@ class ModelRepository(Protocol):
     """Models, wherever they are; implemented by `Repository`, and by those below."""
 
     @property
-    def away(self) -> tuple[str, ...]:
+    def outages(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
 
     @property
@@ -91,9 +91,9 @@ class RepositoryList:
         raise missing_model(name, listed)
 
     @property
-    def away(self) -> tuple[str, ...]:
+    def outages(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
-        return tuple(reason for each in self._repositories for reason in each.away)
+        return tuple(reason for each in self._repositories for reason in each.outages)
 
     @property
     def cache_size(self) -> CacheSize | None:

@@ -86,10 +86,10 @@ class Repository:
         settings: defaults for keys missing in `model.toml`.
 
     Attributes:
-        away, cache_size: see `headrace.models.repositories.ModelRepository`.
+        outages, cache_size: see `headrace.models.repositories.ModelRepository`.
     """
 
-    away: tuple[str, ...] = ()
+    outages: tuple[str, ...] = ()
     cache_size: None = None
 
     def __init__(self, path: Path, settings: Settings) -> None:

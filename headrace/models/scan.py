@@ -120,9 +120,9 @@ class VersionScanner:
         return opened
 
     @property
-    def away(self) -> tuple[str, ...]:
+    def outages(self) -> tuple[str, ...]:
         """Why stores could not be reached by the last scan; empty if all could."""
-        return self._repository.away
+        return self._repository.outages
 
     @property
     def cache_size(self) -> CacheSize | None:

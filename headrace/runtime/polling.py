@@ -23,7 +23,7 @@ class PolledModels(Protocol):
 class RepositoryPoller:
     """Reads the repository again and again, and logs what is new about it, each thing once.
 
-    While the repository is away, the models stay as they are.
+    While the repository is unavailable, the models stay as they are.
 
     Args:
         models: of this process.
@@ -34,7 +34,7 @@ class RepositoryPoller:
         self._models = models
         # With jitter, so that the processes of a deployment do not ask a store all at once.
         self._pauses = Pauses(Backoff(interval_s, interval_s))
-        self._away: tuple[str, ...] = ()
+        self._outages: tuple[str, ...] = ()
         self._faults: tuple[str, ...] = ()
         self._failed = ""
 
@@ -53,9 +53,9 @@ class RepositoryPoller:
                 log.error(Event.MODELS_RELOAD_FAILED, reason=str(error))
             self._failed = str(error)
             return
-        for reason in set(reloaded.away).difference(self._away):
+        for reason in set(reloaded.outages).difference(self._outages):
             log.warning(Event.STORE_UNAVAILABLE, reason=reason)
         has_changed = bool(reloaded.added or reloaded.changed or reloaded.removed)
         if has_changed or reloaded.faults != self._faults:
             log.info(Event.MODELS_RELOADED, **reloaded._asdict())
-        self._away, self._faults, self._failed = reloaded.away, reloaded.faults, ""
+        self._outages, self._faults, self._failed = reloaded.outages, reloaded.faults, ""

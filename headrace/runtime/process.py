@@ -612,7 +612,7 @@ async def _reload(pipeline: Pipeline) -> None:
 def _log_faults(reloaded: Reloaded) -> None:
     for fault in reloaded.faults:
         log.error(Event.MODEL_FAILED, reason=fault)
-    for reason in reloaded.away:
+    for reason in reloaded.outages:
         log.warning(Event.STORE_UNAVAILABLE, reason=reason)
 
 

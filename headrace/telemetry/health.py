@@ -32,9 +32,9 @@ _NEXT = {
 class Health:
     """The phase of this process, its reason, and whether the process makes progress.
 
-    Liveness and readiness are separate: a process that starts or drains, or whose broker is away,
-    is not ready, but killing it would make things worse. All methods are safe to call from any
-    thread.
+    Liveness and readiness are separate: a process that starts or drains, or whose broker is
+    unavailable, is not ready, but killing it would make things worse. All methods are safe to call
+    from any thread.
     """
 
     def __init__(self) -> None:

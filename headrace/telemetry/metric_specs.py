@@ -329,7 +329,7 @@ ENDS = (
         "counter",
         ("operation", "outcome"),
         "Objects that claims refer to. Operation: fetch or put. Outcome: ok, refused (the object "
-        "is not there, or is another one), unavailable (its store was away), cancelled (the "
+        "is not there, or is another one), unavailable (its store is), cancelled (the "
         "deadline passed, or the request was cancelled or revoked).",
     ),
     MetricSpec(

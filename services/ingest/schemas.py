@@ -1,8 +1,8 @@
 """Payloads that wait for their schemas, which a schema registry holds.
 
-A schema is fetched once, so payloads rarely wait. While the registry is away they do, in flight and
-charged to the shares of their models; what has no room there stays in the log. A payload whose
-deadline passes meanwhile is answered then, and other models' requests go on.
+A schema is fetched once, so payloads rarely wait. While the registry is unavailable they do, in
+flight and charged to the shares of their models; what has no room there stays in the log. A payload
+whose deadline passes meanwhile is answered then, and other models' requests go on.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SchemaWaits:
             except Rejected as error:
                 payload.error = error
             except Retriable as error:
-                self._note_absence(payload.version, error)
+                self._log_outage(payload.version, error)
                 await pauses.sleep()
                 continue
             return
@@ -159,7 +159,7 @@ class SchemaWaits:
 
     async def _fetch_all(self) -> bool:
         """Fetch the schemas that payloads wait for, the newest first; return False if the registry
-        was away.
+        was unavailable.
         """
         failures = 0
         for key in reversed(list(self._waiting)):
@@ -170,8 +170,8 @@ class SchemaWaits:
                 await _fetch(*key)
             except Rejected as refused:
                 error = refused
-            except Retriable as away:
-                self._note_absence(key[0], away)
+            except Retriable as outage:
+                self._log_outage(key[0], outage)
                 if key in self._waiting:
                     self._waiting.move_to_end(key, last=False)
                 failures += 1
@@ -214,7 +214,7 @@ class SchemaWaits:
             request.fail(failure)
         return failure is not None
 
-    def _note_absence(self, version: ModelVersion, error: Retriable) -> None:
+    def _log_outage(self, version: ModelVersion, error: Retriable) -> None:
         log.warning(Event.SCHEMAS_DELAYED, model=version.name, reason=str(error))
 
 

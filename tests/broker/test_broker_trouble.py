@@ -1,4 +1,4 @@
-"""Deployments whose brokers go away, restart, move, slow down or hang up keep answering requests.
+"""Deployments whose brokers stop, restart, move, slow down or hang up keep answering requests.
 
 Each trouble is met under the guarantee that has the harder way through it, or under both; the chaos
 suite draws its own. One cluster of three nodes serves the tests that only stop nodes and start them

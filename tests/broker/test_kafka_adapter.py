@@ -1,4 +1,4 @@
-"""The Kafka adapter while a real broker goes away, comes back, hangs or refuses a request."""
+"""The Kafka adapter while a real broker stops, comes back, hangs or refuses a request."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_hung_broker_fails_record_by_deadline(fragile: LocalKafka, unique_
 async def test_broker_silence_shows_as_age_of_last_contact(
     fragile: LocalKafka, unique_name: str
 ) -> None:
-    """While the broker is away polls are empty, and `last_contact_s` tells for how long."""
+    """While the broker is unavailable polls are empty, and `last_contact_s` tells for how long."""
     async with KafkaLog(settings(fragile)) as log:
         partition = await make_topic(log, unique_name)
         async with log.reader([partition]) as reader:
@@ -386,7 +386,7 @@ async def test_fetch_returns_only_what_retention_has_left(
 
 
 async def test_fetch_continues_after_broker_has_returned(fragile: LocalKafka) -> None:
-    """While it is away each attempt ends, and the connections are made anew."""
+    """While it is unavailable each attempt ends, and the connections are made anew."""
     partition = TopicPartition("requests", 0)
     async with KafkaLog(settings(fragile, 2000), tuning=PATIENT) as log:
         await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)

@@ -2,10 +2,10 @@
 
 A seed has one step of a change, as the topics show it, and one process or the broker, which is
 killed there: see `pair_of`. Then it makes random changes on the control topic. At a random moment
-of each one, a process is killed, the log goes away for a while, the operator is killed, or a second
-operator makes another change at once. Callers of the default and of labels go on all the time. In
-the end the topic has the changes that were reported as made, each once, every process has the
-wanted state, and no call was refused because of a change.
+of each one, a process is killed, the log is unavailable for a while, the operator is killed, or a
+second operator makes another change at once. Callers of the default and of labels go on all the
+time. In the end the topic has the changes that were reported as made, each once, every process has
+the wanted state, and no call was refused because of a change.
 
 The embedded log stands for a broker, and tasks for processes, unless `--kafka` says otherwise.
 """
@@ -84,7 +84,7 @@ HELD_S = 0.5
 REAL_MOMENTS_S = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
 """Moments within a change on a real broker, which takes a tenth of a second without load."""
 NOTHING_WRONG = (Code.DEADLINE_EXCEEDED, Code.OVERLOADED)
-"""Answers that processes or a broker that were away explain."""
+"""Answers that processes or a broker that were unavailable explain."""
 
 
 class Pair(NamedTuple):
@@ -137,8 +137,8 @@ class Outcome(NamedTuple):
         faults: what is wrong; empty if nothing is.
         strikes: what was done, in its order.
         answers: calls that were answered.
-        unanswered: calls that ended because processes or the log were away.
-        is_cut: it did not end within its limit; its broker may be away.
+        unanswered: calls that ended because processes or the log were unavailable.
+        is_cut: it did not end within its limit; its broker may be unavailable.
     """
 
     faults: list[str]
@@ -613,9 +613,9 @@ class Operators:
             await self._processes.kill(number)
 
     async def _interrupt(self, writing: Sequence[asyncio.Task[Any]]) -> None:
-        """Let the log be away for a while, during which a process may be killed as well."""
+        """Let the log be unavailable for a while, during which a process may be killed as well."""
         await self._moment()
-        self._note("log away")
+        self._note("log unavailable")
         await self._processes.take_log_away()
         await self._moment()
         if self._chooser.random() < 0.3:

@@ -388,11 +388,11 @@ async def store_away(target: Target) -> None:
     """The store refuses everything for a while."""
     assert target.store is not None
     began_ms = now_ms()
-    target.store.is_away = True
+    target.store.is_unavailable = True
     try:
         await asyncio.sleep(target.rng.uniform(1.0, 5.0))
     finally:
-        target.store.is_away = False
+        target.store.is_unavailable = False
     target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_AWAY, ()))
 
 

@@ -82,7 +82,7 @@ successor takes seconds to start on a busy machine.
 """
 ANSWERED_DEADLINE_S = 240.0
 CLAIM_TIMEOUT_MS = 60_000
-"""The store is never away for so long."""
+"""The store is never unavailable for so long."""
 
 
 def add_payload_models(repository: Path) -> None:

@@ -25,7 +25,7 @@ class ChaosStore(ObjectServer):
 
     Attributes:
         spoiled: paths of which it gave out wrong bytes.
-        is_away: it refuses everything.
+        is_unavailable: it refuses everything.
         pause_s: pause before each answer.
         faults: how often each fault was made.
     """
@@ -34,7 +34,7 @@ class ChaosStore(ObjectServer):
         super().__init__()
         self._rng = rng
         self.spoiled: set[str] = set()
-        self.is_away = False
+        self.is_unavailable = False
         self.pause_s = 0.0
         self.faults: dict[str, int] = {}
 
@@ -90,10 +90,10 @@ class ChaosStore(ObjectServer):
         return web.Response()
 
     async def _begin(self) -> float:
-        """Return a number from 0 to 1 that draws the fault of a request; 0 while it is away."""
+        """Return a number from 0 to 1 that draws the fault of a request; 0 during an outage."""
         if self.pause_s:
             await asyncio.sleep(self._rng.uniform(0.0, self.pause_s))
-        return 0.0 if self.is_away else self._rng.random()
+        return 0.0 if self.is_unavailable else self._rng.random()
 
     def _strikes(self, fault: str, happens: bool) -> bool:
         if happens:

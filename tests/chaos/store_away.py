@@ -1,4 +1,4 @@
-"""A store of models that is away for long: `python -m tests.chaos.store_away --minutes 10`.
+"""A store of models that is unavailable for long: `python -m tests.chaos.store_away --minutes 10`.
 
 A process serves a model from an S3 bucket, which then refuses connections, fails, and says nothing,
 each for a third of the time. In the middle of each third the process is started again. Callers go
@@ -40,7 +40,7 @@ EVERY = "ingest,batcher,executor,responder"
 
 
 class Store(Protocol):
-    """A bucket that can go away."""
+    """A bucket that can become unavailable."""
 
     @property
     def environment(self) -> dict[str, str]: ...
@@ -123,17 +123,17 @@ async def open_store(versitygw: Path | None, directory: Path) -> AsyncIterator[S
 
 
 class Restart(NamedTuple):
-    """A start of the process while the store was away, and when it was ready."""
+    """A start of the process while the store was unavailable, and when it was ready."""
 
     absence: Absence
     ready_s: float
 
 
 class Found(NamedTuple):
-    """The result of a trial in which the store was away.
+    """The result of a trial in which the store was unavailable.
 
     Attributes:
-        answers: calls that were answered, all by the first version while the store was away.
+        answers: calls that were answered, all by the first version while the store was unavailable.
         wrong: what callers got instead; nothing while the process is being started counts.
         new_version_s: from the end of the upload until the new version answered.
     """
@@ -253,7 +253,7 @@ async def upload(made: Path, number: int, environment: dict[str, str]) -> None:
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True)
 @click.option("--versitygw", type=click.Path(path_type=Path, exists=True), help="The program.")
 def main(minutes: float, versitygw: Path | None) -> None:
-    """Keep a store away; exit code 1 if a caller noticed."""
+    """Keep a store unavailable; exit code 1 if a caller noticed."""
     with tempfile.TemporaryDirectory() as scratch:
         found = asyncio.run(measure(minutes, versitygw, Path(scratch), click.echo))
     click.echo(f"{found.answers} answers, {len(found.wrong)} wrong: {found.wrong[:3]}")

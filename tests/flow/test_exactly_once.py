@@ -256,7 +256,7 @@ async def test_different_stage_groups_or_guarantees_do_not_run_side_by_side(
 async def test_range_deleted_before_reading_does_not_stop_base(
     tmp_path: Path, guarantee: str
 ) -> None:
-    """Retention takes it while ingest is away, and the responder, which stayed, is told."""
+    """Retention takes it while ingest is down, and the responder, which stayed, is told."""
     settings = once(settings_of(tmp_path), guarantee=guarantee)
     log = await log_for(settings)
     caller = Caller(settings, log)

@@ -146,11 +146,11 @@ async def test_framed_orders_come_back_with_schema_that_has_score(
     assert json.loads(registry.schemas[max(registry.schemas)][1])
 
 
-async def test_orders_wait_while_registry_is_away_and_others_do_not(tmp_path: Path) -> None:
+async def test_orders_wait_while_registry_is_unavailable_and_others_do_not(tmp_path: Path) -> None:
     """A late one is answered when its time has come, the others when the registry is back."""
     async with registry_of() as registry:
         settings = settings_of(tmp_path, registry)
-        registry.is_away = True
+        registry.is_unavailable = True
         log = await log_for(settings)
         async with (
             serving(settings, log, TOGETHER),
@@ -168,7 +168,7 @@ async def test_orders_wait_while_registry_is_away_and_others_do_not(tmp_path: Pa
                 dict(record.headers)["x-status"] or b"" for record in await caller.answers()
             ]
             assert not any(each.done() for each in waiting)
-            registry.is_away = False
+            registry.is_unavailable = False
         found = [unframed(each.result(), registry) for each in waiting]
 
     assert sorted(statuses) == [b"DEADLINE_EXCEEDED", b"ok"]
@@ -176,7 +176,7 @@ async def test_orders_wait_while_registry_is_away_and_others_do_not(tmp_path: Pa
     assert [each["id"] for each in found] == [order["id"] for order in ORDERS]
 
 
-async def test_orders_wait_in_executor_apart_while_registry_is_away(tmp_path: Path) -> None:
+async def test_orders_wait_in_executor_apart_while_registry_is_unavailable(tmp_path: Path) -> None:
     """It asks for the schema of the answers itself, after ingest did; the run is not repeated."""
     async with registry_of() as registry:
         settings = settings_of(tmp_path, registry)
@@ -211,13 +211,13 @@ async def test_orders_that_wait_at_stop_are_answered_once_by_next_process(
             limits={"drain_timeout_s": 3600},
             delivery={"guarantee": guarantee, "order": order},
         )
-        registry.is_away = True
+        registry.is_unavailable = True
         log = await log_for(settings)
         async with Client(log=log, settings=settings) as client, asyncio.TaskGroup() as tasks:
             async with serving(settings, log, TOGETHER):
                 waiting = [tasks.create_task(enriched(client, framed(order))) for order in ORDERS]
                 await eventually(lambda: bool(registry.requests), what="the registry was asked")
-            registry.is_away = False
+            registry.is_unavailable = False
             async with serving(settings, log, TOGETHER):
                 await asyncio.wait(waiting)
             answers = await answered(log, settings)
@@ -229,10 +229,10 @@ async def test_orders_that_wait_at_stop_are_answered_once_by_next_process(
 
 @pytest.mark.parametrize("where", ["same chunk", "later"])
 async def test_order_that_is_cancelled_waits_no_longer(tmp_path: Path, where: str) -> None:
-    """It is answered while the registry is away."""
+    """It is answered while the registry is unavailable."""
     async with registry_of() as registry:
         settings = settings_of(tmp_path, registry)
-        registry.is_away = True
+        registry.is_unavailable = True
         log = await log_for(settings)
         caller = Caller(settings, log)
         place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
@@ -255,10 +255,10 @@ async def test_order_that_is_cancelled_waits_no_longer(tmp_path: Path, where: st
 
 
 async def test_order_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
-    """It is left in the log while the registry is away, and a suspect as before: it has not run."""
+    """It stays in the log while the registry is unavailable, and a suspect: it has not run."""
     async with registry_of() as registry:
         settings = settings_of(tmp_path, registry, limits={"drain_timeout_s": 3600})
-        registry.is_away = True
+        registry.is_unavailable = True
         log = await log_for(settings)
         caller = Caller(settings, log)
         place = TopicPartition(settings.topic(Topic.REQUESTS), 0)
@@ -270,7 +270,7 @@ async def test_order_that_runs_alone_does_not_hold_stop(tmp_path: Path) -> None:
             await eventually(lambda: bool(registry.requests), what="the registry was asked")
         marker, _ = (await markers.read([place]))[place]
         written = caller.answered()
-        registry.is_away = False
+        registry.is_unavailable = False
         async with serving(settings, log, TOGETHER):
             await eventually(lambda: caller.answered() == 1, what="the order is answered")
 
@@ -282,7 +282,7 @@ async def test_orders_that_wait_at_rebalance_do_not_hold_it(tmp_path: Path) -> N
     """They are left in the log for the next owner of their partitions."""
     async with registry_of() as registry:
         settings = settings_of(tmp_path, registry, limits={"drain_timeout_s": 3600})
-        registry.is_away = True
+        registry.is_unavailable = True
         log = await log_for(settings)
         tuning = replace(TUNING, consumer=replace(TUNING.consumer, revocation_timeout_s=3600))
         async with (
@@ -294,7 +294,7 @@ async def test_orders_that_wait_at_rebalance_do_not_hold_it(tmp_path: Path) -> N
             await eventually(lambda: bool(registry.requests), what="the registry was asked")
             log.faults.groups.force_rebalance(settings.namespace)
             await eventually(lambda: rebalances(pipeline) == 2, what="the rebalance has ended")
-            registry.is_away = False
+            registry.is_unavailable = False
             await asyncio.wait(waiting)
         found = [unframed(each.result(), registry) for each in waiting]
 

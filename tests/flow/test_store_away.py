@@ -1,4 +1,4 @@
-"""Models in an S3 bucket that goes away, as long as it likes and in every way."""
+"""Models in an S3 bucket that becomes unavailable, as long as it likes and in every way."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def version_of_answer(client: Client) -> str:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("absence", Absence)
-async def test_process_restarted_while_bucket_is_away_serves_from_cache_until_it_is_back(
+async def test_process_restarted_while_bucket_is_unavailable_serves_from_cache_until_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absence: Absence
 ) -> None:
     """It looks for the bucket as often as in ten minutes, and then takes the new version."""

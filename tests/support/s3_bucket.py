@@ -1,4 +1,4 @@
-"""A bucket in S3's protocol, as far as model repositories need it, that can go away."""
+"""A bucket in S3's protocol, as far as model repositories need it, that can become unavailable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODIFIED_HTTP = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 class Absence(Enum):
-    """How a bucket is away."""
+    """How a bucket is unavailable."""
 
     REFUSES = auto()
     """Nobody listens at its address."""
@@ -71,7 +71,7 @@ class S3Bucket(StandInServer):
         return environment_of(self.url)
 
     async def go_away(self, absence: Absence) -> None:
-        """Be away from now on."""
+        """Be unavailable from now on."""
         self._absence = absence
         self._back.clear()
         if absence is Absence.REFUSES:

@@ -1,6 +1,6 @@
 """S3 by moto's server: listings in pages, uploads in parts, and the checks of a real one.
 
-What a server does not do on request, such as going away, is in `tests.support.s3_bucket`.
+What a server does not do on request, such as becoming unavailable, is in `tests.support.s3_bucket`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class StandInRegistry(StandInServer):
     Attributes:
         schemas: by id, as `(form, text)`; a test may add some.
         requests: the paths that were asked for, with their methods.
-        is_away: answers with status 503 while it is set.
+        is_unavailable: answers with status 503 while it is set.
         away_after: it does so after this many requests; None for never.
         holds: requests wait while it is set, until their callers give up.
         refuses: status of refusals to register; 0 for none.
@@ -32,7 +32,7 @@ class StandInRegistry(StandInServer):
         }
         self.subjects: dict[str, list[int]] = {}
         self.requests: list[str] = []
-        self.is_away = False
+        self.is_unavailable = False
         self.away_after: int | None = None
         self.holds = False
         self.refuses = 0
@@ -48,7 +48,7 @@ class StandInRegistry(StandInServer):
         if self.holds:
             await asyncio.Event().wait()
         is_beyond = self.away_after is not None and len(self.requests) > self.away_after
-        if self.is_away or is_beyond:
+        if self.is_unavailable or is_beyond:
             return web.json_response({"message": "soon"}, status=503)
         if self.login is not None:
             expected = base64.b64encode(":".join(self.login).encode()).decode()

@@ -112,7 +112,7 @@ class Traffic:
         async with AIOKafkaProducer(
             bootstrap_servers=self._servers,
             enable_idempotence=True,
-            request_timeout_ms=120_000,  # how long it waits for room while brokers are away
+            request_timeout_ms=120_000,  # how long it waits for room while brokers are unavailable
         ) as producer:
             while self._sending:
                 headers = [("kafka_correlationId", b"%d" % self.sent)]

@@ -1,4 +1,4 @@
-"""How often a broker that is away is tried."""
+"""How often an unavailable broker is tried."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class ModelCache:
             return None
 
     def write_note(self, name: str, content: bytes) -> None:
-        """Keep something for the time when a store is away."""
+        """Keep something for the time when a store is unavailable."""
         try:
             self._make_directories()
             path = self.directory / "stores" / name

@@ -56,7 +56,7 @@ class RemoteRepository:
         tuning: the longest wait where the cache can stand in for the store.
 
     Attributes:
-        away: why the store could not be reached by the last scan; empty if it could.
+        outages: why the store could not be reached by the last scan; empty if it could.
         cache_size: as the last scan left it; None before the first one.
     """
 
@@ -74,16 +74,16 @@ class RemoteRepository:
         self._settings = settings
         self._note_name = hashlib.sha256(store.name.encode()).hexdigest()
         self._digests: dict[str, dict[str, str]] = {}
-        self.away: tuple[str, ...] = ()
+        self.outages: tuple[str, ...] = ()
         self.cache_size: CacheSize | None = None
 
     def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """See `headrace.models.repositories.ModelRepository`; download these versions. Blocks.
 
-        While the store is away, the models are those of the last time, as far as they are cached.
+        While the store is unavailable, the models are those of the last scan that are cached.
 
         Raises:
-            ConfigurationError: the store is away and was never read, or refuses.
+            ConfigurationError: the store is unavailable and was never read, or refuses.
         """
         models = self._settings.models
         trust = read_trust(models.require_signature, models.trusted_keys)
@@ -100,7 +100,7 @@ class RemoteRepository:
             for name in listed
             if wanted is None or name in wanted
         ]
-        if not self.away and self._digests != known:
+        if not self.outages and self._digests != known:
             self._cache.write_note(self._note_name, json.dumps(self._digests).encode())
         self.cache_size = self._cache.measure()
         return found
@@ -109,7 +109,7 @@ class RemoteRepository:
         """See `headrace.models.repositories.ModelRepository`.
 
         Raises:
-            ConfigurationError: the store is away, or refuses.
+            ConfigurationError: the store is unavailable, or refuses.
         """
         try:
             return self._store.list_versions()
@@ -121,7 +121,7 @@ class RemoteRepository:
 
         Raises:
             ConfigurationError: there is no such model, or it cannot be served with the overrides;
-                or the store is away, or refuses.
+                or the store is unavailable, or refuses.
         """
         listed = self.list_versions()
         if name not in listed:
@@ -149,7 +149,7 @@ class RemoteRepository:
             self._digests = {}
 
     def _list(self) -> dict[str, list[int]]:
-        self.away = ()
+        self.outages = ()
         # What is cached serves if the store does not answer, so nobody waits for it for long.
         within_s = self._tuning.store_cached_s if self._digests else None
         try:
@@ -159,13 +159,13 @@ class RemoteRepository:
         except StoreUnavailable as error:
             if not self._digests:
                 raise ConfigurationError(f"models.repository: {error}") from error
-            self._note_absence(error)
+            self._note_outage(error)
             return {
                 name: sorted(map(int, versions)) for name, versions in sorted(self._digests.items())
             }
 
-    def _note_absence(self, error: StoreUnavailable) -> None:
-        self.away = (str(error),)
+    def _note_outage(self, error: StoreUnavailable) -> None:
+        self.outages = (str(error),)
 
     def _read_model(
         self,
@@ -223,23 +223,23 @@ class RemoteRepository:
         return FoundVersion(version, directory, described.digest, trust)
 
     def _read_range(self, prefix: str, name: str, start: int, length: int) -> bytes:
-        if self.away:
-            raise StoreUnavailable(f"{self.name} is away, and the version is not in the cache")
+        if self.outages:
+            raise StoreUnavailable(f"{self.name} is unavailable, and the version is not cached")
         return self._store.read_range(f"{prefix}/{name}", start, length)
 
     def _describe(self, name: str, number: int, known: dict[str, str]) -> Described:
-        """Return a version's manifest, from the cache while the store is away."""
+        """Return a version's manifest, from the cache while the store is unavailable."""
         content = None
-        if not self.away:
+        if not self.outages:
             within_s = self._tuning.store_cached_s if str(number) in known else None
             try:
                 content = self._store.read(f"{name}/{number}/{MANIFEST_NAME}", within_s)
             except StoreUnavailable as error:
-                self._note_absence(error)
+                self._note_outage(error)
         if content is None:
             content = self._cache.read_manifest(known.get(str(number), ""))
         if content is None:
-            raise StoreUnavailable(f"{self.name} is away, and the version is not in the cache")
+            raise StoreUnavailable(f"{self.name} is unavailable, and the version is not cached")
         manifest = parse_manifest(content)
         if (manifest.model, manifest.version) != (name, str(number)):
             raise ConfigurationError(

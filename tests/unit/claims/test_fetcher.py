@@ -204,7 +204,7 @@ async def test_failing_store_is_asked_again() -> None:
         assert await fetching == CONTENT
 
 
-async def test_store_that_is_away_is_given_up_after_timeout() -> None:
+async def test_store_that_is_unavailable_is_given_up_after_timeout() -> None:
     """Whether it refuses connections or sends nothing; the error is retriable."""
     async with StandInStore() as store:
         header = store.put("/a", CONTENT)

@@ -224,7 +224,7 @@ async def test_calling_unopened_client_raises(
 async def test_unacknowledged_request_fails_with_error_of_log(
     client: Client, log: MemoryLog
 ) -> None:
-    """When the broker is away the call fails with the log's error, not by its timeout."""
+    """When the broker is unavailable the call fails with the log's error, not by its timeout."""
     log.faults.brokers.take_down()
     with pytest.raises(LogUnavailable):
         await client.infer("m", INPUTS)

@@ -45,7 +45,7 @@ ADA = Author("ada")
 class Scan(NamedTuple):
     """The result of a scan of the repository."""
 
-    away: tuple[str, ...] = ()
+    outages: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
 
@@ -123,9 +123,9 @@ async def test_change_is_wanted_and_then_scanned() -> None:
         await eventually(lambda: models.scanned[-1] == ["a", "b"])
 
 
-async def test_change_does_not_wait_until_store_that_is_away_is_tried_again() -> None:
+async def test_change_does_not_wait_until_store_that_is_unavailable_is_tried_again() -> None:
     """It may be about a model of another store."""
-    log, models = await new_log(), NotingModels(Scan(("s3 is away",)))
+    log, models = await new_log(), NotingModels(Scan(("s3 is unavailable",)))
     patient = replace(QUICK, control_retry_first_s=3600, control_retry_max_s=3600)
     async with following(log, models, patient):
         await write(log, "a")
@@ -136,10 +136,10 @@ async def test_change_does_not_wait_until_store_that_is_away_is_tried_again() ->
 
 
 @pytest.mark.parametrize(
-    "failure", [ConfigurationError("no such directory"), Scan(("s3 is away",))]
+    "failure", [ConfigurationError("no such directory"), Scan(("s3 is unavailable",))]
 )
 async def test_failed_scan_is_repeated(failure: Scan | ConfigurationError) -> None:
-    """A repository that is away for a while must not keep the process from the wanted state."""
+    """An outage of the repository must not keep the process from the wanted state."""
     log, models = await new_log(), NotingModels(failure, failure)
     async with following(log, models):
         await write(log, "a")

@@ -82,7 +82,7 @@ async def test_unanswered_record_counts_as_backlog_and_lag() -> None:
 
 
 async def test_unreachable_log_keeps_last_known_ends() -> None:
-    """Ends that were read before the log went away stay known."""
+    """Ends that were read before the log became unavailable stay known."""
     async with MemoryLog() as log, reading(log) as source:
         await write_to(log, FIRST, b"value")
         await seen(source, end=1)

@@ -80,7 +80,7 @@ async def test_unreadable_crash_marker_is_ignored(text: str) -> None:
 
 
 async def test_unchanged_crash_marker_is_not_written_again() -> None:
-    """The broker may be away then, and nobody minds."""
+    """The broker may be unavailable then, and nobody minds."""
     log = await made()
     marks, owner = CrashMarkers(log, "group"), Owner("member", "process")
     await marks.write({ONE: CrashMarker(True)}, owner)

@@ -297,7 +297,7 @@ async def test_work_undrained_at_deadline_is_revoked(log: MemoryLog) -> None:
 
 
 async def test_assignment_waits_for_broker(log: MemoryLog) -> None:
-    """A broker that is away while partitions are assigned delays reading, and ends nothing."""
+    """A broker that is unavailable during an assignment delays reading, and ends nothing."""
     await fill(log, 3)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 3)

@@ -270,7 +270,7 @@ async def test_broken_configuration_leaves_model_unchanged(tmp_path: Path) -> No
 
 
 async def test_missing_repository_leaves_all_models_unchanged(tmp_path: Path) -> None:
-    """A directory that is away for a moment does not unload everything."""
+    """A directory that is missing for a moment does not unload everything."""
     add_version(tmp_path / "models", "digits", 1, digits())
     executor = Executor(tmp_path / "models")
     version = executor.load()

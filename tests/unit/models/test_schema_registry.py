@@ -75,7 +75,7 @@ async def test_registry_that_does_not_answer_is_unavailable(fault: str) -> None:
     """The request may succeed later: nothing is wrong with the record."""
     async with StandInRegistry({1: ("AVRO", RECORD)}) as registry:
         more: dict[str, Any] = {"timeout_ms": 100}
-        registry.is_away, registry.holds = fault == "away", fault == "holds"
+        registry.is_unavailable, registry.holds = fault == "away", fault == "holds"
         registry.login = ("ada", "secret") if fault == "login" else None
         if fault in ("path", "gone"):
             more["url"] = f"{registry.url}/old" if fault == "path" else "http://127.0.0.1:1"

@@ -46,13 +46,13 @@ class Model:
 """
 
 
-class Away(Store):
-    """A store that can go away, and counts the bytes that are read from it."""
+class OutageStore(Store):
+    """A store that can become unavailable, and counts the bytes that are read from it."""
 
     def __init__(self) -> None:
         self.objects = MemoryStore()
         super().__init__(self.objects, "s3://models", tuning=TUNING)
-        self.is_away = False
+        self.is_unavailable = False
         self.reads_left = 1_000_000
         self.starts: list[int] = []
 
@@ -73,17 +73,17 @@ class Away(Store):
         return super().read_range(key, start, length)
 
     def _require(self) -> None:
-        if self.is_away:
+        if self.is_unavailable:
             raise StoreUnavailable("s3://models: nobody answers")
 
 
 @pytest.fixture
-def store() -> Away:
-    return Away()
+def store() -> OutageStore:
+    return OutageStore()
 
 
 def upload(
-    store: Away,
+    store: OutageStore,
     scratch: Path,
     number: int = 1,
     config: str = "",
@@ -123,7 +123,7 @@ def states(models: Models) -> dict[str, str]:
     return {f"{each['name']}/{each['version']}": each["reason"] for each in models.catalog.status()}
 
 
-def test_version_with_manifest_is_served(store: Away, tmp_path: Path) -> None:
+def test_version_with_manifest_is_served(store: OutageStore, tmp_path: Path) -> None:
     """Files, and the configuration that was packed with them, come from the store."""
     upload(store, tmp_path / "made", config="max_batch_size = 4")
     models = open_models(store, tmp_path / "cache")
@@ -131,7 +131,7 @@ def test_version_with_manifest_is_served(store: Away, tmp_path: Path) -> None:
     assert models.catalog.lookup("digits").max_batch_size == 4
 
 
-def test_upload_without_manifest_is_not_seen(store: Away, tmp_path: Path) -> None:
+def test_upload_without_manifest_is_not_seen(store: OutageStore, tmp_path: Path) -> None:
     """A version counts when the object that is written last is there."""
     upload(store, tmp_path / "made")
     store.write("digits/2/model.onnx", b"half of it")
@@ -140,7 +140,9 @@ def test_upload_without_manifest_is_not_seen(store: Away, tmp_path: Path) -> Non
     assert states(models) == {"digits/1": ""}
 
 
-async def test_version_pushed_later_is_served_after_reload(store: Away, tmp_path: Path) -> None:
+async def test_version_pushed_later_is_served_after_reload(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """A reload asks the store again."""
     upload(store, tmp_path / "made")
     models = open_models(store, tmp_path / "cache")
@@ -151,7 +153,9 @@ async def test_version_pushed_later_is_served_after_reload(store: Away, tmp_path
     assert models.catalog.lookup("digits").version == "2"
 
 
-async def test_tampered_version_never_replaces_working_one(store: Away, tmp_path: Path) -> None:
+async def test_tampered_version_never_replaces_working_one(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """A byte that differs from the manifest is found before the version is opened."""
     upload(store, tmp_path / "made")
     models = open_models(store, tmp_path / "cache")
@@ -165,7 +169,7 @@ async def test_tampered_version_never_replaces_working_one(store: Away, tmp_path
     assert "model.onnx: expected" in states(models)["digits/2"]
 
 
-def test_manifest_of_another_version_is_refused(store: Away, tmp_path: Path) -> None:
+def test_manifest_of_another_version_is_refused(store: OutageStore, tmp_path: Path) -> None:
     """An old version cannot be passed off as a new one."""
     upload(store, tmp_path / "made")
     store.write("digits/2/manifest.json", tmp_path / "made/digits/1/manifest.json")
@@ -174,7 +178,7 @@ def test_manifest_of_another_version_is_refused(store: Away, tmp_path: Path) -> 
     assert "got that of digits/1" in states(models)["digits/"]
 
 
-def test_unsigned_version_is_refused_before_download(store: Away, tmp_path: Path) -> None:
+def test_unsigned_version_is_refused_before_download(store: OutageStore, tmp_path: Path) -> None:
     """Nothing of an untrusted version reaches the disk."""
     key = tmp_path / "release.pub"
     key.write_text(
@@ -189,7 +193,7 @@ def test_unsigned_version_is_refused_before_download(store: Away, tmp_path: Path
     assert store.starts == []
 
 
-def test_python_from_store_is_refused_unless_allowed(store: Away, tmp_path: Path) -> None:
+def test_python_from_store_is_refused_unless_allowed(store: OutageStore, tmp_path: Path) -> None:
     """Code from elsewhere runs only if the settings say so."""
     upload(store, tmp_path / "made", config='backend = "python"', code=PYTHON)
     refusing = open_models(store, tmp_path / "cache")
@@ -200,37 +204,45 @@ def test_python_from_store_is_refused_unless_allowed(store: Away, tmp_path: Path
     assert states(allowing) == {"digits/1": ""}
 
 
-def test_process_started_while_store_is_away_serves_from_cache(store: Away, tmp_path: Path) -> None:
+def test_process_started_while_store_is_unavailable_serves_from_cache(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """Another process of the machine has fetched the models before."""
     upload(store, tmp_path / "made")
     open_models(store, tmp_path / "cache").open()
-    store.is_away = True
+    store.is_unavailable = True
     models = open_models(store, tmp_path / "cache")
     models.open()
     assert states(models) == {"digits/1": ""}
 
 
-async def test_reload_while_store_is_away_changes_nothing(store: Away, tmp_path: Path) -> None:
+async def test_reload_while_store_is_unavailable_changes_nothing(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """The version that serves stays the same object."""
     upload(store, tmp_path / "made")
     models = open_models(store, tmp_path / "cache")
     models.open()
     before = models.catalog.lookup("digits")
-    store.is_away = True
+    store.is_unavailable = True
     reloaded = await models.reload()
     assert (reloaded.changed, reloaded.faults) == ((), ())
-    assert reloaded.away == ("s3://models: nobody answers",)
+    assert reloaded.outages == ("s3://models: nobody answers",)
     assert models.catalog.lookup("digits") is before
 
 
-def test_store_that_was_never_seen_and_is_away_is_an_error(store: Away, tmp_path: Path) -> None:
+def test_unavailable_store_that_was_never_seen_is_an_error(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """Without a cache nobody knows what there is."""
-    store.is_away = True
+    store.is_unavailable = True
     with pytest.raises(ConfigurationError, match=r"models\.repository: .*nobody answers"):
         open_models(store, tmp_path / "cache").open()
 
 
-async def test_broken_download_is_resumed_where_it_broke(store: Away, tmp_path: Path) -> None:
+async def test_broken_download_is_resumed_where_it_broke(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """No byte that has been downloaded is read again."""
     upload(store, tmp_path / "made")
     models = open_models(store, tmp_path / "cache")
@@ -243,7 +255,7 @@ async def test_broken_download_is_resumed_where_it_broke(store: Away, tmp_path: 
     assert store.starts == sorted(set(store.starts))
 
 
-def test_second_process_downloads_nothing(store: Away, tmp_path: Path) -> None:
+def test_second_process_downloads_nothing(store: OutageStore, tmp_path: Path) -> None:
     """The cache belongs to the machine."""
     upload(store, tmp_path / "made")
     open_models(store, tmp_path / "cache").open()
@@ -253,7 +265,7 @@ def test_second_process_downloads_nothing(store: Away, tmp_path: Path) -> None:
     assert states(models) == {"digits/1": ""}
 
 
-async def test_unused_version_makes_room_for_new_one(store: Away, tmp_path: Path) -> None:
+async def test_unused_version_makes_room_for_new_one(store: OutageStore, tmp_path: Path) -> None:
     """A version that was replaced and let go is removed when the next one needs its place."""
     size = upload(store, tmp_path / "made").total_bytes
     models = open_models(store, tmp_path / "cache", 2 * size + size // 2)
@@ -267,7 +279,9 @@ async def test_unused_version_makes_room_for_new_one(store: Away, tmp_path: Path
     assert sum(kept) <= 2 * size + size // 2
 
 
-async def test_version_that_does_not_fit_fails_with_figures(store: Away, tmp_path: Path) -> None:
+async def test_version_that_does_not_fit_fails_with_figures(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """The version in use is not removed, and continues to serve."""
     size = upload(store, tmp_path / "made").total_bytes
     models = open_models(store, tmp_path / "cache", size + 10)
@@ -293,7 +307,7 @@ def open_on_disk(store: Store, cache: Path, disk_bytes: int) -> Models:
 
 
 async def test_longest_unused_version_makes_room_when_disk_is_full(
-    store: Away, tmp_path: Path
+    store: OutageStore, tmp_path: Path
 ) -> None:
     """The version before the last one stays, and the one before it goes."""
     size = upload(store, tmp_path / "made").total_bytes
@@ -309,7 +323,7 @@ async def test_longest_unused_version_makes_room_when_disk_is_full(
 
 
 async def test_version_for_which_disk_has_no_room_fails_with_figures(
-    store: Away, tmp_path: Path
+    store: OutageStore, tmp_path: Path
 ) -> None:
     """The version in use is not removed, and continues to serve."""
     size = upload(store, tmp_path / "made").total_bytes
@@ -325,7 +339,7 @@ async def test_version_for_which_disk_has_no_room_fails_with_figures(
 
 
 async def test_disk_that_fills_during_download_fails_version_with_figures(
-    store: Away, tmp_path: Path
+    store: OutageStore, tmp_path: Path
 ) -> None:
     """Somebody else has taken the room; the next scan tries again."""
     upload(store, tmp_path / "made")
@@ -344,7 +358,9 @@ async def test_disk_that_fills_during_download_fails_version_with_figures(
     assert models.catalog.lookup("digits").version == "2"
 
 
-async def test_cache_size_after_scan_counts_complete_files(store: Away, tmp_path: Path) -> None:
+async def test_cache_size_after_scan_counts_complete_files(
+    store: OutageStore, tmp_path: Path
+) -> None:
     """Files of other processes and other stores count; there is none before the first scan."""
     first = upload(store, tmp_path / "made").total_bytes
     cache = tmp_path / "cache"
@@ -358,12 +374,12 @@ async def test_cache_size_after_scan_counts_complete_files(store: Away, tmp_path
 
     second = upload(store, tmp_path / "made", 2, weight=2.0).total_bytes
     open_models(store, cache).open()  # as another process does
-    store.is_away = True
+    store.is_unavailable = True
     await models.reload()
     assert models.cache_size == CacheSize(first + second, 10**9)
 
 
-def test_cache_size_of_empty_store_is_zero(store: Away, tmp_path: Path) -> None:
+def test_cache_size_of_empty_store_is_zero(store: OutageStore, tmp_path: Path) -> None:
     """The directory is made when something is stored."""
     models = open_models(store, tmp_path / "cache", 5)
     models.open()
@@ -377,7 +393,7 @@ def test_cache_size_without_store_is_none(tmp_path: Path) -> None:
     assert models.cache_size is None
 
 
-def test_version_in_use_by_another_process_is_kept(store: Away, tmp_path: Path) -> None:
+def test_version_in_use_by_another_process_is_kept(store: OutageStore, tmp_path: Path) -> None:
     """Its lock tells, whichever process has it."""
     size = upload(store, tmp_path / "made").total_bytes
     open_models(store, tmp_path / "cache", size + 10).open()
@@ -392,7 +408,7 @@ def test_version_in_use_by_another_process_is_kept(store: Away, tmp_path: Path) 
 
 
 def test_download_of_another_process_that_takes_too_long_is_a_fault(
-    store: Away, tmp_path: Path
+    store: OutageStore, tmp_path: Path
 ) -> None:
     """Nothing waits for ever."""
     upload(store, tmp_path / "made")
@@ -404,7 +420,7 @@ def test_download_of_another_process_that_takes_too_long_is_a_fault(
     assert "another process has held it" in states(models)["digits/1"]
 
 
-def test_damaged_file_in_cache_is_fetched_again(store: Away, tmp_path: Path) -> None:
+def test_damaged_file_in_cache_is_fetched_again(store: OutageStore, tmp_path: Path) -> None:
     """A file that lost its end, as after a crash of the machine, is not served."""
     manifest = upload(store, tmp_path / "made")
     open_models(store, tmp_path / "cache").open()
@@ -416,7 +432,7 @@ def test_damaged_file_in_cache_is_fetched_again(store: Away, tmp_path: Path) -> 
     assert states(models) == {"digits/1": ""}
 
 
-def test_first_repository_with_a_model_wins(store: Away, tmp_path: Path) -> None:
+def test_first_repository_with_a_model_wins(store: OutageStore, tmp_path: Path) -> None:
     """Other models come from the repositories after it."""
     upload(store, tmp_path / "made", 7)
     upload(store, tmp_path / "made", name="other")
@@ -430,7 +446,7 @@ def test_first_repository_with_a_model_wins(store: Away, tmp_path: Path) -> None
 
 
 def test_overrides_of_version_in_store_go_over_packed_configuration(
-    store: Away, tmp_path: Path
+    store: OutageStore, tmp_path: Path
 ) -> None:
     """The packed configuration, with the overrides, selects the versions to load."""
     upload(store, tmp_path / "made", 1, config="max_batch_size = 4\nprobe = false")
@@ -541,7 +557,7 @@ def test_equal_errors_of_store_have_equal_texts() -> None:
 
 
 def test_process_started_while_store_does_not_answer_serves_from_cache(
-    store: Away, tmp_path: Path
+    store: OutageStore, tmp_path: Path
 ) -> None:
     """A store that takes connections and says nothing is waited for only for the given time."""
     upload(store, tmp_path / "made")
@@ -557,7 +573,7 @@ def test_process_started_while_store_does_not_answer_serves_from_cache(
         models = Models(Settings(), scanner=VersionScanner(remote))
         models.open()
     assert states(models) == {"digits/1": ""}
-    assert remote.away == ("s3://models: TimeoutError: no answer in time",)
+    assert remote.outages == ("s3://models: TimeoutError: no answer in time",)
 
 
 def s3(endpoint: str) -> S3Store:

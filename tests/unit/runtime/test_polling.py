@@ -1,4 +1,4 @@
-"""Polling of the repository: what is logged, and what a store that is away does."""
+"""Polling of the repository: what is logged, and what an unavailable store does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.models import add_version, digits, settings_for
 NOTHING = Reloaded((), (), (), ())
 NEW = NOTHING._replace(added=("digits/2",))
 FAULTY = NOTHING._replace(faults=("digits/2: no model",))
-AWAY = NOTHING._replace(away=("s3://models: nobody answers",))
+UNAVAILABLE = NOTHING._replace(outages=("s3://models: nobody answers",))
 GONE = ConfigurationError("models.repository: models: No such file or directory")
 
 
@@ -46,10 +46,13 @@ class ScriptedModels:
         ((NOTHING, NOTHING), []),
         ((NEW, NOTHING), [Event.MODELS_RELOADED]),
         ((FAULTY, FAULTY, NOTHING), [Event.MODELS_RELOADED, Event.MODELS_RELOADED]),
-        ((AWAY, AWAY, NOTHING, AWAY), [Event.STORE_UNAVAILABLE, Event.STORE_UNAVAILABLE]),
+        (
+            (UNAVAILABLE, UNAVAILABLE, NOTHING, UNAVAILABLE),
+            [Event.STORE_UNAVAILABLE, Event.STORE_UNAVAILABLE],
+        ),
         ((GONE, GONE, NOTHING, GONE), [Event.MODELS_RELOAD_FAILED, Event.MODELS_RELOAD_FAILED]),
     ],
-    ids=["nothing", "version", "fault", "store away", "repository gone"],
+    ids=["nothing", "version", "fault", "store unavailable", "repository gone"],
 )
 async def test_news_is_logged_once(
     outcomes: tuple[Reloaded | ConfigurationError, ...], events: list[Event]

@@ -57,7 +57,7 @@ def finish(_: Sequence[PendingTransform]) -> None:
 async def test_payload_alone_waits_until_registry_is_back(tmp_path: Path) -> None:
     """Its schema is known then."""
     async with StandInRegistry({1: ("AVRO", SCHEMA)}) as registry:
-        registry.is_away = True
+        registry.is_unavailable = True
         version, client = version_of(tmp_path, registry)
         payload = PendingTransform(make_request(), version, FRAMED, "avro/binary")
         async with client, asyncio.TaskGroup() as tasks:
@@ -65,7 +65,7 @@ async def test_payload_alone_waits_until_registry_is_back(tmp_path: Path) -> Non
             waiting = tasks.create_task(waits.fetch_alone(payload))
             await eventually(lambda: len(registry.requests) > 2, what="it asked again")
             assert not waiting.done()
-            registry.is_away = False
+            registry.is_unavailable = False
 
     assert version.records is not None
     assert version.records.framed is not None
@@ -77,7 +77,7 @@ async def test_payload_alone_waits_until_registry_is_back(tmp_path: Path) -> Non
 async def test_payload_alone_that_has_no_schema_in_time_ends(tmp_path: Path, fault: str) -> None:
     """With the registry's refusal, or the failure of its deadline."""
     async with StandInRegistry() as registry:
-        registry.is_away = fault == "late"
+        registry.is_unavailable = fault == "late"
         version, client = version_of(tmp_path, registry)
         request = make_request(deadline_ms=NOW_US // 1000 - 1 if fault == "late" else 0)
         payload = PendingTransform(request, version, FRAMED, "avro/binary")
