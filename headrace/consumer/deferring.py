@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 
 import structlog
 
-from headrace.clock import Clock, wall_clock_us
+from headrace.clock import wall_clock_us
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.delivery.budget import BudgetShares, Share
 from headrace.delivery.inflight import AssignedPartition, Deferred, InFlightAck
@@ -226,7 +226,6 @@ class Deferral:
     Args:
         shares: shares of the budget of the source.
         refusal: returns the failure of a request that would be late; None if nothing is predicted.
-        clock: wall clock, in which deadlines are given.
 
     Attributes:
         records: the deferred records.
@@ -236,14 +235,12 @@ class Deferral:
         self,
         shares: BudgetShares,
         refusal: Refusal | None = None,
-        clock: Clock = wall_clock_us,
         tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
         self.shares = shares
         self.records = DeferredRecords(shares, refusal, tuning)
         self._refusal = refusal
         self._tuning = tuning
-        self._clock = clock
         self._wanted = asyncio.Event()
         self._freed = asyncio.Event()
 
@@ -399,11 +396,11 @@ class Deferral:
 
     def pick(self) -> dict[AssignedPartition, list[Deferred]]:
         """Return the records to read again now; see `DeferredRecords.pick`."""
-        return self.records.pick(self._clock(), time.monotonic())
+        return self.records.pick(wall_clock_us(), time.monotonic())
 
     def put_back(self, unread: Iterable[Deferred]) -> None:
         """Put back records that were picked and could not be read."""
-        self.records.put_back(unread, self._clock())
+        self.records.put_back(unread, wall_clock_us())
 
 
 def _by_record(requests: Iterable[Request]) -> Iterator[tuple[InFlightAck, list[Request]]]:

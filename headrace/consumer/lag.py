@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import structlog
@@ -125,7 +125,7 @@ class LagMonitor:
         self.stall = Stall()
         self.acked = 0
         self.ends: dict[TopicPartition, int] = {}
-        self.throughput = Throughput()
+        self.throughput = Throughput(tuning)
 
     async def run(self, consumer: Consumer) -> None:
         """Query and sample, until cancelled."""
@@ -138,11 +138,6 @@ class LagMonitor:
             waits = self._is_working() or await self._is_unread(consumer)
             self.stall.observe(time.monotonic(), self.acked, waits=waits)
             await asyncio.sleep(self._tuning.throughput_interval_s)
-
-    def forget(self, partitions: Sequence[TopicPartition]) -> None:
-        """Forget revoked partitions."""
-        for partition in partitions:
-            self.ends.pop(partition, None)
 
     async def _is_unread(self, consumer: Consumer) -> bool:
         """Return True if the log has unread records. A transaction marker at its end is none: the

@@ -38,11 +38,11 @@ def render_page(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def new_plot(width: float = 5.2, height: float = 2.8) -> tuple[Figure, Axes]:
-    """Return an empty plot with a grid; sizes are in inches."""
+def new_plot() -> tuple[Figure, Axes]:
+    """Return an empty plot with a grid."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(5.2, 2.8), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(visible=True, alpha=0.4)
     axes.spines[["top", "right"]].set_visible(False)

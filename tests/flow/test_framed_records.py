@@ -51,7 +51,6 @@ AVRO = {
     ],
 }
 JSON_SCHEMA = {"type": "object", "properties": {"id": {"type": "string"}}}
-ENRICHED = {**AVRO, "fields": [*AVRO["fields"], {"name": "score", "type": "float"}]}
 AVRO_ID, JSON_ID, PROTOBUF_ID = 7, 8, 9
 
 

@@ -44,7 +44,6 @@ HOST = "127.0.0.1"
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 MESSAGE = "<b onmouseover=alert(1)>not bold</b>"
 CHUNK = 20
-COUNTED_WITHIN_S = 10.0
 WAIT = r"/wait for a batch\s+[\d.,]+ (µs|ms)/"
 
 # What the script calls the parts of an answer.

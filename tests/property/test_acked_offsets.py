@@ -46,13 +46,13 @@ def partitions(draw: st.DrawFn) -> Partition:
 
 
 @st.composite
-def ranges_above(draw: st.DrawFn, most: int = 60) -> tuple[int, list[Range]]:
+def ranges_above(draw: st.DrawFn) -> tuple[int, list[Range]]:
     """A base and ranges above it, in order, none touching another."""
     base = draw(st.integers(0, 2**40))
     position = base
     ranges: list[Range] = []
     for gap, run in draw(
-        st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=most)
+        st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=60)
     ):
         ranges.append((position + gap, position + gap + run))
         position += gap + run

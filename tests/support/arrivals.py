@@ -26,7 +26,6 @@ KIND = Kind("m", "1", ())
 def arrivals(
     at_us: Sequence[int],
     *,
-    rows: int = 1,
     timeout_us: int = NO_TIMEOUT,
     kinds: tuple[Kind, ...] = (KIND,),
 ) -> Arrivals:
@@ -34,7 +33,7 @@ def arrivals(
     count = len(at_us)
     return Arrivals(
         START_US + np.asarray(at_us, dtype=np.int64),
-        np.full(count, rows, dtype=np.int64),
+        np.ones(count, dtype=np.int64),
         np.full(count, 256, dtype=np.int64),
         np.full(count, timeout_us, dtype=np.int64),
         np.arange(count, dtype=np.int64) % len(kinds),

@@ -142,7 +142,7 @@ def shut_gate() -> Iterator[None]:
         GATE.set()
 
 
-def add_gated_model(repository: Path, *, name: str = "gated") -> None:
+def add_gated_model(repository: Path) -> None:
     """Add a model that doubles `x` as soon as `GATE` is set; its runs set `BEGUN` first."""
     run = "from tests.support.python_models import BEGUN, GATE\nBEGUN.set()\nGATE.wait()"
-    add_python_model(repository, run, name=name, config="max_batch_size = 1000")
+    add_python_model(repository, run, name="gated", config="max_batch_size = 1000")

@@ -23,9 +23,9 @@ class Setting(NamedTuple):
         return "HEADRACE_" + "__".join(self.path).upper()
 
 
-def all_settings(model: type[BaseModel] = Settings, above: tuple[str, ...] = ()) -> list[Setting]:
-    """Every setting of the model and of its groups, with the default that the type declares."""
-    return list(_walk(model, above))
+def all_settings() -> list[Setting]:
+    """Every setting of every group, with the default that the type declares."""
+    return list(_walk(Settings, ()))
 
 
 def _walk(model: type[BaseModel], above: tuple[str, ...]) -> Iterator[Setting]:

@@ -48,10 +48,10 @@ def _unreachable(jars: Sequence[Jar], into: Path) -> None:
     raise AssertionError(f"expected no download, got one of {jars}")
 
 
-def _repository(root: Path, content: bytes = CONTENT) -> str:
+def _repository(root: Path) -> str:
     file = root / JAR.repository_path
     file.parent.mkdir(parents=True)
-    file.write_bytes(content)
+    file.write_bytes(CONTENT)
     return root.as_uri()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.log.errors import Fenced
-from headrace.log.memory.group import Group, range_assignor
+from headrace.log.memory.group import Group
 from headrace.log.port import Committed, TopicPartition
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)
@@ -17,11 +17,11 @@ def _nobody() -> None:
 
 
 def _group() -> Group:
-    return Group({"t": 2}.get, range_assignor, TIMEOUT_S)  # type: ignore[arg-type]  # "t" is there
+    return Group({"t": 2}.get, TIMEOUT_S)  # type: ignore[arg-type]  # "t" is there
 
 
-def _join(group: Group, member: str | None = None, *, now: float = 0.0) -> str:
-    return group.join(member, (("t",), ""), _nobody, now)
+def _join(group: Group, member: str | None = None) -> str:
+    return group.join(member, (("t",), ""), _nobody, 0.0)
 
 
 def _pair() -> tuple[Group, str, str]:
@@ -172,7 +172,7 @@ def test_commit_of_another_members_partition_is_fenced() -> None:
 def test_new_topic_rebalances_its_subscribers() -> None:
     """A subscription to a topic that did not exist comes true when it does."""
     counts: dict[str, int] = {}
-    group = Group(lambda topic: counts.get(topic, 0), range_assignor, TIMEOUT_S)
+    group = Group(lambda topic: counts.get(topic, 0), TIMEOUT_S)
     member = _join(group)
     assert group.share(member) == frozenset()
     counts["t"] = 2

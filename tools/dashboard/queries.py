@@ -50,9 +50,9 @@ def quantile(part: float, metric: str, by: str = "") -> str:
     return f"histogram_quantile({part}, {rate(metric, labels, part='_bucket')})"
 
 
-def worst(metric: str, by: str = "", more: str = "") -> str:
+def worst(metric: str, by: str = "") -> str:
     """The highest value of a gauge."""
-    return f"{_over('max', by)} ({selected(metric, more)})"
+    return f"{_over('max', by)} ({selected(metric)})"
 
 
 def least(metric: str, by: str = "") -> str:
@@ -60,9 +60,9 @@ def least(metric: str, by: str = "") -> str:
     return f"{_over('min', by)} ({selected(metric)})"
 
 
-def total(metric: str, by: str = "", more: str = "") -> str:
+def total(metric: str, by: str = "") -> str:
     """The values of a gauge together."""
-    return f"{_over('sum', by)} ({selected(metric, more)})"
+    return f"{_over('sum', by)} ({selected(metric)})"
 
 
 def _over(operation: str, by: str) -> str:

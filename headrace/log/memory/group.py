@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from headrace.log.errors import Fenced, LogRefused
 from headrace.log.port import Committed, TopicPartition
@@ -18,8 +17,6 @@ from headrace.log.port import Committed, TopicPartition
 MAX_METADATA_CHARACTERS = 4096  # Kafka's offset.metadata.max.bytes, which counts characters
 
 Shares: TypeAlias = dict[str, list[TopicPartition]]
-Assignor: TypeAlias = Callable[[Mapping[str, Sequence[str]], Mapping[str, int]], Shares]
-AssignorName: TypeAlias = Literal["range", "roundrobin"]
 
 
 @dataclass(slots=True)
@@ -39,19 +36,15 @@ class Group:
 
     Args:
         count: the number of partitions of a topic; 0 if there is none.
-        assignor: how partitions are assigned.
         rebalance_timeout_s: how long members have to join again. `now` and deadlines are on one
             monotonic clock, in seconds.
     """
 
-    def __init__(
-        self, count: Callable[[str], int], assignor: Assignor, rebalance_timeout_s: float
-    ) -> None:
+    def __init__(self, count: Callable[[str], int], rebalance_timeout_s: float) -> None:
         self.generation = 0
         self.deadline: float | None = None  # of the rebalance in progress; None if there is none
         self.committed: dict[TopicPartition, Committed] = {}
         self._count = count
-        self._assignor = assignor
         self._rebalance_timeout_s = rebalance_timeout_s
         self._members: dict[str, _Member] = {}
         self._joins = 0
@@ -200,7 +193,7 @@ class Group:
             return
         subscriptions = {name: member.topics for name, member in self._members.items()}
         topics = {topic for subscribed in subscriptions.values() for topic in subscribed}
-        shares = self._assignor(subscriptions, {topic: self._count(topic) for topic in topics})
+        shares = assign_ranges(subscriptions, {topic: self._count(topic) for topic in topics})
         self.generation += 1
         self.deadline = None
         for name, member in self._members.items():
@@ -219,7 +212,7 @@ def require_short_metadata(offsets: Mapping[TopicPartition, Committed]) -> None:
             )
 
 
-def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
+def assign_ranges(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
     """Assign neighbouring partitions to each member, topic by topic.
 
     Topics with the same number of partitions are assigned alike (`RangeAssignor` in Kafka).
@@ -239,22 +232,3 @@ def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, in
             start, stop = stop, stop + each + (index < more)
             shares[member] += [TopicPartition(topic, number) for number in range(start, stop)]
     return shares
-
-
-def round_robin_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
-    """Assign the partitions of all topics one by one (`RoundRobinAssignor` in Kafka)."""
-    shares: Shares = {member: [] for member in members}
-    turns = cycle(sorted(members))
-    for topic in sorted(counts):
-        if not any(topic in topics for topics in members.values()):
-            continue
-        for number in range(counts[topic]):
-            taker = next(member for member in turns if topic in members[member])
-            shares[taker].append(TopicPartition(topic, number))
-    return shares
-
-
-ASSIGNORS: dict[AssignorName, Assignor] = {
-    "range": range_assignor,
-    "roundrobin": round_robin_assignor,
-}

@@ -10,7 +10,7 @@ from typing import Self
 from headrace.log.memory.broker import Topics
 from headrace.log.memory.consumer import MemoryMember, MemoryReader
 from headrace.log.memory.faults import Faults
-from headrace.log.memory.group import ASSIGNORS, AssignorName, Group
+from headrace.log.memory.group import Group
 from headrace.log.memory.producer import MemoryProducer, MemoryTransactionalProducer
 from headrace.log.memory.transactions import Transactions
 from headrace.log.port import (
@@ -40,7 +40,6 @@ class MemoryLog:
         retention_bytes: the most that a partition holds; beyond it the oldest records are dropped.
         rebalance_timeout_s: how long `on_revoked` may take before its member is evicted.
         request_timeout_s: how long requests hang when a fault makes them.
-        assignor: how a group assigns its partitions.
         now_ms: the clock for records without a timestamp, in epoch milliseconds.
         tuning: times and sizes of its consumers and producers.
 
@@ -55,14 +54,12 @@ class MemoryLog:
         retention_bytes: int = 64 * 1024 * 1024,
         rebalance_timeout_s: float = 30.0,
         request_timeout_s: float = 5.0,
-        assignor: AssignorName = "range",
         now_ms: Callable[[], int] = wall_clock_ms,
         tuning: MemoryTuning = TUNING.memory,
     ) -> None:
         self._topics = Topics(retention_bytes, auto_create_partitions, self._rebalance_for)
         self._groups: dict[str, Group] = {}
         self._rebalance_timeout_s = rebalance_timeout_s
-        self._assignor = ASSIGNORS[assignor]
         self._now_ms = now_ms
         self._tuning = tuning
         self._transactions = Transactions(self._group)
@@ -160,9 +157,7 @@ class MemoryLog:
 
     def _group(self, name: str) -> Group:
         if name not in self._groups:
-            self._groups[name] = Group(
-                self._topics.count, self._assignor, self._rebalance_timeout_s
-            )
+            self._groups[name] = Group(self._topics.count, self._rebalance_timeout_s)
         return self._groups[name]
 
     def _rebalance_for(self, topic: str) -> None:

@@ -47,8 +47,6 @@ class ModelCache:
         directory: of the cache; it is made when something is stored.
         limit_bytes: size of all complete files.
         tuning: sizes of reads, and the longest wait for another process.
-        sleep: waits for another process, in seconds.
-        clock_s: monotonic.
         measure_free: returns the free bytes of the disk that has a directory.
     """
 
@@ -57,16 +55,12 @@ class ModelCache:
         directory: Path,
         limit_bytes: int,
         tuning: ModelTuning = TUNING.models,
-        sleep: Callable[[float], None] = time.sleep,
-        clock_s: Callable[[], float] = time.monotonic,
         measure_free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
         self._measure_free = measure_free
         self.directory = directory
         self._limit_bytes = limit_bytes
         self._tuning = tuning
-        self._sleep = sleep
-        self._clock_s = clock_s
         self._held: dict[str, int] = {}  # file descriptors with shared locks, by digest
 
     def fetch(self, content: bytes, manifest: Manifest, read_range: ReadRange) -> Path:
@@ -167,18 +161,18 @@ class ModelCache:
         path = self.directory / name
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            end_s = self._clock_s() + self._tuning.cache_lock_timeout_s
+            end_s = time.monotonic() + self._tuning.cache_lock_timeout_s
             while True:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if self._clock_s() >= end_s:
+                    if time.monotonic() >= end_s:
                         raise ConfigurationError(
                             f"{path}: another process has held it for "
                             f"{self._tuning.cache_lock_timeout_s:g} s"
                         ) from None
-                    self._sleep(self._tuning.cache_lock_interval_s)
+                    time.sleep(self._tuning.cache_lock_interval_s)
             yield
         finally:
             os.close(handle)

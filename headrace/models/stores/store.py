@@ -63,7 +63,6 @@ class Store:
         has_index: list versions by `INDEX_NAME`.
         tuning: number of attempts, and pauses between them.
         sleep: waits between attempts, in seconds.
-        clock_s: monotonic.
     """
 
     def __init__(
@@ -74,14 +73,12 @@ class Store:
         has_index: bool = False,
         tuning: ModelTuning = TUNING.models,
         sleep: Callable[[float], None] = time.sleep,
-        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._objects = objects
         self._has_index = has_index
         self._tuning = tuning
         self._sleep = sleep
-        self._clock_s = clock_s
 
     def list_versions(self, within_s: float | None = None) -> dict[str, list[int]]:
         """Return the versions whose manifest is there, by model, ascending.
@@ -211,10 +208,10 @@ class Store:
         conflicts = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
         place = f"{self.name}/{key}" if key else self.name
         pauses = Pauses(Backoff(self._tuning.store_retry_first_s, self._tuning.store_retry_max_s))
-        end_s = None if within_s is None else self._clock_s() + within_s
+        end_s = None if within_s is None else time.monotonic() + within_s
         for left in range(self._tuning.store_attempts - 1, -1, -1):
             try:
-                return call() if end_s is None else _call_within(end_s - self._clock_s(), call)
+                return call() if end_s is None else _call_within(end_s - time.monotonic(), call)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 raise FileNotFoundError(f"{place}: expected an object, got none") from error
             except conflicts as error:
@@ -222,7 +219,7 @@ class Store:
             except refusals as error:
                 raise ConfigurationError(f"{place}: {_describe(error, self._tuning)}") from error
             except (exceptions.BaseError, OSError) as error:
-                if not left or (end_s is not None and self._clock_s() >= end_s):
+                if not left or (end_s is not None and time.monotonic() >= end_s):
                     raise StoreUnavailable(f"{place}: {_describe(error, self._tuning)}") from error
             self._sleep(pauses.next_s())
         raise AssertionError("at least one attempt is made")

@@ -229,7 +229,6 @@ class Redrive:
     Args:
         log: an open log.
         advanced: called after each chunk with the share read so far, 0 to 1, and the tally.
-        now_ms: the wall clock in epoch milliseconds, for deadlines.
 
     Attributes:
         tally: the result so far.
@@ -242,14 +241,12 @@ class Redrive:
         order: RedriveJob,
         *,
         advanced: Callable[[float, RedriveResult], None] = lambda *_: None,
-        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self.tally = RedriveResult()
         self._log = log
         self._settings = settings
         self._order = order
         self._advanced = advanced
-        self._now_ms = now_ms
         self._run_id = f"redrive-{secrets.token_hex(4)}"
         self._owner = SoleOwner(redrive_group(settings))
         self._done: dict[TopicPartition, AckedOffsets] = {}
@@ -369,7 +366,7 @@ class Redrive:
             await self._commit(consumer, committable(touched))
 
     def _outgoing(self, chunk: Sequence[_Chosen]) -> list[_Outgoing]:
-        now_ms, transform = self._now_ms(), self._order.transform
+        now_ms, transform = time.time_ns() // 1_000_000, self._order.transform
         outgoing = []
         for each in chunk:
             record, dropped = copy_of(each.dead_letter, now_ms)

@@ -23,10 +23,10 @@ async def log() -> MemoryLog:
     return await log_with_topics()
 
 
-async def owner_of(log: MemoryLog, offsets: int = 10) -> Owner:
-    """The owner of so many requests."""
+async def owner_of(log: MemoryLog) -> Owner:
+    """The owner of ten requests."""
     owner = Owner(log)
-    await owner.assign(offsets)
+    await owner.assign(10)
     return owner
 
 

@@ -295,11 +295,9 @@ async def test_lost_partition_writes_no_answer_and_frees_its_bytes() -> None:
         assert counted(bench.instruments, "revoked_requests_total") == 20
 
 
-async def offsets_in_order(
-    bench: TransactionalHarness, topic: str = RESPONSES.topic
-) -> Sequence[int]:
-    """Return the source offsets of the visible answers of a topic, in the order of the log."""
-    return [source_of(each)[1] for each in await visible(bench.log, topic)]
+async def offsets_in_order(bench: TransactionalHarness) -> Sequence[int]:
+    """Return the source offsets of the visible answers, in the order of the log."""
+    return [source_of(each)[1] for each in await visible(bench.log, RESPONSES.topic)]
 
 
 @pytest.mark.parametrize("exactly_once", [True, False])
