@@ -103,13 +103,13 @@ class Assignments:
 
     async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
         """Fence the former owners for exactly once, read the commits, seek, and admit records."""
-        self._backpressure.assigned_anew()
+        self._backpressure.on_assigned()
         self._reader.leaving = frozenset()
         self.assigning_since_s = time.monotonic()
 
         async def prepare() -> dict[TopicPartition, AckedOffsets]:
             progresses = await self._prepare(partitions)
-            await self._quarantine.assigned(self.consumer, progresses)
+            await self._quarantine.on_assigned(self.consumer, progresses)
             return progresses
 
         progresses = await self._retry_until_closing(prepare)
@@ -138,7 +138,7 @@ class Assignments:
             async with self.last_commit(deadline):
                 await self._committer.commit(self.consumer, self._reader.leaving)
         # Before the tracker forgets what is answered: the closing marker names no answered suspect.
-        await self._quarantine.revoked(partitions)
+        await self._quarantine.on_revoked(partitions)
         # After the commit: from here on an acknowledgement marks no offset, and nothing of these
         # partitions is committed.
         self._revoked(partitions)
@@ -167,7 +167,7 @@ class Assignments:
         for partition in partitions:
             self._tracker.revoke(partition)
         if self._source_offsets is not None:
-            self._source_offsets.revoked([p.partition for p in partitions])
+            self._source_offsets.on_revoked([p.partition for p in partitions])
         self._on_revoked()
 
     def leave(self, partitions: Sequence[TopicPartition] | None) -> None:
@@ -288,7 +288,7 @@ class Assignments:
             await self._transactions.fence(self.consumer, numbers)
         progresses = await self._load(partitions)
         if self._source_offsets is not None:
-            await self._source_offsets.assigned(self.consumer, numbers)
+            await self._source_offsets.on_assigned(self.consumer, numbers)
         return progresses
 
     async def _load(

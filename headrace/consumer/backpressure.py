@@ -60,7 +60,7 @@ class Backpressure:
         self._safe_unanswered = tuning.delivery.safe_unanswered_offsets
         self._bounds_metadata = bounds_metadata
         self._shares = shares
-        self._elsewhere: dict[TopicPartition, AckedOffsets] = {}
+        self._other_progress: dict[TopicPartition, AckedOffsets] = {}
         self.paused: frozenset[TopicPartition] = frozenset()
         self.reason = ""
         self.reasons: Mapping[TopicPartition, str] = {}
@@ -77,50 +77,50 @@ class Backpressure:
         # Records that were polled and not yet admitted count only while they wait: if they are
         # left in the log, because their model holds its share, the requests of others have room.
         is_full = budget.used_bytes + waiting_bytes >= budget.limit_bytes
-        wanted = budget.exceeded or is_full or stopping
+        pauses_all = budget.is_exceeded or is_full or stopping
         assigned = consumer.assignment()
-        if wanted:
+        if pauses_all:
             self.reason, self.reasons = "drain" if stopping else "budget", {}
             paused = assigned
         else:
-            self.reason, self.reasons = "", self._crowded()
+            self.reason, self.reasons = "", self._find_crowded()
             paused = assigned & self.reasons.keys()
         if fresh := paused - self.paused:
             consumer.pause(sorted(fresh))
         if freed := (self.paused & assigned) - paused:
             consumer.resume(sorted(freed))
         self.paused = paused
-        return wanted
+        return pauses_all
 
     def follow(self, partition: TopicPartition, progress: AckedOffsets) -> None:
         """Use the progress that another process has committed, which answers for this partition."""
-        self._elsewhere[partition] = progress
+        self._other_progress[partition] = progress
 
     def progress(self, assignment: AssignedPartition) -> AckedOffsets:
         """Return the progress of a partition, as far as it is known here."""
-        return self._elsewhere.get(assignment.partition, assignment.progress)
+        return self._other_progress.get(assignment.partition, assignment.progress)
 
-    def assigned_anew(self) -> None:
+    def on_assigned(self) -> None:
         """Reset after a rebalance, which ends all pauses."""
         self.paused = frozenset()
-        self._elsewhere.clear()
+        self._other_progress.clear()
 
-    def _crowded(self) -> Mapping[TopicPartition, str]:
+    def _find_crowded(self) -> Mapping[TopicPartition, str]:
         """Return the partitions to pause individually, with the reasons."""
         assignments = self._tracker.assignments
-        elsewhere, safe_span = self._elsewhere, self._safe_span
+        other_progress, safe_span = self._other_progress, self._safe_span
         far = [
             each
             for each in assignments
-            if elsewhere or each.last_read + 1 - each.progress.base >= safe_span
+            if other_progress or each.last_read + 1 - each.progress.base >= safe_span
         ]
         found: dict[TopicPartition, str] = {}
         if far and self._bounds_metadata:
-            found = {each.partition: "metadata" for each in far if self._outgrows(each)}
-        if elsewhere:
+            found = {each.partition: "metadata" for each in far if self._outgrows_metadata(each)}
+        if other_progress:
             found |= {each.partition: "ahead" for each in assignments if self._is_ahead(each)}
         elif self._shares:
-            found |= {each.partition: "order" for each in assignments if self._exceeds(each)}
+            found |= {each.partition: "order" for each in assignments if self._exceeds_share(each)}
         if deferring := [each for each in assignments if each.deferred]:
             found |= {each.partition: "share" for each in deferring if self._defers_many(each)}
         return found
@@ -130,7 +130,7 @@ class Backpressure:
         limit = tuning.resume_deferred_records if is_paused else tuning.max_deferred_records
         return len(assignment.deferred) >= limit
 
-    def _outgrows(self, assignment: AssignedPartition) -> bool:
+    def _outgrows_metadata(self, assignment: AssignedPartition) -> bool:
         progress = self.progress(assignment)
         span = assignment.last_read + 1 - progress.base
         # The count of unanswered offsets costs a sum over all ranges: make it only if needed.
@@ -143,7 +143,7 @@ class Backpressure:
         span = assignment.last_read + 1 - progress.base
         return span - progress.answered_above[0] >= self._tuning.max_unanswered_records
 
-    def _exceeds(self, assignment: AssignedPartition) -> bool:
+    def _exceeds_share(self, assignment: AssignedPartition) -> bool:
         """Estimate by record count: bytes are counted only for all partitions together."""
         budget, records = self._tracker.budget, self._tracker.in_flight()
         if not records:
@@ -158,7 +158,9 @@ class Backpressure:
         """
         while True:
             await asyncio.sleep(self._tuning.other_progress_interval_s)
-            crowded = [each.partition for each in self._tracker.assignments if self._is_long(each)]
+            crowded = [
+                each.partition for each in self._tracker.assignments if self._has_long_span(each)
+            ]
             if not crowded:
                 continue
             try:
@@ -168,8 +170,8 @@ class Backpressure:
                 continue
             for partition, found in committed.items():
                 if found is not None:
-                    self._elsewhere[partition] = AckedOffsets.from_committed(found)
+                    self._other_progress[partition] = AckedOffsets.from_committed(found)
 
-    def _is_long(self, assignment: AssignedPartition) -> bool:
+    def _has_long_span(self, assignment: AssignedPartition) -> bool:
         progress = self.progress(assignment)
         return assignment.last_read - progress.base >= self._safe_span // 4

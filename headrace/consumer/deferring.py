@@ -87,7 +87,7 @@ class DeferredRecords:
 
     def add(self, deferred: Deferred, now_s: float) -> None:
         """Add a record; `now_s` is monotonic."""
-        deferred.share.deferred += 1
+        deferred.share.deferred_records += 1
         deferred.share.deferred_s = now_s
         self._waiting.setdefault(deferred.share, deque()).append(deferred)
         self._note_deadline(deferred)
@@ -110,7 +110,7 @@ class DeferredRecords:
         """Forget records of revoked partitions: the next owner reads them from the log."""
         for share, waiting in list(self._waiting.items()):
             left = deque(each for each in waiting if not _is_gone(each))
-            share.deferred -= len(waiting) - len(left)
+            share.deferred_records -= len(waiting) - len(left)
             self._waiting[share] = left
             if not left:
                 del self._waiting[share]
@@ -144,7 +144,7 @@ class DeferredRecords:
         self._waiting = {share: waiting for share, waiting in self._waiting.items() if waiting}
         found: dict[AssignedPartition, list[Deferred]] = {}
         for deferred in picked:
-            deferred.share.deferred -= 1
+            deferred.share.deferred_records -= 1
             found.setdefault(deferred.assignment, []).append(deferred)
         return {each: sorted(some, key=_offset) for each, some in found.items()}
 
@@ -154,7 +154,7 @@ class DeferredRecords:
             deferred.release()
             if _is_gone(deferred):
                 continue
-            deferred.share.deferred += 1
+            deferred.share.deferred_records += 1
             waiting = self._waiting.get(deferred.share, ())
             self._waiting[deferred.share] = deque(sorted([*waiting, deferred], key=_offset))
             if deferred.envelope.deadline_ms * 1000 <= now_us:  # otherwise it is still noted
@@ -295,7 +295,7 @@ class Deferral:
                 model, tenant = request.model, envelope.tenant
                 share = self.shares.share(model, tenant)
             size_bytes = ack_handle.size_bytes
-            if free or (not share.deferred and self.shares.has_room(share, size_bytes)):
+            if free or (not share.deferred_records and self.shares.has_room(share, size_bytes)):
                 share.charge(size_bytes)
                 ack_handle.share = share
                 charged = ack_handle
@@ -361,7 +361,7 @@ class Deferral:
     def _is_saturated(self, request: Request) -> bool:
         share = self.shares.share(request.model, request.envelope.tenant)
         recently_s = time.monotonic() - self._tuning.saturated_s
-        return share.deferred > 0 or share.deferred_s > recently_s
+        return share.deferred_records > 0 or share.deferred_s > recently_s
 
     def _defer(self, ack_handle: InFlightAck, chunk: Sequence[Request]) -> None:
         """Leave a record in the log with all its requests that have not ended."""

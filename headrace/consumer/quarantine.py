@@ -13,7 +13,7 @@ suspects again, one at a time. Markers are valid only with two orders of steps, 
 Normally a partition costs one marker when it is assigned and one when it is released, and a record
 costs nothing. No partition is ever held back because of another.
 
-The source calls it: `assigned` and `revoked` for the group, and `forget_answered` while reading;
+The source calls `on_assigned` and `on_revoked` at a rebalance, and `forget_answered` while reading;
 `MarkedReading.admit` and `leave` when a stage receives records.
 """
 
@@ -85,8 +85,8 @@ class IsolatedRuns:
             assert isinstance(ack_handle, IsolatedAck)
             # From here on it is an ordinary request, answered together with others.
             request.ack_handle = ack_handle.record_ack
-            ack_handle.isolated.open_places -= 1
-            if not ack_handle.isolated.open_places:
+            ack_handle.isolated.open_requests -= 1
+            if not ack_handle.isolated.open_requests:
                 self.end(ack_handle.isolated)
 
     def end(self, isolated: Isolated) -> None:
@@ -187,7 +187,7 @@ class MarkedReading:
         isolated, self._isolated = self._isolated, None
         if isolated is None:
             return
-        if not isolated.open_places:
+        if not isolated.open_requests:
             self._on_ended(isolated)  # no model runs for it, here or at all
         self._gate.leave_alone()
 
@@ -233,7 +233,7 @@ class QuarantineGate:
         self._member = ""
         self._search = PoisonSearch(settings.max_attempts)
         self._partitions: set[TopicPartition] = set()
-        self._isolated_runs = IsolatedRuns(ready, self._isolation, self._isolated_run_ended)
+        self._isolated_runs = IsolatedRuns(ready, self._isolation, self._on_run_ended)
         self._outdated = asyncio.Event()
         self._next_search_s = 0.0
         self.gate = RunGate(self._write_until_kept)
@@ -257,7 +257,7 @@ class QuarantineGate:
         except Retriable as error:
             log.warning(Event.CRASH_MARKER_DELAYED, reason=str(error))
 
-    async def assigned(
+    async def on_assigned(
         self, consumer: Consumer, progresses: Mapping[TopicPartition, AckedOffsets]
     ) -> None:
         """Restore the state of partitions; return once they are marked as being read.
@@ -284,12 +284,14 @@ class QuarantineGate:
         await self._write()
         if self.is_active:
             names = [str(each) for each in unclean]
-            log.warning(Event.QUARANTINE_STARTED, partitions=names, offsets=self._search.count)
+            log.warning(
+                Event.QUARANTINE_STARTED, partitions=names, offsets=self._search.suspect_count
+            )
         self._metrics.isolated_crashes.inc(
             sum(marker.alone is not None for marker, _ in found.values())
         )
 
-    async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
+    async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Mark partitions as released cleanly, at a revocation or when the process ends.
 
         Call it when requests in flight are answered or revoked. Those still running are no
@@ -356,12 +358,12 @@ class QuarantineGate:
         """Make isolated requests that have ended, however, ordinary ones; let the next one run."""
         self._isolated_runs.end_isolation(requests)
 
-    def _isolated_run_ended(self, isolated: Isolated) -> None:
+    def _on_run_ended(self, isolated: Isolated) -> None:
         # A record that was revoked before its delivery, or left in the log, did not run, and the
         # search has forgotten the partition of one that was revoked since.
         has_run = isolated.is_delivered and not isolated.is_left
         if has_run and not isolated.ack_handle.revoked:
-            self._search.survived(isolated.assignment.partition, isolated.record.offset)
+            self._search.note_survived(isolated.assignment.partition, isolated.record.offset)
         self._apply_search()
 
     # --- markers -----------------------------------------------------------------------------
@@ -381,13 +383,13 @@ class QuarantineGate:
     def _apply_search(self) -> None:
         """Apply the current state of the search to gate, metrics and markers."""
         self.gate.is_marking = self.gate.is_marking or self._search.is_careful
-        self._metrics.quarantined.set(self._search.count)
+        self._metrics.quarantined.set(self._search.suspect_count)
         self._outdated.set()
 
     async def _write(self) -> None:
         gate = self.gate
         markers = {
-            each: self._search.mark(each, gate.running(each), gate.alone)
+            each: self._search.open_marker(each, gate.running(each), gate.alone)
             for each in self._partitions
         }
         await self._markers.write(markers, Owner(self._member, process_name()))

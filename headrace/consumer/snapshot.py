@@ -15,13 +15,13 @@ from headrace.log.port import TopicPartition
 from headrace.telemetry.snapshots import CommitSnapshot, PartitionSnapshot, SourceSnapshot
 
 
-class Parts(NamedTuple):
+class SourceParts(NamedTuple):
     """Parts of a source that a snapshot reads.
 
     Attributes:
         waiting_bytes: bytes of the records that were read and are not admitted yet.
         commits: True if this source commits offsets.
-        pauses: the paused partitions and the reasons.
+        backpressure: the paused partitions and the reasons.
         stalled: monitor of the offsets that do not advance.
         assigning_since_s: monotonic time at which a pending assignment began; None if none is.
         deferral: requests left in the log; None without shares of the budget.
@@ -35,16 +35,16 @@ class Parts(NamedTuple):
     lag: LagMonitor
     waiting_bytes: int
     commits: bool
-    pauses: Backpressure
+    backpressure: Backpressure
     stalled: StalledOffsetMonitor
     last_contact_s: float
     deferral: Deferral | None
     assigning_since_s: float | None
 
 
-def source_snapshot(parts: Parts) -> SourceSnapshot:
+def source_snapshot(parts: SourceParts) -> SourceSnapshot:
     """Return the snapshot of a source."""
-    reasons = parts.pauses.reasons
+    reasons = parts.backpressure.reasons
     now_s = time.monotonic()
     partitions = [
         each._replace(
@@ -66,7 +66,7 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
         in_flight_records=parts.tracker.in_flight(),
         in_flight_bytes=budget.used_bytes + parts.waiting_bytes,
         limit_bytes=budget.limit_bytes,
-        paused=parts.pauses.reason,
+        paused=parts.backpressure.reason,
         oldest_age_s=_oldest_age_s(parts.tracker),
         backlog_records=lag,
         throughput_per_s=throughput.per_s,

@@ -22,7 +22,7 @@ from headrace.consumer.lag import LagMonitor, StalledOffsetMonitor
 from headrace.consumer.quarantine import QuarantineGate
 from headrace.consumer.reader import RecordReader
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
-from headrace.consumer.snapshot import Parts, partition_snapshots, source_snapshot
+from headrace.consumer.snapshot import SourceParts, partition_snapshots, source_snapshot
 from headrace.consumer.source_settings import SourceSettings
 from headrace.crash_isolation.markers import CrashMarkers
 from headrace.delivery.budget import Budget, BudgetShares
@@ -103,7 +103,7 @@ class Source:
             shares=settings.shares,
             tuning=tuning,
         )
-        self.deferral = _deferral(budget, settings, refusal, tuning)
+        self.deferral = _make_deferral(budget, settings, refusal, tuning)
         self._stalled = StalledOffsetMonitor(self.tracker, settings.kept_s, tuning.consumer)
         self._ready = ReadyQueue(tuning.consumer)
         self.quarantine = QuarantineGate(
@@ -261,7 +261,7 @@ class Source:
                 pauses = Pauses(self._backoff)
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
                     await self._acked.wait(pauses.next_s())
-        await self.quarantine.revoked([each.partition for each in self.tracker.assignments])
+        await self.quarantine.on_revoked([each.partition for each in self.tracker.assignments])
         self._assignments.revoke_all()  # later answers would no longer be committed
         self._reader.is_closing = True
 
@@ -273,7 +273,7 @@ class Source:
         """Return a snapshot of the source."""
         settings = self._settings
         return source_snapshot(
-            Parts(
+            SourceParts(
                 topic=settings.topic,
                 group=settings.group,
                 tracker=self.tracker,
@@ -282,7 +282,7 @@ class Source:
                 lag=self._lag,
                 waiting_bytes=self._ready.waiting_bytes,
                 commits=settings.commits,
-                pauses=self._backpressure,
+                backpressure=self._backpressure,
                 stalled=self._stalled,
                 last_contact_s=self.last_contact_s() if self._is_opened else 0.0,
                 deferral=self.deferral,
@@ -313,7 +313,7 @@ class Source:
             self.deferral.freed()
 
 
-def _deferral(
+def _make_deferral(
     budget: Budget, settings: SourceSettings, refusal: Refusal | None, tuning: Tuning
 ) -> Deferral | None:
     if min(settings.model_share, settings.tenant_share) >= 1:

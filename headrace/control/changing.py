@@ -195,7 +195,7 @@ class ModelChanges:
             needed = {*selected, *(() if added is None else added.labels.values())}
             versions = {(model, version) for version in needed}
             try:
-                await self._wait(processes, versions, generation, deadline_s)
+                await self._wait_until_followed(processes, versions, generation, deadline_s)
             except LoadFailed as error:
                 why = Author(author.who, f"load failed: {error.message}")
                 undo = _unless_changed(model, added, restore(model, before[0]))
@@ -206,7 +206,7 @@ class ModelChanges:
                 raise
             then = _unless_changed(model, added, keep_versions(model, selected))
             _, generation = await self._finish(then, author)
-            await self._wait(processes, versions, generation, deadline_s)
+            await self._wait_until_followed(processes, versions, generation, deadline_s)
 
     async def unload_all(
         self, model: str, author: Author, timeout_s: float, is_gone: Callable[[], bool]
@@ -230,7 +230,7 @@ class ModelChanges:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with open_processes(self._log, self._settings, self._tuning) as processes:
             _, generation = await self._write(lambda _: unload(model), author)
-            await self._wait(processes, set(), generation, deadline_s, is_gone)
+            await self._wait_until_followed(processes, set(), generation, deadline_s, is_gone)
 
     async def list_versions(self) -> dict[str, list[int]]:
         """Return the versions in the repository, by model.
@@ -302,7 +302,7 @@ class ModelChanges:
         except ConfigurationError as error:
             raise ChangeRefused(repository.shorten(str(error))) from error
 
-    async def _wait(
+    async def _wait_until_followed(
         self,
         processes: Processes,
         versions: Collection[tuple[str, str]],

@@ -44,7 +44,7 @@ class IsolatedAck:
     def leave(self) -> None:
         """Note that the request was left in the log, so that its record stays a suspect."""
         self.isolated.is_left = True
-        self.isolated.open_places -= 1
+        self.isolated.open_requests -= 1
 
 
 class Isolated:
@@ -56,7 +56,7 @@ class Isolated:
     Attributes:
         is_delivered: True once the first stage has received it again.
         is_left: True if it was left in the log then, and has not run.
-        open_places: number of its requests that have not finished running.
+        open_requests: number of its requests that have not finished running.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Isolated:
         "assignment",
         "is_delivered",
         "is_left",
-        "open_places",
+        "open_requests",
         "record",
     )
 
@@ -82,7 +82,7 @@ class Isolated:
         self.after = after
         self.is_delivered = False
         self.is_left = False
-        self.open_places = 0
+        self.open_requests = 0
 
 
 class Isolation(NamedTuple):
@@ -130,7 +130,7 @@ class Isolation(NamedTuple):
             return
         for place, request in enumerate(requests):
             if request.failure is None:
-                isolated.open_places += 1
+                isolated.open_requests += 1
                 request.ack_handle = IsolatedAck(isolated, place)
 
 
@@ -147,7 +147,7 @@ def alone_of(request: Request) -> Alone:
     return Alone(isolated.assignment.partition, isolated.record.offset, ack_handle.place)
 
 
-def places_of(requests: Iterable[Request]) -> set[tuple[TopicPartition, int]]:
+def records_of(requests: Iterable[Request]) -> set[tuple[TopicPartition, int]]:
     """Return the records of requests that have an ack handle of the in-flight tracker."""
     ack_handles = [request.ack_handle for request in requests]
     return {

@@ -93,28 +93,32 @@ class CrashMarkers:
         self._kept.update(found)
         return found
 
-    async def write(self, marks: Mapping[TopicPartition, CrashMarker], owner: Owner) -> None:
+    async def write(self, markers: Mapping[TopicPartition, CrashMarker], owner: Owner) -> None:
         """Write the markers that differ from those last written.
 
         Raises:
             LogUnavailable: no acknowledgement; they are written, or not.
         """
         async with self._turn:
-            news = {
-                each: mark for each, mark in marks.items() if self._kept.get(each) != (mark, owner)
+            changed = {
+                each: marker
+                for each, marker in markers.items()
+                if self._kept.get(each) != (marker, owner)
             }
-            if not news:
+            if not changed:
                 return
-            for each in news:
+            # Before the commit: if its acknowledgement is lost, the log may hold either marker, so
+            # that the next call must write again.
+            for each in changed:
                 self._kept.pop(each, None)
             await self._log.commit(
                 self._group,
                 {
-                    each: Committed(mark.stop, encode_mark(mark, owner))
-                    for each, mark in news.items()
+                    each: Committed(marker.stop, encode_marker(marker, owner))
+                    for each, marker in changed.items()
                 },
             )
-            self._kept.update((each, (mark, owner)) for each, mark in news.items())
+            self._kept.update((each, (marker, owner)) for each, marker in changed.items())
 
     async def remove_dead_members(self, topic: str) -> None:
         """Remove members from the group that wrote markers and whose processes have ended, so that
@@ -137,25 +141,25 @@ def _read(partition: TopicPartition, committed: Committed | None) -> tuple[Crash
     if committed is None or not committed.metadata:
         return CLEAN, NOBODY
     try:
-        return decode_mark(committed.metadata)
+        return decode_marker(committed.metadata)
     except ValueError as error:
         # An unreadable hint is treated like a missing one.
         log.warning(Event.CRASH_MARKER_UNREADABLE, partition=str(partition), reason=str(error))
         return CLEAN, NOBODY
 
 
-def encode_mark(mark: CrashMarker, owner: Owner = NOBODY) -> str:
+def encode_marker(marker: CrashMarker, owner: Owner = NOBODY) -> str:
     """Return a marker as text, within the size limit of a commit's metadata."""
-    worst = sorted(mark.attempts.items(), key=lambda item: (-item[1], item[0]))[:MOST_ATTEMPTS]
+    worst = sorted(marker.attempts.items(), key=lambda item: (-item[1], item[0]))[:MOST_ATTEMPTS]
     fields: dict[str, Any] = {
         "v": VERSION,
-        "open": mark.is_open,
-        "stop": mark.stop,
-        "ends": mark.ends,
-        "running": _ranges_text(mark.running),
-        "alone": mark.alone,
+        "open": marker.is_open,
+        "stop": marker.stop,
+        "ends": marker.ends,
+        "running": _ranges_text(marker.running),
+        "alone": marker.alone,
         "attempts": [[offset, place, count] for (offset, place), count in worst],
-        "accused": _ranges_text(mark.suspects),
+        "accused": _ranges_text(marker.suspects),
         "member": owner.member,
         "process": owner.process,
     }
@@ -165,14 +169,14 @@ def encode_mark(mark: CrashMarker, owner: Owner = NOBODY) -> str:
     )
 
 
-def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
-    """Return what `encode_mark` was given. Raises `ValueError`."""
+def decode_marker(text: str) -> tuple[CrashMarker, Owner]:
+    """Return what `encode_marker` was given. Raises `ValueError`."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or fields.get("v") != VERSION:
         raise ValueError(f"crash marker: expected version {VERSION}, got {text[:40]!r}")
     alone = fields.get("alone")
     try:
-        mark = CrashMarker(
+        marker = CrashMarker(
             is_open=bool(fields["open"]),
             stop=int(fields["stop"]),
             ends=int(fields["ends"]),
@@ -184,7 +188,7 @@ def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
         owner = Owner(str(fields.get("member", "")), str(fields.get("process", "")))
     except (KeyError, TypeError, UnknownMetadata) as error:
         raise ValueError(f"crash marker: expected all of its fields, got {text[:40]!r}") from error
-    return mark, owner
+    return marker, owner
 
 
 def _ranges_text(ranges: Sequence[Range]) -> str:
@@ -227,8 +231,8 @@ _NETWORK = Path("/proc/self/ns/net")
 @functools.cache
 def process_name() -> str:
     """Return the name of this process, valid until it ends; empty if it has none."""
-    place, token = _place(), secrets.token_hex(8)
-    if not place:
+    scope, token = _socket_scope(), secrets.token_hex(8)
+    if not scope:
         return ""
     held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -237,13 +241,13 @@ def process_name() -> str:
         held.close()
         return ""
     held.detach()  # the kernel closes it when the process ends
-    return f"{place}/{token}"
+    return f"{scope}/{token}"
 
 
 def is_gone(name: str) -> bool:
     """Return True if the process of this name has certainly ended."""
-    place, _, token = name.rpartition("/")
-    if not place or place != _place():
+    scope, _, token = name.rpartition("/")
+    if not scope or scope != _socket_scope():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
         try:
@@ -259,7 +263,7 @@ def _address(token: str) -> str:
     return f"\0headrace-{token}"
 
 
-def _place() -> str:
+def _socket_scope() -> str:
     """Return `host/boot id/network namespace`, the scope in which a socket name is unique."""
     try:
         boot = _BOOT_ID.read_text("ascii").strip()[:8]

@@ -92,39 +92,39 @@ class PoisonSearch:
         self._histories: dict[TopicPartition, _History] = {}
 
     def restore(
-        self, partition: TopicPartition, mark: CrashMarker, progress: AckedOffsets, end: int
+        self, partition: TopicPartition, marker: CrashMarker, progress: AckedOffsets, end: int
     ) -> None:
         """Restore the state of an assigned partition from its marker.
 
         Args:
             partition: the assigned partition.
-            mark: its marker as found in the log.
+            marker: its marker as found in the log.
             progress: its answered offsets.
             end: the offset that its next record will get: nothing above was ever delivered.
         """
         history = self._histories[partition] = _History()
-        if mark.is_open:
+        if marker.is_open:
             # Only records unanswered at both ends can have caused both.
-            was_there = bool(progress.unanswered(min(mark.stop, end)))
-            history.ends = (mark.ends if was_there else 0) + 1
+            was_there = bool(progress.unanswered(min(marker.stop, end)))
+            history.ends = (marker.ends if was_there else 0) + 1
             history.stop = end
         else:
-            history.ends, history.stop = mark.ends, min(mark.stop, end)
+            history.ends, history.stop = marker.ends, min(marker.stop, end)
         # Answered records did not end the process, so an end of which all are answered is resolved.
         if not progress.unanswered(history.stop):
             history.ends = history.stop = 0
         # Attempts before the lone run below, which adds one to them.
-        for unit, count in mark.attempts.items():
+        for unit, count in marker.attempts.items():
             if unit[0] < end and unit[0] not in progress:
                 history.attempts[unit] = count
         # Nothing else ran when this marker was acknowledged: only such an end is an attempt.
-        if mark.alone is not None and mark.running:
-            unit = (mark.running[0][0], mark.alone)
+        if marker.alone is not None and marker.running:
+            unit = (marker.running[0][0], marker.alone)
             if unit[0] < end and unit[0] not in progress:
                 history.attempts[unit] = history.attempts.get(unit, 0) + 1
         # After a clean end `running` is empty, so that a rebalance makes no suspects.
         unanswered = progress.unanswered(end)
-        for found in (*mark.suspects, *mark.running):
+        for found in (*marker.suspects, *marker.running):
             history.suspects.update(_offsets_within(found, unanswered))
 
     def forget(self, partition: TopicPartition) -> None:
@@ -146,7 +146,7 @@ class PoisonSearch:
         return any(each.ends >= CAREFUL_FROM or _is_searched(each) for each in histories)
 
     @property
-    def count(self) -> int:
+    def suspect_count(self) -> int:
         """Number of suspects."""
         return sum(len(each.suspects) for each in self._histories.values())
 
@@ -161,7 +161,7 @@ class PoisonSearch:
         attempts = {} if history is None else history.attempts
         return frozenset(unit for unit, n in attempts.items() if n >= self._max_attempts)
 
-    def survived(self, partition: TopicPartition, offset: int) -> None:
+    def note_survived(self, partition: TopicPartition, offset: int) -> None:
         """Note that a record ran alone to its end: it is no suspect any more."""
         history = self._histories.get(partition)
         if history is None:
@@ -205,7 +205,7 @@ class PoisonSearch:
         if history.ends and not progress.unanswered(history.stop):
             history.ends = history.stop = 0
 
-    def mark(
+    def open_marker(
         self, partition: TopicPartition, running: Iterable[int] = (), alone: Alone | None = None
     ) -> CrashMarker:
         """Return the marker of a partition that is being read.
@@ -236,7 +236,7 @@ class PoisonSearch:
         The results of the search stay, so that they survive a rebalance. Running records become no
         suspects, since this is not an unclean end.
         """
-        return self.mark(partition)._replace(is_open=False)
+        return self.open_marker(partition)._replace(is_open=False)
 
 
 def ranges_of(offsets: Iterable[int]) -> tuple[Range, ...]:

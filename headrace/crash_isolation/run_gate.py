@@ -20,7 +20,7 @@ from typing import TypeAlias
 from headrace.crash_isolation.poison_search import Alone
 from headrace.log.port import TopicPartition
 
-Place: TypeAlias = tuple[TopicPartition, int]
+Position: TypeAlias = tuple[TopicPartition, int]
 """A record: its partition and its offset."""
 
 
@@ -28,13 +28,13 @@ class Entry:
     """One entry in a gate, until it leaves.
 
     Attributes:
-        places: the records marked for it.
+        records: the records marked for it.
     """
 
-    __slots__ = ("places",)
+    __slots__ = ("records",)
 
-    def __init__(self, places: tuple[Place, ...] = ()) -> None:
-        self.places = places
+    def __init__(self, records: tuple[Position, ...] = ()) -> None:
+        self.records = records
 
 
 _UNMARKED = Entry()
@@ -62,7 +62,7 @@ class RunGate:
         self._waiting = 0
         self._is_closed = False
         self._changed = asyncio.Event()
-        self._running: Counter[Place] = Counter()
+        self._running: Counter[Position] = Counter()
         self._version = self._written = 0
         self._writing = asyncio.Lock()
         self.is_marking = False
@@ -77,7 +77,7 @@ class RunGate:
         self._inside += 1
         return _UNMARKED
 
-    async def enter(self, places: Iterable[Place]) -> Entry:
+    async def enter(self, records: Iterable[Position]) -> Entry:
         """Enter concurrently with others, and return once the records are marked."""
         self._waiting += 1
         try:
@@ -87,9 +87,9 @@ class RunGate:
             self._waiting -= 1
             self._notify()
         # Count it before the marker is written: a lone run that comes now waits for it to leave.
-        entry = Entry(tuple(places))
+        entry = Entry(tuple(records))
         self._inside += 1
-        self._running.update(entry.places)
+        self._running.update(entry.records)
         # Acknowledged before it begins: an unmarked culprit would never be found.
         await self._mark()
         return entry
@@ -97,8 +97,8 @@ class RunGate:
     def leave(self, entry: Entry) -> None:
         """Leave; an outdated marker lists too many records, which costs at most a run alone."""
         self._inside -= 1
-        if entry.places:
-            self._running.subtract(entry.places)
+        if entry.records:
+            self._running.subtract(entry.records)
             self._running = +self._running
         if not self._inside:
             self._emptied.set()

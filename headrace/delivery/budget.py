@@ -37,7 +37,7 @@ class Budget:
         self._exceeded = False
 
     @property
-    def exceeded(self) -> bool:
+    def is_exceeded(self) -> bool:
         """True from the moment the limit is reached until use has fallen well below it."""
         if self._exceeded:
             self._exceeded = self.used_bytes > self._resume_bytes
@@ -64,17 +64,17 @@ class Share:
 
     Attributes:
         used_bytes: bytes held.
-        deferred: number of its requests left in the log.
+        deferred_records: number of its requests left in the log.
         deferred_s: time of the last deferral, on the monotonic clock.
     """
 
-    __slots__ = ("deferred", "deferred_s", "model", "tenant", "used_bytes")
+    __slots__ = ("deferred_records", "deferred_s", "model", "tenant", "used_bytes")
 
     def __init__(self, model: Usage, tenant: Usage | None) -> None:
         self.model = model
         self.tenant = tenant
         self.used_bytes = 0
-        self.deferred = 0
+        self.deferred_records = 0
         self.deferred_s = -math.inf
 
     def charge(self, size_bytes: int) -> None:
@@ -152,7 +152,7 @@ class BudgetShares:
         used = {
             name: share
             for name, share in self._shares.items()
-            if share.used_bytes or share.deferred
+            if share.used_bytes or share.deferred_records
         }
         self._shares = used
         self._models = {model: share.model for (model, _), share in used.items()}

@@ -63,11 +63,11 @@ class OffsetStore:
         """Acknowledge requests whose answers the log has acknowledged, or that need none."""
         source_offsets = self._source_offsets
         if source_offsets is not None:
-            source_offsets.answered(requests)
+            source_offsets.mark_acked(requests)
         ack_all([request.ack_handle for request in requests])
 
     def fit_commit_metadata(
-        self, number: int, outgoing: Sequence[PendingAnswer]
+        self, number: int, pending: Sequence[PendingAnswer]
     ) -> tuple[Sequence[PendingAnswer], Committed | None]:
         """Select as many answers, lowest offset first, as fit in the commit metadata.
 
@@ -75,37 +75,37 @@ class OffsetStore:
 
         Args:
             number: an assigned source partition.
-            outgoing: unanswered requests, by rising offset.
+            pending: unanswered requests, by rising offset.
 
         Returns:
             the selected answers, and the source commit for them; None if none is selected.
         """
         progress = self.progress(number)
         assert progress is not None
-        committable = self._commit_with(progress, outgoing)
+        committable = self._commit_with(progress, pending)
         if committable is not None:
-            return outgoing, committable
-        fits, fails = 0, len(outgoing)
+            return pending, committable
+        fits, fails = 0, len(pending)
         best: Committed | None = None
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            committable = self._commit_with(progress, outgoing[:middle])
+            committable = self._commit_with(progress, pending[:middle])
             if committable is None:
                 fails = middle
             else:
                 fits, best = middle, committable
-        return outgoing[:fits], best
+        return pending[:fits], best
 
     def _commit_with(
-        self, progress: AckedOffsets, outgoing: Sequence[PendingAnswer]
+        self, progress: AckedOffsets, pending: Sequence[PendingAnswer]
     ) -> Committed | None:
         """Return the commit with these requests answered; None if its ranges would not all fit."""
         draft = progress.copy()
-        for request, _ in outgoing:
+        for request, _ in pending:
             draft.mark_acked(request.previous, request.offset)
         return draft.committable_whole(self._max_characters)
 
-    def offsets(self, number: int, source: Committed, outgoing: Sequence[PendingAnswer]) -> Offsets:
+    def offsets(self, number: int, source: Committed, pending: Sequence[PendingAnswer]) -> Offsets:
         """Return all offsets to commit with these answers; two if `results` is read."""
         offsets = {self.source(number): source}
         if self._source_offsets is None:
@@ -117,7 +117,7 @@ class OffsetStore:
             # A record of `results` is done only with the last of its requests: those still open
             # are read again from it if this process ends.
             for ack_handle, parts in Counter(
-                [request.ack_handle for request, _ in outgoing]
+                [request.ack_handle for request, _ in pending]
             ).items():
                 assert isinstance(ack_handle, InFlightAck)  # of a record of `results`
                 if ack_handle.parts == parts:
@@ -132,7 +132,7 @@ class OffsetStore:
             offsets |= self._source_offsets.committable()
         return {each: offsets[each] for each in offsets if each.partition == number}
 
-    def transaction_committed(self, offsets: Offsets) -> None:
+    def note_committed(self, offsets: Offsets) -> None:
         """Remember that these offsets are committed."""
         self._tracker.note_committed(offsets)
         if self._source_offsets is not None:
@@ -145,18 +145,18 @@ class OffsetStore:
             progress.merge(AckedOffsets.from_committed(committed))
 
 
-def by_offset(outgoing: Iterable[PendingAnswer]) -> list[PendingAnswer]:
+def by_offset(pending: Iterable[PendingAnswer]) -> list[PendingAnswer]:
     """Sort answers of one partition by source offset."""
-    return sorted(outgoing, key=_offset)
+    return sorted(pending, key=_offset)
 
 
-def _offset(outgoing: PendingAnswer) -> int:
-    return outgoing[0].offset
+def _offset(pending: PendingAnswer) -> int:
+    return pending[0].offset
 
 
-def requests_of(outgoing: Iterable[PendingAnswer]) -> list[Request]:
+def requests_of(pending: Iterable[PendingAnswer]) -> list[Request]:
     """Return the requests, without the target partitions."""
-    return list(map(_request, outgoing))
+    return list(map(_request, pending))
 
 
 _request = itemgetter(0)

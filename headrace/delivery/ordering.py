@@ -42,7 +42,7 @@ class AnswerOrder(Generic[T]):
         """Number of items that wait for a predecessor."""
         return sum(map(len, self._held.values()))
 
-    def ended(self, offset: int, predecessor: int | None, item: T) -> list[T]:
+    def add(self, offset: int, predecessor: int | None, item: T) -> list[T]:
         """Add an ended record.
 
         Args:

@@ -47,17 +47,17 @@ async def deliver(
         longer wanted.
     """
     writing = _Writing(producer, partition, records)
-    first = await writing.attempt(range(len(records)))
-    if first:
+    unsent = await writing.attempt(range(len(records)))
+    if unsent:
         async for attempt in _until_acknowledged(tuning):
             with attempt:
                 if metrics is not None:
-                    metrics.retried("send", len(first))
+                    metrics.retried("send", len(unsent))
                 if wanted is not None:
-                    first = list(filter(wanted, first))
-                first = await writing.attempt(first)
-                if first:
-                    raise _Unsent(f"{partition}: {len(first)} records are not acknowledged")
+                    unsent = list(filter(wanted, unsent))
+                unsent = await writing.attempt(unsent)
+                if unsent:
+                    raise _Unsent(f"{partition}: {len(unsent)} records are not acknowledged")
     return dict(sorted(writing.refused.items()))
 
 
@@ -85,7 +85,7 @@ async def deliver_in_order(
     except Rejected as error:
         return (0, error) if records else None
     start = 0
-    for stop in _pieces(records, limit_bytes):
+    for stop in _piece_ends(records, limit_bytes):
         refused = await writing.write(records[start:stop])
         if refused is not None:
             return start + refused[0], refused[1]
@@ -93,7 +93,7 @@ async def deliver_in_order(
     return None
 
 
-def _pieces(records: Sequence[NewRecord], limit_bytes: int) -> Iterator[int]:
+def _piece_ends(records: Sequence[NewRecord], limit_bytes: int) -> Iterator[int]:
     """Yield the end index of each piece; a record too large for any batch is its own piece."""
     filled = 0
     for index, record in enumerate(records):
@@ -170,7 +170,7 @@ def _until_acknowledged(tuning: DeliveryTuning) -> AsyncRetrying:
     return AsyncRetrying(
         retry=retry_if_exception_type(Retriable),
         wait=lambda _: pauses.next_s(),
-        before_sleep=_say_so,
+        before_sleep=_log_retry,
     )
 
 
@@ -187,7 +187,7 @@ def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> lis
     return list(refused)
 
 
-def _say_so(state: RetryCallState) -> None:
+def _log_retry(state: RetryCallState) -> None:
     error = None if state.outcome is None else state.outcome.exception()
     reason = "" if error is None else str(error)
     if error is not None:

@@ -51,7 +51,7 @@ class SourceOffsets:
         self._taken: dict[int, set[int]] = {}
         self._committed: dict[TopicPartition, Committed] = {}
 
-    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
+    async def on_assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
         """Load the commits of the source partitions.
 
         The base may be below the beginning, and is 0 without a commit: results of requests that
@@ -74,7 +74,7 @@ class SourceOffsets:
                 self._committed[source] = Committed(0)
         self._identity.known = replacement or self._identity.known
 
-    def revoked(self, partitions: Sequence[int]) -> None:
+    def on_revoked(self, partitions: Sequence[int]) -> None:
         """Forget the partitions; their next owner loads what was committed."""
         for partition in partitions:
             self._progress.pop(partition, None)
@@ -85,7 +85,7 @@ class SourceOffsets:
         """Return the progress of a source partition; None if it is not assigned here."""
         return self._progress.get(partition)
 
-    def is_first_delivery(self, partition: int, offset: int) -> bool:
+    def take(self, partition: int, offset: int) -> bool:
         """Take a source offset; return False if it is answered, taken or not assigned here."""
         progress = self._progress.get(partition)
         taken = self._taken.get(partition)
@@ -138,20 +138,20 @@ class SourceOffsets:
                 self._progress[source.partition] = AckedOffsets(0)
                 self._taken[source.partition] = set()
 
-    def answered(self, requests: Iterable[Request]) -> None:
+    def mark_acked(self, requests: Iterable[Request]) -> None:
         """Mark requests as answered; consecutive offsets are covered together."""
         partition = first = last = -1
         for request in requests:
             if request.previous != last or request.partition != partition:
-                self._cover(partition, first, last)
+                self._mark_range(partition, first, last)
                 partition, first = request.partition, request.previous
             last = request.offset
             taken = self._taken.get(partition)
             if taken is not None:
                 taken.discard(last)
-        self._cover(partition, first, last)
+        self._mark_range(partition, first, last)
 
-    def _cover(self, partition: int, previous: int, last: int) -> None:
+    def _mark_range(self, partition: int, previous: int, last: int) -> None:
         progress = self._progress.get(partition)
         if progress is not None:
             progress.mark_acked(previous, last)

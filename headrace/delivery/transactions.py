@@ -157,7 +157,7 @@ class PartitionTransactions:
             )
 
     async def commit_transaction(
-        self, number: int, outgoing: list[PendingAnswer], compose: Compose
+        self, number: int, pending: list[PendingAnswer], compose: Compose
     ) -> None:
         """Commit the answers of one source partition in one transaction, then acknowledge.
 
@@ -165,7 +165,7 @@ class PartitionTransactions:
 
         Args:
             number: the source partition.
-            outgoing: pending answers in any order. Acknowledged ones are removed from the list.
+            pending: pending answers in any order. Acknowledged ones are removed from the list.
                 Those left without an error must wait: the commit metadata has no room for their
                 offsets.
             compose: makes the answer and dead-letter records.
@@ -187,10 +187,10 @@ class PartitionTransactions:
             if owned.is_spent:  # a former transaction was cancelled: its outcome is unknown
                 await self._reinit_producer(owned, None)
             # Only after that, since the last outcome decides which answers are duplicates.
-            outgoing[:] = self._fresh(number, outgoing)
-            if not outgoing:  # also while an assignment is pending: offsets unknown
+            pending[:] = self._drop_answered(number, pending)
+            if not pending:  # also while an assignment is pending: offsets unknown
                 return
-            fitting, source = self._offset_store.fit_commit_metadata(number, outgoing)
+            fitting, source = self._offset_store.fit_commit_metadata(number, pending)
             if source is None or not fitting:
                 return
             # The offsets say what is answered once these answers are: both become visible together.
@@ -201,7 +201,7 @@ class PartitionTransactions:
             )
             # Acknowledge only after the commit: an aborted transaction is sent again.
             self._offset_store.ack(requests_of(fitting))
-            outgoing[:] = outgoing[len(fitting) :]
+            pending[:] = pending[len(fitting) :]
 
     async def commit_remaining(self, number: int) -> None:
         """Commit progress that no answer carries: skipped offsets and dropped duplicates.
@@ -220,14 +220,16 @@ class PartitionTransactions:
             if offsets:
                 await self._recover(owned, await self._transact(owned, {}, offsets), ())
 
-    def _fresh(self, number: int, outgoing: Sequence[PendingAnswer]) -> Sequence[PendingAnswer]:
+    def _drop_answered(
+        self, number: int, pending: Sequence[PendingAnswer]
+    ) -> Sequence[PendingAnswer]:
         """Return answers by offset; acknowledge and drop revoked and already answered requests."""
         progress = self._offset_store.progress(number)
-        ordered = by_offset(outgoing)
+        ordered = by_offset(pending)
         is_above = progress is not None and ordered and ordered[0][0].offset >= progress.highest
         if is_above and not any_revoked([request for request, _ in ordered]):
             return ordered
-        fresh: list[PendingAnswer] = []
+        unanswered: list[PendingAnswer] = []
         for each in ordered:
             request = each[0]
             if request.ack_handle.revoked or progress is None:
@@ -237,12 +239,12 @@ class PartitionTransactions:
                 self._metrics.duplicates.inc()
                 self._offset_store.ack([request])
             else:
-                fresh.append(each)
-        return fresh
+                unanswered.append(each)
+        return unanswered
 
-    def _are_answered(self, number: int, outgoing: Sequence[PendingAnswer]) -> bool:
+    def _are_answered(self, number: int, pending: Sequence[PendingAnswer]) -> bool:
         progress = self._offset_store.progress(number)
-        return progress is not None and all(each[0].offset in progress for each in outgoing)
+        return progress is not None and all(each[0].offset in progress for each in pending)
 
     async def _transact(
         self, owned: _PartitionProducer, records: Records, offsets: Offsets
@@ -279,14 +281,14 @@ class PartitionTransactions:
             log.warning(Event.TRANSACTION_FAILED, partition=owned.number, reason=str(error))
             drop_tracebacks(error)
             return error
-        self._offset_store.transaction_committed(offsets)
+        self._offset_store.note_committed(offsets)
         return None
 
     async def _recover(
         self,
         owned: _PartitionProducer,
         failure: Retriable | Rejected | None,
-        outgoing: Sequence[PendingAnswer],
+        pending: Sequence[PendingAnswer],
     ) -> None:
         """Replace a failed producer, and find out whether its answers were committed.
 
@@ -302,7 +304,7 @@ class PartitionTransactions:
                 raise failure
             # A transaction is committed whole or not at all; if its offsets are committed, only
             # the broker's confirmation was lost.
-            if not (outgoing and self._are_answered(owned.number, outgoing)):
+            if not (pending and self._are_answered(owned.number, pending)):
                 timed_out = isinstance(failure, TransactionTimedOut | Fenced)
                 raise TransactionAborted(str(failure), timed_out=timed_out)
         finally:

@@ -131,7 +131,8 @@ class ExecutorService:
         for version in self._models.catalog.versions(State.LOADING):
             self._loading.add(version)
             changes.put_nowait(VersionChange("load", version, "added"))
-        self._note_loaded(None)
+        if not self._loading:
+            self.loaded.set()
         return changes
 
     def _end_loads(self) -> None:
@@ -151,9 +152,9 @@ class ExecutorService:
             if change.action == "load":
                 self._served[version] = self._start(change, served, tasks)
             elif change.action == "unload":
-                self._end(change, self._served.pop(version, None))
+                self._release(change, self._served.pop(version, None))
 
-    def _end(self, change: VersionChange, served: _ServedVersion | None) -> None:
+    def _release(self, change: VersionChange, served: _ServedVersion | None) -> None:
         """Let a version be unloaded after its current runs, or after all that waits for it."""
         version = change.version
         if served is None:
@@ -191,7 +192,7 @@ class ExecutorService:
         Args:
             version: the version.
             consumers: one for each instance.
-            before: serves the same version until it is unloaded; awaited first.
+            before: task that still serves the same version; awaited first.
             reason: why it is loaded.
         """
         try:
@@ -236,7 +237,7 @@ class ExecutorService:
             if version.state is not State.UNLOADED:
                 self._fail(version, error)
                 return
-            # Not its fault: other versions are busy. A later request has it loaded again.
+            # The version is not faulty: others are busy. A later request has it loaded again.
             self._report_failed(version, error)
             self._models.lifecycle.refuse_waiting(version, str(error))
         except ConfigurationError as error:
@@ -253,10 +254,10 @@ class ExecutorService:
         self._metrics.model_failed_to_load(name, number)
 
     def _loads_in_turn(self) -> bool:
-        """Return True if versions are loaded one after the other, whatever the memory.
+        """Return True if versions are loaded one after the other, even if there is memory for more.
 
-        Those that come while others serve are, to leave them the processor. So are those that come
-        from trials: these take turns and longer than the loads, so that nothing is lost by it.
+        After the start, that leaves CPU time to the versions that serve. With trials it costs
+        nothing: these run one at a time, and take longer than the loads.
         """
         return self.loaded.is_set() or self._trials is not None
 
@@ -296,7 +297,7 @@ class ExecutorService:
         for consumer in self._served[version].consumers:
             consumer.stop()
 
-    def _note_loaded(self, version: ModelVersion | None) -> None:
+    def _note_loaded(self, version: ModelVersion) -> None:
         """Note that a version has loaded or failed; set `loaded` after the last initial one."""
         self._loading.discard(version)
         if not self._loading:

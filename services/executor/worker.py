@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 
 import structlog
 
-from headrace.crash_isolation.isolation import alone_of, is_isolated, places_of
+from headrace.crash_isolation.isolation import alone_of, is_isolated, records_of
 from headrace.crash_isolation.run_gate import RunGate
 from headrace.delivery.failures import rejection, split_ended
 from headrace.errors import Code, Fatal, Rejected, Retriable, describe_error
@@ -474,7 +474,7 @@ async def enter_and_run(
         return done
     entry = prepared.entry
     if entry is None:
-        entry = await gate.enter(places_of(requests)) if gate.is_marking else gate.begin()
+        entry = await gate.enter(records_of(requests)) if gate.is_marking else gate.begin()
     done = await run()
     # Not in a `finally`: after a failed run the next one would seem to have run alone.
     gate.leave(entry)

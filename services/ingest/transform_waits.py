@@ -21,7 +21,7 @@ from contextlib import suppress
 from itertools import count
 
 from headrace.clock import Clock
-from headrace.crash_isolation.isolation import places_of
+from headrace.crash_isolation.isolation import records_of
 from headrace.crash_isolation.run_gate import RunGate
 from headrace.delivery.cancelling import cancelled_failure, find_cancelled
 from headrace.delivery.failures import REVOKED, deadline_passed
@@ -314,7 +314,7 @@ class TransformWaits:
             if self._is_marking:
                 # What crashes the process must be named before a worker takes it.
                 granted = [each.request for each in self._granted.waiting()]
-                entry = await self._gate.enter(places_of(granted))
+                entry = await self._gate.enter(records_of(granted))
             else:
                 entry = self._gate.begin()
             await worker.run(self._granted)

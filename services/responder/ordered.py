@@ -140,7 +140,7 @@ class PartitionSequencer:
         before: int | None = request.previous
         if self._order_by == "key":
             before = request.after if request.after >= 0 else None
-        ready = queue.order.ended(request.offset, before, outgoing)
+        ready = queue.order.add(request.offset, before, outgoing)
         ack_handle = request.ack_handle
         if not ready and isinstance(ack_handle, InFlightAck):
             ack_handle.hold()

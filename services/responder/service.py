@@ -47,7 +47,7 @@ class Delivery(NamedTuple):
         order_by: the scope in which answers keep their order.
         transaction_timeout_s: timeout of a transaction, for exactly once.
         putter: puts large answers into a store; None if all are in their records.
-        answers: when it does.
+        answers: settings of which answers these are.
     """
 
     offset_store: OffsetStore
@@ -81,7 +81,7 @@ class ResponderService:
         self._source_offsets = delivery.source_offsets
         self._metrics = instruments.metrics
         self._encoder = AnswerEncoder(routes, instruments, tuning)
-        self._reply_topics = ReplyTopics(producer, self._resolved, tuning)
+        self._reply_topics = ReplyTopics(producer, self._on_looked_up, tuning)
         self._sequencer: PartitionSequencer | None = None
         self._answers = self._make_answers(producer, delivery)
         self._claims: AnswerClaims | None = None
@@ -90,7 +90,7 @@ class ResponderService:
                 delivery.putter,
                 delivery.answers,
                 routes.requests,
-                self._answer_stored,
+                self._on_stored,
                 self._tasks,
                 instruments.metrics,
                 instruments.clock,
@@ -199,7 +199,7 @@ class ResponderService:
                     metadata, size_bytes = request.output_metadata, output_bytes([request])
                 if size_bytes > charged_from_bytes and isinstance(ack_handle, InFlightAck):
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
-            elif self._source_offsets.is_first_delivery(request.partition, request.offset):
+            elif self._source_offsets.take(request.partition, request.offset):
                 unanswered.append(request)
             elif request.skipped:  # its last offset is answered; those before it may not be
                 self._offset_store.ack([request])
@@ -217,7 +217,7 @@ class ResponderService:
             self._metrics.duplicates.inc()
             request.ack_handle.ack()
 
-    async def _answer_stored(self, request: Request) -> None:
+    async def _on_stored(self, request: Request) -> None:
         """Write the answer of a request whose value is in a store, or that failed."""
         await self._answers.wait_for_room()
         if addressed := self._address(drop_revoked([request], self._metrics)):
@@ -227,7 +227,7 @@ class ResponderService:
         """Group requests by target partition; leave out those whose topic is being looked up."""
         addressed: RequestsByTarget = {}
         by_reply_to: dict[_ReplyTo, list[Request]] = {}
-        last: list[Request] = []
+        group: list[Request] = []  # of the request before, which most requests share
         topic: str | None = None
         number: int | None = None
         partition = -1
@@ -240,13 +240,13 @@ class ResponderService:
             ):
                 partition = request.partition
                 topic, number = envelope.reply_topic, envelope.reply_partition
-                last = by_reply_to.setdefault((topic, number, partition), [])
-            last.append(request)
-        for (topic, number, _), some in by_reply_to.items():
+                group = by_reply_to.setdefault((topic, number, partition), [])
+            group.append(request)
+        for (topic, number, _), group in by_reply_to.items():
             if topic is None and number is None:
-                addressed.setdefault(self._routes.default_target(some[0]), []).extend(some)
+                addressed.setdefault(self._routes.default_target(group[0]), []).extend(group)
             else:
-                self._address_named(addressed, topic or self._routes.responses, some)
+                self._address_named(addressed, topic or self._routes.responses, group)
         return addressed
 
     def _address_named(
@@ -271,9 +271,9 @@ class ResponderService:
             if partitions is None:
                 self._reply_topics.look_up(topic, request, self._tasks)
             else:
-                self._add(addressed, request, partitions)
+                self._address_one(addressed, request, partitions)
 
-    def _add(
+    def _address_one(
         self, addressed: RequestsByTarget, request: Request, partitions: int | TopicForbidden | None
     ) -> None:
         """Address a request after its topic's partitions were looked up (None: no such topic)."""
@@ -283,12 +283,12 @@ class ResponderService:
             target = self._encoder.redirect_to_responses(request, target)
         addressed.setdefault(target, []).append(request)
 
-    async def _resolved(
+    async def _on_looked_up(
         self, requests: list[Request], partitions: int | TopicForbidden | None
     ) -> None:
         await self._answers.wait_for_room()
         addressed: RequestsByTarget = {}
         for request in drop_revoked(requests, self._metrics):  # revoked during the lookup
-            self._add(addressed, request, partitions)
+            self._address_one(addressed, request, partitions)
         if addressed:
             self._answers.submit(addressed)

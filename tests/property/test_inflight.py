@@ -186,8 +186,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_budget_flaps_around_no_limit(self) -> None:
         budget = self.tracker.budget
-        before = budget.exceeded
-        assert budget.exceeded is before
+        before = budget.is_exceeded
+        assert budget.is_exceeded is before
         if budget.used_bytes >= LIMIT_BYTES:
             assert before
         if budget.used_bytes <= LIMIT_BYTES * TUNING.delivery.resume_fraction:
@@ -204,6 +204,6 @@ def test_reading_resumes_well_below_limit() -> None:
     seen = []
     for used_bytes in (999, 1000, 999, 751, 750, 999, 1000):
         budget.used_bytes = used_bytes
-        seen.append(budget.exceeded)
+        seen.append(budget.is_exceeded)
 
     assert seen == [False, True, True, True, False, False, True]

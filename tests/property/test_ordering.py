@@ -45,7 +45,7 @@ def test_answers_in_partition_order_leave_after_all_before_them(one: Work) -> No
     left: list[int] = []
     for offset in one.ends:
         ended.add(offset)
-        left += order.ended(offset, previous[offset], offset)
+        left += order.add(offset, previous[offset], offset)
         stuck = next((each for each in offsets if each not in ended), None)
         assert left == [each for each in offsets if stuck is None or each < stuck]
     assert order.held == 0
@@ -62,7 +62,7 @@ def test_answers_in_key_order_leave_after_all_of_their_key(one: Work) -> None:
     for offset in one.ends:
         ended.add(offset)
         before = after[offset]
-        left += order.ended(offset, before if before >= 0 else None, offset)
+        left += order.add(offset, before if before >= 0 else None, offset)
         by_key: dict[bytes, list[int]] = defaultdict(list)
         for each in left:
             by_key[one.keys[each]].append(each)
@@ -82,7 +82,7 @@ def test_answered_record_holds_no_later_one(one: Work, before: set[int]) -> None
     left: list[int] = []
     for offset in one.ends:
         if offset not in before:
-            left += order.ended(offset, previous[offset], offset)
+            left += order.add(offset, previous[offset], offset)
 
     segments: list[list[int]] = [[]]
     for offset in offsets:
@@ -107,7 +107,7 @@ def test_answers_of_previous_owner_release_held_ones(one: Work, data: st.DataObj
         each
         for offset in one.ends
         if offset not in lost
-        for each in order.ended(offset, previous[offset], offset)
+        for each in order.add(offset, previous[offset], offset)
     ]
 
     for offset in lost:

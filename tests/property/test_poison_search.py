@@ -125,7 +125,7 @@ class World:
         self._mark(search, {record}, Alone(*record, 0))
         self.ran_alone[record] += 1
         self._execute(search, progress, [record])
-        search.survived(*record)
+        search.note_survived(*record)
 
     def _execute(
         self,
@@ -158,7 +158,7 @@ class World:
         self._maybe_killed()
         for partition in self.counts:
             offsets = [offset for each, offset in running if each == partition]
-            self.marks[partition] = search.mark(partition, offsets, alone)
+            self.marks[partition] = search.open_marker(partition, offsets, alone)
         self._maybe_killed()
 
     def _commit(self, progress: dict[TopicPartition, AckedOffsets]) -> None:
@@ -257,7 +257,7 @@ def test_first_unclean_end_makes_no_suspect() -> None:
 
     search.restore(partition, CrashMarker(is_open=True), AckedOffsets(3), 10)
 
-    assert (search.is_active, search.is_careful, search.count) == (True, False, 0)
+    assert (search.is_active, search.is_careful, search.suspect_count) == (True, False, 0)
 
 
 def test_unclean_ends_with_progress_between_make_no_suspect() -> None:
@@ -267,4 +267,4 @@ def test_unclean_ends_with_progress_between_make_no_suspect() -> None:
     search.restore(partition, CrashMarker(is_open=True, stop=10, ends=1), AckedOffsets(10), 20)
 
     assert not search.is_careful
-    assert search.mark(partition).ends == 1
+    assert search.open_marker(partition).ends == 1

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.crash_isolation.markers import NOBODY, CrashMarkers, Owner, decode_mark, encode_mark
+from headrace.crash_isolation.markers import (
+    NOBODY,
+    CrashMarkers,
+    Owner,
+    decode_marker,
+    encode_marker,
+)
 from headrace.crash_isolation.poison_search import CLEAN, CrashMarker, ranges_of
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
@@ -44,7 +50,7 @@ async def made() -> MemoryLog:
 @given(MARKS, st.builds(Owner, st.text(max_size=20), st.text(max_size=20)))
 def test_crash_marker_survives_round_trip(mark: CrashMarker, owner: Owner) -> None:
     """All of it, and who wrote it."""
-    assert decode_mark(encode_mark(mark, owner)) == (mark, owner)
+    assert decode_marker(encode_marker(mark, owner)) == (mark, owner)
 
 
 def test_crash_marker_with_many_attempts_fits_into_commit() -> None:
@@ -52,10 +58,10 @@ def test_crash_marker_with_many_attempts_fits_into_commit() -> None:
     attempts = {(2**62 + offset, 9999): 1 + offset % 3 for offset in range(500)}
     mark = CrashMarker(True, 2**62, 99, SCATTERED, 0, attempts, SCATTERED)
 
-    text = encode_mark(mark, Owner("m" * 80, "p" * 80))
+    text = encode_marker(mark, Owner("m" * 80, "p" * 80))
 
     assert len(text) <= 4096
-    assert set(decode_mark(text)[0].attempts.values()) == {3}
+    assert set(decode_marker(text)[0].attempts.values()) == {3}
 
 
 @pytest.mark.parametrize("count", [300, 1000, 5000])
@@ -63,7 +69,7 @@ def test_crash_marker_joins_ranges_that_do_not_fit(count: int) -> None:
     """None is left out, and those that are farthest apart stay apart."""
     ranges = ranges_of(Random(count).sample(range(100_000), count))
 
-    running = decode_mark(encode_mark(CrashMarker(True, running=ranges)))[0].running
+    running = decode_marker(encode_marker(CrashMarker(True, running=ranges)))[0].running
 
     assert all(any(one[0] <= start and stop <= one[1] for one in running) for start, stop in ranges)
     widest = max(after[0] - before[1] for before, after in pairwise(ranges))

@@ -561,7 +561,7 @@ class ReluctantSourceOffsets(SourceOffsets):
 
     is_able = False
 
-    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
+    async def on_assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
         if not self.is_able:
             raise LogUnavailable("expected what is committed, got no answer")
 

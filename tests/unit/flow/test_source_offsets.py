@@ -40,7 +40,7 @@ async def assigned(log: MemoryLog, committed: Committed | None = None) -> Source
         await eventually(lambda: listener.held)
         if committed is not None:
             await member.commit({SOURCE: committed})
-        await source_offsets.assigned(member, [0])
+        await source_offsets.on_assigned(member, [0])
     return source_offsets
 
 
@@ -56,9 +56,9 @@ async def test_source_offset_is_taken_once(log: MemoryLog) -> None:
     source_offsets = await assigned(log)
 
     assert [
-        source_offsets.is_first_delivery(0, 5),
-        source_offsets.is_first_delivery(0, 5),
-        source_offsets.is_first_delivery(0, 6),
+        source_offsets.take(0, 5),
+        source_offsets.take(0, 5),
+        source_offsets.take(0, 6),
     ] == [True, False, True]
 
 
@@ -66,10 +66,10 @@ async def test_answered_offset_is_not_taken_again(log: MemoryLog) -> None:
     """After the answer too, and after the base has passed it."""
     source_offsets = await assigned(log)
     for offset in (0, 2):
-        source_offsets.is_first_delivery(0, offset)
-        source_offsets.answered([at(offset)])
+        source_offsets.take(0, offset)
+        source_offsets.mark_acked([at(offset)])
 
-    assert [source_offsets.is_first_delivery(0, offset) for offset in range(4)] == [
+    assert [source_offsets.take(0, offset) for offset in range(4)] == [
         False,
         True,
         False,
@@ -81,7 +81,7 @@ async def test_range_of_answers_covers_each_offset(log: MemoryLog) -> None:
     """Ranges come in any order, with gaps where no record was."""
     source_offsets = await assigned(log)
 
-    source_offsets.answered([at(0), at(1), at(7, previous=4), at(8), at(4, previous=1)])
+    source_offsets.mark_acked([at(0), at(1), at(7, previous=4), at(8), at(4, previous=1)])
 
     assert source_offsets.progress(0) == AckedOffsets(9)
 
@@ -90,7 +90,7 @@ async def test_committed_offset_is_not_taken(log: MemoryLog) -> None:
     """A new owner knows what its predecessor has answered, above the base as well."""
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
 
-    assert [source_offsets.is_first_delivery(0, offset) for offset in range(2, 7)] == [
+    assert [source_offsets.take(0, offset) for offset in range(2, 7)] == [
         False,
         True,
         True,
@@ -106,8 +106,8 @@ async def test_answer_stays_pending_until_committed(log: MemoryLog) -> None:
     source_offsets.note_committed(first)
     assert (first, source_offsets.committable()) == ({SOURCE: Committed(0)}, {})
 
-    source_offsets.is_first_delivery(0, 0)
-    source_offsets.answered([at(0)])
+    source_offsets.take(0, 0)
+    source_offsets.mark_acked([at(0)])
     assert source_offsets.committable() == {SOURCE: Committed(1)}
     source_offsets.note_committed(source_offsets.committable() | {RESULTS: Committed(7)})
     assert source_offsets.committable() == {}
@@ -119,12 +119,12 @@ async def test_answer_stays_pending_until_committed(log: MemoryLog) -> None:
 async def test_offset_of_revoked_partition_is_not_taken(log: MemoryLog) -> None:
     """Another process answers for it now; a straggler's answer is no news here."""
     source_offsets = await assigned(log)
-    source_offsets.is_first_delivery(0, 0)
+    source_offsets.take(0, 0)
 
-    source_offsets.revoked([0])
-    source_offsets.answered([at(0)])
+    source_offsets.on_revoked([0])
+    source_offsets.mark_acked([at(0)])
 
-    assert not source_offsets.is_first_delivery(0, 1)
+    assert not source_offsets.take(0, 1)
     assert source_offsets.committable() == {}
 
 
@@ -137,9 +137,9 @@ async def test_deleted_request_is_answered_unless_ingest_skipped_it(log: MemoryL
     source_offsets = await assigned(log, Committed(2))
 
     assert source_offsets.committable() == {SOURCE: Committed(2)}
-    assert source_offsets.is_first_delivery(0, 3)
-    source_offsets.answered([at(5, previous=1)])
-    assert not source_offsets.is_first_delivery(0, 4)
+    assert source_offsets.take(0, 3)
+    source_offsets.mark_acked([at(5, previous=1)])
+    assert not source_offsets.take(0, 4)
     assert source_offsets.committable() == {SOURCE: Committed(6)}
 
 
@@ -152,7 +152,7 @@ async def test_recreated_topic_resets_answered_offsets(log: MemoryLog) -> None:
 
     assert not before
     assert await source_offsets.has_other_records()
-    assert [source_offsets.is_first_delivery(0, offset) for offset in (0, 5)] == [True, True]
+    assert [source_offsets.take(0, offset) for offset in (0, 5)] == [True, True]
     assert source_offsets.committable() == {SOURCE: Committed(0)}
 
 
@@ -161,9 +161,9 @@ async def test_lost_end_of_requests_truncates_answered_offsets(log: MemoryLog) -
     source_offsets = await assigned(log, AckedOffsets(3, [(5, 8)]).committable())
     log.faults.partitions.truncate(SOURCE, 6)
 
-    assert not source_offsets.is_first_delivery(0, 7)
+    assert not source_offsets.take(0, 7)
     assert await source_offsets.has_other_records()
-    assert [source_offsets.is_first_delivery(0, offset) for offset in (2, 5, 6, 7)] == [
+    assert [source_offsets.take(0, offset) for offset in (2, 5, 6, 7)] == [
         False,
         False,
         True,
@@ -177,4 +177,4 @@ async def test_deleted_topic_keeps_answered_offsets(log: MemoryLog) -> None:
     log.faults.topics.delete("requests")
 
     assert not await source_offsets.has_other_records()
-    assert not source_offsets.is_first_delivery(0, 2)
+    assert not source_offsets.take(0, 2)

@@ -229,7 +229,7 @@ async def origins_of(log: MemoryLog) -> SourceOffsets:
     listener = RecordingListener()
     async with log.member("headrace", ["headrace.results"], listener) as member:
         await eventually(lambda: listener.held)
-        await source_offsets.assigned(member, [0])
+        await source_offsets.on_assigned(member, [0])
     return source_offsets
 
 
@@ -256,7 +256,7 @@ async def test_deleted_range_with_answered_end_moves_base(
     source_offsets = await origins_of(log)
     ended, skipped = answerable(), answerable()
     ended.offset, ended.previous = 9, 8
-    source_offsets.answered([ended])
+    source_offsets.mark_acked([ended])
     skipped.outputs, skipped.offset, skipped.previous = None, 9, -1
     async with running(source_offsets, log, order) as bench:
         await bench.answer(skipped)
