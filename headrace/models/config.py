@@ -38,7 +38,12 @@ from headrace.config import (
 )
 from headrace.errors import ConfigurationError
 from headrace.models import triton_config
-from headrace.models.media_config import ImageTransform, SoundTransform, TokensTransform
+from headrace.models.media_config import (
+    ImageTransform,
+    SoundTransform,
+    TokensTransform,
+    as_tuple,
+)
 from headrace.models.signature import TensorSpec
 from headrace.protocol.messages import MAX_OUTPUTS, MAX_RANK
 from headrace.protocol.tensors import DATATYPES
@@ -95,14 +100,10 @@ class DeclaredTensor(_Group):
         return TensorSpec(self.name, self.datatype, self.shape)
 
 
-def _as_tuple(value: object) -> object:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
 _Factors = Annotated[
     tuple[Annotated[Real, Field(ge=-_LARGEST_FP32, le=_LARGEST_FP32), NOT_BOOL], ...],
     Field(min_length=1),
-    BeforeValidator(_as_tuple),
+    BeforeValidator(as_tuple),
 ]
 _ImageLayout = Literal["NCHW", "NHWC"]
 _Step = Annotated[str, Field(pattern=r"^(softmax|argmax|top_k:[1-9]\d{0,5})$")]
@@ -402,7 +403,7 @@ class ModelConfig(_Group):
     """Transform that makes inputs from a payload that is neither MessagePack nor JSON."""
     preprocess: dict[str, Preprocess] = {}
     """Preprocessing, by input name."""
-    postprocess: Annotated[tuple[_Step, ...], BeforeValidator(_as_tuple)] = ()
+    postprocess: Annotated[tuple[_Step, ...], BeforeValidator(as_tuple)] = ()
     """Steps appended to the graph: softmax, argmax or top_k:N."""
     postprocess_output: str = ""
     """Output that the steps are applied to; empty: the only one."""

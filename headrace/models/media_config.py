@@ -13,7 +13,8 @@ class _MediaTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _as_tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
+    """Return a value, alone or in a list, as a sequence of values."""
     return value if isinstance(value, list | tuple) else (value,)
 
 
@@ -39,9 +40,9 @@ class ImageTransform(_MediaTable):
     """Value of the borders of a letterbox."""
     scale: _Finite | None = None
     """Factor of the values 0 to 255, for inputs of floats; by default 1/255."""
-    mean: Annotated[tuple[_Finite, ...], Field(min_length=1), BeforeValidator(_as_tuple)] = (0.0,)
+    mean: Annotated[tuple[_Finite, ...], Field(min_length=1), BeforeValidator(as_tuple)] = (0.0,)
     """Subtracted from the scaled values: one number, or one for each channel."""
-    deviation: Annotated[tuple[_Positive, ...], Field(min_length=1), BeforeValidator(_as_tuple)] = (
+    deviation: Annotated[tuple[_Positive, ...], Field(min_length=1), BeforeValidator(as_tuple)] = (
         1.0,
     )
     """Divides the result: one number, or one for each channel."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from headrace.client.rpc import last_header
 from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Committed, Log, Record, TopicInfo, TopicPartition
@@ -23,6 +22,7 @@ from tests.support.processes import environment
 from tests.support.recordings import (
     Ended,
     ended,
+    originals_of,
     recorded,
     replay,
     replay_process,
@@ -72,11 +72,6 @@ async def copies(log: Log, name: str) -> list[Record]:
         return [record async for record in recording]
 
 
-def originals(records: list[Record]) -> list[str]:
-    """The identities that copies carry."""
-    return [(last_header(record.headers, "x-replay-of") or b"").decode() for record in records]
-
-
 @pytest.mark.parametrize("speed", ["1", "4", "max"])
 async def test_every_record_is_replayed_once(
     log: Log, unique_name: str, settings: dict[str, str], speed: str
@@ -88,7 +83,7 @@ async def test_every_record_is_replayed_once(
         ["send", "--to", f"{unique_name}.copies", "--speed", speed, "--json"], settings
     )
 
-    found = originals(await copies(log, unique_name))
+    found = originals_of(await copies(log, unique_name))
     assert done.code == 0, done.stderr
     assert (done.json["records"], sorted(found)) == (RECORDS, sorted(expected))
     for partition in range(PARTITIONS):
@@ -143,7 +138,7 @@ async def test_replay_killed_and_resumed_twice_writes_each_record_once(
     assert killed_at < RECORDS
     assert done.code == 0, done.stderr
     assert (done.json["resumed"], done.json["records"]) == (True, RECORDS - killed_at)
-    assert Counter(originals(await copies(log, unique_name))) == Counter(expected)
+    assert Counter(originals_of(await copies(log, unique_name))) == Counter(expected)
     assert (again.code, again.json["records"]) == (0, 0)
 
 
@@ -194,7 +189,7 @@ async def test_recording_saved_to_file_is_replayed(
     )
 
     assert (saved.code, done.code) == (0, 0), saved.stderr + done.stderr
-    assert sorted(originals(await copies(log, unique_name))) == sorted(expected)
+    assert sorted(originals_of(await copies(log, unique_name))) == sorted(expected)
 
 
 @pytest.mark.parametrize(

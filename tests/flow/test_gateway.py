@@ -186,20 +186,6 @@ def number(value: float) -> dict[str, object]:
     return {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}]}
 
 
-def ended(served: Served, code: str) -> float:
-    """Number of requests of the gated model that the stages ended with a code."""
-    outcome = {"ok": "ok", "DEADLINE_EXCEEDED": "expired"}.get(code, "refused")
-    labels = {"model": "gated", "version": "1", "outcome": outcome, "code": code}
-    registry = served.pipeline.metrics.registry
-    return registry.get_sample_value("headrace_requests_total", labels) or 0.0
-
-
-def waiting(served: Served) -> int:
-    """Number of requests in the batcher."""
-    queue = served.pipeline.state.queue()
-    return 0 if queue is None else queue.requests
-
-
 async def test_callers_over_http_and_kafka_share_batches(gated: Path) -> None:
     """Requests of both kinds that wait for a model run together, and each gets its own answer."""
     async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
@@ -210,7 +196,7 @@ async def test_callers_over_http_and_kafka_share_batches(gated: Path) -> None:
             tasks.create_task(served.kafka.infer("gated", {"x": np.full((1, 1), n, np.float32)}))
             for n in range(4, 8)
         ]
-        await eventually(lambda: waiting(served) >= 8)
+        await eventually(lambda: served.waiting() >= 8)
         GATE.set()
         answers = [(await task).json for task in over_http]
         responses = [await task for task in over_kafka]
@@ -231,11 +217,11 @@ async def test_expired_http_request_is_answered_in_time_and_not_run(gated: Path)
         by_parameter = await served.infer("gated", {**number(2), "parameters": {"timeout": 50_000}})
         GATE.set()
         assert (await first).status == 200
-        await eventually(lambda: ended(served, "DEADLINE_EXCEEDED") == 2)
+        await eventually(lambda: served.ended("DEADLINE_EXCEEDED") == 2)
 
     assert (by_header.status, by_parameter.status) == (504, 504)
     assert by_header.json["error_details"]["code"] == "DEADLINE_EXCEEDED"
-    assert ended(served, "ok") == 1
+    assert served.ended("ok") == 1
 
 
 async def test_request_of_disconnected_caller_is_cancelled(gated: Path) -> None:
@@ -244,9 +230,9 @@ async def test_request_of_disconnected_caller_is_cancelled(gated: Path) -> None:
         first = tasks.create_task(served.infer("gated", number(0)))
         await eventually(BEGUN.is_set)
         second = tasks.create_task(served.infer("gated", number(1)))
-        await eventually(lambda: waiting(served) == 1)
+        await eventually(lambda: served.waiting() == 1)
         second.cancel()
-        await eventually(lambda: ended(served, "CANCELLED") == 1)
+        await eventually(lambda: served.ended("CANCELLED") == 1)
         GATE.set()
         assert (await first).status == 200
 

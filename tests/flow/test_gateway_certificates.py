@@ -17,7 +17,6 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from headrace.errors import ConfigurationError
 from headrace.gateway import open_inference_pb2 as messages
-from headrace.log.port import TopicPartition
 from headrace.tools.local_kafka.security import Certificates, make_certificates
 from tests.support.callers import Authority, CallerFiles
 from tests.support.gateways import Served, gateway_of
@@ -115,17 +114,6 @@ async def infer_over_grpc(channel: grpc.aio.Channel, **metadata: str) -> str:
     return str((await call.code()).name)
 
 
-async def tenants_of(served: Served) -> set[bytes | None]:
-    """The tenants of the requests on the log."""
-    info = (await served.log.describe_topics(["headrace.requests"]))["headrace.requests"]
-    assert info is not None
-    records: list[Any] = []
-    for number in range(info.partitions):
-        partition = TopicPartition("headrace.requests", number)
-        records += await served.log.fetch(partition, 0, 10, 1 << 20)
-    return {dict(record.headers).get("x-tenant") for record in records}
-
-
 async def test_names_in_certificate_decide_who_calls(repository: Path, files: Files) -> None:
     """The common name, or names for URIs and hosts, which come before it; a key goes first."""
     sign = files.authority.sign
@@ -146,7 +134,7 @@ async def test_names_in_certificate_decide_who_calls(repository: Path, files: Fi
             over_http[name] = await status_over_http(served, files, caller, **headers)
             async with channel_of(served, files, caller) as channel:
                 over_grpc[name] = await infer_over_grpc(channel, **headers)
-        tenants = await tenants_of(served)
+        tenants = await served.tenants()
         counted = served.counted("UNAUTHENTICATED"), served.counted("PERMISSION_DENIED")
 
     assert list(over_http.values()) == [200, 200, 200, 401, 401, 403]

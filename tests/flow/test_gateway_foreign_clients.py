@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.gateways import Served, gateway_of
-from tests.support.tree import ROOT
+from tests.support.tree import ROOT, code_blocks
 
 MODELS = ROOT / "headrace" / "tools" / "demo" / "models"
 KSERVE = ROOT / ".venv-clients" / "bin" / "python"
@@ -22,17 +22,11 @@ KSERVE = ROOT / ".venv-clients" / "bin" / "python"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-def blocks(page: str, language: str) -> list[str]:
-    """Return the code blocks of a page in one language."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-
-
 def command(page: str, program: str) -> str:
     """Return the page's command that begins with this program, with all its lines."""
     (found,) = (
         each
-        for block in blocks(page, "bash")
+        for block in code_blocks(page, "bash")
         for each in re.split(r"(?<!\\)\n", block)
         if each.startswith(f"{program} ")
     )
@@ -66,7 +60,7 @@ async def test_kserve_example_of_page_prints_label(page: str) -> None:
     """The answer of KServe's client to an empty image."""
     if not KSERVE.exists():
         pytest.skip("KServe's client is not installed: run `make test-tools`")
-    (code,) = blocks(page, "python kserve")
+    (code,) = code_blocks(page, "python kserve")
     async with gateway_of(MODELS, grpc_port=0) as served:
         printed = await run(served, str(KSERVE), "-c", code)
 

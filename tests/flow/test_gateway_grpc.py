@@ -68,20 +68,6 @@ def value_of(answer: messages.ModelInferResponse) -> float:
     return float(np.frombuffer(content, "<f4").item())
 
 
-def waiting(served: Served) -> int:
-    """Number of requests in the batcher."""
-    queue = served.pipeline.state.queue()
-    return 0 if queue is None else queue.requests
-
-
-def ended(served: Served, code: str) -> float:
-    """Number of requests of the gated model that the stages ended with a code."""
-    outcome = {"ok": "ok", "DEADLINE_EXCEEDED": "expired"}.get(code, "refused")
-    labels = {"model": "gated", "version": "1", "outcome": outcome, "code": code}
-    registry = served.pipeline.metrics.registry
-    return registry.get_sample_value("headrace_requests_total", labels) or 0.0
-
-
 async def test_tensors_of_both_forms_are_answered_raw(repository: Path) -> None:
     """The answer has the protocol's fields, and the caller's id; the outputs' bytes are apart."""
     tensor = {
@@ -207,7 +193,7 @@ async def test_callers_over_grpc_http_and_kafka_share_batches(gated: Path) -> No
         over_http = tasks.create_task(served.infer("gated", {"inputs": [tensor]}))
         array = np.full((1, 1), 3, np.float32)
         over_kafka = tasks.create_task(served.kafka.infer("gated", {"x": array}))
-        await eventually(lambda: waiting(served) == 3)
+        await eventually(lambda: served.waiting() == 3)
         GATE.set()
         answer, reply, response = await over_grpc, (await over_http).json, await over_kafka
         await first
@@ -259,7 +245,7 @@ async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> Non
         assert value_of(await first) == 0
         await eventually(lambda: served.doors.snapshot().requests == 0)
 
-    assert ended(served, "ok") == 1
+    assert served.ended("ok") == 1
 
 
 async def test_cancelled_call_cancels_its_request(gated: Path) -> None:
@@ -268,9 +254,9 @@ async def test_cancelled_call_cancels_its_request(gated: Path) -> None:
         first = tasks.create_task(_awaited(caller.infer(number(0))))
         await eventually(BEGUN.is_set)
         second = caller.infer(number(1))
-        await eventually(lambda: waiting(served) == 1)
+        await eventually(lambda: served.waiting() == 1)
         second.cancel()
-        await eventually(lambda: ended(served, "CANCELLED") == 1)
+        await eventually(lambda: served.ended("CANCELLED") == 1)
         GATE.set()
         await first
 
@@ -365,7 +351,7 @@ async def test_requests_of_one_stream_share_batches(gated: Path) -> None:
         await eventually(BEGUN.is_set)
         for value in range(1, 5):
             await stream.write(number(value))
-        await eventually(lambda: waiting(served) == 4)
+        await eventually(lambda: served.waiting() == 4)
         GATE.set()
         answers = [(await stream.read()).infer_response for _ in range(5)]
         await stream.done_writing()

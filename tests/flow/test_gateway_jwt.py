@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tritonclient.grpc.aio as triton_grpc
 
-from headrace.log.port import TopicPartition
 from tests.support.gateways import Served, gateway_of, values_of
 from tests.support.models import add_version, identity
 from tests.support.tokens import Provider, jwt_settings
@@ -57,17 +55,6 @@ async def status_over_grpc(served: Served, headers: Mapping[str, str]) -> str:
     return "OK"
 
 
-async def tenants_of(served: Served) -> set[bytes | None]:
-    """The tenants of the requests on the log."""
-    info = (await served.log.describe_topics(["headrace.requests"]))["headrace.requests"]
-    assert info is not None
-    records: list[Any] = []
-    for number in range(info.partitions):
-        partition = TopicPartition("headrace.requests", number)
-        records += await served.log.fetch(partition, 0, 10, 1 << 20)
-    return {dict(record.headers).get("x-tenant") for record in records}
-
-
 async def test_signed_tokens_are_answered_for_their_tenants(
     repository: Path, jwks: Path, provider: Provider
 ) -> None:
@@ -78,7 +65,7 @@ async def test_signed_tokens_are_answered_for_their_tenants(
             headers = {**bearer(provider.token(algorithm, sub=algorithm)), "x-tenant": "other"}
             answers.append((await served.infer("FP32", BODY, headers=headers)).status)
             answers.append(await status_over_grpc(served, headers))
-        tenants = await tenants_of(served)
+        tenants = await served.tenants()
 
     assert answers == [200, "OK"] * 3
     assert tenants == {b"RS256", b"ES256", b"EdDSA"}
@@ -102,7 +89,7 @@ async def test_tokens_that_are_not_valid_are_refused_and_not_shown(
         for name, headers in wrong.items():
             found[name] = await served.infer("FP32", BODY, headers=headers)
             grpc_statuses[name] = await status_over_grpc(served, headers)
-        tenants = await tenants_of(served)
+        tenants = await served.tenants()
 
     http_statuses = {name: answer.status for name, answer in found.items()}
     assert http_statuses.pop("without the group") == 403
@@ -134,7 +121,7 @@ async def test_keys_and_tokens_are_used_beside_each_other(
                 bearer("other"),
             )
         ]
-        tenants = await tenants_of(served)
+        tenants = await served.tenants()
 
     assert statuses == [200, 200, 200, 401]
     assert tenants == {b"team-k", b"team-a"}

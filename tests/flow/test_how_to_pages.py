@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from tests.support.tree import ROOT
+from tests.support.tree import code_blocks
 
 WORDS = {"[UNK]": 0, "what": 1, "a": 2, "lovely": 3, "dreadful": 4, "day": 5}
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """Return the code blocks of a page in one language, in their order."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def execute(code: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -66,7 +59,7 @@ def test_scikit_learn_page_model_answers_like_classifier(
 ) -> None:
     """All code of the page runs in order; its assertions compare with scikit-learn."""
     monkeypatch.chdir(tmp_path)
-    printed = execute("\n".join(blocks("from-scikit-learn.md", "python")), capsys)
+    printed = execute("\n".join(code_blocks("from-scikit-learn.md", "python")), capsys)
     assert "[b'setosa' b'setosa' b'setosa']" in printed
 
 
@@ -82,10 +75,10 @@ def test_transformers_page_model_answers_text(
     tokenizer = Tokenizer(WordLevel(WORDS, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(model / "1" / "tokenizer.json"))
-    (configuration,) = blocks("from-transformers.md", "toml")
+    (configuration,) = code_blocks("from-transformers.md", "toml")
     (model / "model.toml").write_text(configuration, encoding="utf-8")
-    (labels,) = blocks("from-transformers.md", "text")
+    (labels,) = code_blocks("from-transformers.md", "text")
     (model / "labels.txt").write_text(labels, encoding="utf-8")
-    (call,) = blocks("from-transformers.md", "python")
+    (call,) = code_blocks("from-transformers.md", "python")
 
     assert execute(call, capsys).endswith("[b'POSITIVE']\n")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.replay import PipelineJob, replay_into_models
-from headrace.client.rpc import last_header
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
@@ -22,7 +21,7 @@ from headrace.tools.replay.sinks import Marking
 from headrace.tools.replay.topic_recording import READ_AHEAD, ReadAhead, open_topic
 from tests.support.models import add_version, digits
 from tests.support.models import identity as identity_model
-from tests.support.recordings import START_MS, recorded, write_recorded
+from tests.support.recordings import START_MS, originals_of, recorded, write_recorded
 
 RECORDS = [recorded(number, 3)._replace(topic="source") for number in range(3000)]
 
@@ -51,11 +50,6 @@ async def read(
     """Return the records of a topic that a selection keeps."""
     async with open_topic(log, topic, selection or Selection(), read_ahead) as recording:
         return [record async for record in recording]
-
-
-def originals(records: list[Record]) -> list[str]:
-    """The identities that copies carry."""
-    return [(last_header(record.headers, "x-replay-of") or b"").decode() for record in records]
 
 
 async def test_recording_of_topic_is_ordered_by_timestamp(log: MemoryLog) -> None:
@@ -108,7 +102,7 @@ async def test_copies_keep_partition_key_and_value(log: MemoryLog) -> None:
     copies = await read(log, "target")
 
     assert replayed.outcome.records == len(RECORDS)
-    by_original = dict(zip(originals(copies), copies, strict=True))
+    by_original = dict(zip(originals_of(copies), copies, strict=True))
     for original in RECORDS:
         copy = by_original[identity(original)]
         assert copy.partition == original.partition % 2
@@ -160,7 +154,9 @@ async def test_resumed_replay_neither_loses_nor_repeats_records(
     replayed = await replay_into_topic(log, source, job, unwatched)
     again = await replay_into_topic(log, source, job, unwatched)
 
-    assert Counter(originals(await read(log, "target"))) == Counter(map(identity, RECORDS[:2750]))
+    assert Counter(originals_of(await read(log, "target"))) == Counter(
+        map(identity, RECORDS[:2750])
+    )
     assert (replayed.resumed, replayed.run_id) == (True, "first")
     assert again.outcome.records == 0
 

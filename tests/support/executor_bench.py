@@ -102,3 +102,8 @@ async def running(
         await bench.executor.loaded.wait()
         yield bench
         bench.batch_queue.close()
+
+
+def expect_long_runs(bench: ExecutorHarness) -> None:
+    """Let the executor expect long runs, as if it had measured them."""
+    bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)

@@ -18,7 +18,7 @@ from headrace.client import Client
 from headrace.config import Settings, make_settings
 from headrace.gateway import open_gateway
 from headrace.gateway.doors import Doors
-from headrace.log.port import Log
+from headrace.log.port import Log, Record, TopicPartition
 from headrace.protocol.tensors import DATATYPES
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
@@ -26,7 +26,7 @@ from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
-from headrace.topics import STAGES, Stage
+from headrace.topics import STAGES, Stage, Topic
 from headrace.tuning import TUNING, GatewayTuning, Tuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, identity
@@ -102,6 +102,28 @@ class Served(NamedTuple):
         labels = {"door": door, "status": str(status)}
         name = "headrace_gateway_requests_total"
         return self.pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def waiting(self) -> int:
+        """Number of requests in the batcher."""
+        queue = self.pipeline.state.queue()
+        return 0 if queue is None else queue.requests
+
+    def ended(self, code: str) -> float:
+        """Number of requests of the gated model that the stages ended with a code."""
+        outcome = {"ok": "ok", "DEADLINE_EXCEEDED": "expired"}.get(code, "refused")
+        labels = {"model": "gated", "version": "1", "outcome": outcome, "code": code}
+        registry = self.pipeline.metrics.registry
+        return registry.get_sample_value("headrace_requests_total", labels) or 0.0
+
+    async def tenants(self) -> set[bytes | None]:
+        """The tenants of the requests on the log."""
+        topic = self.settings.topic(Topic.REQUESTS)
+        info = (await self.log.describe_topics([topic]))[topic]
+        assert info is not None
+        records: list[Record] = []
+        for number in range(info.partitions):
+            records += await self.log.fetch(TopicPartition(topic, number), 0, 10, 1 << 20)
+        return {dict(record.headers).get("x-tenant") for record in records}
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
+from headrace.client.rpc import last_header
 from headrace.log.port import Log, NewRecord, Record, TopicPartition
 from headrace.tools.replay.recording import Recording, Span
 from tests.support.processes import HEADRACE
@@ -114,3 +115,8 @@ async def ended(process: asyncio.subprocess.Process) -> Ended:
 async def replay(arguments: Sequence[str], environment: dict[str, str]) -> Ended:
     """Run `headrace replay` to its end."""
     return await ended(await replay_process(arguments, environment))
+
+
+def originals_of(records: Sequence[Record]) -> list[str]:
+    """The identities that copies carry."""
+    return [(last_header(record.headers, "x-replay-of") or b"").decode() for record in records]

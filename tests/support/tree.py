@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,12 @@ def files(*folders: str) -> Iterator[Path]:
                 and not (Path(place) / name).is_symlink()
             ]
             yield from (Path(place, name).relative_to(ROOT) for name in names)
+
+
+def code_blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page of `docs` in one language, in their order."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @cache

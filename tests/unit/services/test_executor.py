@@ -17,7 +17,13 @@ from headrace.models.version import ModelVersion, State
 from headrace.protocol.tensors import to_array
 from headrace.services.executor.trial import TrialLoads
 from tests.support.conditions import eventually
-from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
+from tests.support.executor_bench import (
+    POISON,
+    expect_long_runs,
+    outcome,
+    requests_of,
+    running,
+)
 from tests.support.models import add_version, digits, settings_for
 from tests.support.python_models import BEGUN, add_python_model, meeting_of, shut_gate
 from tests.support.services import counted
@@ -259,11 +265,6 @@ def meeting() -> Iterator[threading.Barrier]:
 
 
 MEET = "from tests.support import python_models; python_models.MEETING.wait(40)"
-
-
-def expect_long_runs(bench: ExecutorHarness) -> None:
-    """Let the executor expect long runs, as if it had measured them."""
-    bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 
 
 async def test_single_instance_pulls_next_batch_during_run(

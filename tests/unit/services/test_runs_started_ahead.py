@@ -18,7 +18,13 @@ from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.protocol.tensors import to_array
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
-from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
+from tests.support.executor_bench import (
+    POISON,
+    expect_long_runs,
+    outcome,
+    requests_of,
+    running,
+)
 from tests.support.models import add_version, digits
 from tests.support.python_models import add_python_model, meeting_of
 from tests.support.work import NOW_US, make_request
@@ -36,11 +42,6 @@ def meeting() -> Iterator[threading.Barrier]:
     """A barrier at which runs wait for the test."""
     with meeting_of(2) as barrier:
         yield barrier
-
-
-def expect_long_runs(bench: ExecutorHarness) -> None:
-    """Let the executor expect long runs, as if it had measured them."""
-    bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 
 
 async def at_the_barrier(meeting: threading.Barrier) -> None:
