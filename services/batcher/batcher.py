@@ -126,7 +126,7 @@ class DynamicBatcher:
         wall_ahead_us: wall clock minus steady clock; kept up to date by the owner.
         ended: requests that ended while they waited.
         cancellations: records that cancel requests, for `cancel`; they do not wait.
-        draining: no more requests arrive, so batches close at once.
+        is_draining: no more requests arrive, so batches close at once.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class DynamicBatcher:
         self.wall_ahead_us = 0
         self.ended: list[Request] = []
         self.cancellations: list[Request] = []
-        self.draining = False
+        self.is_draining = False
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -264,7 +264,7 @@ class DynamicBatcher:
         # Expire first, so that no batch is formed around a request that is already late: it would
         # cut the batch to a size that is in time for it.
         self.expire(now_us)
-        if self.draining:
+        if self.is_draining:
             demand = demand._replace(is_last=True)
         while (each := self._next_ready(key, now_us, demand)) is not None:
             batch = self._close(*each, now_us, demand)
@@ -422,7 +422,7 @@ class DynamicBatcher:
 
     def _partial_reason(self, group: ShapeGroup, demand: Demand) -> str:
         """Return why a batch that is not full closes."""
-        if self.draining:
+        if self.is_draining:
             return "drain"
         if demand.close_at_us:
             return "just_in_time"

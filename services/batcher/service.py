@@ -96,8 +96,8 @@ class BatcherService:
 
     def close(self) -> None:
         """End the input: from now on partial batches close at once."""
-        # Set `draining` before waking consumers, so that they get partial batches at once.
-        self._batcher.draining = True
+        # Set `is_draining` before waking consumers, so that they get partial batches at once.
+        self._batcher.is_draining = True
         self.batch_queue.notify()
         self._changed.set()
 
@@ -158,7 +158,7 @@ class BatcherService:
 
     def _supply(self, key: ModelKey | None, demand: Demand) -> Batch | None:
         batcher = self._batcher
-        is_last = demand.is_last or batcher.draining
+        is_last = demand.is_last or batcher.is_draining
         if key is not None and not is_last and not batcher.has_waiting(key):
             return None  # and nothing to wake `_expire` for: an arrival does that
         now_us = self._now_us()
@@ -168,7 +168,7 @@ class BatcherService:
             if self._tracing is not None:
                 self._tracing.formed(batch, batch.requests[0].batch.formed_us)
         # With fewer requests waiting, the next event is no earlier than the timer.
-        if batch is None or batcher.ended or batcher.draining:
+        if batch is None or batcher.ended or batcher.is_draining:
             self._wake(now_us, demand.close_at_us if batch is None else 0)
         return batch
 
@@ -180,7 +180,7 @@ class BatcherService:
             close_at_us: see `headrace.transport.channels.Demand`.
         """
         batcher = self._batcher
-        if batcher.ended or (batcher.draining and not batcher):
+        if batcher.ended or (batcher.is_draining and not batcher):
             self._changed.set()
             return
         next_us = batcher.next_event_us(now_us)
@@ -207,7 +207,7 @@ class BatcherService:
                 if self._tracing is not None:
                     self._tracing.ended_waiting(ended, self._clock())
                 await self._answers.send(ended)
-            if self._batcher.draining and not self._batcher:
+            if self._batcher.is_draining and not self._batcher:
                 return
 
     async def _wait_changed(self, handled_us: int) -> None:

@@ -32,7 +32,7 @@ class PreparedBatch(NamedTuple):
         arrays: their gathered rows; None while they are not gathered.
         began_us, gathered_us: when gathering began and ended, in epoch microseconds.
         clock: clock of these times and of the run's; None if gathering has not started.
-        fresh: True if the batch has not run before.
+        is_fresh: True if the batch has not run before.
         attempts: how often these requests have run together.
         entry: gate entry of its run, if that was started behind the previous run.
     """
@@ -44,12 +44,12 @@ class PreparedBatch(NamedTuple):
     began_us: int = 0
     gathered_us: int = 0
     clock: Clock | None = None
-    fresh: bool = True
+    is_fresh: bool = True
     entry: Entry | None = None
     attempts: int = 0
 
     @property
-    def started(self) -> bool:
+    def is_started(self) -> bool:
         """True if its run has been started."""
         return self.entry is not None
 
@@ -127,7 +127,8 @@ class Prefetch:
 
     def next_nowait(self) -> PreparedBatch | None:
         """Return the next batch; None if there is none now."""
-        # Order: a started run (it holds the thread), a due retry, then parts and fresh batches.
+        # A started run comes first, since it holds the thread; then a due retry; then parts and
+        # fresh batches in turn, so that a failed batch does not hold up the others.
         started = self._pop_started()
         if started is not None:
             return started
@@ -137,7 +138,7 @@ class Prefetch:
             return self._pop_fresh()
         prepared = self._pop_fresh() if self._fresh_turn else None
         self._fresh_turn = not self._fresh_turn
-        return prepared or _unprepared(self._halves.popleft(), fresh=False)
+        return prepared or _unprepared(self._halves.popleft(), is_fresh=False)
 
     async def wait_next(self) -> PreparedBatch | None:
         """Wait for the next batch, directly after `next_nowait` has found none; None when there
@@ -151,7 +152,7 @@ class Prefetch:
         """
         pulling = self._pulling
         prepared = pulling.result() if pulling is not None and pulling.done() else None
-        if prepared is None or not prepared.started:
+        if prepared is None or not prepared.is_started:
             return None
         self._pulling, self._fresh_turn = None, False
         return prepared
@@ -161,7 +162,7 @@ class Prefetch:
 
     def _pop_due_retry(self) -> PreparedBatch:
         _, _, batch, attempts = heappop(self._retries)
-        return _unprepared(batch, fresh=False)._replace(attempts=attempts)
+        return _unprepared(batch, is_fresh=False)._replace(attempts=attempts)
 
     async def _wait_fresh_or_due(self) -> PreparedBatch | None:
         """Return a fresh batch or a due retry, whichever is first. The pull is never cancelled:
@@ -226,5 +227,5 @@ class Prefetch:
         return pulling.result()
 
 
-def _unprepared(batch: Batch, *, fresh: bool = True) -> PreparedBatch:
-    return PreparedBatch(batch, [], batch.requests, fresh=fresh)
+def _unprepared(batch: Batch, *, is_fresh: bool = True) -> PreparedBatch:
+    return PreparedBatch(batch, [], batch.requests, is_fresh=is_fresh)

@@ -209,7 +209,7 @@ class Worker:
                     if not self._instance.runs_inline:
                         await self._buffer.send()
 
-    # --- the ends of a batch -----------------------------------------------------------------
+    # --- batches in, answers out --------------------------------------------------------------
 
     async def _next(self, prefetch: Prefetch) -> PreparedBatch | None:
         """Return the next batch; None when there will be no more.
@@ -291,13 +291,15 @@ class Worker:
         # Deadlines are checked here and not when the batch was pulled: entering the gate may have
         # waited since then. A run that has been started checks them itself.
         ended, remaining = (
-            ([], prepared.requests) if prepared.started else self._drop_expired(prepared.requests)
+            ([], prepared.requests)
+            if prepared.is_started
+            else self._drop_expired(prepared.requests)
         )
         if prepared.ended:
             ended = prepared.ended + ended
         if not remaining:
             return ended, []
-        if version.batching_off and len(remaining) > 1 and not prepared.started:
+        if version.batching_off and len(remaining) > 1 and not prepared.is_started:
             if version.is_undecided:
                 gather = partial(self._instance.gather, fresh=False)
                 await self._sampler().sample(remaining, gather, self._run_watched)
@@ -332,7 +334,7 @@ class Worker:
         try:
             arrays = prepared.arrays
             if arrays is None:
-                arrays = instance.gather(run.requests, fresh=prepared.fresh)
+                arrays = instance.gather(run.requests, fresh=prepared.is_fresh)
                 run.gathered_us = run.clock()
             # With several instances there is no look-ahead: a batch would wait behind this run
             # while another instance could take it.
@@ -434,24 +436,24 @@ class Worker:
         clock = self._anchored()
         began_us = clock()
         ended, remaining = self._drop_expired(batch.requests)
-        together = len(remaining) == 1 or (bool(remaining) and not version.batching_off)
+        runs_together = len(remaining) == 1 or (bool(remaining) and not version.batching_off)
         arrays: Arrays | None = None
         try:
-            arrays = instance.gather(remaining) if together else None
+            arrays = instance.gather(remaining) if runs_together else None
         except Exception:  # noqa: BLE001 - it is raised and reported again in the batch's own run
             arrays = None
         # A run that needs a crash marker, or that must be alone, is not queued behind another.
         started = (
             arrays is not None
             and not self._gate.is_marking
-            and instance.submit_next(arrays, self._while_in_time(remaining))
+            and instance.submit_next(arrays, self._make_deadline_check(remaining))
         )
         entry = self._gate.begin() if started else None
         return PreparedBatch(
             batch, ended, remaining, arrays, began_us, clock(), clock=clock, entry=entry
         )
 
-    def _while_in_time(self, requests: list[Request]) -> Callable[[], bool]:
+    def _make_deadline_check(self, requests: list[Request]) -> Callable[[], bool]:
         """Return a thread-safe check that none of the requests' deadlines has passed."""
         deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
         if not deadlines:

@@ -243,7 +243,7 @@ class TransactionRecords:
         self._began_us = 0
         self._encoded_us = 0
 
-    def encode(self, outgoing: Sequence[PendingAnswer]) -> Records:
+    def encode(self, pending: Sequence[PendingAnswer]) -> Records:
         """Return the answers and dead letters of one transaction; see
         `headrace.delivery.transactions`.
         """
@@ -251,7 +251,7 @@ class TransactionRecords:
         self._clock = encoder.anchored()
         self._began_us = self._clock()
         self._answered, self._dead_letters = {}, {}
-        for request, target in outgoing:
+        for request, target in pending:
             if not request.skipped:
                 self._answered.setdefault(target, []).append(request)
         self._answers = self._answered
@@ -264,7 +264,7 @@ class TransactionRecords:
             target: self._encode_answers(requests) for target, requests in self._answers.items()
         }
         self._encoded_us = self._clock()
-        for request, _ in outgoing:
+        for request, _ in pending:
             if request.failure is not None and request not in self._without_dead_letter:
                 where = encoder.dead_letter_target(request)
                 if where is not None:
@@ -284,7 +284,7 @@ class TransactionRecords:
         return [encoded[each] for each in requests]
 
     def replace_refused(
-        self, outgoing: Sequence[PendingAnswer], error: RecordsRefused
+        self, pending: Sequence[PendingAnswer], error: RecordsRefused
     ) -> list[PendingAnswer]:
         """Choose fallbacks for refused records; return all answers with the targets to try next.
 
@@ -304,7 +304,7 @@ class TransactionRecords:
             for index, refusal in refused.items():
                 request = self._answers[where][index]
                 targets[request] = self.choose_fallback(request, where, refusal)
-        return [(request, targets.get(request, target)) for request, target in outgoing]
+        return [(request, targets.get(request, target)) for request, target in pending]
 
     def choose_fallback(
         self, request: Request, target: TopicPartition, refusal: Rejected
@@ -380,14 +380,14 @@ def output_bytes(requests: Iterable[Request]) -> int:
     return total
 
 
-def record_sizes(outgoing: Iterable[PendingAnswer], overhead_bytes: int) -> Iterator[int]:
+def record_sizes(pending: Iterable[PendingAnswer], overhead_bytes: int) -> Iterator[int]:
     """Yield the approximate bytes of each answer, its dead letter included.
 
     Args:
-        outgoing: ended requests.
+        pending: ended requests.
         overhead_bytes: bytes of an answer besides its outputs and its key.
     """
-    for request, _ in outgoing:
+    for request, _ in pending:
         size_bytes = overhead_bytes + len(request.key or b"")
         size_bytes += sum(map(len, request.output_data or ()))
         if request.failure is not None:

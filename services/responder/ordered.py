@@ -131,16 +131,16 @@ class PartitionSequencer:
         return queue
 
     def _follow_order(
-        self, queue: _PartitionAnswers, outgoing: PendingAnswer
+        self, queue: _PartitionAnswers, pending: PendingAnswer
     ) -> list[PendingAnswer]:
         """Return the answers that may be written now that this request has ended: none while its
         predecessor is unanswered, otherwise its own and all that waited for it.
         """
-        request = outgoing[0]
+        request = pending[0]
         before: int | None = request.previous
         if self._order_by == "key":
             before = request.after if request.after >= 0 else None
-        ready = queue.order.add(request.offset, before, outgoing)
+        ready = queue.order.add(request.offset, before, pending)
         ack_handle = request.ack_handle
         if not ready and isinstance(ack_handle, InFlightAck):
             ack_handle.hold()
@@ -151,9 +151,9 @@ class PartitionSequencer:
             ack_handle.resize(0)
         return ready
 
-    def _enqueue(self, queue: _PartitionAnswers, outgoing: list[PendingAnswer]) -> None:
-        queue.queue += outgoing
-        self._queued_bytes.acquire_now(_size_bytes(outgoing))
+    def _enqueue(self, queue: _PartitionAnswers, pending: list[PendingAnswer]) -> None:
+        queue.queue += pending
+        self._queued_bytes.acquire_now(_size_bytes(pending))
 
     def _start(self, queue: _PartitionAnswers) -> None:
         queue.changed.set()
@@ -213,14 +213,14 @@ class PartitionSequencer:
         request.ack_handle.ack()
 
 
-def _release(outgoing: Sequence[PendingAnswer]) -> None:
-    for request, _ in outgoing:
+def _release(pending: Sequence[PendingAnswer]) -> None:
+    for request, _ in pending:
         if isinstance(request.ack_handle, InFlightAck):
             request.ack_handle.release()
 
 
-def _size_bytes(outgoing: Sequence[PendingAnswer]) -> int:
-    return output_bytes([request for request, _ in outgoing])
+def _size_bytes(pending: Sequence[PendingAnswer]) -> int:
+    return output_bytes([request for request, _ in pending])
 
 
 class OrderedStep:
@@ -242,9 +242,9 @@ class OrderedStep:
         self._offset_store = offset_store
         self._metrics = metrics
 
-    async def __call__(self, number: int, outgoing: list[PendingAnswer]) -> Sequence[PendingAnswer]:
+    async def __call__(self, number: int, pending: list[PendingAnswer]) -> Sequence[PendingAnswer]:
         addressed: RequestsByTarget = {}
-        for request, target in outgoing:
+        for request, target in pending:
             if not (request.ack_handle.revoked or request.skipped):
                 addressed.setdefault(target, []).append(request)
         # Answers for different targets have no order between them.
@@ -252,7 +252,7 @@ class OrderedStep:
             for target, requests in addressed.items():
                 tasks.create_task(self._answer(target, requests), name=f"to-{target}")
         # Ack all at once, after every target is written: see the class's docstring.
-        ended = [request for request, _ in outgoing]
+        ended = [request for request, _ in pending]
         self._offset_store.ack(drop_revoked(ended, self._metrics))
         return ()
 

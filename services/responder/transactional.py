@@ -79,7 +79,7 @@ class TransactionSize:
             count += 1
         return count
 
-    def timed_out(self, size_bytes: int, answers: int) -> None:
+    def record_timeout(self, size_bytes: int, answers: int) -> None:
         """Halve the size, or return to the last size that worked; keep it for a single answer."""
         if answers <= 1:
             return
@@ -93,7 +93,7 @@ class TransactionSize:
             self._timed_out_bytes, self._worked_bytes = size_bytes, 0
             self.limit_bytes = size_bytes // 2
 
-    def committed(self, size_bytes: int, took_s: float) -> None:
+    def record_committed(self, size_bytes: int, took_s: float) -> None:
         """Grow if the transaction was quick and the limit kept it small.
 
         Near the size that has timed out the limit grows by an eighth, elsewhere it doubles.
@@ -128,7 +128,7 @@ class TransactionLinger:
         self._ended_s = float("-inf")
         self._linger_ended_s = float("-inf")
 
-    def ended(self, began_s: float, ended_s: float, answers: int, in_flight: int) -> float:
+    def record_step(self, began_s: float, ended_s: float, answers: int, in_flight: int) -> float:
         """Record a step's transactions, and return how long to linger; 0 without a backlog.
 
         A step measures how quickly requests are answered only if it begins soon after the last
@@ -189,7 +189,7 @@ class UnavailableTargets:
         self._stalls[target] = _Stall(time.monotonic() + retry_s, retry_s)
         log.warning(Event.ANSWERS_STALLED, topic=str(target), again_in_s=retry_s)
 
-    def recovered(self, target: TopicPartition) -> None:
+    def forget_stalls(self, target: TopicPartition) -> None:
         """Forget the stalls of a partition that has taken its answers."""
         self._stalls.pop(target, None)
 
@@ -202,11 +202,11 @@ class UnavailableTargets:
         """Remember a forbidden topic: each attempt to write to it costs a producer."""
         self._forbidden.add(topic, time.monotonic() + self._tuning.forbidden_topic_retry_s)
 
-    def forbidden(self, outgoing: Sequence[PendingAnswer], now_s: float) -> list[str]:
+    def find_forbidden(self, pending: Sequence[PendingAnswer], now_s: float) -> list[str]:
         """Return the topics of these answers that are forbidden now."""
         if not self._forbidden:
             return []
-        topics = {target.topic for _, target in outgoing} & self._forbidden.keys()
+        topics = {target.topic for _, target in pending} & self._forbidden.keys()
         for topic in topics:
             if now_s >= self._forbidden[topic]:
                 del self._forbidden[topic]
@@ -252,7 +252,7 @@ class _PartitionCommitter:
         self.linger = TransactionLinger(tuning)
 
     async def commit_all(
-        self, outgoing: list[PendingAnswer], records: TransactionRecords
+        self, pending: list[PendingAnswer], records: TransactionRecords
     ) -> Rejected | None:
         """Commit until all answers are committed or revoked; those that must wait stay listed.
 
@@ -261,11 +261,11 @@ class _PartitionCommitter:
         """
         size = self._size
         attempt = 0
-        while outgoing:
-            count = len(outgoing)
+        while pending:
+            count = len(pending)
             if size.limit_bytes is not None:
-                count = size.count(self._record_sizes(outgoing))
-            part = outgoing[:count]
+                count = size.count(self._record_sizes(pending))
+            part = pending[:count]
             try:
                 done = await self._try_commit(part, records)
                 if not done and self._may_blame_target(part):
@@ -274,9 +274,11 @@ class _PartitionCommitter:
                 drop_tracebacks(error)
                 return error
             finally:
-                outgoing[:count] = part
+                # `part` has lost what was committed. The rest comes first again, also after an
+                # error: the next transaction must hold the lowest offsets, which move the base.
+                pending[:count] = part
             if done and part:
-                return None
+                return None  # the rest must wait: for room in the metadata, or a stalled target
             if done:
                 attempt = 0
             elif part:
@@ -284,109 +286,109 @@ class _PartitionCommitter:
                 attempt += 1
         return None
 
-    async def _try_commit(self, outgoing: list[PendingAnswer], records: TransactionRecords) -> bool:
+    async def _try_commit(self, pending: list[PendingAnswer], records: TransactionRecords) -> bool:
         """Try one transaction; return False if it failed. Revoked answers are acknowledged
         without it; answers for partitions without leaders stay in the list.
         """
         size = self._size
-        size_bytes = 0 if size.limit_bytes is None else sum(self._record_sizes(outgoing))
+        size_bytes = 0 if size.limit_bytes is None else sum(self._record_sizes(pending))
         leaderless: list[PendingAnswer] = []
         began_s = time.monotonic()
         try:
-            if not await self._commit_accepted(outgoing, records, leaderless):
+            if not await self._commit_accepted(pending, records, leaderless):
                 return False
         except TransactionAborted as error:
-            self._metrics.retried("send", len(outgoing))
+            self._metrics.retried("send", len(pending))
             if error.timed_out:
-                self._shrink(outgoing)
+                self._shrink(pending)
             return False
         except PartitionLost:
-            self._metrics.revoked.inc(len(outgoing))
-            for request in requests_of(outgoing):
+            self._metrics.revoked.inc(len(pending))
+            for request in requests_of(pending):
                 request.ack_handle.ack()
-            outgoing.clear()
+            pending.clear()
         finally:
             records.release()
-            outgoing += leaderless
+            pending += leaderless
         if size_bytes:
-            size.committed(size_bytes, time.monotonic() - began_s)
+            size.record_committed(size_bytes, time.monotonic() - began_s)
         return True
 
     async def _commit_accepted(
         self,
-        outgoing: list[PendingAnswer],
+        pending: list[PendingAnswer],
         records: TransactionRecords,
         leaderless: list[PendingAnswer],
     ) -> bool:
         """Commit one transaction, after replacing answers that are refused before it begins.
 
-        Answers for partitions without leaders move from `outgoing` to `leaderless`.
+        Answers for partitions without leaders move from `pending` to `leaderless`.
 
         Returns:
             False if answers for a partition without a leader must not be left behind.
         """
-        while outgoing:
+        while pending:
             try:
-                await self._transactions.commit_transaction(self._number, outgoing, records.encode)
+                await self._transactions.commit_transaction(self._number, pending, records.encode)
             # Both refusals come before the transaction begins: the producer stays usable.
             except RecordsRefused as error:
-                outgoing[:] = records.replace_refused(outgoing, error)
+                pending[:] = records.replace_refused(pending, error)
             except NoLeader as error:
-                refused = [each for each in outgoing if each[1] == error.partition]
+                refused = [each for each in pending if each[1] == error.partition]
                 if self._in_order or not refused:
                     return False
                 self._unavailable.stall(error.partition)
                 leaderless += refused
-                outgoing[:] = [each for each in outgoing if each[1] != error.partition]
+                pending[:] = [each for each in pending if each[1] != error.partition]
             else:
                 records.record_committed()  # after the commit: an aborted one answers nothing
                 return True
         return True
 
-    def _record_sizes(self, outgoing: Iterable[PendingAnswer]) -> Iterable[int]:
-        return record_sizes(outgoing, self._tuning.answer_overhead_bytes)
+    def _record_sizes(self, pending: Iterable[PendingAnswer]) -> Iterable[int]:
+        return record_sizes(pending, self._tuning.answer_overhead_bytes)
 
-    def _shrink(self, outgoing: Sequence[PendingAnswer]) -> None:
+    def _shrink(self, pending: Sequence[PendingAnswer]) -> None:
         """Make a partition's next transactions smaller than this one, which timed out."""
-        size, size_bytes = self._size, sum(self._record_sizes(outgoing))
-        size.timed_out(size_bytes, len(outgoing))
+        size, size_bytes = self._size, sum(self._record_sizes(pending))
+        size.record_timeout(size_bytes, len(pending))
         self._metrics.transaction_timeouts.inc()
         log.warning(
             Event.TRANSACTION_TIMED_OUT,
             partition=self._number,
-            answers=len(outgoing),
+            answers=len(pending),
             size_bytes=size_bytes,
             next_bytes=size.limit_bytes,
         )
 
-    def _may_blame_target(self, outgoing: Sequence[PendingAnswer]) -> bool:
-        has_reply_topics = any(target.topic != self._responses for _, target in outgoing)
+    def _may_blame_target(self, pending: Sequence[PendingAnswer]) -> bool:
+        has_reply_topics = any(target.topic != self._responses for _, target in pending)
         return has_reply_topics and not self._in_order
 
     async def _commit_by_target(
-        self, outgoing: list[PendingAnswer], records: TransactionRecords
+        self, pending: list[PendingAnswer], records: TransactionRecords
     ) -> bool:
         """Commit the answers of each reply partition separately; stall those that fail again.
 
         Returns:
             False if the answers for `responses` fail too: then no reply partition is at fault.
         """
-        targets = {target for _, target in outgoing if target.topic != self._responses}
-        default = [each for each in outgoing if each[1] not in targets]
+        targets = {target for _, target in pending if target.topic != self._responses}
+        default = [each for each in pending if each[1] not in targets]
         # `responses` first: only if it works can a failure be blamed on a reply partition.
         done = await self._try_commit(default, records)
-        outgoing[:] = [*default, *(each for each in outgoing if each[1] in targets)]
+        pending[:] = [*default, *(each for each in pending if each[1] in targets)]
         if not done:
             return False
         for target in sorted(targets):
-            of_target = [each for each in outgoing if each[1] == target]
+            of_target = [each for each in pending if each[1] == target]
             count = self._size.count(self._record_sizes(of_target))
             part, rest = of_target[:count], of_target[count:]
             if not await self._try_commit(part, records):
                 self._unavailable.stall_longer(target)
             elif not part:
-                self._unavailable.recovered(target)
-            outgoing[:] = [*part, *rest, *(each for each in outgoing if each[1] != target)]
+                self._unavailable.forget_stalls(target)
+            pending[:] = [*part, *rest, *(each for each in pending if each[1] != target)]
         return True
 
 
@@ -424,32 +426,32 @@ class TransactionalStep:
         )
         self._committers: dict[int, _PartitionCommitter] = {}
 
-    async def __call__(self, number: int, outgoing: list[PendingAnswer]) -> Sequence[PendingAnswer]:
+    async def __call__(self, number: int, pending: list[PendingAnswer]) -> Sequence[PendingAnswer]:
         began_s = time.monotonic()
-        first = outgoing[0][0].ack_handle if outgoing else None
+        first = pending[0][0].ack_handle if pending else None
         committer = self._committers.get(number)
         if committer is None:
             committer = self._committers[number] = self._new_committer(number)
-        left = await self._answer_available(committer, outgoing)
+        left = await self._answer_available(committer, pending)
         in_flight = 0
         if isinstance(first, InFlightAck) and not first.revoked:
             in_flight = first.assignment.in_flight
-        answers = len(outgoing) - len(left)
-        if linger_s := committer.linger.ended(began_s, time.monotonic(), answers, in_flight):
+        answers = len(pending) - len(left)
+        if linger_s := committer.linger.record_step(began_s, time.monotonic(), answers, in_flight):
             await asyncio.sleep(linger_s)
         return left
 
     async def _answer_available(
-        self, committer: _PartitionCommitter, outgoing: list[PendingAnswer]
+        self, committer: _PartitionCommitter, pending: list[PendingAnswer]
     ) -> Sequence[PendingAnswer]:
         """Answer requests except those of stalled targets; return those that must wait."""
         now_s, unavailable = time.monotonic(), self._unavailable
-        stalled = [each for each in outgoing if unavailable.is_stalled(each[1], now_s)]
+        stalled = [each for each in pending if unavailable.is_stalled(each[1], now_s)]
         if stalled:
-            outgoing = [each for each in outgoing if not unavailable.is_stalled(each[1], now_s)]
-        for topic in unavailable.forbidden(outgoing, now_s):
-            outgoing = self._redirect(outgoing, TopicForbidden(topic))
-        return [*stalled, *await self._answer(committer, by_offset(outgoing))]
+            pending = [each for each in pending if not unavailable.is_stalled(each[1], now_s)]
+        for topic in unavailable.find_forbidden(pending, now_s):
+            pending = self._redirect(pending, TopicForbidden(topic))
+        return [*stalled, *await self._answer(committer, by_offset(pending))]
 
     async def _answer(
         self, committer: _PartitionCommitter, left: list[PendingAnswer]
@@ -477,13 +479,13 @@ class TransactionalStep:
         return []
 
     def _redirect(
-        self, outgoing: Sequence[PendingAnswer], error: UnknownPartition | TopicForbidden
+        self, pending: Sequence[PendingAnswer], error: UnknownPartition | TopicForbidden
     ) -> list[PendingAnswer]:
         """Redirect answers that their topic does not accept to `responses`, as failures."""
         if isinstance(error, UnknownPartition):
-            refused = [each for each in outgoing if each[1] == error.partition]
+            refused = [each for each in pending if each[1] == error.partition]
         else:
-            refused = [each for each in outgoing if each[1].topic == error.topic]
+            refused = [each for each in pending if each[1].topic == error.topic]
         if not refused:
             raise LogRefused(error.message) from error
         targets = {}
@@ -491,12 +493,12 @@ class TransactionalStep:
             fallback = self._encoder.choose_fallback(request, target, error, minimal=False)
             assert fallback is not None, "only answers that are too large are given up"
             targets[request] = fallback[0]
-        return [(request, targets.get(request, target)) for request, target in outgoing]
+        return [(request, targets.get(request, target)) for request, target in pending]
 
     async def _answer_refused(
         self,
         committer: _PartitionCommitter,
-        outgoing: list[PendingAnswer],
+        pending: list[PendingAnswer],
         records: TransactionRecords,
         refusal: Rejected | None,
     ) -> None:
@@ -506,8 +508,8 @@ class TransactionalStep:
         the answer is tried with the dead letter, and then without it.
         """
         while refusal is not None:
-            request, target = outgoing[0]
+            request, target = pending[0]
             if not records.omit_dead_letter(request):
                 records.restore_dead_letter(request)
-                outgoing[:] = [(request, records.choose_fallback(request, target, refusal))]
-            refusal = await committer.commit_all(outgoing, records)
+                pending[:] = [(request, records.choose_fallback(request, target, refusal))]
+            refusal = await committer.commit_all(pending, records)

@@ -210,7 +210,7 @@ class FormingMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Draining, everything comes out."""
-        self.forming.draining = True
+        self.forming.is_draining = True
         while (batch := self.forming.next(None, self.now_us)) is not None:
             self._check(batch)
         self._take_ended()

@@ -116,21 +116,21 @@ class Owner:
 
     async def commit_transaction(self, offsets: list[int]) -> None:
         """Answer these, as far as they are not answered, until that is done."""
-        outgoing = [(self.requests.pop(each), ANSWERS) for each in offsets if each in self.requests]
-        while outgoing:
+        pending = [(self.requests.pop(each), ANSWERS) for each in offsets if each in self.requests]
+        while pending:
             try:
-                await self.transactions.commit_transaction(0, outgoing, compose)
+                await self.transactions.commit_transaction(0, pending, compose)
             except TransactionAborted:
                 continue
             return
 
 
-def compose(outgoing: Sequence[PendingAnswer]) -> dict[TopicPartition, list[NewRecord]]:
+def compose(pending: Sequence[PendingAnswer]) -> dict[TopicPartition, list[NewRecord]]:
     """One record for each, which says whose answer it is."""
     return {
         ANSWERS: [
             NewRecord(None, None, [("x-request", f"requests/0/{request.offset}".encode())])
-            for request in requests_of(outgoing)
+            for request in requests_of(pending)
         ]
     }
 
@@ -143,6 +143,6 @@ async def answers(log: MemoryLog) -> Counter[int]:
     return found
 
 
-def outgoing_of(owner: Owner, *offsets: int) -> list[PendingAnswer]:
+def pending_of(owner: Owner, *offsets: int) -> list[PendingAnswer]:
     """Requests of an owner, as they go to be sealed."""
     return [(owner.requests[offset], ANSWERS) for offset in offsets]

@@ -11,7 +11,7 @@ from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import TransactionFault
 from tests.support.conditions import eventually
-from tests.support.transactions import Owner, answers, compose, log_with_topics, outgoing_of
+from tests.support.transactions import Owner, answers, compose, log_with_topics, pending_of
 
 TRANSACTIONAL_ID = "group.requests.0"
 """The seat of the source's only partition."""
@@ -50,14 +50,14 @@ async def test_partition_gets_new_producer_after_cancelled_transaction(log: Memo
     owner = await owner_of(log)
     log.faults.transactions.hold()
     sealing_first = asyncio.create_task(
-        owner.transactions.commit_transaction(0, outgoing_of(owner, 0), compose)
+        owner.transactions.commit_transaction(0, pending_of(owner, 0), compose)
     )
     await eventually(log.faults.transactions.open)
     sealing_first.cancel()
     await asyncio.wait([sealing_first])
     log.faults.transactions.release()
 
-    await owner.transactions.commit_transaction(0, outgoing_of(owner, 0, 1), compose)
+    await owner.transactions.commit_transaction(0, pending_of(owner, 0, 1), compose)
     assert await answers(log) == {0: 1, 1: 1}
 
 
@@ -112,10 +112,10 @@ async def test_transaction_found_committed_counts_as_committed(log: MemoryLog) -
     """The caller tells of these answers as of any others; they are no duplicates."""
     owner = await owner_of(log)
     log.faults.transactions.fail(TransactionFault.UNKNOWN_BUT_COMMITTED)
-    outgoing = outgoing_of(owner, 0, 1)
-    await owner.transactions.commit_transaction(0, outgoing, compose)
+    pending = pending_of(owner, 0, 1)
+    await owner.transactions.commit_transaction(0, pending, compose)
 
-    assert outgoing == []
+    assert pending == []
     assert await answers(log) == {0: 1, 1: 1}
 
 
@@ -155,7 +155,7 @@ async def test_unchanged_transactional_offsets_are_renewed(log: MemoryLog) -> No
 async def test_step_of_previous_assignment_writes_no_answer(log: MemoryLog) -> None:
     """It may come back while the same partition is being assigned anew: that one has the seat."""
     owner = await owner_of(log)
-    left = outgoing_of(owner, 0)
+    left = pending_of(owner, 0)
     owner.revoke()
     entered = log.faults.transactions.entered_producers(TRANSACTIONAL_ID)
     log.faults.brokers.take_down(hang=True)

@@ -52,15 +52,15 @@ def test_transaction_linger_is_at_most_tenth_of_latency(
 def test_step_after_silence_does_not_linger() -> None:
     """Only a step that follows another measures how quickly requests are answered."""
     linger = TransactionLinger(TUNED)
-    assert linger.ended(10.0, 10.02, answers=400, in_flight=100_000) == 0.0
-    assert linger.ended(10.5, 10.52, answers=400, in_flight=100_000) == 0.0
+    assert linger.record_step(10.0, 10.02, answers=400, in_flight=100_000) == 0.0
+    assert linger.record_step(10.5, 10.52, answers=400, in_flight=100_000) == 0.0
 
 
 def test_following_step_lingers_under_backlog() -> None:
     """The time since the last step's end counts, and the linger itself is no silence."""
     linger = TransactionLinger(TUNED)
-    linger.ended(10.0, 10.02, answers=400, in_flight=100_000)
-    first_s = linger.ended(10.021, 10.04, answers=400, in_flight=100_000)
+    linger.record_step(10.0, 10.02, answers=400, in_flight=100_000)
+    first_s = linger.record_step(10.021, 10.04, answers=400, in_flight=100_000)
     assert first_s == pytest.approx(TUNED.linger_answers / 20_000)
     began_s = 10.04 + first_s
-    assert linger.ended(began_s, began_s + 0.02, answers=1000, in_flight=100_000) > 0.0
+    assert linger.record_step(began_s, began_s + 0.02, answers=1000, in_flight=100_000) > 0.0

@@ -21,7 +21,7 @@ ANSWER = 200
 def after_timeout(size_bytes: int) -> TransactionSize:
     """A size of which a transaction of many answers has timed out."""
     size = TransactionSize(TIMEOUT_S, SIZING)
-    size.timed_out(size_bytes, answers=100)
+    size.record_timeout(size_bytes, answers=100)
     return size
 
 
@@ -30,7 +30,7 @@ def quick_transactions_until(size: TransactionSize, limit_bytes: int | None) -> 
     for transactions in range(10_000):
         if size.limit_bytes is None or (limit_bytes and size.limit_bytes >= limit_bytes):
             return transactions
-        size.committed(size.limit_bytes, QUICK_S)
+        size.record_committed(size.limit_bytes, QUICK_S)
     raise AssertionError(f"{size.limit_bytes} after 10,000 quick transactions")
 
 
@@ -45,7 +45,7 @@ def test_transaction_size_that_timed_out_again_is_tried_half_as_often() -> None:
     """Each try costs a whole timeout; what worked below it goes on meanwhile."""
     size = after_timeout(20_000)
     quick_transactions_until(size, 20_000)
-    size.timed_out(20_500, answers=100)
+    size.record_timeout(20_500, answers=100)
     assert 15_000 < (size.limit_bytes or 0) < 20_000
     assert quick_transactions_until(size, 20_000) == 2 * SIZING.transaction_size_patience
 
@@ -53,15 +53,15 @@ def test_transaction_size_that_timed_out_again_is_tried_half_as_often() -> None:
 def test_working_transaction_size_is_halved_when_it_times_out() -> None:
     """The quota was lowered, for instance."""
     size = after_timeout(20_000)
-    size.committed(10_000, QUICK_S)
-    size.timed_out(9_000, answers=40)
+    size.record_committed(10_000, QUICK_S)
+    size.record_timeout(9_000, answers=40)
     assert size.limit_bytes == 4_500
 
 
 def test_transaction_size_before_any_timeout_is_unlimited() -> None:
     """Nothing is known that would speak for less."""
     size = TransactionSize(TIMEOUT_S, SIZING)
-    size.committed(10, SLOW_S)
+    size.record_committed(10, SLOW_S)
     assert size.limit_bytes is None
     assert size.count([10**9] * 50) == 50
 
@@ -71,43 +71,43 @@ def test_transaction_that_timed_out_is_halved() -> None:
     size = after_timeout(20_000)
     assert size.limit_bytes == 10_000
     assert size.count([ANSWER] * 100) == 50
-    size.timed_out(10_000, answers=50)
+    size.record_timeout(10_000, answers=50)
     assert size.limit_bytes == 5_000
 
 
 def test_single_answer_timeout_leaves_transaction_size() -> None:
     """It cannot be divided, and says nothing of steps of several."""
     size = after_timeout(20_000)
-    size.timed_out(30_000, answers=1)
+    size.record_timeout(30_000, answers=1)
     assert size.limit_bytes == 10_000
 
 
 def test_slow_transaction_keeps_size() -> None:
     """A larger step could time out."""
     size = after_timeout(20_000)
-    size.committed(10_000, SLOW_S)
+    size.record_committed(10_000, SLOW_S)
     assert size.limit_bytes == 10_000
 
 
 def test_small_transaction_leaves_size() -> None:
     """That few answers were quickly written says nothing of more."""
     size = after_timeout(20_000)
-    size.committed(400, QUICK_S)
+    size.record_committed(400, QUICK_S)
     assert size.limit_bytes == 10_000
 
 
 def test_transaction_size_near_timeout_grows_by_eighth() -> None:
     """Each further time-out would cost `transaction_timeout_ms`."""
     size = after_timeout(20_000)
-    size.committed(10_000, QUICK_S)
+    size.record_committed(10_000, QUICK_S)
     assert size.limit_bytes == 11_251
 
 
 def test_transaction_size_far_below_timeout_doubles() -> None:
     """A size that was halved in an outage is large again after a few transactions."""
     size = after_timeout(20_000)
-    size.timed_out(800, answers=4)
-    size.timed_out(400, answers=2)
+    size.record_timeout(800, answers=4)
+    size.record_timeout(400, answers=2)
     assert quick_transactions_until(size, None) < SIZING.transaction_size_patience + 20
 
 
@@ -129,10 +129,10 @@ def test_transaction_size_stays_within_bounds(
         assert count >= 1
         assert count == 1 or limit is None or step_bytes <= limit
         if step_bytes > capacity_bytes:
-            size.timed_out(step_bytes, count)
+            size.record_timeout(step_bytes, count)
             assert count == 1 or size.count(sizes[:count]) < count
         else:
-            size.committed(step_bytes, took_s)
+            size.record_committed(step_bytes, took_s)
             if limit is not None and size.limit_bytes is not None:
                 assert limit <= size.limit_bytes <= 2 * limit + 1
         assert size.limit_bytes is None or size.limit_bytes >= 1
@@ -146,9 +146,9 @@ def test_backlog_of_fitting_answers_is_finished(sizes: list[int], capacity_bytes
     while left:
         step = left[: size.count(left)]
         if sum(step) > capacity_bytes:
-            size.timed_out(sum(step), len(step))
+            size.record_timeout(sum(step), len(step))
             timeouts += 1
         else:
-            size.committed(sum(step), SLOW_S)
+            size.record_committed(sum(step), SLOW_S)
             del left[: len(step)]
     assert timeouts <= 8
