@@ -186,6 +186,12 @@ class LimitSettings(_Section):
     """Request records whose values are smaller travel between stages in different processes with
     their bytes; of others the process that runs the model reads the record on `requests` again.
     """
+    shared_values_bytes: Annotated[int, Field(ge=0, le=2**40), NOT_BOOL] = 128 * 1024 * 1024
+    """Most shared memory in which a process passes such values to others of its machine, so
+    that these need not read them on `requests`; 0 passes and reads none.
+    """
+    shared_values_dir: Path = Path("/dev/shm")  # noqa: S108 - see shm_overview(7)
+    """Directory in memory that these processes share; nothing is passed where there is none."""
     default_timeout_ms: Annotated[int, Field(ge=0, le=31 * _DAY_S * 1000), NOT_BOOL] = 0
     """Timeout of requests that set none, counted from the record's timestamp; 0 means none."""
     drain_timeout_s: Annotated[Real, Field(gt=0, le=_DAY_S), NOT_BOOL] = 10.0

@@ -279,6 +279,12 @@ class TransportTuning:
     """First pause after source records could not be read; later ones double."""
     source_retry_max_s: float = 1.0
     """Longest pause after source records could not be read."""
+    shared_small_bytes: int = 8 * 1024 * 1024
+    """Shared memory is used from its start again beyond this, if everything in it was read."""
+    shared_abandoned_s: float = 10.0
+    """Values in full shared memory of which none was read for so long are overwritten."""
+    shared_rings: int = 16
+    """Rings of other processes that are kept open."""
 
     rebind_retry_after_ms: int = 1000
     """When a request whose model version is not in this process may be sent again."""

@@ -259,7 +259,9 @@ class WireChunk(Struct, kw_only=True, omit_defaults=True):
     (-1 if it is absent), then the tensors that are not in the value. If `referenced` is set, the
     value has so many bytes and is only in the source record: read that to get it, and check that
     its timestamp and key are the request's. If the request has a header `x-claim`, the value is the
-    object to which that refers. `formed_us`, `compute_us` and `batch_rows` are those of
+    object to which that refers. The value may also be in shared memory, in the ring `shared` at the
+    position `shared_at`; with one ring and one position, all values of the chunk lie there one
+    after the other. `formed_us`, `compute_us` and `batch_rows` are those of
     `BatchSummary`.
     """
 
@@ -288,6 +290,8 @@ class WireChunk(Struct, kw_only=True, omit_defaults=True):
     part: Ints = 0
     payload: memoryview | None = None
     referenced: Ints = 0
+    shared: str | list[str] = ""
+    shared_at: Ints = 0
 
 
 class ItemChunkRecord(WireChunk, kw_only=True, omit_defaults=True):
@@ -482,6 +486,8 @@ class IngestedRequest(Struct, eq=False):
         referenced: size of a value that is only in the source record, or in a claim's object; 0
             if `value` is set, or there is none. Inputs that lie in it are empty, and `places` has
             the places of all inputs: those behind the value are here.
+        shared: where in shared memory a value that is only in the source record is as well: name
+            and position, see `headrace.transport.shared_values`.
     """
 
     ack_handle: AckHandle
@@ -506,6 +512,7 @@ class IngestedRequest(Struct, eq=False):
     item: bytes | None = None
     places: tuple[tuple[int, int], ...] | None = None
     referenced: int = 0
+    shared: tuple[str, int] | None = None
 
 
 class Request(IngestedRequest, eq=False):

@@ -36,6 +36,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.models.catalog import RequestedVersions
 from headrace.models.registry import Models
+from headrace.protocol.codec import has_inputs_in_source
 from headrace.protocol.headers import is_payload
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
@@ -58,7 +59,8 @@ from headrace.transport.channels import ModelKey, SendStream
 from headrace.transport.dispatcher import BatchDispatcher
 from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, ExecutorIdentity
 from headrace.transport.rebinding import Rebinder
-from headrace.transport.source_values import SourceValues, has_inputs_in_source
+from headrace.transport.shared_values import SharedValuesReader, SharedValuesWriter
+from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     item_receiver,
     item_sender,
@@ -214,6 +216,7 @@ class StageGroup:
             producer = await stack.enter_async_context(self._log.producer())
             self._producer = producer
             await self._composition.open_claims(stack)
+            self._composition.open_shared_values(stack)
             await self._composition.add_stages(stages, producer)
             async with asyncio.TaskGroup() as tasks:
                 work = [
@@ -292,6 +295,12 @@ class _Composition:
         self._source_offsets = source_offsets
         self._tuning = tuning
         self._rebinder = Rebinder(models.catalog, instruments.metrics.rebound.inc)
+        limits = settings.limits
+        directory = limits.shared_values_dir if limits.shared_values_bytes else None
+        self._shared_writer = SharedValuesWriter(
+            limits.shared_values_dir, limits.shared_values_bytes, self._metrics, tuning.transport
+        )
+        self._shared_reader = SharedValuesReader(directory, self._metrics, tuning.transport)
         self._fetcher: ClaimFetcher | None = None
         self._putter: ClaimPutter | None = None
 
@@ -316,6 +325,11 @@ class _Composition:
                 partial(self._metrics.claimed, "put"),
             )
             self._putter = await stack.enter_async_context(putter)
+
+    def open_shared_values(self, stack: AsyncExitStack) -> None:
+        """Remove the shared memory of this group, and close that of others, when the stack does."""
+        stack.enter_context(self._shared_writer)
+        stack.enter_context(self._shared_reader)
 
     async def add_stages(self, stages: _Stages, producer: Producer) -> None:
         """Make the stages, the last one first, since each needs the one to which it sends.
@@ -397,6 +411,7 @@ class _Composition:
                 self._metrics,
                 self._tuning.transport,
                 self._settings.limits.inline_payload_bytes,
+                self._shared_writer,
             )
             stages.functions["write-items"] = sender.run
             items = sender.writer()
@@ -508,6 +523,7 @@ class _Composition:
             answers.writer(),
             self._metrics,
             self._settings.limits.inline_payload_bytes,
+            self._shared_writer,
         )
         reader = ExecutorEventReader(self._log, await self._describe_topic(Topic.EVENTS), tuning)
         dispatcher = BatchDispatcher(
@@ -528,6 +544,7 @@ class _Composition:
             self._tuning.transport,
             self._fetcher,
             lambda: self._source.is_stopping,
+            self._shared_reader,
         )
         stages.source_values.append(values)
         return values

@@ -90,6 +90,7 @@ class Event(StrEnum):
     REREADING_DELAYED = "records.rereading_delayed"
     SOURCE_VALUES_DELAYED = "source_values.delayed"
     SOURCE_VALUE_LOST = "source_value.lost"
+    SHARED_VALUES_OFF = "shared_values.off"
     RECORDS_UNREADABLE = "records.unreadable"
     QUARANTINE_STARTED = "quarantine.started"
     QUARANTINE_ENDED = "quarantine.ended"

@@ -405,15 +405,28 @@ READING = (
         "headrace_source_values",
         "counter",
         ("outcome",),
-        "Values of requests that were read from their source records, because they travel through "
-        "no topic between stages. Outcome: read, kept (it came with another one) or lost (the "
-        "record is gone).",
+        "Values of requests that travel through no topic between stages, as they were read. "
+        "Outcome: shared (from shared memory), read (from its source record), kept (it came with "
+        "another one) or lost (the record is gone).",
     ),
     MetricSpec(
         "headrace_source_value_bytes",
         "counter",
         (),
         "Bytes of these values.",
+    ),
+    MetricSpec(
+        "headrace_shared_values",
+        "counter",
+        ("outcome",),
+        "Values of requests to be passed to other processes of this machine. Outcome: written (to "
+        "shared memory) or full (there was no room).",
+    ),
+    MetricSpec(
+        "headrace_shared_values_bytes",
+        "gauge",
+        (),
+        "Shared memory that holds such values; at most `limits.shared_values_bytes`.",
     ),
     MetricSpec(
         "headrace_unreadable_records",

@@ -59,6 +59,7 @@ class Metrics:
             counters without labels.
         rebound: likewise, of requests that were bound to another version.
         source_values: by outcome, see `headrace.transport.source_values`; source_value_bytes.
+        shared_values: by outcome, see `headrace.transport.shared_values`; shared_values_bytes.
         isolated_crashes, poisoned, transaction_timeouts: likewise.
         quarantined, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
@@ -123,6 +124,8 @@ class Metrics:
         self.skipped = self._counter("skipped_records")
         self.source_values = self._counter("source_values")
         self.source_value_bytes = self._counter("source_value_bytes")
+        self.shared_values = self._counter("shared_values")
+        self.shared_values_bytes = self._gauge("shared_values_bytes")
         self._unreadable = self._counter("unreadable_records")
         self.heap_trimmed = self._counter("heap_trimmed_bytes")
         self.known_executors = self._gauge("known_executors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -17,13 +18,14 @@ from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.models.lifecycle import VersionChange
 from headrace.primitives.stage_tasks import StageTasks
-from headrace.protocol.codec import decode_batch, encode_batch, refer_to_source
+from headrace.protocol.codec import decode_batch, encode_batch
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.channels import BatchQueue, Demand, ModelKey, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
+from headrace.transport.shared_values import SharedValuesWriter, release_values
 from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     admit_record,
@@ -41,6 +43,7 @@ class BatchWriter:
         topic: its name and number of partitions.
         refused: receives the requests that do not fit into a record, as failures.
         inline_bytes: values from this size on are not written (`refer_to_source`); None writes all.
+        shared: where such values are passed to other processes of this machine; None to pass none.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class BatchWriter:
         refused: SendStream[list[Request]],
         metrics: Metrics | None = None,
         inline_bytes: int | None = None,
+        shared: SharedValuesWriter | None = None,
     ) -> None:
+        self._shared = shared
         self._inline_bytes = inline_bytes
         self._producer = producer
         self._topic, self._partitions = topic
@@ -70,8 +75,9 @@ class BatchWriter:
         target = TopicPartition(self._topic, partition)
         if self._inline_bytes is not None:
             for batch in batches:
-                for request in batch.requests:
-                    refer_to_source(request, self._inline_bytes)
+                values = release_values(batch.requests, self._inline_bytes)
+                if values and self._shared is not None:
+                    self._shared.put(batch.requests, values, time.monotonic())
         records = [NewRecord(None, encode_batch(batch)) for batch in batches]
         refused = await deliver(self._producer, target, records, self._metrics)
         for index, batch in enumerate(batches):
@@ -167,7 +173,7 @@ class BatchReceiver:
                         continue
                     if self._heartbeat is not None:
                         self._heartbeat.received(batch)
-                    missing = [] if values is None else values.missing(batch.requests)
+                    missing = [] if values is None else values.not_shared(batch.requests)
                     if values is not None and missing:
                         work = self._complete(values, missing, batch, record.offset, isolation)
                         if isolation is None:

@@ -35,25 +35,16 @@ from headrace.primitives.stage_tasks import StageTasks
 from headrace.primitives.timeouts import end_now
 from headrace.protocol.claims import refuse_claim
 from headrace.protocol.codec import restore_value
-from headrace.protocol.messages import Failure, IngestedRequest, Request
+from headrace.protocol.messages import Failure, Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.channels import ReceiveStream, SendStream
+from headrace.transport.shared_values import SharedValuesReader
 from headrace.tuning import TUNING, TransportTuning
 
 log = structlog.get_logger(__name__)
 _offset = attrgetter("offset")
-
-
-def has_inputs_in_source(request: IngestedRequest) -> bool:
-    """Return True if inputs of the request are only in its source record."""
-    referenced = request.referenced
-    if referenced:
-        for start, size in request.places or ():
-            if size and start < referenced:
-                return True
-    return False
 
 
 class ClaimedValues:
@@ -305,6 +296,7 @@ class SourceValues:
         fetcher: fetches the objects of claims; None where none are allowed.
         tuning: tuning values.
         is_stopping: returns True once the process stops.
+        shared: reads values from shared memory; None if there are none.
     """
 
     def __init__(
@@ -318,7 +310,9 @@ class SourceValues:
         tuning: TransportTuning = TUNING.transport,
         fetcher: ClaimFetcher | None = None,
         is_stopping: Callable[[], bool] = lambda: False,
+        shared: SharedValuesReader | None = None,
     ) -> None:
+        self._shared = shared
         self._is_needed = is_needed
         self._end_isolation = end_isolation
         self._source = _SourceReader(log_, topic, stage, metrics, tuning)
@@ -327,6 +321,11 @@ class SourceValues:
     def missing(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests whose values have to be read."""
         return [each for each in requests if each.referenced and self._is_needed(each)]
+
+    def not_shared(self, requests: Sequence[Request]) -> list[Request]:
+        """Read the missing values that are in shared memory; return the requests of the others."""
+        missing = self.missing(requests)
+        return self._shared.read(missing) if self._shared is not None and missing else missing
 
     def missing_bytes(self, requests: Sequence[Request]) -> int:
         """Return the bytes to be read. They are charged to the records by which the requests came
@@ -365,7 +364,7 @@ class SourceValues:
         last: dict[int, asyncio.Task[None]] = {}
         async with tasks:
             while (chunk := await incoming.receive()) is not None:
-                missing = self.missing(chunk)
+                missing = self.not_shared(chunk)
                 if any(each.envelope.claim is not None for each in missing):
                     chunk = await self._pass_claims(chunk, missing, tasks, outgoing, ended)
                     missing = self.missing(chunk)

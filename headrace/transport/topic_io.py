@@ -38,7 +38,6 @@ from headrace.protocol.codec import (
     divide_results,
     encode_items,
     encode_results,
-    refer_to_source,
 )
 from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import Failure, Request
@@ -47,6 +46,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.burst_limiter import BurstLimiter
 from headrace.transport.channels import SendStream, Writer, Writers
+from headrace.transport.shared_values import SharedValuesWriter, Value, release_values
 from headrace.transport.source_values import SourceValues
 from headrace.tuning import TUNING, TransportTuning
 
@@ -232,6 +232,7 @@ class TopicSender:
         refused: receives requests that do not fit, as failures; if None, they are written as
             failures to the same topic.
         inline_bytes: values from this size on are not written (`refer_to_source`); None writes all.
+        shared: where such values are passed to other processes of this machine; None to pass none.
     """
 
     def __init__(
@@ -245,7 +246,9 @@ class TopicSender:
         metrics: Metrics | None = None,
         tuning: TransportTuning = TUNING.transport,
         inline_bytes: int | None = None,
+        shared: SharedValuesWriter | None = None,
     ) -> None:
+        self._shared = shared
         self._producer = producer
         self._topic = topic
         self._divide = divide
@@ -316,10 +319,13 @@ class TopicSender:
         self._partitions_in_write.discard(partition)
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
+        values: dict[Request, Value] = {}
         if self._inline_bytes is not None:
-            for request in requests:
-                refer_to_source(request, self._inline_bytes)
+            values = release_values(requests, self._inline_bytes)
         chunks = self._divide(requests, self._chunk_limits)
+        if values and self._shared is not None:
+            for chunk in chunks:
+                self._shared.put(chunk, values, time.monotonic())
         while chunks:
             records = [NewRecord(None, self._encode(chunk)) for chunk in chunks]
             refused = await deliver(self._producer, target, records, self._metrics)
@@ -390,8 +396,9 @@ def item_sender(
     metrics: Metrics | None = None,
     tuning: TransportTuning = TUNING.transport,
     inline_bytes: int | None = None,
+    shared: SharedValuesWriter | None = None,
 ) -> TopicSender:
-    """Return a sender of `items`; `inline_bytes` is as for `TopicSender`."""
+    """Return a sender of `items`; `inline_bytes` and `shared` are as for `TopicSender`."""
     return TopicSender(
         producer,
         topic,
@@ -402,6 +409,7 @@ def item_sender(
         metrics,
         tuning,
         inline_bytes,
+        shared,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from aiokafka.errors import KafkaError
@@ -54,6 +55,7 @@ class Target:
     Attributes:
         raw: writes requests, and what is none, as batches of any form.
         client_id: of all processes of the system, and of nobody else.
+        shared: directory of the memory that its processes share.
         store: of claims; None if no request has one.
         held_now: returns the requests that the log holds or held; None before the load.
     """
@@ -64,6 +66,7 @@ class Target:
     rng: random.Random
     raw: RawSender
     client_id: str
+    shared: Path
     store: ChaosStore | None = None
     held_now: Callable[[], Awaitable[list[Sent]]] | None = None
 
@@ -351,6 +354,14 @@ async def clock_back(target: Target) -> None:
     await asyncio.sleep(target.rng.uniform(0.5, 1.5))
 
 
+async def shared_memory_gone(target: Target) -> None:
+    """All files of shared memory are removed, several times, as by somebody who tidies up."""
+    for _ in range(target.rng.randint(1, 5)):
+        for path in target.shared.iterdir():
+            path.unlink(missing_ok=True)
+        await asyncio.sleep(target.rng.uniform(0.05, 0.5))
+
+
 async def kill_children(target: Target) -> None:
     """Children with transforms are killed, one after the other, as the kernel's OOM killer does."""
     for _ in range(target.rng.randint(1, 4)):
@@ -444,6 +455,7 @@ NEMESES = (
     Nemesis("quota", quota, 6.0, weight=2),
     Nemesis("handover", handover, 6.0, alone=True, weight=2),
     Nemesis("clock-back", clock_back, 1.5, weight=2),
+    Nemesis("shared-memory", shared_memory_gone, 1.5, weight=2),
 )
 
 PAYLOAD_NEMESES = (

@@ -57,6 +57,7 @@ from tests.chaos.workload import (
     INLINE_BYTES,
     PARTITIONS,
     REPLIES,
+    SHARED_BYTES,
     Question,
     add_models,
     ask,
@@ -190,6 +191,7 @@ async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
     async with AsyncExitStack() as stack:
         store = ChaosStore(random.Random(f"store {trial.seed}"))
         await stack.enter_async_context(store)
+        (directory / "shared").mkdir(parents=True)
         (add_payload_models if has_payloads else add_models)(directory / "models")
         settings = _settings(trial, cluster, directory, store)
         await stack.enter_async_context(_watched(cluster, settings, history, store))
@@ -199,7 +201,10 @@ async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
             await deployment.start(trial.form)
             topic = settings.topic(Topic.REQUESTS)
             raw = RawSender(cluster.direct, topic, first_number=trial.requests)
-            target = Target(deployment, cluster, history, rng, raw, settings.namespace, store)
+            shared = settings.limits.shared_values_dir
+            target = Target(
+                deployment, cluster, history, rng, raw, settings.namespace, shared, store
+            )
             stuck = await _load_and_strike(trial, target, plan, settings)
             stuck = stuck or await _come_to_rest(history, trial)
             if stuck:
@@ -241,6 +246,8 @@ def _settings(trial: Trial, cluster: Cluster, directory: Path, store: ChaosStore
                 "max_decompressed_bytes": DECOMPRESSED_BYTES,
                 "max_in_flight_bytes": IN_FLIGHT_BYTES,
                 "inline_payload_bytes": INLINE_BYTES,
+                "shared_values_bytes": SHARED_BYTES,
+                "shared_values_dir": directory / "shared",
             },
             "models": {"repository": directory / "models"},
         }

@@ -24,6 +24,8 @@ KEYS = 40
 REPLIES = "replies"
 DECOMPRESSED_BYTES = 4 * 1024 * 1024
 """The bound of a compressed batch."""
+SHARED_BYTES = 1024 * 1024
+"""Shared memory for values: much less than the requests of a trial have."""
 INLINE_BYTES = 200
 """More than a request of the slow model has, and less than the others: values of both kinds."""
 FOREIGN = -2

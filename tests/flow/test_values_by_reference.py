@@ -33,11 +33,22 @@ FRONT = (Stage.INGEST, Stage.BATCHER)
 EXECUTOR = (Stage.EXECUTOR,)
 BACK = (Stage.RESPONDER,)
 APART = [grouping for grouping in groupings() if len(grouping) > 1]
+SEPARATED = [
+    each for each in APART if not any({Stage.INGEST, Stage.EXECUTOR} <= {*group} for group in each)
+]
 PIXELS_BYTES = 256
 
 
+def sharing(directory: Path) -> Settings:
+    """Settings with which all values pass in shared memory, in a directory of their own."""
+    shared = directory / "shared"
+    shared.mkdir()
+    repository = directory / "models"
+    return settings_of(repository, inline_payload_bytes=PIXELS_BYTES, shared_values_dir=shared)
+
+
 def values_of(pipeline: Pipeline, outcome: str) -> float:
-    """How many values a process has read from their source records."""
+    """How many values that are not in records a process has read, by outcome."""
     labels = {"outcome": outcome}
     found = pipeline.metrics.registry.get_sample_value("headrace_source_values_total", labels)
     return found or 0.0
@@ -61,7 +72,7 @@ async def test_stages_apart_answer_all_requests_by_reference(
     tmp_path: Path, grouping: Grouping
 ) -> None:
     """However the stages are divided, each request gets its own answer, once."""
-    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES)
+    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES, shared_values_bytes=0)
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, grouping):
@@ -70,12 +81,48 @@ async def test_stages_apart_answer_all_requests_by_reference(
     assert await caller.check() == Counter(range(200))
 
 
+@pytest.mark.parametrize("grouping", SEPARATED, ids=name_of)
+async def test_values_pass_in_shared_memory_and_not_by_the_log(
+    tmp_path: Path, grouping: Grouping
+) -> None:
+    """Where ingest and the executor are different processes of a machine."""
+    settings = sharing(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, grouping) as pipelines:
+        await caller.send(200)
+        await caller.all_answered()
+        shared, read = (
+            sum(values_of(pipeline, outcome) for pipeline in pipelines)
+            for outcome in ("shared", "read")
+        )
+    assert await caller.check() == Counter(range(200))
+    assert (shared, read) == (200, 0)
+
+
+async def test_values_are_read_from_the_log_after_shared_memory_is_gone(tmp_path: Path) -> None:
+    """As after a restart of ingest, or where an executor of another machine takes over."""
+    settings = sharing(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    items = TopicPartition(settings.topic(Topic.ITEMS), 0)
+    async with serving(settings, log, [BACK]):
+        async with serving(settings, log, [(Stage.INGEST,)]):
+            await caller.send(40)
+            await eventually(lambda: log.faults.partitions.end_offset(items) > 0)
+        async with serving(settings, log, [(Stage.BATCHER, Stage.EXECUTOR)]) as [pipeline]:
+            await caller.all_answered()
+            shared = values_of(pipeline, "shared")
+    assert await caller.check() == Counter(range(40))
+    assert shared == 0
+
+
 @pytest.mark.parametrize(("inline_bytes", "carried"), [(PIXELS_BYTES, False), (1024, True)])
 async def test_only_values_below_limit_pass_topics_between_stages(
     tmp_path: Path, inline_bytes: int, carried: bool
 ) -> None:
     """Topics between the stages hold no byte of a value that stays on `requests`."""
-    settings = settings_of(tmp_path, inline_payload_bytes=inline_bytes)
+    settings = settings_of(tmp_path, inline_payload_bytes=inline_bytes, shared_values_bytes=0)
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, [[stage] for stage in STAGES]) as pipelines:
@@ -93,7 +140,7 @@ async def test_only_values_below_limit_pass_topics_between_stages(
 
 async def test_request_whose_record_is_gone_fails_and_others_are_answered(tmp_path: Path) -> None:
     """Retention has removed it before the model could run; the caller may send it again."""
-    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES)
+    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES, shared_values_bytes=0)
     log = await log_for(settings)
     caller = Caller(settings, log)
     items = TopicPartition(settings.topic(Topic.ITEMS), 0)
@@ -165,7 +212,7 @@ async def test_dead_letter_of_reference_holds_original_bytes(
 ) -> None:
     """The executor has read them where the tensors are in them; otherwise the responder does."""
     add_python_model(tmp_path, "raise ValueError('no')", name="broken")
-    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES)
+    settings = settings_of(tmp_path, inline_payload_bytes=PIXELS_BYTES, shared_values_bytes=0)
     log = await log_for(settings)
     value = encode_request(content_type, "broken", {"x": np.zeros((100, 1), np.float32)})
     letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 0)

@@ -58,6 +58,7 @@ FACTS = {
     "headrace/protocol/events.py": {"NOT_CONTROLLED"},
     "headrace/protocol/codec/wire.py": {"FORMAT", "_COLUMNS_FORMAT"},
     "headrace/delivery/producing.py": {"_RECORD_BYTES", "_HEADER_BYTES"},
+    "headrace/transport/shared_values.py": {"_MOST_BUFFERS"},
     "headrace/log/kafka/record_batches.py": {"MAX_HEADERS", "_LEGACY_MIN_BYTES"},
     "headrace/log/memory/group.py": {"MAX_METADATA_CHARACTERS"},
     "headrace/log/memory/broker.py": {"FRAMING_BYTES", "_OBJECT_BYTES"},

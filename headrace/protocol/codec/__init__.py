@@ -28,6 +28,7 @@ from headrace.protocol.codec.wire import (
     encode_batch,
     encode_items,
     encode_results,
+    has_inputs_in_source,
     refer_to_source,
     restore_value,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "encode_responses",
     "encode_results",
     "find_label",
+    "has_inputs_in_source",
     "plain_value",
     "refer_to_source",
     "restore_value",

@@ -58,6 +58,7 @@ T = TypeVar("T")
 _Headers = list[tuple[str, bytes | None]]
 _Place = tuple[int, int]
 _EMPTY = memoryview(b"")
+_NOT_SHARED = ("", 0)
 
 _CODES = frozenset(Code)
 _UNCHECKED = frozenset({"BYTES", "BOOL"})
@@ -101,10 +102,20 @@ def refer_to_source(request: Request, from_bytes: int) -> None:
         inputs.append(_new(Tensor, (name, datatype, shape, data)))
     request.inputs = tuple(inputs)
     request.value, request.item = None, None
-    request.places, request.referenced = places, size_bytes
+    request.places, request.referenced, request.shared = places, size_bytes, None
 
 
-def restore_value(request: Request, value: bytes) -> None:
+def has_inputs_in_source(request: Request) -> bool:
+    """Return True if inputs of the request are only in its source record."""
+    referenced = request.referenced
+    if referenced:
+        for start, size in request.places or ():
+            if size and start < referenced:
+                return True
+    return False
+
+
+def restore_value(request: Request, value: bytes | memoryview) -> None:
     """Set the value of a request that refers to its source record or a claim, and the inputs in it.
 
     Raises:
@@ -239,7 +250,9 @@ def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
     columns = _columns(requests)
     first = requests[0]
     if first.referenced:
-        _set_referenced(columns, [request.referenced for request in requests])
+        sizes = [request.referenced for request in requests]
+        _set_referenced(columns, sizes)
+        _set_shared(columns, [request.shared or _NOT_SHARED for request in requests], sizes)
     placed = _add_payload(columns, requests)
     columns["rows"] = _column([request.rows for request in requests])
     columns["shape_class"] = first.shape_class
@@ -291,6 +304,18 @@ def _set_referenced(columns: dict[str, Any], sizes: list[int]) -> None:
     columns["format"], columns["referenced"] = FORMAT, _column(sizes)
 
 
+def _set_shared(
+    columns: dict[str, Any], shared: Sequence[tuple[str, int]], sizes: Sequence[int]
+) -> None:
+    names = _column([name for name, _ in shared])
+    if not names:
+        return
+    starts = [start for _, start in shared]
+    first = starts[0]
+    is_run = type(names) is str and starts == list(accumulate(sizes[:-1], initial=first))
+    columns["shared"], columns["shared_at"] = names, first if is_run else starts
+
+
 def _input_columns(
     requests: Sequence[Request], index: int, placed: Sequence[_Place]
 ) -> WireTensors:
@@ -336,6 +361,8 @@ def _requests_of_items(record: ItemChunkRecord, ack_handle: AckHandle) -> list[R
     if not is_here:
         layout = _layout_behind_values(record, layout)
         _spread(requests, "referenced", record.referenced)
+        if record.shared:
+            _spread_shared(requests, record)
     tensors: list[list[Tensor]] = []
     placed: list[list[_Place]] = []
     is_inside = True
@@ -368,6 +395,19 @@ def _requests_of_items(record: ItemChunkRecord, ack_handle: AckHandle) -> list[R
         if places is not None:
             request.places = places[index]
     return requests
+
+
+def _spread_shared(requests: Sequence[Request], record: ItemChunkRecord) -> None:
+    """Set where in shared memory the values of requests are."""
+    names = _each(record.shared, requests)
+    if isinstance(record.shared_at, int):
+        sizes = [request.referenced for request in requests]
+        starts = list(accumulate(sizes[:-1], initial=record.shared_at))
+    else:
+        starts = _each(record.shared_at, requests)
+    for request, name, start in zip(requests, names, starts, strict=True):
+        if name:
+            request.shared = (name, start)
 
 
 def _layout_behind_values(record: ItemChunkRecord, layout: _Layout) -> _Layout:

@@ -1,0 +1,333 @@
+"""Values that pass in shared memory: read as they were written, or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from headrace.protocol.codec import decode_items, encode_items
+from headrace.protocol.messages import Envelope, Request, Tensor
+from headrace.telemetry.metrics import Metrics
+from headrace.transport.shared_values import (
+    SharedValuesReader,
+    SharedValuesWriter,
+    Value,
+    release_values,
+)
+from headrace.tuning import TUNING, TransportTuning
+from tests.support.work import TestReceipt
+
+RING_BYTES = 16 * 1024
+VALUE_BYTES = 500
+"""At most a sixteenth of the ring is written at a time."""
+UNREAD = RING_BYTES * 3 // 4 // VALUE_BYTES
+"""So many values are written before one is read."""
+TUNED = replace(TUNING.transport, shared_abandoned_s=10.0)
+SMALL = replace(TUNED, shared_small_bytes=RING_BYTES // 8)
+
+
+def metrics_of() -> Metrics:
+    return Metrics(CollectorRegistry())
+
+
+def sample(metrics: Metrics, name: str, outcome: str) -> float:
+    found = metrics.registry.get_sample_value(name, {"outcome": outcome})
+    return found or 0.0
+
+
+def value_of(number: int, size_bytes: int = VALUE_BYTES) -> bytes:
+    return number.to_bytes(4, "little") * (size_bytes // 4)
+
+
+def released(*values: bytes) -> tuple[list[Request], dict[Request, Value]]:
+    """Requests whose values were released, and the values."""
+    requests: list[Request] = []
+    for number, value in enumerate(values):
+        request = Request(TestReceipt(), 0, number, number - 1, 0, b"key", value, [], Envelope())
+        inside = memoryview(value)[4:]
+        request.inputs = (Tensor("x", "UINT8", (1, len(inside)), inside),)
+        requests.append(request)
+    return requests, release_values(requests, 1)
+
+
+def put(writer: SharedValuesWriter, *values: bytes, now_s: float = 1.0) -> list[Request]:
+    """Pass values; return their requests."""
+    requests, held = released(*values)
+    writer.put(requests, held, now_s)
+    return requests
+
+
+def read_values(reader: SharedValuesReader, requests: Sequence[Request]) -> list[bytes | None]:
+    """Read values; None for those that are not in shared memory."""
+    left = reader.read(requests)
+    return [None if each in left else bytes(each.value or b"") for each in requests]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def writer(directory: Path) -> Iterator[SharedValuesWriter]:
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), TUNED) as made:
+        yield made
+
+
+@pytest.fixture
+def reader(directory: Path) -> Iterator[SharedValuesReader]:
+    with SharedValuesReader(directory, metrics_of()) as made:
+        yield made
+
+
+def test_values_are_read_as_written(writer: SharedValuesWriter, reader: SharedValuesReader) -> None:
+    """With the inputs in them, and by those that travelled in a record."""
+    requests = put(writer, value_of(1), value_of(2, 100))
+    requests = decode_items(encode_items(requests), TestReceipt())
+
+    assert read_values(reader, requests) == [value_of(1), value_of(2, 100)]
+    assert [bytes(each.inputs[0].data) for each in requests] == [
+        value_of(1)[4:],
+        value_of(2, 100)[4:],
+    ]
+
+
+def test_values_in_several_places_keep_their_places_in_record(
+    writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """Such as in a batch of requests that were written at different times, or not at all."""
+    first, second = put(writer, value_of(1), value_of(2))
+    (third,), _ = released(value_of(3))
+    (fourth,) = put(writer, value_of(4))
+    requests = [fourth, second, third, first]
+
+    requests = decode_items(encode_items(requests), TestReceipt())
+
+    assert read_values(reader, requests) == [value_of(4), value_of(2), None, value_of(1)]
+
+
+def test_value_is_left_on_another_machine(writer: SharedValuesWriter, tmp_path: Path) -> None:
+    """It has another directory, and reads the source record."""
+    requests = put(writer, value_of(1))
+    with SharedValuesReader(tmp_path / "another", metrics_of()) as elsewhere:
+        assert read_values(elsewhere, requests) == [None]
+    assert requests[0].shared is None
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "", "0123456789abcdef"])
+def test_value_of_unknown_ring_is_left(reader: SharedValuesReader, name: str) -> None:
+    """Whatever a record says, no other file is opened."""
+    requests, _ = released(value_of(1))
+    requests[0].shared = (name, 0)
+    assert read_values(reader, requests) == [None]
+
+
+def test_full_ring_takes_values_again_after_reading(
+    writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """What was not read is not overwritten by what could be read from the source record."""
+    kept = [put(writer, value_of(number))[0] for number in range(UNREAD)]
+    (refused,) = put(writer, value_of(99))
+    found = read_values(reader, kept)
+    (taken,) = put(writer, value_of(100))
+
+    assert refused.shared is None
+    assert found == [value_of(number) for number in range(UNREAD)]
+    assert read_values(reader, [taken]) == [value_of(100)]
+
+
+def test_unread_values_of_ended_reader_are_overwritten_later(
+    writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """Nobody reads them any more, so the others of its machine would get none for ever."""
+    for number in range(UNREAD):
+        put(writer, value_of(number))
+
+    (early,) = put(writer, value_of(99), now_s=2.0)
+    (soon,) = put(writer, value_of(99), now_s=10.9)
+    (late,) = put(writer, value_of(100), now_s=13.0)
+
+    assert (early.shared, soon.shared) == (None, None)
+    assert read_values(reader, [late]) == [value_of(100)]
+
+
+def test_overwritten_value_is_left(writer: SharedValuesWriter, reader: SharedValuesReader) -> None:
+    """Such as that of a model whose batch was formed late."""
+    (slow,) = put(writer, value_of(99))
+    for number in range(4 * UNREAD):
+        assert read_values(reader, put(writer, value_of(number))) == [value_of(number)]
+
+    assert read_values(reader, [slow]) == [None]
+
+
+def test_large_value_is_left_out(writer: SharedValuesWriter) -> None:
+    """It would take the room of many others."""
+    (large,) = put(writer, value_of(1, RING_BYTES // 8))
+    assert large.shared is None
+
+
+def test_file_is_small_after_a_flood(directory: Path, reader: SharedValuesReader) -> None:
+    """It grows while values come faster than they are read."""
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), SMALL) as writer:
+        put(writer, value_of(1))
+        (path,) = directory.iterdir()
+        requests = [put(writer, value_of(number))[0] for number in range(UNREAD - 1)]
+        flooded_bytes = path.stat().st_size
+        read_values(reader, requests)
+        for number in range(100):
+            assert read_values(reader, put(writer, value_of(number))) == [value_of(number)]
+        rested_bytes = path.stat().st_size
+    assert flooded_bytes > RING_BYTES // 2
+    assert rested_bytes < 4096 + RING_BYTES // 4
+
+
+@pytest.mark.parametrize("tuning", [TUNED, SMALL], ids=["large", "small"])
+def test_random_sizes_are_read_right_or_not_at_all(
+    directory: Path, reader: SharedValuesReader, tuning: TransportTuning
+) -> None:
+    """Over many laps of the ring, in any order, however late."""
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), tuning) as writer:
+        assert read_at_random(writer, reader) > 1000
+
+
+def read_at_random(writer: SharedValuesWriter, reader: SharedValuesReader) -> int:
+    """Pass values of random sizes, and read them later; return how many were there."""
+    rng = Random(7)
+    waiting: list[Request] = []
+    sent: dict[Request, bytes] = {}
+    read = 0
+    for number in range(3000):
+        values = [value_of(number, 4 * rng.randint(2, 100)) for _ in range(rng.randint(1, 2))]
+        requests = put(writer, *values)
+        sent |= zip(requests, values, strict=True)
+        waiting += requests
+        rng.shuffle(waiting)
+        while len(waiting) > rng.randint(0, 30):
+            request = waiting.pop()
+            (value,) = read_values(reader, [request])
+            assert value in (None, sent[request])
+            read += value is not None
+    return read
+
+
+def test_value_that_is_overwritten_during_reading_is_left(directory: Path) -> None:
+    """A reader gets the bytes of its request or none, while a writer overwrites at full speed."""
+    sent: deque[tuple[bytes, bytes]] = deque(maxlen=40)
+    is_done = threading.Event()
+
+    def write() -> None:
+        with SharedValuesWriter(directory, RING_BYTES, metrics_of(), TUNED) as writer:
+            for number in count():
+                value = value_of(number)
+                # At such times no value is regarded as unread.
+                requests = put(writer, value, now_s=number * 20.0)
+                sent.append((encode_items(requests), value))
+                if is_done.is_set():
+                    return
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    outcomes = Counter[bool]()
+    try:
+        with SharedValuesReader(directory, metrics_of()) as reader:
+            while min(outcomes[True], outcomes[False]) < 500:
+                for record, value in sent.copy():
+                    found = read_values(reader, decode_items(record, TestReceipt()))
+                    assert found in ([None], [value])
+                    outcomes[found == [value]] += 1
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def test_file_is_removed_with_its_writer(directory: Path) -> None:
+    """And readers that have it open find nothing."""
+    with SharedValuesReader(directory, metrics_of()) as reader:
+        with SharedValuesWriter(directory, RING_BYTES, metrics_of()) as writer:
+            requests = put(writer, value_of(1), value_of(2))
+            assert read_values(reader, requests[:1]) == [value_of(1)]
+        assert list(directory.iterdir()) == []
+        assert read_values(reader, requests[1:]) == [None]
+
+
+def test_file_of_killed_process_is_removed_by_next_one(
+    directory: Path, writer: SharedValuesWriter
+) -> None:
+    """Files of processes that run stay."""
+    orphan = directory / f"headrace-values-{'0' * 16}"
+    orphan.write_bytes(bytes(RING_BYTES))
+    put(writer, value_of(1))
+    (own,) = directory.iterdir()
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of()) as another:
+        put(another, value_of(1))
+        assert len(list(directory.iterdir())) == 2
+    assert list(directory.iterdir()) == [own]
+
+
+def test_removed_file_is_replaced(
+    directory: Path, writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """Such as by somebody who tidies up."""
+    put(writer, value_of(1))
+    (path,) = directory.iterdir()
+    path.unlink()
+    (lost,), (found,) = put(writer, value_of(2)), put(writer, value_of(3))
+
+    assert read_values(reader, [lost]) == [None]
+    assert read_values(reader, [found]) == [value_of(3)]
+
+
+@contextmanager
+def files_limited_to(size_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond a size, as on a file system that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_full_memory_turns_sharing_off(directory: Path) -> None:
+    """With a line in the log; all values are then read from their source records."""
+    metrics = metrics_of()
+    with (
+        SharedValuesWriter(directory, RING_BYTES, metrics) as writer,
+        capture_logs() as logs,
+        files_limited_to(os.sysconf("SC_PAGESIZE") + VALUE_BYTES),
+    ):
+        taken, refused, later = (put(writer, value_of(1))[0] for _ in range(3))
+    assert taken.shared is not None
+    assert (refused.shared, later.shared) == (None, None)
+    assert [each["event"] for each in logs] == ["shared_values.off"]
+    assert list(directory.iterdir()) == []
+
+
+def test_values_are_counted(directory: Path) -> None:
+    """By outcome, at both ends."""
+    written, read = metrics_of(), metrics_of()
+    with (
+        SharedValuesWriter(directory, RING_BYTES, written) as writer,
+        SharedValuesReader(directory, read) as reader,
+    ):
+        requests = [put(writer, value_of(number))[0] for number in range(UNREAD + 1)]
+        reader.read(requests)
+        size_bytes = written.registry.get_sample_value("headrace_shared_values_bytes")
+    outcomes = [
+        sample(written, "headrace_shared_values_total", outcome) for outcome in ("written", "full")
+    ]
+    assert outcomes == [UNREAD, 1]
+    assert sample(read, "headrace_source_values_total", "shared") == UNREAD
+    assert size_bytes == os.sysconf("SC_PAGESIZE") + UNREAD * VALUE_BYTES
