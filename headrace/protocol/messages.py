@@ -259,9 +259,7 @@ class WireChunk(Struct, kw_only=True, omit_defaults=True):
     (-1 if it is absent), then the tensors that are not in the value. If `referenced` is set, the
     value has so many bytes and is only in the source record: read that to get it, and check that
     its timestamp and key are the request's. If the request has a header `x-claim`, the value is the
-    object to which that refers. The value may also be in shared memory, in the ring `shared` at the
-    position `shared_at`; with one ring and one position, all values of the chunk lie there one
-    after the other. `formed_us`, `compute_us` and `batch_rows` are those of
+    object to which that refers. `formed_us`, `compute_us` and `batch_rows` are those of
     `BatchSummary`.
     """
 
@@ -290,13 +288,15 @@ class WireChunk(Struct, kw_only=True, omit_defaults=True):
     part: Ints = 0
     payload: memoryview | None = None
     referenced: Ints = 0
-    shared: str | list[str] = ""
-    shared_at: Ints = 0
 
 
 class ItemChunkRecord(WireChunk, kw_only=True, omit_defaults=True):
     """The value of an `items` record: a chunk of checked requests of one source partition, tenant
     and shape class. `wanted_each` is set if `wanted` differs.
+
+    A `referenced` value may also be in shared memory, in the ring `shared` at `shared_at`
+    (`headrace.transport.shared_values`); with one ring and one position, all values of the chunk
+    lie there one after the other.
     """
 
     rows: Ints
@@ -304,6 +304,8 @@ class ItemChunkRecord(WireChunk, kw_only=True, omit_defaults=True):
     inputs: list[WireTensors]
     wanted: tuple[str, ...] | None = None
     wanted_each: list[tuple[str, ...] | None] | None = None
+    shared: str | list[str] = ""
+    shared_at: Ints = 0
 
 
 class ChunkedBatchRecord(Struct, kw_only=True, omit_defaults=True):
