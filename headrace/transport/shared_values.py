@@ -345,7 +345,7 @@ class SharedValuesReader:
             content += os.pread(ring.descriptor, at + wanted_bytes - ring_bytes, _HEAD_BYTES)
         # Only now: what was overwritten meanwhile lies behind the frontier by a whole ring.
         frontier = head[_FRONTIER]
-        if not frontier - ring_bytes <= start <= frontier - wanted_bytes:
+        if not max(0, frontier - ring_bytes) <= start <= frontier - wanted_bytes:
             return None
         if len(content) < wanted_bytes:
             return None

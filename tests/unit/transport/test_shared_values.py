@@ -134,6 +134,18 @@ def test_value_of_unknown_ring_is_left(reader: SharedValuesReader, name: str) ->
     assert read_values(reader, requests) == [None]
 
 
+@pytest.mark.parametrize("start", [-100, 300, 1 << 70])
+def test_value_at_place_that_was_not_written_is_left(
+    writer: SharedValuesWriter, reader: SharedValuesReader, start: int
+) -> None:
+    """As a damaged record may have it."""
+    (written,) = put(writer, value_of(1))
+    (other,), _ = released(value_of(2))
+    assert written.shared is not None
+    other.shared = (written.shared[0], start)
+    assert read_values(reader, [other]) == [None]
+
+
 def test_full_ring_takes_values_again_after_reading(
     writer: SharedValuesWriter, reader: SharedValuesReader
 ) -> None:
