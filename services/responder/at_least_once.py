@@ -86,8 +86,8 @@ class AtLeastOnce:
 
     def has_room(self) -> bool:
         """Return True if another chunk may be submitted."""
-        pending = self._unacknowledged
-        return pending.chunks < self._max_chunks and pending.size_bytes < self._max_bytes
+        used = self._unacknowledged
+        return used.chunks < self._max_chunks and used.size_bytes < self._max_bytes
 
     async def wait_for_room(self) -> None:
         """Wait until `has_room`."""
@@ -114,6 +114,9 @@ class AtLeastOnce:
         unwritten = set(addressed)
 
         def stall() -> None:
+            # From here on `submit` adds answers for these targets to their lists, and
+            # `_answer_target` writes them once a target accepts answers again. The chunk gives its
+            # room back, so that answers for other targets go on.
             for target in unwritten:
                 log.warning(Event.ANSWERS_STALLED, topic=str(target))
                 self._stalled.setdefault(target, [])
