@@ -21,9 +21,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-import aiohttp
 import structlog
-from yarl import URL
 
 from headrace.errors import ConfigurationError, Rejected, Retriable, describe_error
 from headrace.primitives.backoff import Backoff, Pauses
@@ -33,6 +31,7 @@ from headrace.tuning import TUNING, ClaimTuning
 from headrace.urls import Address
 
 if TYPE_CHECKING:
+    import aiohttp
     from obstore.store import ClientConfig, ObjectStore
 
 T = TypeVar("T")
@@ -85,6 +84,8 @@ class ClaimStores:
                 self._objects[address.origin] = self._open_objects(address)
 
     async def __aenter__(self) -> Self:
+        import aiohttp  # a fifth of a second, which clients without claims need not wait for
+
         tuning = self._tuning
         session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(
@@ -135,6 +136,9 @@ class ClaimStores:
     # --- HTTP -------------------------------------------------------------------------------------
 
     async def _read_http(self, claim: Claim) -> AsyncGenerator[bytes, None]:
+        import aiohttp
+        from yarl import URL
+
         if self._session is None:
             raise ClaimUnavailable("claims: expected open stores")
         try:
@@ -154,6 +158,9 @@ class ClaimStores:
     async def _write_http(
         self, address: Address, content: bytes, attributes: dict[str, str]
     ) -> None:
+        import aiohttp
+        from yarl import URL
+
         if self._session is None:
             raise ClaimUnavailable("claims: expected open stores")
         try:

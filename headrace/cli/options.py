@@ -9,13 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from headrace.cli.selection_options import TO_READ
 from headrace.cli.settings import require_broker
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 
 T = TypeVar("T")
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+TO_READ = "without one only a capture file can be read (--file)"
+"""Why a command that reads a recording needs a broker."""
 
 ANSWERS_FILE = click.option(
     "--answers-file",

@@ -6,21 +6,21 @@ import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from headrace.cli.options import TO_READ
 from headrace.cli.settings import require_broker
 from headrace.config import Settings
-from headrace.tools.replay.jobs import RecordingSource
-from headrace.tools.replay.recording import Filters, Selection, Window
 from headrace.topics import Topic
+
+if TYPE_CHECKING:
+    from headrace.tools.replay.jobs import RecordingSource
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
-
-TO_READ = "without one only a capture file can be read (--file)"
 
 
 def parse_time_ms(text: str) -> int:
@@ -188,6 +188,9 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource
         click.UsageError: both a topic and a file.
         ConfigurationError: a topic, but no broker.
     """
+    from headrace.tools.replay.jobs import RecordingSource
+    from headrace.tools.replay.recording import Filters, Selection, Window
+
     if chosen["topic"] and chosen["file"]:
         raise click.UsageError("give either --topic or --file")
     key = chosen["key"]
