@@ -16,6 +16,8 @@ test test-broker chaos chaos-models: export KAFKA_JVM_PERFORMANCE_OPTS ?= \
 # The tests start hundreds of processes. Where bytecode may not be written (containers often forbid
 # it), each of them would compile all modules again: a quarter of a second.
 test test-import test-fast test-broker chaos chaos-models: export PYTHONDONTWRITEBYTECODE =
+# Each of them that imports NumPy would also start threads of OpenBLAS, which spin before they sleep.
+test test-fast test-broker chaos chaos-models: export OPENBLAS_NUM_THREADS ?= 1
 
 # The first of these that is Python 3.11 or newer makes the environment.
 PYTHON ?=
@@ -75,7 +77,7 @@ fmt: setup ## format the code, and fix what ruff can fix
 lint: setup ## ruff's rules, the format, and which module may import which
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/lint-imports
 
 .PHONY: types
 types: setup ## mypy, strict, on code and tests
