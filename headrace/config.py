@@ -98,7 +98,7 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class KafkaSettings(_Section):

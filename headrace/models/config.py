@@ -73,7 +73,7 @@ MAX_THREADS = 1024
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class DeclaredTensor(_Group):

@@ -10,7 +10,7 @@ from headrace.config import NOT_BOOL, Real
 
 
 class _MediaTable(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 def as_tuple(value: object) -> object:
