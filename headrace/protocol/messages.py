@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from headrace.errors import Code
 from headrace.protocol.ack import AckHandle
 from headrace.protocol.trace_context import Trace
 
@@ -151,6 +152,13 @@ class WireTrace(Struct, kw_only=True, omit_defaults=True):
 
     traceparent: Annotated[str, Meta(max_length=64)]
     since_us: int = 0
+
+    @classmethod
+    def of(cls, trace: Trace | None) -> WireTrace | None:
+        """Return the trace of a request; None if it has none."""
+        if trace is None:
+            return None
+        return cls(traceparent=trace.traceparent(trace.parent_id), since_us=trace.since_us)
 
 
 class ItemRecord(Struct, kw_only=True, omit_defaults=True):
@@ -555,6 +563,15 @@ class Request(IngestedRequest, eq=False):
     failure: Failure | None = None
     compressed: bytes | None = None
     stored: StoredAnswer | None = None
+
+    @property
+    def keeps_value(self) -> bool:
+        """True if a dead letter is made of it that holds its value. The one of a claim does not: it
+        has the claim, in its headers.
+        """
+        failure = self.failure
+        is_dead_letter = failure is not None and Code(failure.code).is_dead_letter
+        return is_dead_letter and self.envelope.claim is None
 
     @property
     def outputs(self) -> tuple[Tensor, ...] | None:

@@ -24,6 +24,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 from headrace.claims.fetcher import ClaimFetcher
@@ -32,7 +33,7 @@ from headrace.config import Settings
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery.source_offsets import SourceOffsets
-from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.errors import ConfigurationError, Rejected
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.models.catalog import RequestedVersions
 from headrace.models.registry import Models
@@ -380,7 +381,7 @@ class _Composition:
         stages.responder = responder
         stages.functions["responder"] = responder.run
         if self._source_offsets is not None:
-            values = self._make_source_values(stages, Stage.RESPONDER, _needs_dead_letter)
+            values = self._make_source_values(stages, Stage.RESPONDER, attrgetter("keeps_value"))
             receiver = result_receiver(self._source, values)
             stages.functions["read-results"] = partial(values.pump, receiver, responder.writer())
         return responder
@@ -591,9 +592,3 @@ class _Composition:
                 f"topic {name}: expected it to exist; `headrace topics create`"
             )
         return TopicPartition(name, found.partitions)
-
-
-def _needs_dead_letter(request: Request) -> bool:
-    """Return True if a dead letter is made of a request, which holds the value of its record."""
-    failure, claim = request.failure, request.envelope.claim
-    return failure is not None and claim is None and Code(failure.code).is_dead_letter

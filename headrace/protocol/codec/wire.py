@@ -470,7 +470,7 @@ def encode_results(requests: Sequence[Request]) -> bytes:
             failure = request.failure
             assert failure is not None  # all requests of a chunk have failures
             failures.append(WireFailure(**failure._asdict()))
-            is_kept = wire_single.keeps_value(request)
+            is_kept = request.keeps_value
             referenced.append(request.referenced if is_kept else 0)
             value = request.value if is_kept else None
             values.append(-1 if value is None else len(value))
@@ -661,7 +661,7 @@ def _columns(requests: Sequence[Request]) -> dict[str, Any]:
             columns["compute_us"], columns["batch_rows"] = batch.compute_us, batch.rows
     _add_headers(columns, requests)
     if any(request.trace is not None for request in requests):
-        columns["trace"] = [_trace(request) for request in requests]
+        columns["trace"] = [WireTrace.of(request.trace) for request in requests]
     return columns
 
 
@@ -908,13 +908,6 @@ def _raw_name(name: str) -> str:
 
 def _name(raw: str) -> str:
     return raw.encode("latin-1", "replace").decode("utf-8", "surrogateescape")
-
-
-def _trace(request: Request) -> WireTrace | None:
-    trace = request.trace
-    if trace is None:
-        return None
-    return WireTrace(traceparent=trace.traceparent(trace.parent_id), since_us=trace.since_us)
 
 
 _Record = TypeVar("_Record", ItemChunkRecord, ChunkedBatchRecord, ResultChunkRecord)

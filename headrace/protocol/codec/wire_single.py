@@ -144,7 +144,7 @@ def _item(request: Request) -> ItemRecord:
         shape_class=request.shape_class,
         wanted=request.wanted,
         timings=_timings(request),
-        trace=_trace(request),
+        trace=WireTrace.of(request.trace),
     )
 
 
@@ -170,18 +170,10 @@ def _request_of_item(record: ItemRecord, ack_handle: AckHandle) -> Request:
 # --- results ----------------------------------------------------------------------------------
 
 
-def keeps_value(request: Request) -> bool:
-    """Return True if a dead letter is made of a request, and the record's value is in it: a claim
-    is in the headers.
-    """
-    failure, claim = request.failure, request.envelope.claim
-    return failure is not None and claim is None and Code(failure.code).is_dead_letter
-
-
 def encode_result(request: Request) -> bytes:
     """Return the value of a `results` record of a request with its outputs or its failure."""
     failure = request.failure
-    value = request.value if keeps_value(request) else None
+    value = request.value if request.keeps_value else None
     raw_names = _raw_names(request.headers)
     return _encode(
         ResultRecord(
@@ -197,7 +189,7 @@ def encode_result(request: Request) -> bytes:
             failure=None if failure is None else WireFailure(**failure._asdict()),
             timings=_timings(request),
             batch_id=request.batch_id,
-            trace=_trace(request),
+            trace=WireTrace.of(request.trace),
             skipped=request.skipped,
             raw_names=raw_names,
         )
@@ -329,13 +321,6 @@ def _timings(request: Request) -> WireTimings:
         checked_us=request.checked_us,
         done_us=request.done_us,
     )
-
-
-def _trace(request: Request) -> WireTrace | None:
-    trace = request.trace
-    if trace is None:
-        return None
-    return WireTrace(traceparent=trace.traceparent(trace.parent_id), since_us=trace.since_us)
 
 
 def _placed(tensors: Sequence[Tensor], value: bytes | memoryview | None) -> list[WireTensor]:
