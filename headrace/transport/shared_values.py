@@ -9,7 +9,8 @@ cut: whatever is not in the ring, or no longer, is read from the source record
 Positions in a ring only grow; byte `p` is at `p % size` of the file, behind a head of one page. No
 byte is written at a position beyond the head's *frontier*, so what lies `size` or more bytes before
 the frontier may be overwritten, and nothing else. A reader copies a value first, and looks at the
-frontier then.
+frontier then. Before the file is cut off the frontier is moved beyond what goes, of which a reader
+may get zeros meanwhile.
 
 The head also has the position up to which any reader has read. The writer goes at most three
 quarters of a ring beyond it: further values would overwrite others that were not read yet. The rest
@@ -57,6 +58,8 @@ _NAME = re.compile(r"[0-9a-f]{16}")
 _HEAD_BYTES = mmap.PAGESIZE
 _FRONTIER, _READ, _SIZE = range(3)
 """Numbers in the head, of eight bytes each."""
+_NO_VALUES = b"\xff" * 8
+"""A frontier that leaves all values behind it."""
 _MOST_BUFFERS = 1024
 """Of one call of pwritev(2): `IOV_MAX` of Linux."""
 
@@ -71,6 +74,13 @@ class _Ring:
         self.descriptor = descriptor
         self._mapped = mmap.mmap(descriptor, _HEAD_BYTES)
         self.head = memoryview(self._mapped).cast("Q")
+
+    def set_frontier(self, position: int) -> None:
+        """Move the frontier. Raises `OSError`."""
+        self.head[_FRONTIER] = position
+        # A write of its own. The kernel locks the file for each, so that whoever sees what the next
+        # one does sees the number above as well, whatever the processor.
+        os.pwrite(self.descriptor, b"\0", _HEAD_BYTES - 1)
 
     def close(self) -> None:
         self.head.release()
@@ -163,10 +173,7 @@ class SharedValuesWriter:
             return None
         end = start + size_bytes
         if end > ring.head[_FRONTIER]:
-            ring.head[_FRONTIER] = end + self._size_bytes // 16
-            # A write of its own. The kernel locks the file for each, so that whoever sees bytes of
-            # the next one sees the number above as well, whatever the processor.
-            os.pwrite(ring.descriptor, b"\0", _HEAD_BYTES - 1)
+            ring.set_frontier(end + self._size_bytes // 16)
         at = _HEAD_BYTES + start % self._size_bytes
         for first in range(0, len(values), _MOST_BUFFERS):
             part = values[first : first + _MOST_BUFFERS]
@@ -184,6 +191,8 @@ class SharedValuesWriter:
     def _find_room(self, ring: _Ring, size_bytes: int, now_s: float) -> int | None:
         """Return the position for values, which do not wrap around; None if there is no room."""
         ring_bytes, small_bytes = self._size_bytes, self._tuning.shared_small_bytes
+        if size_bytes > ring_bytes // 16:  # they would take the room of many others
+            return None
         read, start = ring.head[_READ], self._end
         if read != self._last_read:
             self._last_read, self._read_at_s = read, now_s
@@ -192,11 +201,10 @@ class SharedValuesWriter:
             start += ring_bytes - at
             read = self._regard_as_read(ring, start)
             if at > 2 * small_bytes:
+                ring.set_frontier(start + ring_bytes)
                 os.ftruncate(ring.descriptor, _HEAD_BYTES + small_bytes)
         elif at + size_bytes > ring_bytes:
             start += ring_bytes - at
-        if size_bytes > ring_bytes // 16:  # they would take the room of many others
-            return None
         if start + size_bytes - read > ring_bytes * 3 // 4:
             # Those who were to read them may have ended, or be on other machines.
             if now_s - self._read_at_s < self._tuning.shared_abandoned_s:
@@ -237,10 +245,10 @@ class SharedValuesWriter:
             return
         with suppress(OSError):
             (self._directory / f"{_PREFIX}{self._name}").unlink()
-        # Readers that have it open would keep its memory.
-        os.ftruncate(self._ring.descriptor, _HEAD_BYTES)
+        _drop_values(self._ring.descriptor)
         self._ring.close()
         self._ring = None
+        self._end = self._last_read = 0
         self._metrics.shared_values_bytes.set(0)
 
 
@@ -264,9 +272,15 @@ def _remove_orphans(directory: Path) -> None:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its writer has it locked
                 path.unlink()
-                os.ftruncate(descriptor, _HEAD_BYTES)
+                _drop_values(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _drop_values(descriptor: int) -> None:
+    """Cut off the values of a file: readers that have it open would keep its memory."""
+    os.pwrite(descriptor, _NO_VALUES, _FRONTIER * 8)
+    os.ftruncate(descriptor, _HEAD_BYTES)
 
 
 class _Run(NamedTuple):
@@ -339,15 +353,14 @@ class SharedValuesReader:
             return None
         head, wanted_bytes = ring.head, sum([request.referenced for request in run])
         ring_bytes, end = head[_SIZE], start + wanted_bytes
+        if not _holds(head, start, end):
+            return None
         at = start % ring_bytes
         content = os.pread(ring.descriptor, min(wanted_bytes, ring_bytes - at), _HEAD_BYTES + at)
         if at + wanted_bytes > ring_bytes:  # the run goes on at the beginning
             content += os.pread(ring.descriptor, at + wanted_bytes - ring_bytes, _HEAD_BYTES)
-        # Only now: what was overwritten meanwhile lies behind the frontier by a whole ring.
-        frontier = head[_FRONTIER]
-        if not max(0, frontier - ring_bytes) <= start <= frontier - wanted_bytes:
-            return None
-        if len(content) < wanted_bytes:
+        # Again: what was overwritten meanwhile lies behind the frontier by a whole ring.
+        if not _holds(head, start, end) or len(content) < wanted_bytes:
             return None
         head[_READ] = max(head[_READ], end)
         return memoryview(content)
@@ -377,6 +390,12 @@ class SharedValuesReader:
             ring.close()
 
 
+def _holds(head: memoryview, start: int, end: int) -> bool:
+    """Return True if values from a position to another one may be in a ring, whatever it says."""
+    frontier: int = head[_FRONTIER]
+    return max(0, frontier - head[_SIZE]) <= start < end <= frontier
+
+
 def _restore(request: Request, value: memoryview) -> bool:
     try:
         restore_value(request, value)
@@ -386,12 +405,19 @@ def _restore(request: Request, value: memoryview) -> bool:
 
 
 def _runs(requests: Sequence[Request]) -> Iterator[_Run]:
-    """Divide requests into those whose values lie one after the other in one ring."""
+    """Divide requests into those of one record whose values lie one after the other in one ring.
+
+    Their values share memory, which is charged to that record.
+    """
     run = _Run("", 0, [])
     end = 0
     for request in requests:
         name, start = request.shared or ("", 0)
-        if run.requests and (name != run.name or (name and start != end)):
+        if run.requests and (
+            name != run.name
+            or (name and start != end)
+            or request.ack_handle is not run.requests[0].ack_handle
+        ):
             yield run
             run = _Run(name, start, [])
         elif not run.requests:

@@ -123,7 +123,8 @@ def restore_value(request: Request, value: bytes | memoryview) -> None:
     """
     content = memoryview(value)
     inputs: list[Tensor] = []
-    placed = request.places or () if request.inputs else ()
+    places = request.places
+    placed = places or () if request.inputs else ()
     for tensor, (start, size) in zip(request.inputs, placed, strict=True):
         name, datatype, shape, data = tensor
         if start < request.referenced:
@@ -131,8 +132,9 @@ def restore_value(request: Request, value: bytes | memoryview) -> None:
         check_tensor(datatype, shape, data, name)
         inputs.append(_new(Tensor, (name, datatype, shape, data)))
         if start + size > len(value):
-            request.places = None  # some inputs lie behind this value, so its places do not hold
-    request.inputs = tuple(inputs)
+            places = None  # some inputs lie behind this value, so its places do not hold
+    # Only now: a value that is refused may be read again from elsewhere.
+    request.inputs, request.places = tuple(inputs), places
     request.value, request.referenced = value, 0
 
 

@@ -7,7 +7,7 @@ import resource
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from headrace.protocol.codec import decode_items, encode_items
+from headrace.protocol.codec import decode_items, encode_items, restore_value
 from headrace.protocol.messages import Envelope, Request, Tensor
 from headrace.telemetry.metrics import Metrics
 from headrace.transport.shared_values import (
@@ -34,6 +34,8 @@ VALUE_BYTES = 500
 """At most a sixteenth of the ring is written at a time."""
 UNREAD = RING_BYTES * 3 // 4 // VALUE_BYTES
 """So many values are written before one is read."""
+ORPHAN = "0" * 16
+"""Name of a ring whose writer has ended."""
 TUNED = replace(TUNING.transport, shared_abandoned_s=10.0)
 SMALL = replace(TUNED, shared_small_bytes=RING_BYTES // 8)
 
@@ -146,6 +148,53 @@ def test_value_at_place_that_was_not_written_is_left(
     assert read_values(reader, [other]) == [None]
 
 
+@pytest.mark.parametrize("size_bytes", [RING_BYTES + 1, 1 << 45, 1 << 63])
+def test_value_of_impossible_size_is_left(
+    writer: SharedValuesWriter, reader: SharedValuesReader, size_bytes: int
+) -> None:
+    """No memory is taken for it."""
+    (request,) = put(writer, value_of(1))
+    request.referenced = size_bytes
+    assert read_values(reader, [request]) == [None]
+
+
+def test_value_of_empty_file_is_left(directory: Path, reader: SharedValuesReader) -> None:
+    """Such as one that is no ring, but has the name of one."""
+    (directory / f"headrace-values-{ORPHAN}").write_bytes(bytes(RING_BYTES))
+    requests, _ = released(value_of(1))
+    requests[0].shared = (ORPHAN, 0)
+    assert read_values(reader, requests) == [None]
+
+
+def test_request_stays_as_it_was_after_a_wrong_value(
+    writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """So that its own can be read from its source record."""
+    (other,) = put(writer, b"\7" * 100)
+    own = b"\1" * 100
+    request = Request(TestReceipt(), 0, 1, 0, 0, b"key", own, [], Envelope())
+    request.inputs = (
+        Tensor("behind", "UINT8", (1, 4), memoryview(b"1234")),
+        Tensor("x", "BOOL", (1, 100), memoryview(own)),
+    )
+    release_values([request], 1)
+    request.shared = other.shared
+
+    assert reader.read([request]) == [request]
+    restore_value(request, own)
+    assert [bytes(each.data) for each in request.inputs] == [b"1234", own]
+
+
+def test_values_of_one_record_do_not_keep_those_of_another_in_memory(
+    writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """Only the bytes of its own record are charged as long as a slow request runs."""
+    requests = put(writer, value_of(1), value_of(2))
+    assert reader.read(requests) == []
+    kept = [each.value.obj for each in requests if isinstance(each.value, memoryview)]
+    assert kept == [value_of(1), value_of(2)]
+
+
 def test_full_ring_takes_values_again_after_reading(
     writer: SharedValuesWriter, reader: SharedValuesReader
 ) -> None:
@@ -184,10 +233,15 @@ def test_overwritten_value_is_left(writer: SharedValuesWriter, reader: SharedVal
     assert read_values(reader, [slow]) == [None]
 
 
-def test_large_value_is_left_out(writer: SharedValuesWriter) -> None:
-    """It would take the room of many others."""
-    (large,) = put(writer, value_of(1, RING_BYTES // 8))
+def test_large_value_is_left_out(directory: Path, reader: SharedValuesReader) -> None:
+    """It would take the room of many others, and takes no room of those that are read late."""
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), SMALL) as writer:
+        requests = [put(writer, value_of(number))[0] for number in range(UNREAD)]
+        read_values(reader, requests[-1:])
+        (large,) = put(writer, value_of(1, RING_BYTES // 8))
+        late = read_values(reader, requests[UNREAD // 2 : -1])
     assert large.shared is None
+    assert late == [value_of(number) for number in range(UNREAD // 2, UNREAD - 1)]
 
 
 def test_file_is_small_after_a_flood(directory: Path, reader: SharedValuesReader) -> None:
@@ -274,11 +328,64 @@ def test_file_is_removed_with_its_writer(directory: Path) -> None:
         assert read_values(reader, requests[1:]) == [None]
 
 
+@contextmanager
+def held_open(path: Path) -> Iterator[None]:
+    """Let a file get its size back at the end, with zeros in place of what was cut off. A reader
+    may find them while a file is being cut off.
+    """
+    with path.open("r+b") as file:
+        size_bytes = path.stat().st_size
+        yield
+        file.truncate(size_bytes)
+
+
+def test_zeros_at_the_end_of_a_file_are_left(directory: Path, reader: SharedValuesReader) -> None:
+    """They are no values, whatever a reader finds when the file is removed."""
+    with ExitStack() as stack, SharedValuesWriter(directory, RING_BYTES, metrics_of()) as writer:
+        requests = put(writer, value_of(1), value_of(2))
+        read_values(reader, requests[:1])
+        (path,) = directory.iterdir()
+        stack.enter_context(held_open(path))
+    assert read_values(reader, requests[1:]) == [None]
+
+
+def test_zeros_after_a_flood_are_left(directory: Path, reader: SharedValuesReader) -> None:
+    """When the file is made small, for those who read late."""
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), SMALL) as writer:
+        requests = [put(writer, value_of(number))[0] for number in range(UNREAD)]
+        read_values(reader, requests[-1:])
+        (path,) = directory.iterdir()
+        with held_open(path):
+            (next_one,) = put(writer, value_of(99))
+        assert read_values(reader, [requests[-2], next_one]) == [None, value_of(99)]
+
+
+def test_zeros_of_killed_process_are_left(
+    directory: Path, writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """When the next one removes its file."""
+    first, second = put(writer, value_of(1), value_of(2))
+    (path,) = directory.iterdir()
+    orphan = directory / f"headrace-values-{ORPHAN}"
+    orphan.write_bytes(path.read_bytes())
+    for request in (first, second):
+        assert request.shared is not None
+        request.shared = (ORPHAN, request.shared[1])
+    assert read_values(reader, [first]) == [value_of(1)]
+    with (
+        held_open(orphan),
+        SharedValuesWriter(directory, RING_BYTES, metrics_of()) as another,
+    ):
+        put(another, value_of(3))
+    assert not orphan.exists()
+    assert read_values(reader, [second]) == [None]
+
+
 def test_file_of_killed_process_is_removed_by_next_one(
     directory: Path, writer: SharedValuesWriter
 ) -> None:
     """Files of processes that run stay."""
-    orphan = directory / f"headrace-values-{'0' * 16}"
+    orphan = directory / f"headrace-values-{ORPHAN}"
     orphan.write_bytes(bytes(RING_BYTES))
     put(writer, value_of(1))
     (own,) = directory.iterdir()
@@ -291,8 +398,9 @@ def test_file_of_killed_process_is_removed_by_next_one(
 def test_removed_file_is_replaced(
     directory: Path, writer: SharedValuesWriter, reader: SharedValuesReader
 ) -> None:
-    """Such as by somebody who tidies up."""
-    put(writer, value_of(1))
+    """Such as by somebody who tidies up, after a while."""
+    for number in range(UNREAD + 1):
+        read_values(reader, put(writer, value_of(number)))
     (path,) = directory.iterdir()
     path.unlink()
     (lost,), (found,) = put(writer, value_of(2)), put(writer, value_of(3))
