@@ -694,9 +694,9 @@ async def test_version_that_hangs_at_load_never_serves_and_delays_nobody(tmp_pat
 
 ENDINGS = {
     "crashes-at-load": ("pass", "os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
-    "hangs-at-import": ("while True: pass", "pass", "max_load_s"),
+    "hangs-at-import": ("import time; time.sleep(3600)", "pass", "max_load_s"),
 }
-"""Of each kind one; tests/unit/services/test_trial.py has the others."""
+"""Of each kind one; tests/unit/services/test_trial.py has the others, and one that hangs busily."""
 
 TRIALS_S = 4 * DEADLINE_S
 """Deadline of what waits for several child processes, one after the other."""

@@ -68,7 +68,7 @@ async def test_model_that_exits_or_hangs_at_import_ends_no_process(tmp_path: Pat
     async with process:
         for name, source in (
             ("exits", "import sys; sys.exit(0)"),
-            ("hangs", "while True: pass"),
+            ("hangs", "import time; time.sleep(3600)"),
             ("interrupts", "raise KeyboardInterrupt"),
         ):
             (repository / name / "1").mkdir(parents=True)
