@@ -281,6 +281,8 @@ class TransportTuning:
     """Longest pause after source records could not be read."""
     shared_small_bytes: int = 8 * 1024 * 1024
     """Shared memory is used from its start again beyond this, if everything in it was read."""
+    shared_reserve_bytes: int = 16 * 1024 * 1024
+    """Space in the directory of shared memory that is left to others."""
     shared_abandoned_s: float = 10.0
     """Values in full shared memory of which none was read for so long are overwritten."""
     shared_rings: int = 16

@@ -94,7 +94,7 @@ class SharedValuesWriter:
 
     Args:
         directory: of the file; nothing is shared if it does not exist.
-        size_bytes: of the ring, at most half of the directory's free space; 0 shares nothing.
+        size_bytes: of the ring; 0 shares nothing.
         metrics: count the values, and show the size of the file.
     """
 
@@ -112,12 +112,14 @@ class SharedValuesWriter:
         self._is_off = not size_bytes or sys.platform != "linux"
         self._ring: _Ring | None = None
         self._name = ""
+        self._file_bytes = 0
         self._end = 0
         self._last_read = 0
         self._read_at_s = 0.0
 
     def __enter__(self) -> SharedValuesWriter:
-        self._is_off = self._is_off or not self._directory.is_dir()
+        with suppress(OSError):
+            self._is_off = self._is_off or not self._directory.is_dir()
         return self
 
     def __exit__(
@@ -143,9 +145,25 @@ class SharedValuesWriter:
         """
         if self._is_off or not has_inputs_in_source(requests[0]):
             return
-        requests = [request for request in requests if request in released]
+        part: list[Request] = []
+        size_bytes = 0
+        for request in requests:
+            if request not in released:
+                continue
+            value_bytes = len(released[request])
+            # More at once would take the room of many others.
+            if size_bytes + value_bytes > self._size_bytes // 16:
+                self._put_part(part, released, now_s)
+                part, size_bytes = [], 0
+            part.append(request)
+            size_bytes += value_bytes
+        self._put_part(part, released, now_s)
+
+    def _put_part(
+        self, requests: Sequence[Request], released: Mapping[Request, Value], now_s: float
+    ) -> None:
         values = [released[request] for request in requests]
-        if not values:
+        if self._is_off or not values:
             return
         try:
             start = self._write(values, now_s)
@@ -183,7 +201,8 @@ class SharedValuesWriter:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end = end
         status = os.fstat(ring.descriptor)
-        self._metrics.shared_values_bytes.set(status.st_size)
+        self._file_bytes = status.st_size
+        self._metrics.shared_values_bytes.set(self._file_bytes)
         if not status.st_nlink:  # somebody has removed the file, so make another one
             self._remove()
         return start
@@ -191,18 +210,20 @@ class SharedValuesWriter:
     def _find_room(self, ring: _Ring, size_bytes: int, now_s: float) -> int | None:
         """Return the position for values, which do not wrap around; None if there is no room."""
         ring_bytes, small_bytes = self._size_bytes, self._tuning.shared_small_bytes
-        if size_bytes > ring_bytes // 16:  # they would take the room of many others
+        if size_bytes > ring_bytes // 16:
             return None
         read, start = ring.head[_READ], self._end
         if read != self._last_read:
             self._last_read, self._read_at_s = read, now_s
         at = start % ring_bytes
-        if read >= start and at > small_bytes:
+        can_go_on = at <= small_bytes and self._may_grow(ring, at + size_bytes)
+        if read >= start and at and not can_go_on:
             start += ring_bytes - at
             read = self._regard_as_read(ring, start)
             if at > 2 * small_bytes:
                 ring.set_frontier(start + ring_bytes)
                 os.ftruncate(ring.descriptor, _HEAD_BYTES + small_bytes)
+                self._file_bytes = _HEAD_BYTES + small_bytes
         elif at + size_bytes > ring_bytes:
             start += ring_bytes - at
         if start + size_bytes - read > ring_bytes * 3 // 4:
@@ -211,7 +232,18 @@ class SharedValuesWriter:
                 return None
             self._regard_as_read(ring, start)
             self._read_at_s = now_s
-        return start
+        return start if self._may_grow(ring, start % ring_bytes + size_bytes) else None
+
+    def _may_grow(self, ring: _Ring, to_bytes: int) -> bool:
+        """Return True if the file already has so many bytes of values, or leaves enough space to
+        others: a process that maps memory there is killed if there is none when it uses it.
+        """
+        growth_bytes = _HEAD_BYTES + to_bytes - self._file_bytes
+        if growth_bytes <= 0:
+            return True
+        space = os.fstatvfs(ring.descriptor)
+        left_bytes = space.f_bavail * space.f_frsize - growth_bytes
+        return left_bytes >= self._tuning.shared_reserve_bytes
 
     def _regard_as_read(self, ring: _Ring, position: int) -> int:
         ring.head[_READ] = self._last_read = position
@@ -220,10 +252,6 @@ class SharedValuesWriter:
     def _make(self) -> _Ring:
         """Make the file of the ring. Raises `OSError`."""
         _remove_orphans(self._directory)
-        space = os.statvfs(self._directory)
-        self._size_bytes = min(self._size_bytes, space.f_bavail * space.f_frsize // 2)
-        if not self._size_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._name = secrets.token_hex(8)
         # Under another name until it is locked, since a file that nobody has locked is an orphan.
         path = self._directory / f"new-{_PREFIX}{self._name}"
@@ -248,7 +276,7 @@ class SharedValuesWriter:
         _drop_values(self._ring.descriptor)
         self._ring.close()
         self._ring = None
-        self._end = self._last_read = 0
+        self._end = self._last_read = self._file_bytes = 0
         self._metrics.shared_values_bytes.set(0)
 
 

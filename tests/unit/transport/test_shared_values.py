@@ -244,6 +244,25 @@ def test_large_value_is_left_out(directory: Path, reader: SharedValuesReader) ->
     assert late == [value_of(number) for number in range(UNREAD // 2, UNREAD - 1)]
 
 
+def test_many_values_are_written_in_parts(
+    writer: SharedValuesWriter, reader: SharedValuesReader
+) -> None:
+    """Those of a record may be more than is written at a time."""
+    values = [value_of(number) for number in range(UNREAD)]
+    requests = decode_items(encode_items(put(writer, *values)), TestReceipt())
+    assert read_values(reader, requests) == values
+
+
+def test_file_leaves_space_to_others(directory: Path, reader: SharedValuesReader) -> None:
+    """What would grow it beyond is left out, and what is read makes room."""
+    space = os.statvfs(directory)
+    reserve_bytes = space.f_bavail * space.f_frsize
+    scarce = replace(TUNED, shared_reserve_bytes=2 * reserve_bytes)
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), scarce) as writer:
+        (left,) = put(writer, value_of(1))
+    assert left.shared is None
+
+
 def test_file_is_small_after_a_flood(directory: Path, reader: SharedValuesReader) -> None:
     """It grows while values come faster than they are read."""
     with SharedValuesWriter(directory, RING_BYTES, metrics_of(), SMALL) as writer:
@@ -308,7 +327,7 @@ def test_value_that_is_overwritten_during_reading_is_left(directory: Path) -> No
     outcomes = Counter[bool]()
     try:
         with SharedValuesReader(directory, metrics_of()) as reader:
-            while min(outcomes[True], outcomes[False]) < 500:
+            while min(outcomes[True], outcomes[False]) < 500 and thread.is_alive():
                 for record, value in sent.copy():
                     found = read_values(reader, decode_items(record, TestReceipt()))
                     assert found in ([None], [value])
