@@ -95,7 +95,7 @@ class FaultKind(StrEnum):
     THROTTLED = "producers were throttled"
     CHILD_KILLED = "a child with a transform was killed"
     CHILD_FROZEN = "a child with a transform was frozen"
-    STORE_AWAY = "the store of claims was unavailable, or slow"
+    STORE_UNAVAILABLE = "the store of claims was unavailable, or slow"
 
 
 class Fault(NamedTuple):

@@ -395,7 +395,7 @@ def _child(target: Target) -> int | None:
     return target.rng.choice(children) if children else None
 
 
-async def store_away(target: Target) -> None:
+async def store_unavailable(target: Target) -> None:
     """The store refuses everything for a while."""
     assert target.store is not None
     began_ms = now_ms()
@@ -404,7 +404,7 @@ async def store_away(target: Target) -> None:
         await asyncio.sleep(target.rng.uniform(1.0, 5.0))
     finally:
         target.store.is_unavailable = False
-    target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_AWAY, ()))
+    target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_UNAVAILABLE, ()))
 
 
 async def store_slow(target: Target) -> None:
@@ -417,7 +417,7 @@ async def store_slow(target: Target) -> None:
         target.store.abort_connections()
     finally:
         target.store.pause_s = 0.0
-    target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_AWAY, ()))
+    target.history.add(Fault(began_ms, now_ms(), FaultKind.STORE_UNAVAILABLE, ()))
 
 
 class Nemesis(NamedTuple):
@@ -462,7 +462,7 @@ PAYLOAD_NEMESES = (
     *(each for each in NEMESES if each.strike not in (raw_names, bombs, large_keys, quota)),
     Nemesis("kill-children", kill_children, 2.5, weight=4),
     Nemesis("freeze-child", freeze_child, 2.0, weight=2),
-    Nemesis("store-away", store_away, 3.0, weight=3),
+    Nemesis("store-unavailable", store_unavailable, 3.0, weight=3),
     Nemesis("store-slow", store_slow, 3.0, weight=3),
 )
 """Those of trials with transforms in children and claims."""

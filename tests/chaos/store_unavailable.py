@@ -1,4 +1,6 @@
-"""A store of models that is unavailable for long: `python -m tests.chaos.store_away --minutes 10`.
+"""A store of models that is unavailable for long.
+
+Run it with `python -m tests.chaos.store_unavailable --minutes 10`.
 
 A process serves a model from an S3 bucket, which then refuses connections, fails, and says nothing,
 each for a third of the time. In the middle of each third the process is started again. Callers go
