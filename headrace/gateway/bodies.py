@@ -80,20 +80,6 @@ class Done(TypedDict):
     """It was done."""
 
 
-class IndexOptions(msgspec.Struct):
-    """Options of a request for the index; Triton gives no meaning to other fields of this body."""
-
-    ready: bool = False
-
-
-class ChangeOptions(msgspec.Struct):
-    """Parameters of a load (`config`, the JSON of a `config.pbtxt`) or of an unload
-    (`unload_dependents`).
-    """
-
-    parameters: dict[str, str | bool | int] = {}
-
-
 class RegisterRequest(msgspec.Struct):
     """A range of a POSIX shared memory object."""
 

@@ -28,10 +28,8 @@ from headrace.access.tls import RenewedContext
 from headrace.errors import Code, Rejected
 from headrace.gateway.bodies import (
     AllStatistics,
-    ChangeOptions,
     ErrorBody,
     ErrorDetailsBody,
-    IndexOptions,
     Live,
     ModelNames,
     ModelReady,
@@ -61,6 +59,7 @@ from headrace.gateway.gateway import (
 from headrace.gateway.predict import decode_predict, encode_predictions
 from headrace.gateway.shared_memory import NO_CUDA, OFF
 from headrace.gateway.spans import ServerSpan
+from headrace.models.index import ChangeOptions, IndexOptions
 from headrace.models.metadata import describe_config, describe_model
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec import faults

@@ -17,10 +17,8 @@ import msgspec
 from headrace import __version__
 from headrace.gateway.bodies import (
     AllStatistics,
-    ChangeOptions,
     Done,
     ErrorBody,
-    IndexOptions,
     Live,
     ModelNames,
     ModelReady,
@@ -32,7 +30,7 @@ from headrace.gateway.bodies import (
 from headrace.gateway.codec import InferRequest, InferResponse
 from headrace.gateway.predict import PredictRequest, PredictResponse
 from headrace.gateway.shared_memory import RegionStatus
-from headrace.models.index import IndexEntry
+from headrace.models.index import ChangeOptions, IndexEntry, IndexOptions
 from headrace.models.metadata import ModelConfiguration, ModelMetadata
 from headrace.protocol.headers import JSON, MAX_PRIORITY, OCTETS
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypedDict
 
+import msgspec
+
 from headrace.errors import Code, Rejected
 from headrace.models.version import State
 
@@ -22,6 +24,20 @@ class IndexEntry(TypedDict):
     version: str
     state: str
     reason: str
+
+
+class IndexOptions(msgspec.Struct):
+    """Options of a request for the index; Triton gives no meaning to other fields of this body."""
+
+    ready: bool = False
+
+
+class ChangeOptions(msgspec.Struct):
+    """Parameters of a load (`config`, the JSON of a `config.pbtxt`) or of an unload
+    (`unload_dependents`).
+    """
+
+    parameters: dict[str, str | bool | int] = {}
 
 
 class ShownModels(Protocol):

@@ -32,7 +32,13 @@ from headrace.access.tls import RenewedContext, open_certificates
 from headrace.access.watched import Watched
 from headrace.config import AccessSettings, TelemetrySettings
 from headrace.errors import Code, Rejected, Retriable
-from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
+from headrace.models.index import (
+    ChangeOptions,
+    IndexOptions,
+    Overtaken,
+    RepositoryIndex,
+    Unsupported,
+)
 from headrace.models.metadata import describe_model
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec.faults import DECODE_ERRORS
@@ -209,7 +215,7 @@ class HttpServer:
 
     async def _show_index(self, request: web.Request) -> web.Response:
         """Return the versions and their states; `{"ready": true}` selects only the ready ones."""
-        query = await _read_json(request, _IndexQuery, '{"ready": true or false}')
+        query = await _read_json(request, IndexOptions, '{"ready": true or false}')
         return web.json_response(await self._repository.index(ready_only=query.ready))
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -223,7 +229,7 @@ class HttpServer:
     ) -> web.Response:
         """Change the models, and answer when all processes have followed."""
         async with asyncio.timeout(self._tuning.http_request_timeout_s):
-            given = await _read_json(request, _ChangeQuery, '{"parameters": {...}}')
+            given = await _read_json(request, ChangeOptions, '{"parameters": {...}}')
         who = request.get(_WHO, "")
         await change(request.match_info["model"], given.parameters, who)
         return web.json_response({})
@@ -317,14 +323,6 @@ def _with_password_as_key(given: Credentials) -> Credentials:
 def _changes_models(request: web.Request) -> bool:
     resource = request.match_info.route.resource
     return resource is not None and resource.canonical.startswith(_CHANGES)
-
-
-class _IndexQuery(msgspec.Struct):
-    ready: bool = False
-
-
-class _ChangeQuery(msgspec.Struct):
-    parameters: dict[str, str | bool | int] = {}
 
 
 async def _read_json(request: web.Request, kind: type[T], expected: str) -> T:
