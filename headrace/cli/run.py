@@ -20,7 +20,7 @@ from headrace.cli.settings import Invocation, pass_invocation, require_broker
 from headrace.config import Option, Settings
 from headrace.telemetry.logs import Event, configure_logging
 from headrace.topics import STAGES, Stage
-from headrace.tuning import TUNING, RuntimeTuning
+from headrace.tuning import TUNING
 
 if TYPE_CHECKING:
     from headrace.runtime.process import OpenDoors
@@ -223,8 +223,9 @@ def _url(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://{'localhost' if host in ANY_ADDRESS else host}:{port}/"
 
 
-def tune_interpreter(tuning: RuntimeTuning = TUNING.runtime) -> None:
+def tune_interpreter() -> None:
     """Set the interpreter's switch interval and garbage collection for serving."""
+    tuning = TUNING.runtime
     sys.setswitchinterval(tuning.thread_switch_interval_s)
     gc.collect()
     gc.freeze()  # imported objects live as long as the process

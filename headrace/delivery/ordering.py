@@ -28,13 +28,12 @@ class AnswerOrder(Generic[T]):
 
     Args:
         answered: the offsets that are answered.
-        prune_at: number of remembered offsets at which answered ones are dropped.
     """
 
-    def __init__(self, answered: Answered, prune_at: int = TUNING.delivery.order_prune_at) -> None:
+    def __init__(self, answered: Answered) -> None:
         self._answered = answered
         self._left: set[int] = set()
-        self._min_prune_at = self._prune_at = prune_at
+        self._min_prune_at = self._prune_at = TUNING.delivery.order_prune_at
         self._held: dict[int, list[tuple[int, T]]] = {}
 
     @property

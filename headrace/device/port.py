@@ -158,24 +158,20 @@ class Device(Protocol):
 _MIB = 1024 * 1024
 
 
-def require_memory(
-    device: str,
-    memory: Memory,
-    needs: Mapping[str, int],
-    reserve_bytes: int = TUNING.models.device_reserve_bytes,
-) -> None:
+def require_memory(device: str, memory: Memory, needs: Mapping[str, int]) -> None:
     """Raise if a model does not fit, before it is loaded: running out would end other models too.
+
+    Some memory is left over for what is not requested explicitly.
 
     Args:
         device: its name.
         memory: its memory.
         needs: bytes, by purpose.
-        reserve_bytes: free memory that is left over for what is not requested explicitly.
 
     Raises:
         ConfigurationError: with all figures.
     """
-    needed = {**needs, "reserve": reserve_bytes}
+    needed = {**needs, "reserve": TUNING.models.device_reserve_bytes}
     total = sum(needed.values())
     if total <= memory.free_bytes:
         return

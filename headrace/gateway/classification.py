@@ -22,14 +22,13 @@ from headrace.tuning import TUNING
 CLASSIFICATION = "classification"
 
 
-def take_class_count(
-    parameters: dict[str, Parameter], where: str, limit: int = TUNING.gateway.max_classes
-) -> int:
+def take_class_count(parameters: dict[str, Parameter], where: str) -> int:
     """Remove `classification` from the parameters of an output and return it; 0 if there is none.
 
     Raises:
         Rejected: `INVALID_REQUEST`: it is no number of classes.
     """
+    limit = TUNING.gateway.max_classes
     count = parameters.pop(CLASSIFICATION, 0)
     if type(count) is not int or not 0 <= count <= limit:
         raise Rejected.mismatch(

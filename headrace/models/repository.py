@@ -302,7 +302,7 @@ def _compute_stamp(files: Iterator[Path]) -> str:
     return digest.hexdigest()
 
 
-def compute_checksum(directory: Path, chunk_bytes: int = TUNING.models.checksum_chunk_bytes) -> str:
+def compute_checksum(directory: Path) -> str:
     """Return the checksum of a version, in the form of `checksum` in `model.toml`.
 
     It is SHA-256 over, for each file below the directory in the order of its relative name (with
@@ -318,7 +318,7 @@ def compute_checksum(directory: Path, chunk_bytes: int = TUNING.models.checksum_
     for name, path in sorted(files.items()):
         digest.update(name + b"\0" + path.stat().st_size.to_bytes(8, "big"))
         with path.open("rb") as file:
-            while chunk := file.read(chunk_bytes):
+            while chunk := file.read(TUNING.models.checksum_chunk_bytes):
                 digest.update(chunk)
     return f"sha256:{digest.hexdigest()}"
 

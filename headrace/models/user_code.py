@@ -92,16 +92,12 @@ class Interruptible:
     An interruption is raised some time after it was requested. `run` waits for that time, because
     the interruption would otherwise hit the code that the thread runs next, or end the thread.
 
-    Args:
-        arrival_s: time within which a requested interruption is raised.
-
     Attributes:
         is_interrupted: True once an interruption was requested.
         is_done: True once the code has ended.
     """
 
-    def __init__(self, arrival_s: float = TUNING.models.interrupt_arrival_s) -> None:
-        self._arrival_s = arrival_s
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._has_begun = False
         self.is_interrupted = False
@@ -116,7 +112,7 @@ class Interruptible:
             with self._lock:
                 self.is_done = True
             if self.is_interrupted:
-                time.sleep(self._arrival_s)
+                time.sleep(TUNING.models.interrupt_arrival_s)
         if self.is_interrupted:  # the code may have caught it
             raise Interrupted
         return result

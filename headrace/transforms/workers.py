@@ -200,16 +200,14 @@ class PendingDecoding(PendingValue):
         value: bytes | memoryview,
         content_type: str,
         limits: LimitSettings,
-        tuning: IngestTuning = TUNING.ingest,
     ) -> None:
         super().__init__(request, value, content_type)
         self.limits = limits
-        self._limit_s = tuning.decode_limit_s
 
     @property
     def limit_s(self) -> float:
         """See `PendingValue`."""
-        return self._limit_s
+        return TUNING.ingest.decode_limit_s
 
     def describe_hang(self) -> Rejected:
         """See `PendingValue`."""
@@ -232,10 +230,9 @@ class PendingCompressed(PendingDecoding):
         request: Request,
         value: bytes | memoryview,
         limits: LimitSettings,
-        tuning: IngestTuning = TUNING.ingest,
     ) -> None:
         # Without a content type: the decompressed value takes memory of its own in any case.
-        super().__init__(request, value, "", limits, tuning)
+        super().__init__(request, value, "", limits)
         self.plain: bytes | memoryview = b""
 
     @property
@@ -272,9 +269,8 @@ class PendingTensors(PendingDecoding):
         envelope: Envelope,
         limits: LimitSettings,
         lookup: Callable[[str, str | None], ModelVersion],
-        tuning: IngestTuning = TUNING.ingest,
     ) -> None:
-        super().__init__(request, value, envelope.content_type, limits, tuning)
+        super().__init__(request, value, envelope.content_type, limits)
         self.envelope = NO_HEADERS._replace(
             content_type=envelope.content_type, model=envelope.model, version=envelope.version
         )

@@ -78,11 +78,7 @@ class Rebinder:
         self._count()
 
 
-def version_not_ready(
-    message: str,
-    error: Rejected | None = None,
-    retry_after_ms: int = TUNING.transport.rebind_retry_after_ms,
-) -> Rejected:
+def version_not_ready(message: str, error: Rejected) -> Rejected:
     """Return the error for a request that passed ingest but whose version is not here.
 
     A request that passed ingest never names an unknown model: a missing version is still being
@@ -91,7 +87,7 @@ def version_not_ready(
     return Rejected(
         Code.MODEL_NOT_READY,
         message,
-        retry_after_ms=(error and error.retry_after_ms) or retry_after_ms,
+        retry_after_ms=error.retry_after_ms or TUNING.transport.rebind_retry_after_ms,
     )
 
 

@@ -29,7 +29,7 @@ from headrace.models.packing.manifest import (
 )
 from headrace.models.packing.signatures import Trust, check_signature
 from headrace.models.signature import Signature, TensorSpec
-from headrace.tuning import TUNING, ModelTuning
+from headrace.tuning import TUNING
 
 _TOOLS = ("headrace", "numpy", "onnx", "onnxruntime", "onnxruntime-gpu")
 
@@ -218,9 +218,7 @@ def find_differences(
     ]
 
 
-def check_version(
-    directory: Path, config: ModelConfig, trust: Trust, tuning: ModelTuning = TUNING.models
-) -> None:
+def check_version(directory: Path, config: ModelConfig, trust: Trust) -> None:
     """Check a version against its manifest, if it has one, and the manifest's signature.
 
     Raises:
@@ -241,8 +239,9 @@ def check_version(
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     if differences:
-        listed = "; ".join(str(each) for each in differences[: tuning.listed_differences])
-        more = len(differences) - tuning.listed_differences
+        limit = TUNING.models.listed_differences
+        listed = "; ".join(str(each) for each in differences[:limit])
+        more = len(differences) - limit
         raise ConfigurationError(
             f"{directory}: differs from its manifest: {listed}"
             + (f"; and {more} more" if more > 0 else "")
