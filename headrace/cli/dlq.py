@@ -64,7 +64,7 @@ class Position(NamedTuple):
 class PositionType(click.ParamType[Position]):
     """Parameter type for `TOPIC/PARTITION/OFFSET` or `PARTITION/OFFSET`."""
 
-    name = "place"
+    name = "position"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -105,7 +105,7 @@ class WhenType(click.ParamType[int]):
         return int(moment.timestamp() * 1000)
 
 
-PLACE = PositionType()
+POSITION = PositionType()
 WHEN = WhenType()
 
 
@@ -178,7 +178,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not rows:
         return
     cells = [list(_COLUMNS), *([_cell(row[name]) for name in _COLUMNS] for row in rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(_COLUMNS) - 1)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(_COLUMNS) - 1)]
     for line in cells:
         padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
         yield "  ".join([*padded, line[-1]])
@@ -268,12 +268,12 @@ async def _list(
 
 
 @command.command()
-@click.argument("place", type=PLACE, metavar="[TOPIC/]PARTITION/OFFSET")
+@click.argument("position", type=POSITION, metavar="[TOPIC/]PARTITION/OFFSET")
 @json_option
 @pass_settings
-def show(settings: Settings, place: Position, as_json: bool) -> None:
+def show(settings: Settings, position: Position, as_json: bool) -> None:
     """Show one dead letter: its error, its headers, and the request as it can be read."""
-    dead_letter, redriven = run(_one(settings, place))
+    dead_letter, redriven = run(_one(settings, position))
     if as_json:
         click.echo(json.dumps(full(dead_letter, redriven), indent=2))
         return
@@ -281,19 +281,19 @@ def show(settings: Settings, place: Position, as_json: bool) -> None:
         say(line)
 
 
-async def _one(settings: Settings, place: Position) -> tuple[DeadLetter, bool]:
-    selection = DeadLetterSelection(places=_chosen(settings, [place]))
+async def _one(settings: Settings, position: Position) -> tuple[DeadLetter, bool]:
+    selection = DeadLetterSelection(positions=_chosen(settings, [position]))
     async with aclosing(_dead_letters(settings, selection)) as dead_letters:
         async for dead_letter, redriven in dead_letters:
             return dead_letter, redriven
     topic = settings.topic(Topic.DEAD_LETTERS)
     raise ConfigurationError(
-        f"{topic}/{place.partition}/{place.offset}: expected a dead letter, but there is none"
+        f"{topic}/{position.partition}/{position.offset}: expected a dead letter, but there is none"
     )
 
 
 @command.command()
-@click.argument("places", type=PLACE, nargs=-1, metavar="[[TOPIC/]PARTITION/OFFSET]...")
+@click.argument("positions", type=POSITION, nargs=-1, metavar="[[TOPIC/]PARTITION/OFFSET]...")
 @selecting
 @click.option(
     "--limit",
@@ -320,7 +320,7 @@ def redrive(
     settings: Settings,
     selection: DeadLetterSelection,
     *,
-    places: Sequence[Position],
+    positions: Sequence[Position],
     limit: int | None,
     rate: float | None,
     dry_run: bool,
@@ -337,7 +337,7 @@ def redrive(
     if discard and transform is not None:
         raise click.UsageError("--discard sends nothing: leave --transform out")
     order = RedriveJob(
-        replace(selection, places=_chosen(settings, places)),
+        replace(selection, positions=_chosen(settings, positions)),
         limit=limit,
         rate=rate,
         dry_run=dry_run,
@@ -462,9 +462,11 @@ async def _dead_letters(
                 yield dead_letter, dead_letter.record.offset in done[dead_letter.partition]
 
 
-def _chosen(settings: Settings, places: Sequence[Position]) -> frozenset[tuple[int, int]]:
+def _chosen(settings: Settings, positions: Sequence[Position]) -> frozenset[tuple[int, int]]:
     topic = settings.topic(Topic.DEAD_LETTERS)
-    for place in places:
-        if place.topic not in (None, topic):
-            raise ConfigurationError(f"expected a dead letter of {topic}, got one of {place.topic}")
-    return frozenset((place.partition, place.offset) for place in places)
+    for position in positions:
+        if position.topic not in (None, topic):
+            raise ConfigurationError(
+                f"expected a dead letter of {topic}, got one of {position.topic}"
+            )
+    return frozenset((position.partition, position.offset) for position in positions)

@@ -193,11 +193,11 @@ class MarkedReading:
 
     def _report_poisoned(self, polled: PolledRecords, isolation: Isolation) -> None:
         offsets = {record.offset for record in polled.records} if isolation.poisoned else ()
-        for offset, place in sorted(isolation.poisoned):
+        for offset, index in sorted(isolation.poisoned):
             if offset in offsets:
                 self._metrics.poisoned.inc()
                 record = f"{polled.assignment.partition}/{offset}"
-                log.error(Event.REQUEST_POISONED, record=record, place=place)
+                log.error(Event.REQUEST_POISONED, record=record, place=index)
 
 
 class QuarantineGate:

@@ -20,11 +20,11 @@ from headrace.protocol.messages import Request
 class IsolatedAck:
     """Ack handle of a request that must run alone, until it has run."""
 
-    __slots__ = ("isolated", "place", "record_ack")
+    __slots__ = ("index", "isolated", "record_ack")
 
-    def __init__(self, isolated: Isolated, place: int) -> None:
+    def __init__(self, isolated: Isolated, index: int) -> None:
         self.isolated = isolated
-        self.place = place
+        self.index = index
         self.record_ack: AckHandle = isolated.ack_handle
 
     @property
@@ -123,15 +123,15 @@ class Isolation(NamedTuple):
         """Make the requests of the isolated record run alone, one at a time.
 
         Args:
-            requests: the requests to run, in the order of their places in the record.
+            requests: the requests to run, in the order of their indexes in the record.
         """
         isolated = self.isolated
         if isolated is None or not self.runs:
             return
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             if request.failure is None:
                 isolated.open_requests += 1
-                request.ack_handle = IsolatedAck(isolated, place)
+                request.ack_handle = IsolatedAck(isolated, index)
 
 
 def is_isolated(request: Request) -> bool:
@@ -144,7 +144,7 @@ def alone_of(request: Request) -> Alone:
     ack_handle = request.ack_handle
     assert isinstance(ack_handle, IsolatedAck)
     isolated = ack_handle.isolated
-    return Alone(isolated.assignment.partition, isolated.record.offset, ack_handle.place)
+    return Alone(isolated.assignment.partition, isolated.record.offset, ack_handle.index)
 
 
 def records_of(requests: Iterable[Request]) -> set[tuple[TopicPartition, int]]:

@@ -11,7 +11,7 @@ The text is JSON, so that an operator can read it:
      "attempts": [[17, 0, 2]], "accused": "17:1rAAM", "member": "headrace-5e1f…",
      "process": "gpu-1/8d2c6f1e/4026531840/9f3cba10d24e7f68"}
 
-`accused` are the suspects; `attempts` are offset, place and count. Ranges of offsets are written as
+`accused` are the suspects; `attempts` are offset, index and count. Ranges of offsets are written as
 in the metadata of answers (`headrace.delivery.acked_offsets`), after the first offset.
 
 `process` lets a restarted process remove its predecessor from the group: a group would notice the
@@ -158,7 +158,7 @@ def encode_marker(marker: CrashMarker, owner: Owner = NOBODY) -> str:
         "ends": marker.ends,
         "running": _ranges_text(marker.running),
         "alone": marker.alone,
-        "attempts": [[offset, place, count] for (offset, place), count in worst],
+        "attempts": [[offset, index, count] for (offset, index), count in worst],
         "accused": _ranges_text(marker.suspects),
         "member": owner.member,
         "process": owner.process,
@@ -221,7 +221,7 @@ def _ranges(text: str) -> tuple[Range, ...]:
 
 
 def _attempts(value: Iterable[Sequence[Any]]) -> dict[tuple[int, int], int]:
-    return {(int(offset), int(place)): int(count) for offset, place, count in value}
+    return {(int(offset), int(index)): int(count) for offset, index, count in value}
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -29,7 +29,7 @@ CAREFUL_FROM = 2
 """Unclean ends in a row that the same records survived unanswered."""
 
 Unit: TypeAlias = tuple[int, int]
-"""Smallest unit that can run alone: offset, and place in its record (0 unless it is a batch)."""
+"""Smallest unit that can run alone: offset, and index in its record (0 unless it is a batch)."""
 
 _NONE: Mapping[Unit, int] = MappingProxyType({})
 
@@ -42,7 +42,7 @@ class CrashMarker(NamedTuple):
         stop: offsets below this that are unanswered now were unanswered at an unclean end.
         ends: number of consecutive such ends; 0 if there was none.
         running: offsets being read or run when this was written; empty unless careful.
-        alone: place in its record of the only request running (in `running`); None otherwise.
+        alone: index in its record of the only request running (in `running`); None otherwise.
         attempts: number of times that each request was running alone when its process ended.
         suspects: offsets running at an unclean end that have not survived a run alone yet.
     """
@@ -64,7 +64,7 @@ class Alone(NamedTuple):
 
     partition: TopicPartition
     offset: int
-    place: int
+    index_in_record: int
 
 
 class _History:
@@ -216,16 +216,16 @@ class PoisonSearch:
             alone: the request that runs alone, of any partition.
         """
         history = self._histories[partition]
-        place = None
+        index = None
         if alone is not None:
             running = (alone.offset,) if alone.partition == partition else ()
-            place = alone.place if alone.partition == partition else None
+            index = alone.index_in_record if alone.partition == partition else None
         return CrashMarker(
             is_open=True,
             stop=history.stop,
             ends=history.ends,
             running=ranges_of(running) if self.is_careful else (),
-            alone=place,
+            alone=index,
             attempts=dict(history.attempts),
             suspects=ranges_of(history.suspects),
         )

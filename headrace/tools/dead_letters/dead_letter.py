@@ -119,7 +119,7 @@ class DeadLetterSelection:
         codes, models, stages: any of these. A model is selected with all its versions.
         since_ms, until_ms: time at which the request became a dead letter, in epoch milliseconds;
             `until_ms` is exclusive.
-        places: single dead letters, by partition and offset.
+        positions: single dead letters, by partition and offset.
     """
 
     codes: frozenset[str] = frozenset()
@@ -127,7 +127,7 @@ class DeadLetterSelection:
     stages: frozenset[str] = frozenset()
     since_ms: int | None = None
     until_ms: int | None = None
-    places: frozenset[tuple[int, int]] = frozenset()
+    positions: frozenset[tuple[int, int]] = frozenset()
 
     def takes(self, dead_letter: DeadLetter) -> bool:
         """Return whether the dead letter is selected."""
@@ -138,7 +138,7 @@ class DeadLetterSelection:
             and (not self.stages or dead_letter.stage in self.stages)
             and (self.since_ms is None or record.timestamp >= self.since_ms)
             and (self.until_ms is None or record.timestamp < self.until_ms)
-            and (not self.places or (record.partition, record.offset) in self.places)
+            and (not self.positions or (record.partition, record.offset) in self.positions)
         )
 
 

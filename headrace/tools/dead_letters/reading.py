@@ -138,9 +138,9 @@ def narrowed(
     span: OffsetRange, partition: TopicPartition, selection: DeadLetterSelection
 ) -> OffsetRange:
     """Return the part of a span that can contain selected dead letters."""
-    if not selection.places:
+    if not selection.positions:
         return span
-    offsets = [offset for number, offset in selection.places if number == partition.partition]
+    offsets = [offset for number, offset in selection.positions if number == partition.partition]
     if not offsets:
         return OffsetRange(span.end, span.end)
     start = min(max(min(offsets), span.start), span.end)

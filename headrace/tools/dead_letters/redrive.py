@@ -386,12 +386,12 @@ class Redrive:
         self._paced += count
 
     def _require_room(self, outgoing: Sequence[_Outgoing]) -> None:
-        places: dict[TopicPartition, list[tuple[int, int]]] = {}
+        offsets_read: dict[TopicPartition, list[tuple[int, int]]] = {}
         for dead_letter, previous in (each.chosen for each in outgoing):
-            places.setdefault(dead_letter.partition, []).append(
+            offsets_read.setdefault(dead_letter.partition, []).append(
                 (previous, dead_letter.record.offset)
             )
-        for partition, offsets in places.items():
+        for partition, offsets in offsets_read.items():
             require_room(self._done[partition], partition, offsets)
 
     async def _send(self, producer: Producer, outgoing: Sequence[_Outgoing]) -> dict[int, str]:
@@ -403,7 +403,7 @@ class Redrive:
         for target, indexes in targets.items():
             records = [outgoing[index].record for index in indexes]
             of_target = await send_once(producer, target, records)
-            refused |= {indexes[place]: reason for place, reason in of_target.items()}
+            refused |= {indexes[index]: reason for index, reason in of_target.items()}
         return refused
 
     def _target(self, dead_letter: DeadLetter) -> TopicPartition:

@@ -92,10 +92,10 @@ def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, AckedO
     found = 0
     for record in records:
         dead_letter = dict(record.headers).get(HeaderName.REPLAY_LETTER)
-        place = None if dead_letter is None else _place(dead_letter)
-        if place is None:
+        position = None if dead_letter is None else _parse_position(dead_letter)
+        if position is None:
             continue
-        partition, offset = place
+        partition, offset = position
         progress = done.get(partition)
         if progress is not None and offset not in progress:
             progress.mark_acked(offset - 1, offset)
@@ -103,7 +103,7 @@ def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, AckedO
     return found
 
 
-def _place(identity: bytes) -> tuple[TopicPartition, int] | None:
+def _parse_position(identity: bytes) -> tuple[TopicPartition, int] | None:
     topic, _, rest = identity.decode(errors="replace").partition("/")
     partition, _, offset = rest.partition("/")
     if not (partition.isdecimal() and offset.isdecimal()):
@@ -117,17 +117,17 @@ def committable(done: Mapping[TopicPartition, AckedOffsets]) -> dict[TopicPartit
 
 
 def require_room(
-    progress: AckedOffsets, partition: TopicPartition, places: Sequence[tuple[int, int]]
+    progress: AckedOffsets, partition: TopicPartition, offsets: Sequence[tuple[int, int]]
 ) -> None:
     """Check that a commit can also record these dead letters as done.
 
-    `places` holds, for each dead letter, the previously read offset and its own offset.
+    `offsets` holds, for each dead letter, the previously read offset and its own offset.
 
     Raises:
         MemoryFull: it cannot; the dead letters must not be sent.
     """
     trial = AckedOffsets(progress.base, progress.ranges)
-    for previous, offset in places:
+    for previous, offset in offsets:
         trial.mark_acked(previous, offset)
     if AckedOffsets.from_committed(trial.committable()) != trial:
         raise MemoryFull(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import click
 import pytest
 
-from headrace.cli.dlq import PLACE, WHEN, Newest, Position, counts_lines, table, tally_lines
+from headrace.cli.dlq import POSITION, WHEN, Newest, Position, counts_lines, table, tally_lines
 from headrace.cli.outcome import Exit
 from headrace.tools.dead_letters import RedriveJob, RedriveResult
 from headrace.tools.dead_letters.dead_letter import RecordIdentity
@@ -21,14 +21,14 @@ from tests.support.command_line import Call
 )
 def test_letter_place_is_read_with_and_without_topic(text: str, place: Position) -> None:
     """The place has the form that lists print."""
-    assert PLACE.convert(text, None, None) == place
+    assert POSITION.convert(text, None, None) == place
 
 
 @pytest.mark.parametrize("text", ["7", "a/b", "x/1/2/3", "1/-7", ""])
 def test_invalid_letter_place_is_refused(text: str) -> None:
     """The error names the expected form."""
     with pytest.raises(click.BadParameter, match="PARTITION/OFFSET"):
-        PLACE.convert(text, None, None)
+        POSITION.convert(text, None, None)
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_dead_letter_without_headers_is_read(value: bytes | None) -> None:
         (DeadLetterSelection(since_ms=NOW_MS, until_ms=NOW_MS + 1), True),
         (DeadLetterSelection(since_ms=NOW_MS + 1), False),
         (DeadLetterSelection(until_ms=NOW_MS), False),
-        (DeadLetterSelection(places=frozenset({(1, 5)})), True),
-        (DeadLetterSelection(places=frozenset({(1, 6)})), False),
+        (DeadLetterSelection(positions=frozenset({(1, 5)})), True),
+        (DeadLetterSelection(positions=frozenset({(1, 6)})), False),
     ],
 )
 def test_dead_letter_selection_joins_its_filters_by_and(
@@ -147,7 +147,7 @@ def test_foreign_commit_of_redrive_group_is_refused() -> None:
 
 def test_redriven_copies_among_requests_count_as_done() -> None:
     """Each once; what names no letter of ours is passed over."""
-    names = [b"t.dead-letters/1/4", b"t.dead-letters/1/4", b"other/1/2", b"no place", b"a/b/c"]
+    names = [b"t.dead-letters/1/4", b"t.dead-letters/1/4", b"other/1/2", b"no position", b"a/b/c"]
     records = [
         Record("r", 0, number, 0, None, None, [("x-replay-letter", name)])
         for number, name in enumerate(names)
