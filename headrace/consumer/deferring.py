@@ -51,7 +51,14 @@ Refusal: TypeAlias = Callable[[Envelope, int], Failure | None]
 
 
 class Charged(NamedTuple):
-    """Requests that have room, those whose share has none, and those that would be late."""
+    """Requests after an attempt to charge them. None is acknowledged yet.
+
+    Attributes:
+        kept: have room. The caller passes them on; their answers acknowledge them.
+        over: their share has no room. The caller passes them to `wait_for_room`.
+        ended: would be late, and have a failure. The caller passes them to the responder, which
+            acknowledges them once their error answers are written.
+    """
 
     kept: list[Request]
     over: list[Request]

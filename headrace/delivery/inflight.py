@@ -255,7 +255,7 @@ class AssignedPartition:
         """Skip a record that was answered before this assignment."""
         self.last_delivered = offset
 
-    def pass_over(self, offset: int) -> None:
+    def ignore(self, offset: int) -> None:
         """Mark the offset of a record that is not a request as absent: no stage answers it."""
         self.progress.mark_acked(self.last_delivered, offset)
         self.notify()

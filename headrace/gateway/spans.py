@@ -44,7 +44,7 @@ class ServerSpans:
     def __init__(self, settings: TelemetrySettings, instruments: Instruments) -> None:
         self.tracing: Tracing | None = instruments.tracing
         self.sampler = Sampler(settings, instruments.metrics)
-        self.now_us = instruments.anchored()
+        self.now_us = instruments.anchored_clock()
 
     def begin(self, parent: str | None, state: str | None) -> ServerSpan:
         """Begin the span of a request.

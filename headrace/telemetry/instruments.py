@@ -23,6 +23,6 @@ class Instruments(NamedTuple):
     clock: Clock = wall_clock_us
     steady: Clock = steady_clock_us
 
-    def anchored(self) -> AnchoredClock:
+    def anchored_clock(self) -> AnchoredClock:
         """Return a clock for the timestamps of one piece of work."""
         return AnchoredClock(self.clock, self.steady)

@@ -174,7 +174,7 @@ class Worker:
         self._sampler = sampler
         self._metrics, self._tracing = instruments.metrics, instruments.tracing
         self._clock, self._steady = instruments.clock, instruments.steady
-        self._anchored = instruments.anchored
+        self._anchored_clock = instruments.anchored_clock
         self._tuning = tuning
         self._buffer = AnswerBuffer(answers, instruments, heartbeat, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
@@ -261,7 +261,7 @@ class Worker:
         ):
             return False
         entry = self._gate.begin()
-        clock = self._anchored()
+        clock = self._anchored_clock()
         began_us = clock()
         finished, remaining = split_ended(batch.requests, began_us, Stage.EXECUTOR)
         if remaining:
@@ -306,7 +306,7 @@ class Worker:
             return ended, split_batch(batch, remaining, "apart")
         if len(remaining) != len(prepared.requests):
             prepared = prepared._replace(requests=remaining, arrays=None)
-        clock = prepared.clock or self._anchored()
+        clock = prepared.clock or self._anchored_clock()
         run = ModelRun(
             batch, remaining, prepared.began_us or clock(), prepared.gathered_us, clock=clock
         )
@@ -433,7 +433,7 @@ class Worker:
     def _gather_ahead(self, batch: Batch) -> PreparedBatch:
         """Gather a batch while another one computes, and start it when that one ends."""
         version, instance = self._version, self._instance
-        clock = self._anchored()
+        clock = self._anchored_clock()
         began_us = clock()
         ended, remaining = self._drop_expired(batch.requests)
         runs_together = len(remaining) == 1 or (bool(remaining) and not version.batching_off)

@@ -550,7 +550,7 @@ def _cancel_fault(record: Record, envelope: Envelope, target: tuple[str, int, in
 
 
 def _cancel_request(record: Record, assignment: AssignedPartition, envelope: Envelope) -> Request:
-    assignment.pass_over(record.offset)
+    assignment.ignore(record.offset)
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
     # The model is not set, even if its headers name one: its queue would treat it as a request.
     return Request(NULL_ACK, *origin, None, None, record.headers, envelope)

@@ -151,7 +151,7 @@ class AtLeastOnce:
     async def _answer_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         encoder = self._encoder
         await encoder.compress_answers(requests)
-        clock = encoder.anchored()
+        clock = encoder.anchored_clock()
         began_us = clock()
         records = encoder.encode_answers(requests, began_us)
         encoded_us = clock()

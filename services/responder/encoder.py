@@ -48,7 +48,7 @@ class AnswerEncoder:
         self._tuning = tuning
         self._routes = routes
         self._metrics, self._tracing = instruments.metrics, instruments.tracing
-        self.clock, self.anchored = instruments.clock, instruments.anchored
+        self.clock, self.anchored_clock = instruments.clock, instruments.anchored_clock
 
     async def compress_answers(self, requests: Iterable[Request]) -> None:
         """Compress the answers of requests whose callers want that, before they are encoded.
@@ -239,7 +239,7 @@ class TransactionRecords:
         self._answered: RequestsByTarget = {}
         self._answers: RequestsByTarget = {}
         self._dead_letters: RequestsByTarget = {}
-        self._clock = encoder.anchored()
+        self._clock = encoder.anchored_clock()
         self._began_us = 0
         self._encoded_us = 0
 
@@ -248,7 +248,7 @@ class TransactionRecords:
         `headrace.delivery.transactions`.
         """
         encoder = self._encoder
-        self._clock = encoder.anchored()
+        self._clock = encoder.anchored_clock()
         self._began_us = self._clock()
         self._answered, self._dead_letters = {}, {}
         for request, target in pending:

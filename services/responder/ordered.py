@@ -259,7 +259,7 @@ class OrderedStep:
     async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
         encoder = self._encoder
         await encoder.compress_answers(requests)
-        clock = encoder.anchored()
+        clock = encoder.anchored_clock()
         began_us = clock()
         records = encoder.encode_answers(requests, began_us)
         encoded_us = clock()

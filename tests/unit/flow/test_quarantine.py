@@ -65,7 +65,7 @@ class Stage:
                     if record.offset in delivery.assignment.progress:
                         delivery.assignment.skip(record.offset)
                     elif record.value == NO_REQUEST:
-                        delivery.assignment.pass_over(record.offset)
+                        delivery.assignment.ignore(record.offset)
                     elif isolation is not None and isolation.is_suspect(record.offset):
                         isolation.park_record(delivery.assignment, record)
                     else:
