@@ -333,7 +333,13 @@ async def test_executor_apart_fetches_object_itself(tmp_path: Path) -> None:
     """No topic between the stages holds it, and a failing store ends its request alone."""
     rows = 2000
     async with StandInStore() as store:
-        settings = claiming(tmp_path, store, topics={"partitions": 1}, claims={"timeout_ms": 2000})
+        settings = claiming(
+            tmp_path,
+            store,
+            topics={"partitions": 1},
+            limits={"shared_values_bytes": 0},
+            claims={"timeout_ms": 2000},
+        )
         log = await log_for(settings)
         claims = [put(store, name, rows) for name in ("a", "b")]
         store.away_after["/in/b"] = 1  # ingest has it then
@@ -348,6 +354,20 @@ async def test_executor_apart_fetches_object_itself(tmp_path: Path) -> None:
     assert store.requests.count("GET /in/a") == 2
     assert between
     assert all(len(record.value or b"") < 2000 for record in between)
+
+
+async def test_executor_of_same_machine_needs_no_store(tmp_path: Path) -> None:
+    """It finds in shared memory what ingest has fetched."""
+    rows = 2000
+    async with StandInStore() as store:
+        settings = claiming(tmp_path, store, limits={"shared_values_dir": tmp_path})
+        log = await log_for(settings)
+        claim = put(store, "a", rows)
+        store.away_after["/in/a"] = 1
+        (answer,) = await called(settings, log, [record_of(claim)], APART)
+
+    assert read(answer, rows) == "ok"
+    assert store.requests == ["GET /in/a"]
 
 
 @pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
@@ -665,7 +685,10 @@ async def test_claim_that_waits_in_executor_at_stop_is_answered_by_next_process(
     rows = 2000  # smaller ones travel with their requests
     async with StandInStore() as store:
         settings = claiming(
-            tmp_path, store, limits={"drain_timeout_s": 3600}, claims={"timeout_ms": 3_600_000}
+            tmp_path,
+            store,
+            limits={"drain_timeout_s": 3600, "shared_values_bytes": 0},
+            claims={"timeout_ms": 3_600_000},
         )
         log = await log_for(settings)
         claim = put(store, "a", rows)
