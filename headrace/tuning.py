@@ -281,6 +281,9 @@ class TransportTuning:
     """Longest pause after source records could not be read."""
     shared_small_bytes: int = 8 * 1024 * 1024
     """Shared memory is used from its start again beyond this, if everything in it was read."""
+    shared_large_bytes: int = 32 * 1024
+    """Values that are larger on average are not written beyond `shared_small_bytes`: when they come
+    faster than they are read, they cost no more to read from the log."""
     shared_reserve_bytes: int = 16 * 1024 * 1024
     """Space in the directory of shared memory that is left to others."""
     shared_abandoned_s: float = 10.0

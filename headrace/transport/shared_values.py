@@ -186,8 +186,11 @@ class SharedValuesWriter:
         if self._ring is None:
             self._ring, self._read_at_s = self._make(), now_s
         ring, size_bytes = self._ring, sum(map(len, values))
+        is_large = size_bytes > len(values) * self._tuning.shared_large_bytes
         start = self._find_room(ring, size_bytes, now_s)
         if start is None:
+            return None
+        if is_large and start % self._size_bytes + size_bytes > self._tuning.shared_small_bytes:
             return None
         end = start + size_bytes
         if end > ring.head[_FRONTIER]:
@@ -216,7 +219,7 @@ class SharedValuesWriter:
         if read != self._last_read:
             self._last_read, self._read_at_s = read, now_s
         at = start % ring_bytes
-        can_go_on = at <= small_bytes and self._may_grow(ring, at + size_bytes)
+        can_go_on = at + size_bytes <= small_bytes and self._may_grow(ring, at + size_bytes)
         if read >= start and at and not can_go_on:
             start += ring_bytes - at
             read = self._regard_as_read(ring, start)

@@ -263,6 +263,19 @@ def test_file_leaves_space_to_others(directory: Path, reader: SharedValuesReader
     assert left.shared is None
 
 
+def test_flood_of_large_values_is_left_to_the_log(
+    directory: Path, reader: SharedValuesReader
+) -> None:
+    """The file stays small for them, and takes others once these are read."""
+    large = replace(SMALL, shared_large_bytes=VALUE_BYTES - 1)
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), large) as writer:
+        requests = [put(writer, value_of(number))[0] for number in range(5)]
+        found = read_values(reader, requests)
+        again = read_values(reader, put(writer, value_of(7)))
+    assert found == [*(value_of(number) for number in range(4)), None]
+    assert again == [value_of(7)]
+
+
 def test_file_is_small_after_a_flood(directory: Path, reader: SharedValuesReader) -> None:
     """It grows while values come faster than they are read."""
     with SharedValuesWriter(directory, RING_BYTES, metrics_of(), SMALL) as writer:
