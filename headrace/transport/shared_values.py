@@ -36,7 +36,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import structlog
@@ -122,12 +121,7 @@ class SharedValuesWriter:
             self._is_off = self._is_off or not self._directory.is_dir()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
         self._is_off = True
 
@@ -344,12 +338,7 @@ class SharedValuesReader:
     def __enter__(self) -> SharedValuesReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._rings:
             self._close_oldest()
 
