@@ -41,6 +41,7 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordin
 from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import ProducerClosed
 from aiokafka.producer.message_accumulator import BatchBuilder, MessageAccumulator, MessageBatch
+from aiokafka.protocol.fetch import FetchRequest_v11
 from aiokafka.record import default_records
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from aiokafka.structs import OffsetAndMetadata
@@ -583,6 +584,16 @@ def replace_record_sets(record_set: type) -> None:
     It must behave as the class that it replaces, for every other consumer in the process.
     """
     aiokafka_fetcher.MemoryRecords = record_set
+
+
+def replace_fetch_codec(encode: Callable[[FetchRequest_v11], bytes], response: type) -> None:
+    """Make aiokafka's connections encode fetch requests of version 11 and decode the responses by
+    these.
+
+    They must do what aiokafka's do, for every other consumer in the process.
+    """
+    FetchRequest_v11.encode = encode
+    FetchRequest_v11.RESPONSE_TYPE = response
 
 
 # --- batches ----------------------------------------------------------------------------------

@@ -28,15 +28,20 @@ from headrace.log.kafka._aiokafka import (
     new_connection,
     open_connection,
     replace_connecting,
+    replace_fetch_codec,
     start_metadata_refresh,
 )
 from headrace.log.kafka.errors import answered
+from headrace.log.kafka.fetch_wire import FetchResponse, encode_request
 from headrace.log.kafka.record_batches import DEFAULT_DECOMPRESSED_BYTES
 from headrace.log.kafka.security import connection_error, no_brokers_error, security_options
 from headrace.primitives.backoff import Backoff
 from headrace.tuning import TUNING, KafkaTuning
 
 Address: TypeAlias = tuple[str, int]
+
+# All clients are opened with a `Connection`.
+replace_fetch_codec(encode_request, FetchResponse)
 
 
 class ReconnectTimes:

@@ -1,0 +1,75 @@
+"""Fetch requests and responses are encoded and decoded as aiokafka would."""
+
+from __future__ import annotations
+
+import struct
+from io import BytesIO
+
+import pytest
+from aiokafka.protocol.fetch import FetchRequest, FetchRequest_v11, FetchResponse_v11
+from aiokafka.protocol.struct import Struct
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.log.kafka.fetch_wire import FetchResponse, encode_request
+
+int16 = st.integers(-(2**15), 2**15 - 1)
+int32 = st.integers(-(2**31), 2**31 - 1)
+int64 = st.integers(-(2**63), 2**63 - 1)
+topics_of = st.text(st.characters(codec="utf-8"), max_size=8)
+parts = st.tuples(
+    int32,
+    int16,
+    int64,
+    int64,
+    int64,
+    st.none() | st.lists(st.tuples(int64, int64), max_size=3),
+    int32,
+    st.none() | st.binary(max_size=40),
+)
+responses = st.builds(
+    FetchResponse_v11,
+    int32,
+    int16,
+    int32,
+    st.lists(st.tuples(topics_of, st.lists(parts, max_size=4)), max_size=3),
+)
+requests = st.builds(
+    FetchRequest,
+    int32,
+    int32,
+    int32,
+    st.integers(0, 1),
+    st.lists(
+        st.tuples(topics_of, st.lists(st.tuples(int32, int64, int32), max_size=4)), max_size=3
+    ),
+    topics_of,
+)
+
+
+@given(responses, st.binary(max_size=6))
+def test_fetch_response_is_decoded_as_by_aiokafka(
+    response: FetchResponse_v11, header: bytes
+) -> None:
+    """All topics and parts are equal, whatever header the frame has."""
+    frame = BytesIO(header + response.encode())
+    frame.seek(len(header))
+    assert FetchResponse.decode(frame).topics == response.topics
+
+
+@given(requests)
+def test_fetch_request_is_encoded_as_by_aiokafka(request: FetchRequest) -> None:
+    """The bytes are equal, for any partitions."""
+    built = request.build(FetchRequest_v11)
+    assert encode_request(built) == Struct.encode(built)
+
+
+@given(responses, st.data())
+def test_fetch_response_that_is_cut_off_is_refused(
+    response: FetchResponse_v11, data: st.DataObject
+) -> None:
+    """A frame that ends anywhere before its end raises an error."""
+    whole = response.encode()
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises((struct.error, ValueError)):
+        FetchResponse.decode(BytesIO(whole[:cut]))
