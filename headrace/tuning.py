@@ -249,6 +249,9 @@ class TransportTuning:
     """Longest delay of announcing completions. A batch that took longer is announced at once."""
     events_poll_s: float = 0.2
     """Longest poll of the executors' events; silent executors are noticed between polls."""
+    announcements_pause_s: float = 0.05
+    """Pause between polls for what other processes have ready. It delays changes of models; without
+    it, each batch that an executor announces as complete would cost a fetch in every process."""
     events_retry_s: float = 0.5
     """Pause after the end of the events topic could not be read."""
     max_polled_events: int = 500

@@ -115,7 +115,11 @@ class Announcements:
             if models.remote is not None:
                 models.remote.look_at_announcements()
 
-        await ExecutorEventReader(self._log, await self._find_topic(), self._tuning).run(apply)
+        # Most events say which batches are complete, which only a batcher's other reader needs.
+        tuning = self._tuning
+        await ExecutorEventReader(
+            self._log, await self._find_topic(), tuning, tuning.announcements_pause_s
+        ).run(apply)
 
     async def _find_topic(self) -> TopicPartition:
         """Return the name of the topic with its number of partitions."""

@@ -233,12 +233,18 @@ class ExecutorEventReader:
 
     Args:
         topic: its name and number of partitions.
+        pause_s: pause after each poll with events, so that later ones share a fetch; 0 for none.
     """
 
     def __init__(
-        self, log_: Log, topic: TopicPartition, tuning: TransportTuning = TUNING.transport
+        self,
+        log_: Log,
+        topic: TopicPartition,
+        tuning: TransportTuning = TUNING.transport,
+        pause_s: float = 0.0,
     ) -> None:
         self._tuning = tuning
+        self._pause_s = pause_s
         self._log = log_
         self._partitions = [TopicPartition(topic[0], number) for number in range(topic[1])]
         self._closed = False
@@ -255,13 +261,10 @@ class ExecutorEventReader:
         """
         async with self._log.reader(self._partitions) as reader:
             while not self._closed:
-                on_events(
-                    [
-                        each
-                        for record in await self._poll(reader)
-                        if (each := _decode_or_skip(record))
-                    ]
-                )
+                records = await self._poll(reader)
+                on_events([each for record in records if (each := _decode_or_skip(record))])
+                if records and self._pause_s:
+                    await asyncio.sleep(self._pause_s)
 
     async def _poll(self, reader: Consumer) -> list[Record]:
         try:

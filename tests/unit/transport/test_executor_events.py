@@ -24,6 +24,35 @@ def announcement(executor: str) -> NewRecord:
     return NewRecord(None, encode_event(event))
 
 
+async def test_executor_events_read_with_pauses_are_complete() -> None:
+    """A reader that pauses between polls hears every event once, in order."""
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
+    heard: list[str] = []
+    polls = 0
+
+    def hear(events: list[ExecutorEvent]) -> None:
+        nonlocal polls
+        polls += 1
+        heard.extend(each.executor for each in events)
+
+    listening = ExecutorEventReader(
+        log,
+        TopicPartition("events", 1),
+        replace(TUNING.transport, events_poll_s=0.01),
+        pause_s=0.01,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(listening.run(hear))
+        await eventually(lambda: polls)  # its position is the end, at 0
+        for name in "abcde":
+            await write_to(log, EVENTS, announcement(name))
+        await eventually(lambda: len(heard) == 5)
+        listening.close()
+
+    assert heard == [*"abcde"]
+
+
 async def test_executor_events_survive_retention_during_outage() -> None:
     """A position that the log no longer holds is looked up again until the log answers."""
     log = MemoryLog()
