@@ -46,15 +46,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def logging_as_it_was() -> Iterator[None]:
     """Undo what a test, or a command that it calls, has set up for logging."""
     root = logging.getLogger()
-    level = root.level
-    levels = {name: logger.level for name, logger in _loggers()}
+    levels = {logger: logger.level for logger in (root, *_loggers())}
     yield
-    for name, logger in _loggers():
-        logger.setLevel(levels.get(name, logging.NOTSET))
+    for logger in (root, *_loggers()):
+        if logger.level != (level := levels.get(logger, logging.NOTSET)):
+            logger.setLevel(level)  # each call empties the caches of all loggers
     for handler in root.handlers[:]:
         if type(handler) is logging.StreamHandler:  # pytest's own are of other types
             root.removeHandler(handler)
-    root.setLevel(level)
     structlog.reset_defaults()
 
 
@@ -121,7 +120,7 @@ def no_thread_stays_behind() -> Iterator[None]:
     assert not [thread for thread in left if thread.is_alive()]
 
 
-def _loggers() -> list[tuple[str, logging.Logger]]:
-    """Return the loggers that exist by now, with their names."""
-    known = logging.root.manager.loggerDict.items()
-    return [(name, logger) for name, logger in known if isinstance(logger, logging.Logger)]
+def _loggers() -> list[logging.Logger]:
+    """Return the loggers that exist by now, without the root."""
+    known = logging.root.manager.loggerDict.values()
+    return [logger for logger in known if isinstance(logger, logging.Logger)]
