@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -29,6 +28,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.machine import describe_machine
 from benchmarks.models import write_resnet50

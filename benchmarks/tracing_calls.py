@@ -14,8 +14,8 @@ import gc
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE,

@@ -8,13 +8,12 @@ Limits of a protocol or of a file format are not tuning values; they stay beside
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from headrace.primitives.backoff import Backoff
 
 
-@dataclass(frozen=True)
-class ConsumerTuning:
+class ConsumerTuning(Struct, frozen=True):
     """Tuning values of `headrace.consumer`."""
 
     throughput_rise: float = 0.5
@@ -94,8 +93,7 @@ class ConsumerTuning:
     """Limit of the marker at a revocation; without it, the next owner sees an unclean end."""
 
 
-@dataclass(frozen=True)
-class DeliveryTuning:
+class DeliveryTuning(Struct, frozen=True):
     """Tuning values of `headrace.delivery` and `headrace.crash_isolation`."""
 
     commit_interval_s: float = 0.05
@@ -140,8 +138,7 @@ class DeliveryTuning:
     """Remembered offsets or keys at which those that no longer matter are dropped."""
 
 
-@dataclass(frozen=True)
-class ProtocolTuning:
+class ProtocolTuning(Struct, frozen=True):
     """Tuning values of `headrace.protocol`: bounds of its caches and copies.
 
     Its functions are pure, so the default values apply to every process.
@@ -216,8 +213,7 @@ class ProtocolTuning:
     """Damage in a compressed value is located to so many bytes."""
 
 
-@dataclass(frozen=True)
-class TransportTuning:
+class TransportTuning(Struct, frozen=True):
     """Tuning values of `headrace.transport`."""
 
     max_waiting_requests: int = 4096
@@ -298,8 +294,7 @@ class TransportTuning:
     """When a request whose model version is not in this process may be sent again."""
 
 
-@dataclass(frozen=True)
-class KafkaTuning:
+class KafkaTuning(Struct, frozen=True):
     """Tuning values of `headrace.log.kafka`."""
 
     # Connections
@@ -398,8 +393,7 @@ class KafkaTuning:
     """The most topics in each cache."""
 
 
-@dataclass(frozen=True)
-class MemoryTuning:
+class MemoryTuning(Struct, frozen=True):
     """Tuning values of `headrace.log.memory`."""
 
     max_batch_bytes: int = 256 * 1024
@@ -412,8 +406,7 @@ class MemoryTuning:
     """How long a closing member waits for a call of its listener that is in progress."""
 
 
-@dataclass(frozen=True)
-class ModelTuning:
+class ModelTuning(Struct, frozen=True):
     """Tuning values of `headrace.models` and `headrace.device`."""
 
     interrupt_arrival_s: float = 0.001
@@ -581,8 +574,7 @@ class ModelTuning:
     """
 
 
-@dataclass(frozen=True)
-class SchemaTuning:
+class SchemaTuning(Struct, frozen=True):
     """Tuning values of `headrace.models.schema_registry`."""
 
     concurrent_requests: int = 4
@@ -616,8 +608,7 @@ class SchemaTuning:
     """Shortest time between two searches for expired requests among those that wait."""
 
 
-@dataclass(frozen=True)
-class ClaimTuning:
+class ClaimTuning(Struct, frozen=True):
     """Tuning values of `headrace.claims`."""
 
     connect_timeout_s: float = 5.0
@@ -630,8 +621,7 @@ class ClaimTuning:
     """Pauses between attempts while a store is unavailable."""
 
 
-@dataclass(frozen=True)
-class IngestTuning:
+class IngestTuning(Struct, frozen=True):
     """Tuning values of `services.ingest`."""
 
     max_cached_layouts: int = 256
@@ -704,8 +694,7 @@ class IngestTuning:
     """Most records read between two looks at the clock."""
 
 
-@dataclass(frozen=True)
-class BatcherTuning:
+class BatcherTuning(Struct, frozen=True):
     """Tuning values of `services.batcher`."""
 
     rate_half_life_us: int = 1_000_000
@@ -739,8 +728,7 @@ class BatcherTuning:
     """Outdated entries of any other queue to keep before they are removed."""
 
 
-@dataclass(frozen=True)
-class ExecutorTuning:
+class ExecutorTuning(Struct, frozen=True):
     """Tuning values of `services.executor`."""
 
     inline_record_bytes: int = 16 * 1024
@@ -812,8 +800,7 @@ class ExecutorTuning:
     """Least time between two readings of a device's free memory."""
 
 
-@dataclass(frozen=True)
-class ResponderTuning:
+class ResponderTuning(Struct, frozen=True):
     """Tuning values of `services.responder`."""
 
     charged_from_bytes: int = 1024
@@ -886,8 +873,7 @@ class ResponderTuning:
     """A shorter linger means that there is no backlog, so there is none."""
 
 
-@dataclass(frozen=True)
-class AccessTuning:
+class AccessTuning(Struct, frozen=True):
     """Tuning values of `headrace.access`."""
 
     file_check_interval_s: float = 5.0
@@ -898,8 +884,7 @@ class AccessTuning:
     """Tokens whose signatures were verified, at 1 KiB each."""
 
 
-@dataclass(frozen=True)
-class RuntimeTuning:
+class RuntimeTuning(Struct, frozen=True):
     """Tuning values of `headrace.runtime` and `headrace.telemetry`."""
 
     silent_after_s: float = 10.0
@@ -1013,8 +998,7 @@ class RuntimeTuning:
     """Tuning values of the logins of callers."""
 
 
-@dataclass(frozen=True)
-class GatewayTuning:
+class GatewayTuning(Struct, frozen=True):
     """Tuning values of `headrace.gateway`."""
 
     unread_body_timeout_s: float = 10.0
@@ -1095,8 +1079,7 @@ class GatewayTuning:
     """Tuning values of the logins of callers."""
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(Struct, frozen=True):
     """Tuning values of a process, by package."""
 
     consumer: ConsumerTuning = ConsumerTuning()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import aiokafka
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from msgspec.structs import replace
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge

@@ -8,12 +8,12 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headrace.cli.replay import PipelineJob, replay_into_models
 from headrace.client import Client, InferenceError

@@ -7,12 +7,12 @@ import io
 import json
 import shutil
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fastavro
 import pytest
+from msgspec.structs import replace
 
 from headrace.client import Client, InferenceError, InferenceTimeout
 from headrace.config import Settings, make_settings

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tritonclient.grpc.aio as triton_grpc
+from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError
 from headrace.log.port import TopicPartition

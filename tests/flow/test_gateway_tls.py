@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc.aio as triton_grpc
 import tritonclient.http.aio as triton_http
+from msgspec import structs
 
 from headrace.errors import ConfigurationError
 from headrace.telemetry.logs import Event
@@ -25,7 +26,7 @@ from tests.support.conditions import DEADLINE_S
 from tests.support.gateways import add_identities, files_noticed, gateway_of, values_of
 from tests.support.spans import tracing_settings, tracing_spans
 
-QUICK = replace(TUNING.gateway, access=AccessTuning(file_check_interval_s=0.01))
+QUICK = structs.replace(TUNING.gateway, access=AccessTuning(file_check_interval_s=0.01))
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import headrace
 from headrace.config import LimitSettings

@@ -7,10 +7,10 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.client import Client, InferenceError, InferenceTimeout
 from headrace.errors import Code

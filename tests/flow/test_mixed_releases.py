@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgpack
+from msgspec.structs import replace
 
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog

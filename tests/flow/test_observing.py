@@ -8,7 +8,6 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import structlog
 from aiohttp import ClientSession
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.client import Client, InferenceError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
 from headrace.client import Client, InferenceError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
 from headrace.tuning import TUNING

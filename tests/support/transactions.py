@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.delivery.acked_offsets import AckedOffsets

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.primitives.resident_memory import resident_bytes
 from headrace.runtime.heap import TrimRule, find_trim

@@ -6,13 +6,13 @@ import asyncio
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import aiokafka.errors as kafka_errors
 import pytest
 from aiokafka.client import AIOKafkaClient
+from msgspec.structs import replace
 
 from headrace.log.errors import LogUnavailable, RecordTooLarge
 from headrace.log.kafka import transactions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Self
@@ -12,6 +11,7 @@ from typing import Self
 import pytest
 from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
+from msgspec.structs import replace
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable

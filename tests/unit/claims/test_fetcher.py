@@ -6,11 +6,11 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.claims.fetcher import ClaimFetcher
 from headrace.claims.putter import ClaimPutter

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.cli.models_control import NO_PROCESS, describe_status, user_name
 from headrace.cli.outcome import Exit

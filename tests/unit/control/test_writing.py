@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.config import make_settings
 from headrace.control.topic import ChangeOvertaken, ControlTopic

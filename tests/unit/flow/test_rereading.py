@@ -6,10 +6,10 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, Self
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.consumer.deferring import Deferral, Refusal, Rereading

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.source_offsets import SourceOffsets

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError
 from headrace.models.signature import read_onnx_signature

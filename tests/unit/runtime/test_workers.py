@@ -7,8 +7,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from headrace.primitives.backoff import Backoff
 from headrace.runtime.shutdown import Stop

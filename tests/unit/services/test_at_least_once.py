@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget

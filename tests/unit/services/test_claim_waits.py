@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from headrace.claims.fetcher import ClaimFetcher
 from headrace.config import ClaimSettings, LimitSettings

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import brotli
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headrace.config import LimitSettings
 from headrace.consumer.ready_queue import PolledRecords

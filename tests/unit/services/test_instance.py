@@ -6,11 +6,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import structlog
+from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError
 from headrace.models.backends.port import Arrays, Backend, WarmUp

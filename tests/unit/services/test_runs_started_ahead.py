@@ -7,11 +7,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import Code
 from headrace.models.profiling.batch_safety import Batching, Verdict

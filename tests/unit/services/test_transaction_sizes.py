@@ -6,9 +6,9 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.log.port import NewRecord, TopicInfo
 from tests.support.conditions import eventually

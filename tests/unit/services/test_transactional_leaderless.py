@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.errors import LogUnavailable

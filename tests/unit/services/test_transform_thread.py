@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.config import LimitSettings
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, InFlightAck, beside_bytes

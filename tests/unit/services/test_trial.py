@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError
 from headrace.models.config import make_model_config

@@ -8,12 +8,12 @@ import hashlib
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.config import TelemetrySettings

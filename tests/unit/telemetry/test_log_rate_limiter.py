@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from headrace.telemetry.logs import LogRateLimiter
 from headrace.tuning import TUNING

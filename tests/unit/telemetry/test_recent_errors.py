@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
 from headrace.telemetry.logs import Event, RecentErrors, configure_logging
 from headrace.tuning import TUNING

@@ -6,9 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from headrace.telemetry.watchdog import Activity, LoopWatchdog

@@ -6,10 +6,10 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.log.memory import MemoryLog

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from itertools import chain
+
+from msgspec.structs import replace
 
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.claims.fetcher import ClaimFetcher
