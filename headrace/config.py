@@ -28,13 +28,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
 
 from headrace.errors import ConfigurationError
 from headrace.topics import GROUP_SUFFIXES, Topic
@@ -560,12 +553,10 @@ class TelemetrySettings(AccessSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings, with their defaults."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix="HEADRACE_", env_nested_delimiter="__"
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     namespace: Namespace = "headrace"
     kafka: KafkaSettings | None = None
@@ -581,18 +572,6 @@ class Settings(BaseSettings):
     answers: AnswerSettings = AnswerSettings()
     gateway: GatewaySettings = GatewaySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Ignore the environment: `make_settings` reads it, and remembers what comes from it."""
-        return (init_settings,)
 
     @model_validator(mode="after")
     def _reply_patterns_compile(self) -> Self:
@@ -678,11 +657,7 @@ def make_settings(
         ConfigurationError: with one line for each fault, which names where the value comes from.
     """
     faults = list(_unknown_variables())
-    try:
-        environment = EnvSettingsSource(Settings)()
-    except SettingsError as error:
-        raise ConfigurationError(f"environment: {error}: {error.__cause__}") from error
-    merged = _merged(values, environment)
+    merged = _merged(values, _read_environment())
     for option in options:
         value = option.value
         for name in reversed(option.path):
@@ -695,6 +670,26 @@ def make_settings(
     except ValidationError as error:
         faults += [_described(fault, origin, options) for fault in error.errors(include_url=False)]
     raise ConfigurationError("\n".join(faults))
+
+
+def _read_environment() -> dict[str, Any]:
+    """Return the values of environment variables. Raises `ConfigurationError`."""
+    if not any(name.upper().startswith("HEADRACE_") for name in os.environ):
+        return {}
+    # Imported where it is needed: that takes a tenth of a short command's time.
+    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
+
+    class Environment(Settings, BaseSettings):
+        """The settings as environment variables name them."""
+
+        model_config = SettingsConfigDict(
+            env_prefix="HEADRACE_", env_nested_delimiter="__", defer_build=True
+        )
+
+    try:
+        return EnvSettingsSource(Environment)()
+    except SettingsError as error:
+        raise ConfigurationError(f"environment: {error}: {error.__cause__}") from error
 
 
 def _merged(below: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from headrace.config import Settings
 from headrace.control.changing import Followed, ModelChanges
@@ -23,7 +24,6 @@ from headrace.models.index import (
     ShownModels,
     describe_index,
 )
-from headrace.models.triton_config import parse_overrides
 from headrace.models.wanted import Author, ChangeRefused
 from headrace.tuning import TUNING, ModelTuning
 
@@ -109,11 +109,7 @@ class ControlledRepository(RepositoryIndex):
             if not isinstance(value, str):
                 raise _wrong_parameter(name, "JSON in a string", type(value).__name__)
             text = value
-        try:
-            overrides = parse_overrides(text, model) if text else {}
-        except ValueError as error:
-            lines = "; ".join(str(error).splitlines())
-            raise Rejected(Code.INVALID_REQUEST, f"parameters.{_CONFIG}: {lines}") from error
+        overrides = _read_overrides(text, model) if text else {}
         with _errors_of_calls():
             await self._changes.load_selected(
                 model, overrides, Author(who, "repository API"), self._limit_s(timeout_s)
@@ -163,6 +159,17 @@ def _errors_of_calls() -> Iterator[None]:
         raise Rejected(Code.INVALID_REQUEST, str(error)) from error
     except ConfigurationError as error:
         raise RepositoryUnavailable(str(error)) from error
+
+
+def _read_overrides(text: str, model: str) -> Mapping[str, Any]:
+    """Return the values of a configuration in Triton's JSON. Raises `Rejected`."""
+    from headrace.models.triton_config import parse_overrides  # with Protobuf, for few requests
+
+    try:
+        return parse_overrides(text, model)
+    except ValueError as error:
+        lines = "; ".join(str(error).splitlines())
+        raise Rejected(Code.INVALID_REQUEST, f"parameters.{_CONFIG}: {lines}") from error
 
 
 def _wrong_parameter(name: str, expected: str, got: str) -> Rejected:

@@ -37,7 +37,6 @@ from headrace.config import (
     describe_fault,
 )
 from headrace.errors import ConfigurationError
-from headrace.models import triton_config
 from headrace.models.media_config import (
     ImageTransform,
     SoundTransform,
@@ -49,7 +48,8 @@ from headrace.protocol.messages import MAX_OUTPUTS, MAX_RANK
 from headrace.protocol.tensors import DATATYPES
 
 OWN_FILE = "model.toml"
-CONFIG_FILES = (OWN_FILE, triton_config.FILE)
+_TRITON_FILE = "config.pbtxt"
+CONFIG_FILES = (OWN_FILE, _TRITON_FILE)
 """Names of the file with a model's configuration; the first that is there counts."""
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -596,7 +596,7 @@ def find_model_config(directory: Path) -> Path:
     """Return the file with a model's configuration, which need not be there: `model.toml`, or
     Triton's `config.pbtxt` if there is only that.
     """
-    own, triton = directory / OWN_FILE, directory / triton_config.FILE
+    own, triton = directory / OWN_FILE, directory / _TRITON_FILE
     return triton if triton.exists() and not own.exists() else own
 
 
@@ -648,8 +648,10 @@ def parse_model_config(
 
 def _parse(text: str, name: str, model: str, *, origin: str) -> Mapping[str, Any]:
     try:
-        if name == triton_config.FILE:
-            return triton_config.parse_triton_config(text, model)
+        if name == _TRITON_FILE:
+            from headrace.models.triton_config import parse_triton_config  # with Protobuf
+
+            return parse_triton_config(text, model)
         return tomllib.loads(text)
     except ValueError as error:  # also integers with thousands of digits
         faults = "\n".join(f"{origin}: {line}" for line in str(error).splitlines())

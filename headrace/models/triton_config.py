@@ -28,7 +28,6 @@ from headrace.models.triton_config_pb2 import (
     ModelWarmup,
 )
 
-FILE: Final = "config.pbtxt"
 MODEL_FILE: Final = "model.onnx"
 
 _PLATFORM, _BACKEND = "onnxruntime_onnx", "onnxruntime"

@@ -10,14 +10,16 @@ import asyncio
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.inputs.avro import AvroSchema, is_list
-from headrace.models.inputs.protobuf import ProtobufSchema
 from headrace.models.schema_registry import Bounded, RegisteredSchema, SchemaRegistry
 from headrace.models.signature import TensorSpec
 from headrace.tuning import TUNING, SchemaTuning
+
+if TYPE_CHECKING:
+    from headrace.models.inputs.protobuf import ProtobufSchema
 
 _HEAD = struct.Struct(">bI")
 _MAGIC = 0

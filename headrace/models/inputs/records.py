@@ -17,7 +17,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,7 +27,6 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import RecordColumn, RecordTransform
 from headrace.models.inputs.avro import INSTALL, AvroContainers, AvroSchema, AvroWriter, is_list
 from headrace.models.inputs.framing import FramedSchemas, Framing
-from headrace.models.inputs.protobuf import ProtobufSchema, follow
 from headrace.models.processing import read_beside, read_in_version
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
@@ -37,6 +36,9 @@ from headrace.protocol.headers import JSON
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import DATATYPES, from_array
 from headrace.tuning import TUNING
+
+if TYPE_CHECKING:
+    from headrace.models.inputs.protobuf import ProtobufSchema
 
 CSV = "text/csv"
 JSON_LINES = frozenset({"application/x-ndjson", "application/ndjson", "application/jsonl"})
@@ -253,6 +255,8 @@ def _read_descriptors(
     descriptors = read_in_version(
         directory, config.protobuf_descriptors, "transform.record.protobuf_descriptors"
     )
+    from headrace.models.inputs.protobuf import ProtobufSchema  # few models have one
+
     return ProtobufSchema(
         descriptors, config.protobuf_message, config.protobuf_answer, signature.outputs
     )
@@ -540,6 +544,8 @@ class _Column:
         """Return the field of each record; None where it is missing or null."""
         path, rows = self._path, table.rows
         if table.form == "protobuf":
+            from headrace.models.inputs.protobuf import follow
+
             return [follow(row, path) for row in rows]
         if table.names is None:
             if len(path) == 1:
