@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from headrace.errors import Code
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.bad_records import BAD_RECORDS, MAX_REQUEST_BYTES, BadRecord
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 
 DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 ROUNDS = 8
@@ -145,7 +145,7 @@ async def test_bad_records_get_their_codes_and_good_ones_their_answers(
         DEMO / "models",
         LIMITS__MAX_REQUEST_BYTES=str(MAX_REQUEST_BYTES),
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     kept = sum(Code(bad.code).is_dead_letter for bad in BAD_RECORDS)
     async with (
         Process("ingest,batcher,executor,responder", settings) as process,

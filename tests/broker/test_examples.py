@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.tools.local_kafka import LocalKafka, install
-from tests.support.processes import Process, environment, headrace, run_program
+from tests.support.processes import Process, create_topics, environment, run_program
 from tests.support.tree import ROOT
 
 BUILD_TIMEOUT_S = 240.0
@@ -22,7 +22,7 @@ async def settings(kafka: LocalKafka, unique_name: str) -> AsyncIterator[dict[st
     """The environment of an example whose digits are read while the test runs."""
     models = ROOT / "headrace" / "tools" / "demo" / "models"
     settings = environment(kafka.bootstrap_servers, unique_name, models)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Process("ingest,batcher,executor,responder", settings):
         yield {"BOOTSTRAP_SERVERS": kafka.bootstrap_servers, "NAMESPACE": unique_name}
 

@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from headrace.protocol.codec import encode_request
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 
 DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 REQUESTS = 3000
@@ -69,7 +69,7 @@ async def test_batches_of_killed_executor_go_to_another(
     settings = environment(
         kafka.bootstrap_servers, unique_name, DEMO / "models", KAFKA__SESSION_TIMEOUT_MS="6000"
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     front = Process("ingest,batcher", settings)
     doomed, other = Process("executor", settings), Process("executor", settings)
     async with AsyncExitStack() as stack:

@@ -22,7 +22,7 @@ from aiokafka import AIOKafkaConsumer
 
 from headrace.tools.local_kafka import LocalKafka, install
 from tests.support.apicurio import Apicurio, install_apicurio, install_avro, install_serdes
-from tests.support.processes import Process, environment, headrace, run_program
+from tests.support.processes import Process, create_topics, environment, run_program
 from tests.support.protoc import write_descriptors
 from tests.support.tree import ROOT
 
@@ -142,7 +142,7 @@ async def test_framed_orders_of_java_producer_are_enriched_once_across_kill(
         KAFKA__SESSION_TIMEOUT_MS="6000",
         SCHEMA_REGISTRY__URL=registry.url,
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     scored = ScoredOrders(registry.url)
     async with AIOKafkaConsumer(
         bootstrap_servers=kafka.bootstrap_servers,
@@ -206,7 +206,7 @@ async def test_orders_of_java_serializer_come_back_enriched_to_its_deserializer(
         tmp_path / "orders" / "models",
         SCHEMA_REGISTRY__URL=registry.url,
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Process(STAGES, settings):
         printed = await score_orders(
             kafka, unique_name, tmp_path / "orders", SCHEMA_REGISTRY=registry.own_url
@@ -232,7 +232,7 @@ async def test_orders_of_confluents_serializers_come_back_enriched_to_its_deseri
     settings = environment(
         kafka.bootstrap_servers, unique_name, tmp_path, SCHEMA_REGISTRY__URL=registry.url
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Process(STAGES, settings):
         printed = [
             await run_program(
@@ -279,7 +279,7 @@ async def test_plain_avro_orders_of_java_producer_come_back_enriched(
 ) -> None:
     """Avro alone, with the schema beside the model: the example as it is, without a registry."""
     settings = environment(kafka.bootstrap_servers, unique_name, EXAMPLE / "models")
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Process(STAGES, settings):
         printed = await score_orders(kafka, unique_name, EXAMPLE)
 

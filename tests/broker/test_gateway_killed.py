@@ -20,7 +20,7 @@ from headrace.tools.local_kafka.broker import free_port
 from tests.support.conditions import eventually
 from tests.support.grpc_callers import RECONNECT, Caller, pixels
 from tests.support.models import add_version, digits
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 10.0
@@ -140,7 +140,7 @@ async def test_calls_end_while_executor_and_gateway_are_killed(
         GATEWAY__HTTP_PORT=str(ports[0]),
         GATEWAY__GRPC_PORT=str(ports[1]),
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     executor, gateway = Process("executor,responder", settings), Process("", settings)
     front = Process("ingest,batcher", settings)
     async with AsyncExitStack() as stack:

@@ -29,7 +29,7 @@ from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import Stage
 from tests.support.conditions import eventually
 from tests.support.jaeger import Found, Jaeger
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 from tests.support.spans import TRACE_ID, make_traced, pass_through, traceparent
 
 DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
@@ -128,7 +128,7 @@ async def journey(
         TELEMETRY__SAMPLE_RATIO="0",  # the producer decides
         TELEMETRY__CALLER_TRACES_PER_SECOND=str(REQUESTS),
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     provider = TracerProvider(
         resource=Resource({"service.name": "producer"}), shutdown_on_exit=False
     )

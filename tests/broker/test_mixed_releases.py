@@ -12,7 +12,7 @@ from headrace.log.port import TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.logs import PATIENT, write_to
 from tests.support.models import add_version, digits
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 
 
 async def test_record_of_later_release_ends_process_with_one_line_and_stays_unread(
@@ -21,7 +21,7 @@ async def test_record_of_later_release_ends_process_with_one_line_and_stays_unre
     """The line says what to upgrade; the record is left to a process that can read it."""
     add_version(tmp_path, "digits", 1, digits())
     settings = environment(kafka.bootstrap_servers, unique_name, tmp_path)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     items = TopicPartition(f"{unique_name}.items", 0)
     record = msgpack.packb({"format": 4, "rows": {"in": "another form"}})
     kafka_settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)

@@ -15,7 +15,7 @@ from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.metric_names import SHOWN_ONLY_WHEN
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers
 from tests.support.traffic import VALUE
 
@@ -62,7 +62,7 @@ def _answered(text: str) -> float:
 async def test_scrapes_under_load_match_catalogue(kafka: LocalKafka, unique_name: str) -> None:
     """Both formats match the catalogue while thousands of requests pass, each counted once."""
     settings = environment(kafka.bootstrap_servers, unique_name, MODELS)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Process(ALL, settings) as process, asyncio.TaskGroup() as tasks:
         producing = tasks.create_task(
             _produce(kafka.bootstrap_servers, f"{unique_name}.requests", REQUESTS), name="produce"
@@ -95,7 +95,7 @@ async def test_stopped_broker_makes_process_unready_within_stated_time(
     """The process is ready again when the broker is back, and is live all the time."""
     async with LocalKafka() as cluster:
         settings = environment(cluster.bootstrap_servers, unique_name, MODELS)
-        await headrace(["topics", "create"], settings)
+        await create_topics(settings)
         async with Process(ALL, settings) as process:
 
             async def is_unready() -> bool:

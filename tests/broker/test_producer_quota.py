@@ -12,7 +12,7 @@ from headrace.protocol.codec import encode_request
 from headrace.tools.local_kafka import LocalKafka
 from tests.broker.test_exactly_once import FUSED, ExactlyOnceHarness
 from tests.support.models import add_version, identity
-from tests.support.processes import Process, headrace
+from tests.support.processes import Process, create_topics
 from tests.support.quotas import limit_producers
 
 ANSWERS = 60
@@ -35,7 +35,7 @@ async def bench(
         "HEADRACE_KAFKA__TRANSACTION_TIMEOUT_MS": "4000",
         "HEADRACE_TOPICS__PARTITIONS": "1",
     }
-    await headrace(["topics", "create"], bench.settings)
+    await create_topics(bench.settings)
     await limit_producers(kafka.bootstrap_servers, unique_name, BYTES_PER_S)
     yield bench
     await limit_producers(kafka.bootstrap_servers, unique_name, None)

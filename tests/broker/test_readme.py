@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.processes import Process, environment, headrace, run_program
+from tests.support.processes import Process, create_topics, environment, run_program
 from tests.support.tree import ROOT
 
 ADDRESS = "127.0.0.1:9092"
@@ -22,7 +22,7 @@ async def settings(kafka: LocalKafka, unique_name: str) -> AsyncIterator[dict[st
     """The settings of a Headrace that serves the demo's models while the test runs."""
     models = ROOT / "headrace" / "tools" / "demo" / "models"
     settings = environment(kafka.bootstrap_servers, unique_name, models)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Process("ingest,batcher,executor,responder", settings):
         yield settings
 

@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 from tests.support.traffic import VALUE
 
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
@@ -77,7 +77,7 @@ class ReplyTopicCaller:
 @asynccontextmanager
 async def _caller(kafka: LocalKafka, name: str) -> AsyncIterator[ReplyTopicCaller]:
     settings = environment(kafka.bootstrap_servers, name, MODELS)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap_servers)
     await admin.start()
     await admin.create_topics([NewTopic(f"{name}.mine", 3, 1), NewTopic(f"elsewhere-{name}", 1, 1)])

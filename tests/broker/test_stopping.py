@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 from tests.support.traffic import VALUE
 
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
@@ -88,7 +88,7 @@ async def test_stop_signal_under_load_neither_loses_nor_repeats_answers(
     settings = environment(
         kafka.bootstrap_servers, unique_name, MODELS, LIMITS__DRAIN_TIMEOUT_S="60"
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     await _produce(kafka.bootstrap_servers, f"{unique_name}.requests")
     async with _answers(kafka.bootstrap_servers, f"{unique_name}.responses") as answers:
         first = [Process(each, settings) for each in stages]
@@ -124,7 +124,7 @@ async def test_second_signal_ends_at_once_and_loses_no_request(
     settings = environment(
         kafka.bootstrap_servers, unique_name, MODELS, LIMITS__DRAIN_TIMEOUT_S="60"
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     await _produce(kafka.bootstrap_servers, f"{unique_name}.requests")
     async with _answers(kafka.bootstrap_servers, f"{unique_name}.responses") as answers:
         async with Process(FUSED[0], settings) as process:
@@ -144,7 +144,7 @@ async def test_killed_replica_is_replaced_and_all_drain(
 ) -> None:
     """Nothing is lost when one of two dies under load; SIGTERM to their parent drains both."""
     settings = environment(kafka.bootstrap_servers, unique_name, MODELS)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with (
         _answers(kafka.bootstrap_servers, f"{unique_name}.responses") as answers,
         Process(FUSED[0], settings, ("--replicas", "2")) as replicas,

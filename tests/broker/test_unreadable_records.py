@@ -20,7 +20,7 @@ from headrace.tools.replay.topic_recording import open_topic
 from headrace.topics import Topic
 from tests.support.logs import read, write_to
 from tests.support.models import add_version, digits
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment, headrace
 from tests.support.raw_records import CODECS, GZIP, RawRecord, bomb, produce_raw, raw_batch
 
 RAW_NAME = b"caf\xe9"
@@ -65,7 +65,7 @@ async def test_non_utf8_header_name_is_kept_byte_for_byte(
         DELIVERY__GUARANTEE=guarantee,
         KAFKA__COMPRESSION=compression,
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     requests = place(unique_name, Topic.REQUESTS)
     strange = good(1)._replace(headers=[(b"order", b"1"), (RAW_NAME, b"x"), (b"none", None)])
     batch = raw_batch([good(0), strange, good(2)])
@@ -106,7 +106,7 @@ async def test_compression_bomb_is_skipped_within_memory(
         tmp_path,
         LIMITS__MAX_DECOMPRESSED_BYTES=str(BOUND_BYTES),
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     requests = place(unique_name, Topic.REQUESTS)
     async with (
         KafkaLog(KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)) as log,

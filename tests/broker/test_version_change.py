@@ -17,7 +17,7 @@ from headrace.protocol.codec import encode_request
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 
 PARTITIONS = 4
 STAGES = ("responder", "executor", "batcher", "ingest")
@@ -31,7 +31,7 @@ async def test_no_request_fails_while_version_changes_in_documented_order(
     repository = tmp_path / "models"
     add_version(repository, "digits", 1, digits())
     settings = environment(kafka.bootstrap_servers, unique_name, repository)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     pixels = {"pixels": np.zeros((1, 64), np.float32)}
     value = encode_request("application/msgpack", "digits", pixels)
     statuses: Counter[str] = Counter()

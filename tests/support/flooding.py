@@ -16,7 +16,7 @@ from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
 from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 from tests.support.scrapes import parse_text
 
 MIB = 1024 * 1024
@@ -174,6 +174,6 @@ async def flooding(kafka: LocalKafka, namespace: str, directory: Path) -> AsyncI
         TOPICS__REPLICATION_FACTOR=str(len(kafka.node_ids)),
         LIMITS__MAX_IN_FLIGHT_BYTES=str(BUDGET_BYTES),
     )
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Process(STAGES, settings) as process:
         yield Flooded(process, kafka.bootstrap_servers, namespace, gate, process.resident_bytes)

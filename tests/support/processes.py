@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
+import pytest
 
+from headrace.config import load_settings
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.topic_plan import plan_topics
 from tests.support.conditions import eventually
 from tests.support.tree import ROOT
 
@@ -202,6 +206,21 @@ def environment(
         "HEADRACE_MODELS__REPOSITORY": str(models),
         **{f"HEADRACE_{name}": value for name, value in more.items()},
     }
+
+
+async def create_topics(settings: dict[str, str]) -> None:
+    """Create the topics of `HEADRACE_…` variables, as `headrace topics create` does, but without
+    the half second of a process.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in settings.items():
+            patched.setenv(name, value)
+        configured = load_settings()
+    async with open_log(configured) as log:
+        await log.create_topics(
+            list(plan_topics(configured).values()),
+            replication_factor=configured.topics.replication_factor,
+        )
 
 
 async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> str:
