@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.tools.local_kafka import BrokerUnavailable, ChecksumMismatch, ScramTls
+from headrace.tools.local_kafka import BrokerFailed, BrokerUnavailable, ChecksumMismatch, ScramTls
 from headrace.tools.local_kafka.broker import free_port
 from headrace.tools.local_kafka.configuration import (
     ClusterDirectory,
@@ -230,7 +230,7 @@ def test_kept_class_archive_is_used_by_later_nodes(
     directory = ClusterDirectory(tmp_path, 1)
     written = tmp_path / "written.jsa"
     written.write_bytes(b"classes")
-    installation.keep_class_archive(written)
+    installation.keep(written, installation.class_archive)
     command = directory.broker(installation, 1).command
     assert f"-XX:SharedArchiveFile={installation.class_archive}" in command
     assert sorted(path.name for path in installation.class_archive.parent.iterdir()) == sorted(
@@ -244,9 +244,56 @@ def test_class_archive_of_changed_jar_is_not_used(
     """Java would ignore it, and nobody would replace it."""
     written = tmp_path / "written.jsa"
     written.write_bytes(b"classes")
-    installation.keep_class_archive(written)
+    installation.keep(written, installation.class_archive)
     os.utime(installation.jars[0], (1, 1))
     assert not installation.has_class_archive
+
+
+async def test_kept_checkpoint_formats_nodes_without_tool(
+    installation: Installation, tmp_path: Path
+) -> None:
+    """Each gets an identity of its own in the same cluster."""
+    directory = _configured(tmp_path / "cluster", 2)
+    options = ["--feature=transaction.version=1"]
+    written = tmp_path / "written"
+    written.write_bytes(b"levels of features")
+    installation.keep(written, installation.bootstrap_checkpoint(options))
+
+    await directory.format(installation, options, (), timeout_s=0.0)
+
+    data = [directory.node_path(node_id) / "data" for node_id in (1, 2)]
+    assert {(each / "bootstrap.checkpoint").read_bytes() for each in data} == {
+        b"levels of features"
+    }
+    lines = [(each / "meta.properties").read_text().splitlines() for each in data]
+    one, other = [dict(line.split("=") for line in each) for each in lines]
+    assert (one["node.id"], other["node.id"]) == ("1", "2")
+    assert one["cluster.id"] == other["cluster.id"] == (tmp_path / "cluster/cluster-id").read_text()
+    assert one["directory.id"] != other["directory.id"]
+
+
+@pytest.mark.parametrize(
+    ("options", "credentials"), [(["--feature=group.version=0"], []), ([], ["--add-scram", "x"])]
+)
+async def test_kept_checkpoint_of_other_options_is_not_used(
+    installation: Installation, tmp_path: Path, options: list[str], credentials: list[str]
+) -> None:
+    """The tool is run instead, and passwords come from it alone."""
+    directory = _configured(tmp_path / "cluster", 1)
+    installation.java.write_text("#!/bin/sh\nexit 3\n")
+    installation.java.chmod(0o755)
+    written = tmp_path / "written"
+    written.write_bytes(b"levels of features")
+    installation.keep(written, installation.bootstrap_checkpoint([]))
+    with pytest.raises(BrokerFailed, match="format: expected to format the storage"):
+        await directory.format(installation, options, credentials, timeout_s=20.0)
+
+
+def _configured(path: Path, nodes: int) -> ClusterDirectory:
+    directory = ClusterDirectory(path, nodes)
+    ports = [NodePorts(20000 + number, 21000 + number) for number in range(nodes)]
+    directory.configure(ports, {}, {})
+    return directory
 
 
 def test_jvm_options_of_environment_reach_nodes(

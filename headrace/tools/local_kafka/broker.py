@@ -222,10 +222,9 @@ class LocalKafka:
             self._ports = self._choose_ports()
             directory = ClusterDirectory(self._path, self._count)
             directory.configure(self._ports, self._security_settings(), self._overrides)
-            arguments = [f"--feature={name}={level}" for name, level in self._features.items()]
-            if self._security is not None:
-                arguments += scram_arguments(self._security)
-            await directory.format(installation, arguments, self._start_timeout_s)
+            options = [f"--feature={name}={level}" for name, level in self._features.items()]
+            credentials = scram_arguments(self._security) if self._security is not None else []
+            await directory.format(installation, options, credentials, self._start_timeout_s)
             self._nodes = tuple(directory.broker(installation, each) for each in self.node_ids)
             for node in self._nodes:
                 node.spawn()
@@ -254,7 +253,7 @@ class LocalKafka:
         written = ClusterDirectory(self._path, self._count).written_class_archive
         if written.is_file():
             assert self._installation is not None
-            self._installation.keep_class_archive(written)
+            self._installation.keep(written, self._installation.class_archive)
             written.unlink()
 
     async def start_node(self, node_id: int = 1) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,8 @@ def render(properties: Mapping[str, str]) -> str:
 
 
 _DATA = "data"
+_META_PROPERTIES = "meta.properties"
+_CHECKPOINT = "bootstrap.checkpoint"
 _SERVER_PROPERTIES = "server.properties"
 _CLUSTER_ID = "cluster-id"
 _LOG4J = Path(__file__).with_name("log4j2.properties")
@@ -188,22 +191,62 @@ class ClusterDirectory:
             (directory / _SERVER_PROPERTIES).write_text(text, encoding="ascii")
 
     async def format(
-        self, installation: Installation, arguments: Sequence[str], timeout_s: float
+        self,
+        installation: Installation,
+        options: Sequence[str],
+        credentials: Sequence[str],
+        timeout_s: float,
     ) -> None:
-        """Format the storage of unformatted nodes; `arguments` are passed to the tool.
+        """Format the storage of unformatted nodes, by Kafka's tool unless it has been run with
+        these options before: it takes a second for each node.
+
+        Args:
+            installation: keeps what the tool has written.
+            options: passed to the tool.
+            credentials: passed to the tool too, but what it writes with them is not kept.
+            timeout_s: time limit of the tool.
 
         Raises:
             BrokerFailed: the tool failed; with its output.
         """
+        unformatted = [
+            node_id
+            for node_id in range(1, self.nodes + 1)
+            if not (self.node_path(node_id) / _DATA / _META_PROPERTIES).exists()
+        ]
+        checkpoint = installation.bootstrap_checkpoint(options)
+        if checkpoint.is_file() and not credentials:
+            for node_id in unformatted:
+                self._format_like_tool(node_id, checkpoint)
+            return
+        await self._run_format_tool(installation, unformatted, [*options, *credentials], timeout_s)
+        if unformatted and not credentials:
+            installation.keep(self.node_path(unformatted[0]) / _DATA / _CHECKPOINT, checkpoint)
+
+    def _format_like_tool(self, node_id: int, checkpoint: Path) -> None:
+        data = self.node_path(node_id) / _DATA
+        data.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint, data / _CHECKPOINT)
+        identity = {
+            "version": "1",
+            "cluster.id": self._cluster_id(),
+            "node.id": str(node_id),
+            "directory.id": _new_id(),
+        }
+        (data / _META_PROPERTIES).write_text(render(identity), encoding="ascii")
+
+    async def _run_format_tool(
+        self,
+        installation: Installation,
+        node_ids: Sequence[int],
+        arguments: Sequence[str],
+        timeout_s: float,
+    ) -> None:
         options = [f"--cluster-id={self._cluster_id()}", f"--config={_SERVER_PROPERTIES}"]
         command = installation.command(
             "kafka.tools.StorageTool", "format", *options, *arguments, jvm=(*_SHORT_RUN, _log4j())
         )
-        tools = [
-            JvmProcess("format", self.node_path(node_id), command)
-            for node_id in range(1, self.nodes + 1)
-            if not (self.node_path(node_id) / _DATA / "meta.properties").exists()
-        ]
+        tools = [JvmProcess("format", self.node_path(each), command) for each in node_ids]
         try:
             for tool in tools:
                 tool.spawn()
@@ -231,12 +274,15 @@ class ClusterDirectory:
         return self.node_path(1) / "classes.jsa"
 
     def _cluster_id(self) -> str:
-        """Return the cluster's id: sixteen bytes in base64 without padding, as Kafka writes it."""
         file = self.path / _CLUSTER_ID
         if not file.exists():
-            text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
-            file.write_bytes(text)
+            file.write_text(_new_id(), encoding="ascii")
         return file.read_text(encoding="ascii")
+
+
+def _new_id() -> str:
+    """Return a new id: sixteen bytes in base64 without padding, as Kafka writes it."""
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
 
 
 def _log4j() -> str:

@@ -305,23 +305,34 @@ class Installation:
         """The file for Kafka's classes as Java keeps them in memory, which halves the time of a
         start. Java ignores it if it does not fit; the name changes with Java and with the jars.
         """
-        stamps = [(str(path), path.stat().st_mtime_ns) for path in (self.java, *self.jars)]
-        digest = hashlib.sha256(repr(stamps).encode()).hexdigest()
-        return self.jars[0].parent / f"classes-{digest[:16]}.jsa"
+        return self._kept(f"classes-{self._digest()}.jsa")
 
     @property
     def has_class_archive(self) -> bool:
         """Whether a node has written the archive."""
         return self.class_archive.is_file()
 
-    def keep_class_archive(self, written: Path) -> None:
-        """Move an archive that a node wrote when it ended to its place; without room, drop it."""
-        new = self.class_archive.with_name(f".{uuid.uuid4().hex}.jsa")
+    def bootstrap_checkpoint(self, options: Sequence[str]) -> Path:
+        """Return the file for the first records of a new cluster's metadata: the levels of its
+        features. Kafka's format tool writes the same ones for each cluster with these options.
+        """
+        return self._kept(f"bootstrap-{self._digest(*options)}.checkpoint")
+
+    def keep(self, written: Path, place: Path) -> None:
+        """Copy a file that Kafka wrote to its place; without room, go without it."""
+        new = place.with_name(f".{uuid.uuid4().hex}{place.suffix}")
         try:
             shutil.copyfile(written, new)
-            new.replace(self.class_archive)  # at once: other nodes may be starting
+            new.replace(place)  # at once: other nodes may be starting
         except OSError:
             new.unlink(missing_ok=True)
+
+    def _kept(self, name: str) -> Path:
+        return self.jars[0].parent / name
+
+    def _digest(self, *options: str) -> str:
+        stamps = [(str(path), path.stat().st_mtime_ns) for path in (self.java, *self.jars)]
+        return hashlib.sha256(repr([*stamps, *options]).encode()).hexdigest()[:16]
 
 
 def install() -> Installation:
