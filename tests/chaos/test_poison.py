@@ -18,7 +18,7 @@ from headrace.errors import Code
 from headrace.protocol.codec import Answer, decode_response
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.dying import POISON, add_dying_model, number_value
-from tests.support.processes import environment, headrace
+from tests.support.processes import create_topics, environment
 from tests.support.restarting import Restarting
 
 PARTITIONS = 4
@@ -115,7 +115,6 @@ class Deaths(NamedTuple):
 
 
 DEATHS = {
-    "aborts": Deaths(ABORTS, 10_000, kills=3),
     "aborts-apart": Deaths(
         ABORTS, 1_000, kills=1, stages=("ingest,batcher", "executor", "responder")
     ),
@@ -161,7 +160,7 @@ async def test_poison_record_under_random_kills_becomes_dead_letter(
     models = tmp_path / "models"
     add_dying_model(models, deaths.run, deaths.config)
     settings = environment(kafka.bootstrap_servers, unique_name, models, **deaths.settings)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     poison = random.randrange(deaths.requests)
     numbers = [float(place % 500) for place in range(deaths.requests)]
     numbers[poison] = POISON
