@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import tomllib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 import tritonclient.http as triton
 
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.processes import Process, headrace
+from tests.support.processes import Process, create_topics, headrace
 from tests.support.tree import ROOT
 
 DIGITS = ROOT / "headrace" / "tools" / "demo" / "models" / "digits" / "1"
@@ -49,34 +49,37 @@ def settings_of_page(kafka: LocalKafka, namespace: str, directory: Path) -> dict
     return {"HEADRACE_CONFIG": os.fspath(path)}
 
 
-EVERY = "ingest,batcher,executor,responder"
-FORMS = {"fused": [EVERY, EVERY], "apart": EVERY.split(",")}
-
-
+STAGES = ("ingest", "batcher", "executor", "responder")
 START_DEADLINE_S = 120.0
-"""The processes of both forms start at once."""
+"""The processes start at once."""
 
 
 @asynccontextmanager
-async def processes_of(form: Sequence[str], settings: dict[str, str]) -> AsyncIterator[None]:
-    """A process for each group of stages."""
+async def processes_of_stages(settings: dict[str, str]) -> AsyncIterator[None]:
+    """A process for each stage."""
     async with AsyncExitStack() as stack:
-        processes = [Process(stages, settings, (), START_DEADLINE_S) for stages in form]
+        processes = [Process(stage, settings, (), START_DEADLINE_S) for stage in STAGES]
         await asyncio.gather(*[stack.enter_async_context(each) for each in processes])
         yield
 
 
-async def run_page(form: Sequence[str], settings: dict[str, str]) -> None:
-    """Run all commands in the page's order; at the end version 1 is the default again."""
+@pytest.mark.timeout(300)
+async def test_commands_of_page_change_all_processes(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path
+) -> None:
+    """The stages apart follow all commands in the page's order; at the end version 1 is the default
+    again. Fused processes follow Triton's clients below.
+    """
+    settings = settings_of_page(kafka, unique_name, tmp_path)
     create, run, *changes = commands()
     assert (create, run) == (["topics", "create"], ["run"])
     await headrace(create, settings)
-    async with processes_of(form, settings):
+    async with processes_of_stages(settings):
         printed = [await headrace(each, settings) for each in changes]
         status = json.loads(await headrace(["models", "status", "--json"], settings))
     assert status["models"] == {"digits": {"versions": ["1"], "default": "1"}}
     assert status["followed"]
-    assert [report["generation"] for report in status["processes"].values()] == [9] * len(form)
+    assert [report["generation"] for report in status["processes"].values()] == [9] * len(STAGES)
     history = json.loads(printed[-1])
     assert [(each["action"], each["why"]) for each in history] == [
         ("load", "first release"),
@@ -91,28 +94,12 @@ async def run_page(form: Sequence[str], settings: dict[str, str]) -> None:
     ]
 
 
-@pytest.mark.timeout(300)
-async def test_commands_of_page_change_all_processes(
-    kafka: LocalKafka, unique_name: str, tmp_path: Path
-) -> None:
-    """Two fused processes, and one for each stage, follow in deployments of their own.
-
-    Both run at once, since most of the time is waiting for what the processes announce.
-    """
-    async with asyncio.TaskGroup() as tasks:
-        for name, form in FORMS.items():
-            directory = tmp_path / name
-            directory.mkdir()
-            settings = settings_of_page(kafka, f"{unique_name}-{name}", directory)
-            tasks.create_task(run_page(form, settings), name=name)
-
-
 async def test_version_that_is_not_there_is_refused(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
     """Nothing is written, and the versions of the repository are listed."""
     settings = settings_of_page(kafka, unique_name, tmp_path)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     with pytest.raises(AssertionError, match="expected one of the repository, 1, 2, got 7"):
         await headrace(["models", "load", "digits", "7"], settings)
     assert await headrace(["models", "history", "--json"], settings) == "[]\n"
@@ -125,8 +112,8 @@ async def test_triton_clients_at_two_processes_change_both(
     """A load is answered when both serve it; of two at once the one that loses is told who won."""
     settings = settings_of_page(kafka, unique_name, tmp_path)
     settings["HEADRACE_TELEMETRY__MODEL_CHANGES"] = "anyone"
-    await headrace(["topics", "create"], settings)
-    every = "ingest,batcher,executor,responder"
+    await create_topics(settings)
+    every = ",".join(STAGES)
 
     def load(process: Process, version: int) -> str:
         config = {"version_policy": {"specific": {"versions": [version]}}}
