@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,15 +23,15 @@ from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.cluster import survey
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.port import Producer, Record, TopicInfo, TopicPartition
+from headrace.log.port import Committed, Producer, Record, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka, ScramTls
 from headrace.topics import Topic
 from tests.chaos.cluster import running_cluster
 from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER, running
 from tests.support.conditions import eventually
 from tests.support.flooding import REQUESTS, flooding
-from tests.support.logs import RecordingListener, polling, read, values, write
-from tests.support.processes import Process, environment, headrace
+from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write, write_to
+from tests.support.processes import Process, create_topics, environment
 from tests.support.tcp_proxy import HOST, TcpProxy
 from tests.support.traffic import PARTITIONS, Traffic
 
@@ -83,7 +83,7 @@ async def deployment(
 ) -> AsyncIterator[tuple[Process, Traffic]]:
     """All four stages in a process, with traffic that flows, by other addresses where told so."""
     settings = settings_for(servers, namespace, guarantee, more or {})
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with (
         Process(ALL, settings) as process,
         Traffic(outside or servers, namespace) as traffic,
@@ -122,6 +122,11 @@ async def deployments(
             process, traffic = await stack.enter_async_context(entering)
             found.append(Deployed(guarantee, namespace, process, traffic))
         yield found
+
+
+async def all_flow(deployed: Sequence[Deployed], more: int = 25) -> None:
+    """Wait until each of them has answered so many more requests."""
+    await asyncio.gather(*[each.traffic.flows(more) for each in deployed])
 
 
 async def unready(process: Process, deadline_s: float) -> None:
@@ -240,13 +245,13 @@ async def test_leaderless_reply_partition_delays_no_other_answers(
         for each, mine in zip(deployed, replies, strict=True):
             await in_sync(cluster, each.namespace)
             await each.traffic.send_one([("kafka_replyTopic", mine.topic.encode())])
-            await each.traffic.flows()
+        await all_flow(deployed)
         await cluster.stop_node(lost)
-        for each, mine in zip(deployed, replies, strict=True):
-            await each.traffic.flows()
-            for _ in range(3):
+        await all_flow(deployed)
+        for _ in range(3):
+            for each, mine in zip(deployed, replies, strict=True):
                 await each.traffic.send_one([("kafka_replyTopic", mine.topic.encode())])
-                await each.traffic.flows(50)
+            await all_flow(deployed, 50)
         await cluster.start_node(lost)
         for each, mine in zip(deployed, replies, strict=True):
             log = KafkaLog(KafkaSettings(bootstrap_servers=servers))
@@ -279,6 +284,24 @@ async def test_stalled_reply_partition_pauses_reading_within_memory_bound(
         await cluster.start_node(lost)
         await flooded.until_holds(replies, 1, PARTITIONS + REQUESTS // 2)
         flooded.check_memory()
+
+
+async def test_committed_offsets_are_read_from_coordinator(
+    cluster: LocalKafka, unique_name: str
+) -> None:
+    """With several brokers each group has its own coordinator, and each answer is complete."""
+    partition = TopicPartition(unique_name, 0)
+    settings = KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)
+    async with KafkaLog(settings, tuning=PATIENT) as log:
+        await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=3)
+        await write_to(log, partition, *([b"v"] * 10))
+        groups = [f"{unique_name}-{number}" for number in range(6)]
+        for number, group in enumerate(groups):
+            async with log.member(group, [unique_name], RecordingListener()) as member:
+                await read(member, 10)
+                await member.commit({partition: Committed(number, f"of {group}")})
+        found = [(await log.committed(group, [partition]))[partition] for group in groups]
+        assert found == [Committed(number, f"of {group}") for number, group in enumerate(groups)]
 
 
 @EXACTLY_ONCE
@@ -380,7 +403,7 @@ async def test_deleted_responses_topic_ends_process_and_loses_no_request(
         assert await process.wait() == 1
         assert f"{topic}/0: expected a topic with this partition" in process.output
     settings = settings_for(servers, unique_name, guarantee, more)
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with Traffic(servers, unique_name) as later, Process(ALL, settings):
         await later.all_answered()
         await eventually(lambda: later.counts[-1] == 1)

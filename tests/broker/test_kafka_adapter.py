@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiokafka
@@ -21,6 +21,7 @@ from headrace.log.port import Committed, NewRecord, Record, TopicInfo, TopicPart
 from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
 from tests.support.aiokafka_tasks import fetching_tasks, sending_tasks
+from tests.support.broker import running
 from tests.support.conditions import eventually
 from tests.support.limits import lower_limit
 from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write, write_to
@@ -31,11 +32,20 @@ CLOSE_S = 7.0
 pytestmark = pytest.mark.usefixtures("asyncio_logs_nothing")
 
 
+@pytest.fixture(scope="module")
+def own_kafka(kafka_installed: None) -> Iterator[LocalKafka]:
+    """A broker of this file's tests."""
+    yield from running(LocalKafka())
+
+
 @pytest.fixture
-async def fragile(kafka_installed: None) -> AsyncIterator[LocalKafka]:
-    """A broker that this test may break."""
-    async with LocalKafka() as cluster:
-        yield cluster
+async def fragile(own_kafka: LocalKafka) -> AsyncIterator[LocalKafka]:
+    """A broker that this test may break: it runs, whatever the one before has done to it."""
+    if not own_kafka.node().is_running:
+        await own_kafka.start_node()
+    yield own_kafka
+    if own_kafka.node().is_running and _is_held(own_kafka):
+        own_kafka.kill_node()  # once resumed it would refuse topics until its heartbeats count
 
 
 def settings(cluster: LocalKafka, request_timeout_ms: int = 5000) -> KafkaSettings:
@@ -50,12 +60,12 @@ def settings(cluster: LocalKafka, request_timeout_ms: int = 5000) -> KafkaSettin
 async def hold(cluster: LocalKafka) -> None:
     """Stop the node's threads, all of which have stopped on return; it keeps its connections."""
     cluster.pause_node()
+    await eventually(lambda: _is_held(cluster))
+
+
+def _is_held(cluster: LocalKafka) -> bool:
     threads = Path(f"/proc/{cluster.pid()}/task")
-
-    def has_stopped() -> bool:
-        return all("State:\tT" in (each / "status").read_text() for each in threads.iterdir())
-
-    await eventually(has_stopped)
+    return all("State:\tT" in (each / "status").read_text() for each in threads.iterdir())
 
 
 async def make_topic(log: KafkaLog, name: str, **config: str) -> TopicPartition:
@@ -333,23 +343,6 @@ async def test_member_without_membership_cannot_commit(kafka: LocalKafka, unique
         assert await log.committed(unique_name, [partition]) == {partition: Committed(5)}
 
 
-@pytest.mark.slow
-async def test_committed_offsets_are_read_from_coordinator(
-    kafka_installed: None, unique_name: str
-) -> None:
-    """With several brokers each group has its own coordinator, and each answer is complete."""
-    async with LocalKafka(nodes=2) as cluster, KafkaLog(settings(cluster), tuning=PATIENT) as log:
-        partition = await make_topic(log, unique_name)
-        await write_to(log, partition, *([b"v"] * 10))
-        groups = [f"{unique_name}-{number}" for number in range(6)]
-        for number, group in enumerate(groups):
-            async with log.member(group, [unique_name], RecordingListener()) as member:
-                await read(member, 10)
-                await member.commit({partition: Committed(number, f"of {group}")})
-        found = [(await log.committed(group, [partition]))[partition] for group in groups]
-        assert found == [Committed(number, f"of {group}") for number, group in enumerate(groups)]
-
-
 async def test_member_reads_topic_created_later(kafka: LocalKafka, unique_name: str) -> None:
     """Subscribing makes no topic, and waits for nothing."""
     async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
@@ -385,11 +378,12 @@ async def test_fetch_returns_only_what_retention_has_left(
     assert not [record for record in gone if record.offset <= 2]
 
 
-async def test_fetch_continues_after_broker_has_returned(fragile: LocalKafka) -> None:
+async def test_fetch_continues_after_broker_has_returned(
+    fragile: LocalKafka, unique_name: str
+) -> None:
     """While it is unavailable each attempt ends, and the connections are made anew."""
-    partition = TopicPartition("requests", 0)
     async with KafkaLog(settings(fragile, 2000), tuning=PATIENT) as log:
-        await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
+        partition = await make_topic(log, unique_name)
         await write_to(log, partition, b"kept")
         assert values(await log.fetch(partition, 0, 0, 1000)) == [b"kept"]
         await fragile.stop_node()

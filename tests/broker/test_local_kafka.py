@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,22 @@ from aiokafka.errors import KafkaError
 
 from headrace.tools.local_kafka import BrokerFailed, BrokerUnavailable, LocalKafka
 from headrace.tools.local_kafka.process import wait_until
+from tests.support.broker import running
 
 pytestmark = pytest.mark.broker
 
 
-async def _create_topic(bootstrap_servers: str, topic: str, replicas: int = 1) -> None:
+@pytest.fixture(scope="module")
+def cluster(kafka_installed: None) -> Iterator[LocalKafka]:
+    """One node for the tests that kill or pause it; each leaves it running."""
+    yield from running(LocalKafka())
+
+
+async def _create_topic(bootstrap_servers: str, topic: str) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
     await admin.start()
     try:
-        await admin.create_topics([NewTopic(topic, 1, replicas)])
+        await admin.create_topics([NewTopic(topic, 1, 1)])
     finally:
         await admin.close()
 
@@ -81,16 +89,14 @@ async def test_local_kafka_does_not_create_topic_on_use(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("kafka_installed")
-async def test_killed_node_restarts_with_its_data(unique_name: str) -> None:
+async def test_killed_node_restarts_with_its_data(cluster: LocalKafka, unique_name: str) -> None:
     """A record that was acknowledged is there after the node was killed and started again."""
-    async with LocalKafka() as cluster:
-        servers = cluster.bootstrap_servers
-        await _create_topic(servers, unique_name)
-        await _send(unique_name, b"kept", bootstrap_servers=servers)
-        cluster.kill_node()
-        await cluster.start_node()
-        assert await _receive(unique_name, bootstrap_servers=servers) == b"kept"
+    servers = cluster.bootstrap_servers
+    await _create_topic(servers, unique_name)
+    await _send(unique_name, b"kept", bootstrap_servers=servers)
+    cluster.kill_node()
+    await cluster.start_node()
+    assert await _receive(unique_name, bootstrap_servers=servers) == b"kept"
 
 
 @pytest.mark.slow
@@ -174,31 +180,14 @@ async def test_port_in_use_is_named(kafka: LocalKafka) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.usefixtures("kafka_installed")
-async def test_cluster_of_three_survives_loss_of_one(unique_name: str) -> None:
-    """With three replicas, a record is read while one of the three nodes is dead."""
-    async with LocalKafka(nodes=3, start_timeout_s=120) as cluster:
-        servers = cluster.bootstrap_servers
-        await _create_topic(servers, unique_name, replicas=3)
-        await _send(unique_name, b"three copies", bootstrap_servers=servers, acks="all")
-        cluster.kill_node(1)
-        assert await _receive(unique_name, bootstrap_servers=servers) == b"three copies"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("kafka_installed")
-async def test_paused_node_continues_after_resume() -> None:
+async def test_paused_node_continues_after_resume(cluster: LocalKafka) -> None:
     """A paused node answers nothing and keeps its process; resumed, it answers again."""
-    async with LocalKafka() as cluster:
-        pid = cluster.pid()
-        cluster.pause_node()
-        admin = AIOKafkaAdminClient(
-            bootstrap_servers=cluster.bootstrap_servers, request_timeout_ms=500
-        )
-        with pytest.raises(KafkaError):
-            await admin.start()
-        cluster.resume_node()
+    pid = cluster.pid()
+    cluster.pause_node()
+    admin = AIOKafkaAdminClient(bootstrap_servers=cluster.bootstrap_servers, request_timeout_ms=500)
+    with pytest.raises(KafkaError):
         await admin.start()
-        await admin.close()
-        assert cluster.pid() == pid
+    cluster.resume_node()
+    await admin.start()
+    await admin.close()
+    assert cluster.pid() == pid
