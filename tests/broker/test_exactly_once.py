@@ -18,7 +18,7 @@ from headrace.protocol.codec import encode_request
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 
 PARTITIONS = 4
 FUSED = ("ingest,batcher,executor,responder",)
@@ -123,21 +123,18 @@ async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> ExactlyO
     """With its topics and its model."""
     add_version(tmp_path, "digits", 1, digits())
     bench = ExactlyOnceHarness(kafka.bootstrap_servers, unique_name, tmp_path)
-    await headrace(["topics", "create"], bench.settings)
+    await create_topics(bench.settings)
     return bench
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
-async def test_killed_processes_answer_each_request_once(
-    bench: ExactlyOnceHarness, stages: tuple[str, ...]
-) -> None:
+async def test_killed_processes_answer_each_request_once(bench: ExactlyOnceHarness) -> None:
     """10,000 requests, while each process is killed in the midst of its work and started again."""
     async with bench.reading(), AsyncExitStack() as stack:
-        processes = [Process(part, bench.settings) for part in stages]
+        processes = [Process(part, bench.settings) for part in THREE]
         await asyncio.gather(*[stack.enter_async_context(each) for each in processes])
         share = 10_000 // (len(processes) + 1)
-        for part, process in zip(stages, processes, strict=True):
+        for part, process in zip(THREE, processes, strict=True):
             reached = len(bench.seen)
             await bench.send(share)
             await bench.seen_beyond(reached)

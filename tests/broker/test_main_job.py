@@ -17,14 +17,13 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.processes import Process, environment, headrace
+from tests.support.processes import Process, create_topics, environment
 
 DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 REQUESTS = 10_000
 PARTITIONS = 4
 
 FUSED = ("ingest,batcher,executor,responder",)
-THREE = ("ingest", "batcher,executor", "responder")
 FOUR = ("ingest", "batcher", "executor", "responder")
 
 
@@ -156,15 +155,13 @@ def _data(answer: dict[str, Any], name: str) -> Any:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "processes", [FUSED, THREE, FOUR], ids=["fused", "three-processes", "four-processes"]
-)
+@pytest.mark.parametrize("processes", [FUSED, FOUR], ids=["fused", "four-processes"])
 async def test_every_request_gets_correct_answer(
     kafka: LocalKafka, unique_name: str, digits: list[Expected], processes: tuple[str, ...]
 ) -> None:
     """10,000 requests of a plain producer, in two encodings, get 10,000 right answers."""
     settings = environment(kafka.bootstrap_servers, unique_name, DEMO / "models")
-    await headrace(["topics", "create"], settings)
+    await create_topics(settings)
     async with AsyncExitStack() as stack:
         started = [Process(stages, settings) for stages in processes]
         await asyncio.gather(*[stack.enter_async_context(process) for process in started])
