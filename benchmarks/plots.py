@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import matplotlib
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = {
     **{"loop": "#8c959f", "framework": "#bf8700", "bare": "#57606a", "headrace": "#0969da"},
@@ -29,6 +29,8 @@ def plot_bars(rows: Sequence[tuple[str, str, tuple[float, float, float]]]) -> Fi
     Args:
         rows: name, family (its colour), and median, lowest and highest value.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 0.6 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     names = [name for name, _, _ in rows]
@@ -46,6 +48,8 @@ def plot_bars(rows: Sequence[tuple[str, str, tuple[float, float, float]]]) -> Fi
 
 def plot_over_time(seconds: Sequence[float], lines: Sequence[Line], level: float) -> Figure:
     """Plot rates over time, and the capacity `level`."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for line in lines:
@@ -60,5 +64,7 @@ def plot_over_time(seconds: Sequence[float], lines: Sequence[Line], level: float
 
 def write_plot(path: Path, figure: Figure) -> None:
     """Write an SVG file; equal figures give equal files."""
+    import matplotlib
+
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "headrace"}):
         figure.savefig(path, format="svg", metadata={"Date": None})

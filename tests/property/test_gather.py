@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -68,7 +68,7 @@ def outputs_of(request: Request) -> dict[str, tuple[tuple[int, ...], bytes]]:
 
 
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
-@settings(deadline=None)
+@settings(max_examples=30)  # of each datatype
 @given(data=st.data())
 def test_batched_outputs_equal_single_outputs(datatype: str, data: st.DataObject) -> None:
     """Outputs equal those of single runs to the bit, for any datatype and numbers of rows."""
@@ -88,7 +88,7 @@ def test_batched_outputs_equal_single_outputs(datatype: str, data: st.DataObject
 
 
 @pytest.mark.parametrize("datatype", sorted(set(DATATYPES) - {"BYTES"}))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # arrays are slow to draw
+@settings(max_examples=30)
 @given(data=st.data())
 def test_host_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataObject) -> None:
     """Successive batches in a reused block equal, to the bit, batches in new memory."""
@@ -104,7 +104,6 @@ def test_host_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataOb
         }
 
 
-@settings(deadline=None)
 @given(batches("FP32"))
 def test_gathered_run_keeps_only_requested_outputs(requests: list[Request]) -> None:
     """Each request gets its own choice of outputs."""
@@ -118,7 +117,6 @@ def test_gathered_run_keeps_only_requested_outputs(requests: list[Request]) -> N
     assert names == [(("a", "b"), ("b",), ("a", "b"))[place % 3] for place in range(len(requests))]
 
 
-@settings(deadline=None)
 @given(batches("INT64"))
 def test_gathered_arrays_are_read_only(requests: list[Request]) -> None:
     """A model that works in place would change the value that a dead letter is made of."""

@@ -243,7 +243,7 @@ def test_poison_among_ten_thousand_takes_six_restarts() -> None:
     """The number of restarts depends neither on the record's place nor on those beside it."""
     partition = TopicPartition("requests", 0)
     deaths = set()
-    for culprit in range(0, 10_000, 1999):
+    for culprit in (0, 4999, 9999):
         world = World({partition: 10_000}, {(partition, culprit)}, set(), 0, 0, Random(culprit))
         world.run(SEARCH)
         deaths.add(world.deaths)

@@ -250,7 +250,7 @@ def hz_of_slaney(mel: float) -> float:
 
 
 def whisper_by_hand(samples: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Whisper's spectrum, column by column and band by band: [bands, columns]."""
+    """Whisper's spectrum, column by column: [bands, columns]."""
     sound = samples.astype(np.float64)
     sound = np.concatenate([sound[200:0:-1], sound, sound[-2:-202:-1]])
     turns = np.outer(np.arange(201), np.arange(400)) / 400
@@ -258,18 +258,19 @@ def whisper_by_hand(samples: NDArray[np.float32]) -> NDArray[np.float64]:
     window = np.sin(np.pi * np.arange(400) / 400) ** 2
     top = 15 + 27 * np.log(8) / np.log(6.4)
     points = [hz_of_slaney(top * k / 81) for k in range(82)]
+
+    def weight(f: float, low: float, middle: float, high: float) -> float:
+        side = (f - low) / (middle - low) if f < middle else (high - f) / (high - middle)
+        return max(0.0, side) * 2 / (high - low)
+
+    weights = [
+        [weight(k * 40.0, *band) for k in range(201)]
+        for band in zip(points, points[1:], points[2:], strict=False)
+    ]
     columns = []
     for start in range(0, len(sound) - 400 + 1, 160):
         power = np.abs(fourier @ (window * sound[start : start + 400])) ** 2
-        column = []
-        for low, middle, high in zip(points, points[1:], points[2:], strict=False):
-            total = 0.0
-            for k in range(201):
-                f = k * 40.0
-                side = (f - low) / (middle - low) if f < middle else (high - f) / (high - middle)
-                total += max(0.0, side) * power[k] * 2 / (high - low)
-            column.append(np.log10(max(total, 1e-10)))
-        columns.append(column)
+        columns.append(np.log10(np.maximum(np.array(weights) @ power, 1e-10)))
     made: NDArray[np.float64] = np.array(columns[:-1], np.float64).T
     return np.asarray((np.maximum(made, made.max() - 8) + 4) / 4)
 
@@ -281,23 +282,20 @@ def yamnet_by_hand(samples: NDArray[np.float32]) -> NDArray[np.float64]:
         return float(1127 * np.log(1 + hz / 700))
 
     edges = np.linspace(mel(125), mel(7500), 66)
+    weights = [
+        [
+            max(0.0, min((m - low) / (middle - low), (high - m) / (high - middle)))
+            for m in (mel(k * 16_000 / 512) for k in range(257))
+        ]
+        for low, middle, high in zip(edges, edges[1:], edges[2:], strict=False)
+    ]
     window = np.sin(np.pi * np.arange(400) / 400) ** 2
     columns = []
     for start in range(0, len(samples) - 400 + 1, 160):
         padded = np.zeros(512)
         padded[:400] = window * samples[start : start + 400]
         sizes = np.abs(np.fft.fft(padded))[:257]
-        column = []
-        for low, middle, high in zip(edges, edges[1:], edges[2:], strict=False):
-            total = 0.0
-            for k in range(257):
-                m = mel(k * 16_000 / 512)
-                total += (
-                    max(0.0, min((m - low) / (middle - low), (high - m) / (high - middle)))
-                    * (sizes[k])
-                )
-            column.append(np.log(total + 0.001))
-        columns.append(column)
+        columns.append(np.log(np.array(weights) @ sizes + 0.001))
     return np.array(columns)
 
 
