@@ -120,12 +120,14 @@ class Made(msgspec.Struct, frozen=True):
         written_s: until it was committed.
         ready_s: until the last executor had everything ready.
         agreed_s: until the last process, the gateway included, was seen to have followed.
+        from_s: when it was to be written, by the monotonic clock.
     """
 
     action: str
     written_s: float
     ready_s: float
     agreed_s: float
+    from_s: float = 0.0
 
     @property
     def agreement_s(self) -> float:
@@ -142,6 +144,21 @@ class Period(msgspec.Struct, frozen=True):
     requests: int = 0
     p50_ms: float = 0.0
     p99_ms: float = 0.0
+
+
+class During(msgspec.Struct, frozen=True):
+    """Latencies of requests that were due during all changes of one kind, pauses included.
+
+    Attributes:
+        action: a word.
+        mean_s: of one change, without the pause.
+    """
+
+    action: str
+    mean_s: float
+    requests: int
+    p50_ms: float
+    p99_ms: float
 
 
 class Found(msgspec.Struct):
@@ -161,6 +178,7 @@ class Found(msgspec.Struct):
     made: list[Made]
     periods: list[Period]
     left: list[str]
+    during: list[During] = []
 
     @property
     def p99_ratio(self) -> float:
@@ -393,7 +411,7 @@ class Operator:
         seen = self._state.generation
         names = _names_after(change.apply(self._state.models))
         self._announcements.forget()
-        began_s = time.time()
+        from_s, began_s = time.monotonic(), time.time()
         lost = self.meanings.written(names, time.monotonic_ns())
         made = await self._topic.write(change, seen, Author("benchmark"), round(began_s * 1e3))
         assert made is not None
@@ -414,6 +432,7 @@ class Operator:
                 written_s - began_s,
                 max(each or 0.0 for each in executors_s) - began_s,
                 max(gateway_s, *heard_s) - began_s,
+                from_s,
             )
         )
         return self._state.models
@@ -496,6 +515,7 @@ async def measure(plan: Plan, bootstrap_servers: str, namespace: str, scratch: P
         made=operator.made,
         periods=[_with_latencies(each, notes) for each in periods],
         left=left,
+        during=find_latencies(operator.made, notes, plan.pause_s),
     )
 
 
@@ -568,6 +588,30 @@ def find_wrong_answers(notes: NDArray[np.int64], meanings: Sequence[Meaning]) ->
     ]
 
 
+def find_latencies(made: Sequence[Made], notes: NDArray[np.int64], pause_s: float) -> list[During]:
+    """Return the latencies during the changes of each kind.
+
+    Args:
+        made: the changes.
+        notes: rows of `Note`.
+        pause_s: after each change.
+    """
+    columns = NoteColumns(*notes.T)
+    due_s, times_ms = columns.due_ns / 1e9, (columns.done_ns - columns.due_ns) / 1e6
+    found = []
+    for action in dict.fromkeys(each.action for each in made):
+        these = [each for each in made if each.action == action]
+        within = np.zeros(len(notes), bool)
+        for each in these:
+            until_s = each.from_s + each.agreed_s + pause_s
+            within |= (due_s >= each.from_s) & (due_s < until_s)
+        if within.any():
+            mean_s = sum(each.agreed_s for each in these) / len(these)
+            p50_ms, p99_ms = np.percentile(times_ms[within], [50, 99])
+            found.append(During(action, mean_s, int(within.sum()), float(p50_ms), float(p99_ms)))
+    return found
+
+
 def _with_latencies(period: Period, notes: NDArray[np.int64]) -> Period:
     columns = NoteColumns(*notes.T)
     due_s = columns.due_ns / 1e9
@@ -610,6 +654,11 @@ def describe(found: Found) -> list[str]:
             f"{what}, {each.until_s - each.from_s:.0f} s, {each.requests} requests: "
             f"p50 {each.p50_ms:.2f} ms, p99 {each.p99_ms:.2f} ms"
         )
+    lines += [
+        f"during a {each.action} ({each.mean_s:.2f} s), {each.requests} requests: "
+        f"p50 {each.p50_ms:.2f} ms, p99 {each.p99_ms:.2f} ms"
+        for each in found.during
+    ]
     lines.append(f"p99 with changes / without: {found.p99_ratio:.2f}")
     return lines
 

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.model_changes import Found, Made, Meanings, Period, find_wrong_answers
+from benchmarks.model_changes import (
+    Found,
+    Made,
+    Meanings,
+    Period,
+    find_latencies,
+    find_wrong_answers,
+)
 from benchmarks.named_load import REFUSED, Note, version_of
 
 DEFAULT, STABLE = 0, 1
@@ -54,6 +61,24 @@ def test_outputs_of_another_version_than_named_are_refused() -> None:
     assert version_of(answer % 2) == 2
     with pytest.raises(ValueError, match="outputs of version 3 by 2"):
         version_of(answer % 3)
+
+
+def test_latencies_during_changes_are_those_of_requests_due_then() -> None:
+    """Two labels moved, each for 1 s with a pause of 1 s; one load was answered by nothing."""
+    made = [
+        Made("label", 0.1, 0.5, 1.0, from_s=10.0),
+        Made("load", 0.1, 0.5, 1.0, from_s=15.0),
+        Made("label", 0.1, 0.5, 1.0, from_s=20.0),
+    ]
+    notes = np.array(
+        [
+            Note(DEFAULT, int(due_s * 1e9), int(due_s * 1e9), int(due_s * 1e9) + ms * 10**6, 1)
+            for due_s, ms in ((9.9, 90), (10.0, 1), (11.9, 2), (12.0, 90), (21.5, 3))
+        ],
+        np.int64,
+    )
+    [during] = find_latencies(made, notes, 1.0)
+    assert (during.action, during.requests, during.p50_ms) == ("label", 3, 2.0)
 
 
 def found(**changed: Any) -> Found:
