@@ -335,7 +335,7 @@ def _telling(watch: Watch) -> Watch:
     def telling(recording: Recording) -> Any:
         if recording.notice:
             say(f"headrace: {recording.notice}", err=True)
-        recording.passed_over = say_gap
+        recording.on_unreadable = say_gap
         return watch(recording)
 
     return telling

@@ -239,7 +239,7 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
         async with open_recording(log, job.source.origin, job.source.selection) as recording:
             shown.show(0.0, f"reading {recording.name}")
             notices = [recording.notice] if recording.notice else []
-            recording.passed_over = lambda gap: notices.append(str(gap))
+            recording.on_unreadable = lambda gap: notices.append(str(gap))
             recorded = await read_arrivals(recording, settings.limits.default_timeout_ms)
             name = recording.name
         models = latest_models(settings, job.models)

@@ -218,7 +218,7 @@ class Assignments:
                 assignment = self._tracker.get(partition)
                 if assignment is not None:
                     self._metrics.skipped.inc(beginning - positions[partition])
-                    self._reader.skip(assignment, beginning)
+                    self._reader.skip_deleted(assignment, beginning)
             for assignment in self._tracker.assignments:
                 if assignment not in former:  # of a topic that replaced the one read before
                     if assignment.progress.base:
@@ -323,7 +323,7 @@ class Assignments:
                 assignment.last_delivered = (0 if committed is None else committed.offset) - 1
                 if committed is not None:  # else this group may never have had a part in them
                     self._metrics.skipped.inc(beginning - committed.offset)
-                self._reader.skip(assignment, beginning)
+                self._reader.skip_deleted(assignment, beginning)
             self._backpressure.follow(assignment.partition, assignment.progress.copy())
         if self._settings.chains_keys:
             assignment.chains = KeyChains(

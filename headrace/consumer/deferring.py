@@ -569,7 +569,7 @@ class Rereading:
                 self._ready.notify()
             for gap in gaps:
                 for offset in [each for each in wanted if gap.first <= each < gap.end]:
-                    self._pass_over(wanted.pop(offset), gap)
+                    self._skip_unreadable(wanted.pop(offset), gap)
             for offset in [each for each in wanted if each < position]:
                 self._lose(wanted.pop(offset))  # deleted while it was deferred
 
@@ -580,10 +580,10 @@ class Rereading:
         log.error(Event.RECORDS_SKIPPED, partition=str(where), first=offset, count=1)
         self._skip(deferred)
 
-    def _pass_over(self, deferred: Deferred, gap: Gap) -> None:
+    def _skip_unreadable(self, deferred: Deferred, gap: Gap) -> None:
         """Skip a record that became unreadable while it was deferred."""
         where, offset = deferred.assignment.partition, deferred.offset
-        self._metrics.passed_over(gap._replace(first=offset, end=offset + 1))
+        self._metrics.unreadable(gap._replace(first=offset, end=offset + 1))
         log.error(
             Event.RECORDS_UNREADABLE,
             partition=str(where),

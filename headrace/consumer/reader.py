@@ -97,7 +97,7 @@ class RecordReader:
                 for part in self._quarantine.reading.divide(PolledRecords(assignment, records)):
                     self._enqueue(part)
             for gap in consumer.gaps():
-                self._pass_over(gap, polled.get(gap.partition, ()))
+                self._skip_unreadable(gap, polled.get(gap.partition, ()))
             if self._ready:
                 self._ready.notify()
                 await self._ready.yield_to_stages(self._tracker.budget)
@@ -110,7 +110,7 @@ class RecordReader:
         """Note that the log of a partition now ends at or before `offset`, which was read."""
         self._lost_ends[partition] = offset
 
-    def skip(self, assignment: AssignedPartition, beginning: int) -> None:
+    def skip_deleted(self, assignment: AssignedPartition, beginning: int) -> None:
         """Skip the offsets up to `beginning`, which were deleted unread."""
         self._ready.put(PolledRecords(assignment, (), skipped=beginning - 1))
         self._ready.notify()
@@ -135,7 +135,7 @@ class RecordReader:
         assignment.last_read = records[-1].offset
         assignment.ages.note(assignment.last_read, records[0].timestamp)
 
-    def _pass_over(self, gap: Gap, polled: Sequence[Record]) -> None:
+    def _skip_unreadable(self, gap: Gap, polled: Sequence[Record]) -> None:
         """Count unreadable records, and let the base move past them.
 
         Args:
@@ -147,7 +147,7 @@ class RecordReader:
             return  # the next owner handles it
         if gap.end - 1 in assignment.progress:
             return
-        self._metrics.passed_over(gap)
+        self._metrics.unreadable(gap)
         log.error(
             Event.RECORDS_UNREADABLE,
             partition=str(gap.partition),

@@ -39,7 +39,7 @@ HEADER_OVERHEAD_BYTES = 128
 NEVER_COMMITTED = Committed(-1)
 
 
-def beside_bytes(key: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
+def key_and_header_bytes(key: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
     """Return the bytes charged for a key and headers."""
     size_bytes = HEADER_OVERHEAD_BYTES * len(headers)
     if key is not None:
@@ -58,7 +58,7 @@ def record_bytes(record: Record) -> int:
     if value is not None:
         size_bytes += len(value)
     if key is not None or headers:
-        size_bytes += beside_bytes(key, headers)
+        size_bytes += key_and_header_bytes(key, headers)
     return size_bytes
 
 
@@ -251,7 +251,7 @@ class AssignedPartition:
         # Last, since the committer reads the offsets that are marked by now.
         self.notify()
 
-    def skip(self, offset: int) -> None:
+    def skip_answered(self, offset: int) -> None:
         """Skip a record that was answered before this assignment."""
         self.last_delivered = offset
 

@@ -174,7 +174,7 @@ def _until_acknowledged(tuning: DeliveryTuning) -> AsyncRetrying:
     )
 
 
-def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> list[int]:
+def refused_for_size(partition: TopicPartition, refused: Mapping[int, Rejected]) -> list[int]:
     """Return the indexes of refused records, for an internal topic, which refuses only for size.
 
     Raises:

@@ -102,7 +102,7 @@ class ServerSpan:
         if tracing is None:
             return
         now_us = self._spans.now_us()
-        place = SpanId(self._parent.trace_id, self._span_id)
+        ids = SpanId(self._parent.trace_id, self._span_id)
         if not self._parent.flags & SAMPLED and (
             self._attributes[STATUS] == "ok" or not self._spans.sampler.keep_failure(now_us)
         ):
@@ -112,7 +112,7 @@ class ServerSpan:
             FinishedSpan(
                 name=name,
                 kind="SERVER",
-                place=place,
+                ids=ids,
                 parent_id=self._parent.span_id,
                 remote=True,
                 flags=self._parent.flags | SAMPLED,

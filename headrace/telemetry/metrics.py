@@ -156,7 +156,7 @@ class Metrics:
         self.registry.register(histogram)
         return histogram
 
-    def passed_over(self, gap: Gap) -> None:
+    def unreadable(self, gap: Gap) -> None:
         """Count a gap in the log that cannot be read."""
         self._unreadable.labels(gap.code).inc(gap.end - gap.first)
 
@@ -376,11 +376,11 @@ def _tally(requests: Sequence[Request]) -> dict[VersionKey, int]:
     counts: dict[VersionKey, int] = {}
     key = ("", "")
     began = 0
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         if request.version != key[1] or request.model != key[0]:
-            if place:
-                counts[key] = counts.get(key, 0) + place - began
-            key, began = (request.model, request.version), place
+            if index:
+                counts[key] = counts.get(key, 0) + index - began
+            key, began = (request.model, request.version), index
     if requests:
         counts[key] = counts.get(key, 0) + len(requests) - began
     return counts

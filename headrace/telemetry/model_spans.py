@@ -81,7 +81,7 @@ class ModelSpans(ModelObserver):
             FinishedSpan(
                 name=f"{change} {model}",
                 kind="INTERNAL",
-                place=SpanId(begun.trace_id, new_span_id()),
+                ids=SpanId(begun.trace_id, new_span_id()),
                 parent_id=0,
                 remote=False,
                 flags=begun.flags,

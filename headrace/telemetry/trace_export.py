@@ -126,10 +126,10 @@ def readable_span(
         attributes[ERROR_TYPE] = str(span.failure.code)
         status = Status(StatusCode.ERROR, _valid_text(span.failure.message))
     flags = TraceFlags(span.flags | SAMPLED)
-    trace_id, parent_id = span.place.trace_id, span.parent_id
+    trace_id, parent_id = span.ids.trace_id, span.parent_id
     return ReadableSpan(
         _valid_text(span.name),
-        context=SpanContext(*span.place, is_remote=False, trace_flags=flags, trace_state=state),
+        context=SpanContext(*span.ids, is_remote=False, trace_flags=flags, trace_state=state),
         parent=SpanContext(trace_id, parent_id, span.remote, flags) if parent_id else None,
         resource=resource,
         attributes=attributes,
@@ -142,13 +142,13 @@ def readable_span(
     )
 
 
-def _links(places: Sequence[SpanId], limit: int | None) -> Sequence[Link]:
+def _links(linked: Sequence[SpanId], limit: int | None) -> Sequence[Link]:
     """Return the first links, in a list that tells the SDK how many were dropped."""
-    if not places:
+    if not linked:
         return ()
     links: BoundedList[Link] = BoundedList(limit)
-    links.extend([Link(SpanContext(*place, False, _SAMPLED)) for place in places[:limit]])
-    links.dropped = len(places) - len(links)
+    links.extend([Link(SpanContext(*ids, False, _SAMPLED)) for ids in linked[:limit]])
+    links.dropped = len(linked) - len(links)
     return links
 
 

@@ -56,7 +56,7 @@ class FinishedSpan(NamedTuple):
     """A complete span.
 
     Attributes:
-        place: its trace and id.
+        ids: its trace id and span id.
         parent_id: 0 for the root of a trace.
         remote: True if the parent is of another process.
         flags: of the trace.
@@ -67,7 +67,7 @@ class FinishedSpan(NamedTuple):
 
     name: str
     kind: Kind
-    place: SpanId
+    ids: SpanId
     parent_id: int
     remote: bool
     flags: int
@@ -137,10 +137,10 @@ class Tracing:
         if not members:
             return
         begun = new_trace()
-        place = SpanId(begun.trace_id, new_span_id())
+        ids = SpanId(begun.trace_id, new_span_id())
         attributes = attributes_of.run(run)
         for trace in members:
-            trace.runs += (place,)
+            trace.runs += (ids,)
             trace.run = {
                 **attributes,
                 attributes_of.WAIT_US: max(run.began_us - trace.since_us, 0),
@@ -153,7 +153,7 @@ class Tracing:
             FinishedSpan(
                 name=f"run {run.batch.model}",
                 kind="INTERNAL",
-                place=place,
+                ids=ids,
                 parent_id=0,
                 remote=False,
                 flags=begun.flags,
@@ -227,7 +227,7 @@ class Tracing:
             FinishedSpan(
                 name=f"process {stage if source is None else source.topic}",
                 kind="INTERNAL" if source is None else "CONSUMER",
-                place=SpanId(trace.trace_id, trace.span_id),
+                ids=SpanId(trace.trace_id, trace.span_id),
                 parent_id=trace.parent_id,
                 remote=trace.remote,
                 flags=trace.flags,
@@ -264,7 +264,7 @@ class Tracing:
             FinishedSpan(
                 name=f"send {topic if ours else REPLY_TOPIC}",
                 kind="PRODUCER",
-                place=SpanId(trace.trace_id, span_id),
+                ids=SpanId(trace.trace_id, span_id),
                 parent_id=trace.span_id,
                 remote=False,
                 flags=trace.flags,

@@ -100,8 +100,8 @@ class PendingValue(ABC):
         """Charge the inputs that are expected, and what was decompressed, to the record."""
         self.release()
         is_view = self.content_type in MSGPACK_TYPES  # which is charged for already
-        beside_bytes = 0 if is_view or self.value is self.request.value else len(self.value)
-        self._charge(input_bytes + beside_bytes)
+        key_and_header_bytes = 0 if is_view or self.value is self.request.value else len(self.value)
+        self._charge(input_bytes + key_and_header_bytes)
 
     def release(self) -> None:
         """Release what `reserve` has charged."""

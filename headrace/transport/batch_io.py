@@ -13,7 +13,7 @@ from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation, is_isolated
 from headrace.delivery.failures import poisoned_failure, rejection, split_ended
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, ack_all
-from headrace.delivery.producing import deliver, too_large
+from headrace.delivery.producing import deliver, refused_for_size
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.models.lifecycle import VersionChange
@@ -83,7 +83,7 @@ class BatchWriter:
         for index, batch in enumerate(batches):
             if index not in refused:
                 ack_all([request.ack_handle for request in batch.requests])
-        return [batches[index] for index in too_large(target, refused)]
+        return [batches[index] for index in refused_for_size(target, refused)]
 
     async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
         """Write batches of one request each; return those that are too large, which fail."""

@@ -22,10 +22,10 @@ from headrace.delivery.inflight import (
     AssignedPartition,
     InFlightAck,
     ack_all,
-    beside_bytes,
+    key_and_header_bytes,
     record_bytes,
 )
-from headrace.delivery.producing import deliver, too_large
+from headrace.delivery.producing import deliver, refused_for_size
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
@@ -143,7 +143,7 @@ def copied_beside(requests: Sequence[Request]) -> int:
     # Decoding copies keys and headers from the record's value, which is kept as well.
     beside = sum(
         [
-            beside_bytes(request.key, request.headers)
+            key_and_header_bytes(request.key, request.headers)
             for request in requests
             if request.key is not None or request.headers
         ]
@@ -172,7 +172,7 @@ def admit_record(
     if isolation is not None and isolation.isolated is not None:
         return isolation.isolated.ack_handle
     if record.offset in assignment.progress:
-        assignment.skip(record.offset)
+        assignment.skip_answered(record.offset)
         return None
     # Whatever of it is poisoned: its other requests may still have to run alone.
     if isolation is not None and record.offset in isolation.suspects:
@@ -338,7 +338,7 @@ class TopicSender:
                     for request in chunk
                 ]
             )
-            unfitting = [chunks[index] for index in too_large(target, refused)]
+            unfitting = [chunks[index] for index in refused_for_size(target, refused)]
             chunks = [[request] for chunk in unfitting if len(chunk) > 1 for request in chunk]
             oversized = [
                 refuse_oversized(chunk[0], target.topic, self._stage)

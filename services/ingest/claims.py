@@ -235,8 +235,8 @@ class ClaimWaits:
             work = self._worker.call(
                 lambda: decode_claimed(request, self._rules, awaiting_schema, awaiting_worker)
             )
-            beside_bytes = await work.done
-            ack_handle.resize(ack_handle.size_bytes + beside_bytes)
+            key_and_header_bytes = await work.done
+            ack_handle.resize(ack_handle.size_bytes + key_and_header_bytes)
         if request.failure is not None:
             request.value = None
         return Decoded(request, awaiting_schema, awaiting_worker)

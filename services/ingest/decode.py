@@ -17,7 +17,7 @@ from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
     AssignedPartition,
     InFlightAck,
-    beside_bytes,
+    key_and_header_bytes,
     record_bytes,
 )
 from headrace.delivery.ordering import KeyChains
@@ -190,7 +190,7 @@ class RequestReader:
         read: list[Request] = []
         for record in records:
             if record.offset in assignment.progress:
-                assignment.skip(record.offset)
+                assignment.skip_answered(record.offset)
             elif isolation is not None and (record.offset, 0) in isolation.poisoned:
                 read.append(fail_poisoned(record, assignment, self._rules, now_us))
             elif (
@@ -293,7 +293,7 @@ class _ChunkDecoder:
         key, headers, offset, previous = record.key, record.headers, record.offset, self.previous
         size_bytes = RECORD_OVERHEAD_BYTES + len(value)
         if key is not None or headers:
-            size_bytes += beside_bytes(key, headers)
+            size_bytes += key_and_header_bytes(key, headers)
         self.previous = offset
         self._records += 1
         self._size_bytes += size_bytes

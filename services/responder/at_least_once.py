@@ -14,7 +14,7 @@ import structlog
 
 from headrace.delivery.failures import drop_revoked
 from headrace.delivery.offset_store import OffsetStore
-from headrace.delivery.producing import deliver, too_large
+from headrace.delivery.producing import deliver, refused_for_size
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.primitives.stage_tasks import StageTasks
@@ -205,5 +205,5 @@ class AtLeastOnce:
     ) -> None:
         for target, records in dead_letters.items():
             refused = await deliver(self._producer, target, records, self._metrics)
-            if dropped := too_large(target, refused):
+            if dropped := refused_for_size(target, refused):
                 self._encoder.record_dropped_dead_letters(target, len(dropped))

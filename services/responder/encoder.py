@@ -11,7 +11,7 @@ import structlog
 
 from headrace.delivery.failures import deadline_passed
 from headrace.delivery.offset_store import PendingAnswer
-from headrace.delivery.producing import too_large
+from headrace.delivery.producing import refused_for_size
 from headrace.delivery.transactions import Records
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused, RecordsRefused, RecordTooLarge
@@ -296,7 +296,7 @@ class TransactionRecords:
         targets: dict[Request, TopicPartition] = {}
         for where, refused in error.refused.items():
             if where in self._dead_letters:
-                too_large(where, refused)
+                refused_for_size(where, refused)
                 self._without_dead_letter.update(
                     self._dead_letters[where][index] for index in refused
                 )

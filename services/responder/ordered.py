@@ -16,7 +16,7 @@ from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import InFlightAck
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer
 from headrace.delivery.ordering import AnswerOrder
-from headrace.delivery.producing import deliver, deliver_in_order, too_large
+from headrace.delivery.producing import deliver, deliver_in_order, refused_for_size
 from headrace.errors import Rejected
 from headrace.log.port import Producer, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
@@ -282,7 +282,7 @@ class OrderedStep:
         acknowledged_us = clock()
         for where, dead_letters in encoder.encode_dead_letters(requests).items():
             refused_letters = await deliver(self._producer, where, dead_letters, self._metrics)
-            if dropped := too_large(where, refused_letters):
+            if dropped := refused_for_size(where, refused_letters):
                 encoder.record_dropped_dead_letters(where, len(dropped))
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
         encoder.record_answered({target: requests}, times)

@@ -111,7 +111,7 @@ async def test_topic_with_unreadable_records_is_replayed_without_them(tmp_path: 
     gaps: list[Gap] = []
 
     async with open_topic(log, REQUESTS.topic, Selection()) as recording:
-        recording.passed_over = gaps.append
+        recording.on_unreadable = gaps.append
         records = [record async for record in recording]
 
     assert [each.offset for each in records] == [0, 3]

@@ -91,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
         offset = partition.read(gap)
         if offset in assignment.progress:
             assert offset in partition.answered
-            assignment.skip(offset)
+            assignment.skip_answered(offset)
             return multiple()
         ack_handle = assignment.admit(offset, size_bytes)
         ack_handle.parts = parts

@@ -21,21 +21,21 @@ from headrace.telemetry.tracing import FinishedSpan
 RESOURCE = Resource({"service.name": "headrace"}, "https://schema/resource")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 WORD = st.integers(1, 2**64 - 1)
-PLACES = st.builds(SpanId, st.integers(1, 2**128 - 1), WORD)
+SPAN_IDS = st.builds(SpanId, st.integers(1, 2**128 - 1), WORD)
 VALUES = st.one_of(TEXT, st.booleans(), st.integers(-(2**63), 2**63 - 1))
 FAILURES = st.builds(Failure, st.sampled_from(list(Code)), TEXT, st.just("executor"))
 SPANS = st.builds(
     FinishedSpan,
     name=TEXT,
     kind=st.sampled_from(["INTERNAL", "PRODUCER", "CONSUMER"]),
-    place=PLACES,
+    ids=SPAN_IDS,
     parent_id=st.one_of(st.just(0), WORD),
     remote=st.booleans(),
     flags=st.integers(0, 255),
     start_us=st.integers(0, 2**63 // 1000),
     end_us=st.integers(0, 2**63 // 1000),
     attributes=st.dictionaries(TEXT, VALUES, max_size=20),
-    links=st.lists(PLACES, max_size=5),
+    links=st.lists(SPAN_IDS, max_size=5),
     failure=st.none() | FAILURES,
 )
 
@@ -65,13 +65,13 @@ def _expected(span: FinishedSpan, link_limit: int) -> dict[str, Any]:
     return {
         "name": span.name,
         "kind": {"INTERNAL": 1, "PRODUCER": 4, "CONSUMER": 5}[span.kind],
-        "trace_id": span.place.trace_id,
-        "span_id": span.place.span_id,
+        "trace_id": span.ids.trace_id,
+        "span_id": span.ids.span_id,
         "parent_id": span.parent_id,
         "times": (span.start_us * 1000, span.end_us * 1000),
         "flags": 0x300 if is_remote else 0x100,
         "attributes": attributes,
-        "links": [(*place, 0x100) for place in span.links[:link_limit]],
+        "links": [(*ids, 0x100) for ids in span.links[:link_limit]],
         "dropped_links": max(0, len(span.links) - link_limit),
         "status": (0, "") if span.failure is None else (2, span.failure.message),
     }

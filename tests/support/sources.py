@@ -42,7 +42,7 @@ class Stage:
 
     def _admit(self, assignment: AssignedPartition, record: Record) -> None:
         if record.offset in assignment.progress:
-            assignment.skip(record.offset)
+            assignment.skip_answered(record.offset)
             return
         self.offsets.append(record.offset)
         self.ack_handles.append(assignment.admit(record.offset, len(record.value or b"")))

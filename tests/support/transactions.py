@@ -92,7 +92,7 @@ class Owner:
         assignment = self._tracker.assign(SOURCE, progress)
         for offset in range(progress.base, offsets):
             if offset in progress:
-                assignment.skip(offset)
+                assignment.skip_answered(offset)
                 continue
             ack_handle = assignment.admit(offset, 1)
             origin = (0, offset, ack_handle.previous, 0)

@@ -49,14 +49,14 @@ async def spans_of(
 async def read_spans(
     consumer: Consumer,
     spans: Mapping[TopicPartition, OffsetRange],
-    passed_over: Callable[[Gap], object] | None = None,
+    on_unreadable: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[Sequence[Record], None]:
     """Assign the partitions, and yield the records of the spans in offset order per partition.
 
     Args:
         consumer: assigned to the partitions here.
         spans: offsets to read.
-        passed_over: called with each unreadable range.
+        on_unreadable: called with each unreadable range.
 
     Raises:
         LogUnavailable: no broker answered for 30 seconds.
@@ -72,8 +72,8 @@ async def read_spans(
             await _skip_what_is_gone(consumer, error.positions)
             continue
         for gap in consumer.gaps():
-            if passed_over is not None and gap.first < left.get(gap.partition, 0):
-                passed_over(gap)
+            if on_unreadable is not None and gap.first < left.get(gap.partition, 0):
+                on_unreadable(gap)
         for partition, records in polled.items():
             end = left.get(partition)
             if end is not None:
@@ -110,7 +110,7 @@ async def read_dead_letters(
     log: Log,
     topic: str,
     selection: DeadLetterSelection,
-    passed_over: Callable[[Gap], object] | None = None,
+    on_unreadable: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[DeadLetter, None]:
     """Yield the selected dead letters, in offset order per partition.
 
@@ -118,7 +118,7 @@ async def read_dead_letters(
         log: an open log.
         topic: the dead-letter topic.
         selection: which dead letters to yield.
-        passed_over: called with each unreadable range.
+        on_unreadable: called with each unreadable range.
 
     Raises:
         ConfigurationError, LogUnavailable: see `topic_partitions`, `read_spans`.
@@ -127,7 +127,7 @@ async def read_dead_letters(
     async with log.reader(partitions) as reader:
         spans = await spans_of(reader, partitions, selection.since_ms)
         spans = {name: narrowed(span, name, selection) for name, span in spans.items()}
-        async with aclosing(read_spans(reader, spans, passed_over)) as chunks:
+        async with aclosing(read_spans(reader, spans, on_unreadable)) as chunks:
             async for records in chunks:
                 for dead_letter in map(parse_dead_letter, records):
                     if selection.takes(dead_letter):

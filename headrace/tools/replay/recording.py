@@ -71,13 +71,13 @@ class Recording(ABC):
         name: the topic or the file, for display.
         spans: offsets to read of each partition, in the order of partitions; constant.
         notice: a note for display, such as that a file is truncated; otherwise empty.
-        passed_over: if set, called with each unreadable range of a topic.
+        on_unreadable: if set, called with each unreadable range of a topic.
     """
 
     name: str
     spans: Sequence[Span]
     notice: str = ""
-    passed_over: Callable[[Gap], object] | None = None
+    on_unreadable: Callable[[Gap], object] | None = None
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[list[Record], None]:

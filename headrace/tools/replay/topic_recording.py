@@ -170,8 +170,8 @@ class TopicRecording(Recording):
                 chunk = reading.timeline.take(most)
                 if not chunk:
                     for gap in await reading.advance():
-                        if self.passed_over is not None:
-                            self.passed_over(gap)
+                        if self.on_unreadable is not None:
+                            self.on_unreadable(gap)
                     continue
                 yield chunk
                 if left is not None:

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.delivery.producing import deliver as deliver_with
-from headrace.delivery.producing import too_large
+from headrace.delivery.producing import refused_for_size
 from headrace.log.errors import (
     LogRefused,
     RecordRefused,
@@ -188,9 +188,9 @@ async def test_own_topic_refusing_for_other_reason_than_size_is_fatal(log: Memor
         large = await deliver(producer, ANSWERS, records(10, 2000))
         gone = await deliver(producer, TopicPartition("deleted", 0), records(1))
 
-    assert too_large(ANSWERS, large) == [1]
+    assert refused_for_size(ANSWERS, large) == [1]
     with pytest.raises(LogRefused, match="deleted"):
-        too_large(TopicPartition("deleted", 0), gone)
+        refused_for_size(TopicPartition("deleted", 0), gone)
 
 
 async def test_cancelling_producing_ends_retries(log: MemoryLog) -> None:

@@ -63,7 +63,7 @@ class Stage:
             else:
                 for record in delivery.records:
                     if record.offset in delivery.assignment.progress:
-                        delivery.assignment.skip(record.offset)
+                        delivery.assignment.skip_answered(record.offset)
                     elif record.value == NO_REQUEST:
                         delivery.assignment.ignore(record.offset)
                     elif isolation is not None and isolation.is_suspect(record.offset):

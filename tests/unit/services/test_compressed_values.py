@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from headrace.config import LimitSettings
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.crash_isolation.isolation import Isolated, Isolation
-from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, beside_bytes
+from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, key_and_header_bytes
 from headrace.errors import Code
 from headrace.log.port import Record
 from headrace.models.registry import Models
@@ -155,7 +155,7 @@ async def test_request_is_charged_for_what_was_decompressed(models: Models) -> N
     delivery = polled((compressed, "zstd"))
     await ingest(models, delivery)
 
-    beside = beside_bytes(None, _headers("zstd"))
+    beside = key_and_header_bytes(None, _headers("zstd"))
     expected = RECORD_OVERHEAD_BYTES + beside + len(compressed) + len(value)
     assert delivery.assignment.budget.used_bytes == expected
 
@@ -166,7 +166,7 @@ async def test_failed_request_is_not_charged_for_what_was_decompressed(models: M
     delivery = polled((compressed, "zstd"))
     await ingest(models, delivery)
 
-    beside = beside_bytes(None, _headers("zstd"))
+    beside = key_and_header_bytes(None, _headers("zstd"))
     expected = RECORD_OVERHEAD_BYTES + beside + len(compressed)
     assert delivery.assignment.budget.used_bytes == expected
 

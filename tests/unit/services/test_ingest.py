@@ -12,7 +12,11 @@ from msgspec.structs import replace
 from headrace.config import LimitSettings
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.inflight import HEADER_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES, beside_bytes
+from headrace.delivery.inflight import (
+    HEADER_OVERHEAD_BYTES,
+    RECORD_OVERHEAD_BYTES,
+    key_and_header_bytes,
+)
 from headrace.delivery.ordering import KeyChains
 from headrace.errors import Code
 from headrace.models.registry import Models
@@ -100,7 +104,7 @@ async def test_late_request_is_not_charged_for_its_value(models: Models) -> None
     assert ended[0].failure is not None
     assert ended[0].failure.code == Code.DEADLINE_EXCEEDED
     assert ended[0].value is None
-    beside = beside_bytes(b"key", headers)
+    beside = key_and_header_bytes(b"key", headers)
     assert assignment.budget.used_bytes == RECORD_OVERHEAD_BYTES + beside
 
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.config import LimitSettings
-from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, InFlightAck, beside_bytes
+from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, InFlightAck, key_and_header_bytes
 from headrace.errors import Code, Fatal
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import NO_HEADERS
@@ -99,7 +99,7 @@ async def test_transform_thread_turns_payloads_into_inputs(repository: Path) -> 
         b"\0\0@@",
     ]
     assert {(one.model, one.version, one.size_bytes) for one in able} == {("digits", "1", 256)}
-    beside = beside_bytes(b"key", RAW)
+    beside = key_and_header_bytes(b"key", RAW)
     assert [ack_handle.size_bytes for ack_handle in map(ledgers, able)] == [
         RECORD_OVERHEAD_BYTES + beside + 256 + length for length in (1, 2, 3)
     ]
