@@ -5,7 +5,9 @@
 A local Kafka, four processes with stages and a gateway serve a model with the names `digits`,
 `digits@stable` and `digits@canary`, which an open loop calls in turns through the gateway.
 A round loads a version that no process has had, moves the label `canary` to it, makes it the
-default, rolls back, and unloads it. Rounds alternate with equally long periods without a change.
+default, rolls back, and unloads it. Rounds alternate with equally long periods without a change;
+every other pair of periods begins with that one, so that what becomes faster or slower on the way,
+such as the broker's code that is compiled meanwhile, counts to both.
 
 The operator shares the machine with the processes, which it does not elsewhere. So it keeps what it
 has read between two changes, looks at announcements twenty times a second, and asks the gateway for
@@ -94,7 +96,7 @@ class Plan(NamedTuple):
         rounds: of five changes each.
         periods: with changes, and as many without; the rounds are shared among them.
         pause_s: after each change that was followed.
-        quiet_share: length of a period without changes, as a share of the one before it.
+        quiet_share: length of a period without changes, as a share of the last one with changes.
         warm_s: of load before the first period.
         trial_load: versions are loaded in a child process first, as they are by default.
         keep_replaced_s: a process keeps a version so long after its last request, one stage after
@@ -107,7 +109,7 @@ class Plan(NamedTuple):
     periods: int = 5
     pause_s: float = 0.5
     quiet_share: float = 1.0
-    warm_s: float = 10.0
+    warm_s: float = 30.0
     trial_load: bool = True
     keep_replaced_s: float = 10.0
 
@@ -183,8 +185,9 @@ class Found(msgspec.Struct):
     @property
     def p99_ratio(self) -> float:
         """Median of the ratios of neighbouring periods, with changes to without."""
-        pairs = zip(self.periods[::2], self.periods[1::2], strict=True)
-        return median(changing.p99_ms / quiet.p99_ms for changing, quiet in pairs)
+        changing = [each.p99_ms for each in self.periods if each.changes]
+        quiet = [each.p99_ms for each in self.periods if not each.changes]
+        return median(with_ms / ms for with_ms, ms in zip(changing, quiet, strict=True))
 
     @property
     def slowest(self) -> Made:
@@ -520,20 +523,34 @@ async def measure(plan: Plan, bootstrap_servers: str, namespace: str, scratch: P
 
 
 async def _alternate(plan: Plan, operator: Operator, called: NamedLoad) -> list[Period]:
-    """Make the rounds; each period with changes is followed by one without."""
+    """Make the rounds; beside each period with changes is one without, after or before it."""
     await asyncio.sleep(plan.warm_s)
     versions = iter(range(2, plan.rounds + 2))
     periods: list[Period] = []
-    for number in range(plan.periods):
-        rounds = (plan.rounds * (number + 1)) // plan.periods
-        rounds -= (plan.rounds * number) // plan.periods
+    changing_s = 0.0
+
+    async def make_changes(rounds: int) -> None:
+        nonlocal changing_s
         began_s, made = time.monotonic(), len(operator.made)
         for _ in range(rounds):
             await make_round(operator, str(next(versions)), plan.pause_s)
-        ended_s = time.monotonic()
-        periods.append(Period(len(operator.made) - made, began_s, ended_s))
-        await asyncio.sleep((ended_s - began_s) * plan.quiet_share)
-        periods.append(Period(0, ended_s, time.monotonic()))
+        periods.append(Period(len(operator.made) - made, began_s, time.monotonic()))
+        changing_s = periods[-1].until_s - began_s
+
+    async def make_none() -> None:
+        began_s = time.monotonic()
+        await asyncio.sleep(changing_s * plan.quiet_share)
+        periods.append(Period(0, began_s, time.monotonic()))
+
+    for number in range(plan.periods):
+        rounds = (plan.rounds * (number + 1)) // plan.periods
+        rounds -= (plan.rounds * number) // plan.periods
+        if number % 2:
+            await make_none()
+            await make_changes(rounds)
+        else:
+            await make_changes(rounds)
+            await make_none()
         slowest = max(each.agreement_s for each in operator.made)
         click.echo(
             f"{len(operator.made)} changes in {sum(p.until_s - p.from_s for p in periods):.0f} s, "
