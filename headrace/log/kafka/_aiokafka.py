@@ -10,7 +10,8 @@ The parts, and what each is for:
 - connections: responses are delivered in the event-loop iteration in which they arrive
 - client: reconnect back-off, return to the bootstrap servers, reasons of failures
 - consumer: state of the group and of reading, commits of one generation (P2, P5)
-- fetch buffer: polls that are limited by bytes, batches that cannot be read (P2, P5)
+- fetch buffer: polls that are limited by bytes, batches that cannot be read (P2, P5), fetches that
+  are encoded and decoded in one step for each partition
 - batches: records without futures of their own, header names that are not UTF-8
 - closing: everything ends within seconds, also without a broker
 """
@@ -79,6 +80,7 @@ PRIVATE_NAMES: Final[Mapping[type | ModuleType, tuple[str, ...]]] = {
     AIOKafkaProducer: ("_closed", "_message_accumulator", "_sender"),
     BatchBuilder: ("_build", "_builder", "_relative_offset", "_set_producer_state"),
     FetchError: ("_error",),
+    FetchRequest_v11: ("RESPONSE_TYPE", "encode"),  # public, but replaced
     FetchResult: ("_partition_records", "_update_position"),
     Fetcher: (
         "_closed",
