@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from headrace.protocol.events import LOADING, NOT_CONTROLLED, ExecutorEvent, UnreadyVersion
+from headrace.protocol.events import NOT_CONTROLLED, ExecutorEvent, UnreadyVersion
 from headrace.topics import STAGES, Stage
 
 
@@ -58,7 +58,7 @@ class AnnouncedVersions:
             failures = _failures(executors, model, version, generation)
             if failures:
                 return UnreadyVersion(model, version, "; ".join(failures))
-            reason = f"announced by {len(ready)} of {self._min_ready} executors: {LOADING}"
+            reason = f"announced by {len(ready)} of {self._min_ready} executors: loading"
             return UnreadyVersion(model, version, reason, is_under_way=True)
         if self._has_batcher:
             return None
@@ -67,7 +67,7 @@ class AnnouncedVersions:
         if missing or not batchers:
             reason = (
                 f"announced by {len(batchers) - len(missing)} of {max(1, len(batchers))} "
-                f"batchers: {LOADING}"
+                "batchers: loading"
             )
             return UnreadyVersion(model, version, reason, is_under_way=True)
         return None
@@ -107,8 +107,7 @@ def _has(event: ExecutorEvent, model: str, version: str, generation: int) -> boo
         event.generation >= generation
         and any((each.name, each.version) == (model, version) for each in event.models)
         and not any(
-            (each.name, each.version) == (model, version)
-            for each in map(UnreadyVersion.parse, event.unready)
+            (each.name, each.version) == (model, version) for each in event.unready_versions()
         )
     )
 
@@ -121,6 +120,6 @@ def _failures(
         f"executor {event.executor}: {each.reason}"
         for event in events
         if event.generation >= generation
-        for each in map(UnreadyVersion.parse, event.unready)
+        for each in event.unready_versions()
         if (each.name, each.version) == (model, version) and not each.is_under_way
     ]

@@ -98,7 +98,7 @@ class Processes:
             for model in event.models
             if model.memory_bytes
         }
-        unready = tuple(map(UnreadyVersion.parse, event.unready))
+        unready = tuple(event.unready_versions())
         report = ProcessReport(event.generation, ready, unready, memory_bytes)
         self.reports[event.executor] = report
         self._heard_s[event.executor] = now_s

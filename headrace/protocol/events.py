@@ -16,11 +16,6 @@ NOT_CONTROLLED: Final = -1
 """Generation of a process that does not follow the control topic."""
 NOT_READ: Final = "not read yet"
 """Reason of a wanted version that the last scan of the repository did not look for."""
-LOADING: Final = "loading"
-"""Reason, or its end, of a version that is loading."""
-
-_UNDER_WAY = (f": {NOT_READ}", f": {LOADING}")
-"""Ends of the lines in `ExecutorEvent.unready` that are not about failures."""
 
 
 class UnreadyVersion(NamedTuple):
@@ -40,22 +35,13 @@ class UnreadyVersion(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Return it as `name/version: reason`, from which `parse` makes it again."""
-        line = f"{self.name}/{self.version}: {self.reason}"
-        if self.is_under_way and not line.endswith(_UNDER_WAY):
-            return f"{line}: {LOADING}"
-        return line
+        """Return it as `name/version: reason`."""
+        return f"{self.key}: {self.reason}"
 
-    @classmethod
-    def parse(cls, line: str) -> UnreadyVersion:
-        """Return the version that another process announces in `ExecutorEvent.unready`.
-
-        Only the end of the line says whether it is under way, since a field of its own would be
-        missing from the announcements of earlier minor versions.
-        """
-        key, _, reason = line.partition(": ")
-        name, _, version = key.rpartition("/")
-        return cls(name, version, reason, line.endswith(_UNDER_WAY))
+    @property
+    def key(self) -> str:
+        """Return it as `name/version`."""
+        return f"{self.name}/{self.version}"
 
 
 class HostedModel(Struct, kw_only=True, omit_defaults=True):
@@ -97,8 +83,8 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
 
     `partitions` are those of `batches` that it reads. An executor without an event for
     `silent_after_ms` may be considered dead. A process that follows the control topic says up to
-    which `generation`, which wanted versions are not ready, as `name/version: reason`, and which
-    `stages` it has.
+    which `generation`, which wanted versions are not ready, as `name/version: reason`, which of
+    these have `failed`, as `name/version`, and which `stages` it has.
     """
 
     executor: Name
@@ -110,3 +96,13 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     generation: int = NOT_CONTROLLED
     unready: list[str] = []
     stages: list[str] = []
+    failed: list[str] = []
+
+    def unready_versions(self) -> list[UnreadyVersion]:
+        """Return the wanted versions that are not ready. The text of a reason has no meaning."""
+        found = []
+        for line in self.unready:
+            key, _, reason = line.partition(": ")
+            name, _, version = key.rpartition("/")
+            found.append(UnreadyVersion(name, version, reason, key not in self.failed))
+        return found

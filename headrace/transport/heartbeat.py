@@ -225,6 +225,7 @@ class ControlHeartbeat:
             generation=generation,
             unready=[each.line for each in unready],
             stages=self._stages,
+            failed=[each.key for each in unready if not each.is_under_way],
         )
 
 

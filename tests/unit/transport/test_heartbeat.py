@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from headrace.log.memory import MemoryLog
-from headrace.log.port import TopicInfo, TopicPartition
+from headrace.log.port import Record, TopicInfo, TopicPartition
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.events import decode_event
-from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
+from headrace.protocol.events import Completion, ExecutorEvent, HostedModel, UnreadyVersion
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
-from headrace.transport.heartbeat import ExecutorHeartbeat, ExecutorIdentity
+from headrace.transport.heartbeat import ControlHeartbeat, ExecutorHeartbeat, ExecutorIdentity
 from headrace.tuning import TUNING, TransportTuning
 from tests.support.conditions import eventually
 from tests.support.services import digits_models
@@ -207,3 +207,27 @@ async def test_batch_time_counts_from_previous_completion(
         one, two = await bench.completed(2)
     assert one.busy_us == one.stay_us
     assert two.busy_us < two.stay_us // 2
+
+
+async def test_announced_versions_are_failed_or_under_way_whatever_their_reasons_say() -> None:
+    """The announcement carries the state beside the text, which may be an error of model code."""
+    unready = [
+        UnreadyVersion("digits", "1", "a hook ended with: loading", is_under_way=False),
+        UnreadyVersion("digits", "2", "loading again, since version 1 failed", is_under_way=True),
+    ]
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
+    async with (
+        log.producer() as producer,
+        log.reader([EVENTS]) as reader,
+        asyncio.TaskGroup() as tasks,
+    ):
+        heartbeat = ControlHeartbeat(
+            producer, TopicPartition("events", 1), "me", list, lambda: (1, unready)
+        )
+        announcing = tasks.create_task(heartbeat.run())
+        polled: Mapping[TopicPartition, Sequence[Record]] = {}
+        while not polled:
+            polled = await reader.poll(0.05, 1)
+        announcing.cancel()
+    assert decode_event(polled[EVENTS][0].value or b"").unready_versions() == unready
