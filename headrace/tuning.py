@@ -206,9 +206,10 @@ class ProtocolTuning(Struct, frozen=True):
     json_part_bytes: int = 64 * 1024
     """Bytes of JSON text of a tensor that are converted at a time; records in larger payloads are
     decoded one by one."""
-    json_memory_bytes: int = 512 * 1024 * 1024
-    """Most memory that the values of records in JSON may take, estimated from the numbers of their
-    braces, brackets and commas: 128 MiB of empty objects would take 6 GB."""
+    record_memory_bytes: int = 512 * 1024 * 1024
+    """Most memory that the values of records in JSON, CSV and Protobuf may take, estimated from the
+    bytes that begin values: 128 MiB of empty objects in JSON would take 6 GB, 64 MiB of lines with
+    one digit in CSV 3 GB, and 64 MiB of empty messages of 40 fields in Protobuf 20 GB."""
     located_damage_bytes: int = 256
     """Damage in a compressed value is located to so many bytes."""
 

@@ -18,3 +18,14 @@ def held_bytes_of(work: Callable[[], None]) -> int:
         return tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
+
+
+def peak_bytes_of(work: Callable[[], object]) -> int:
+    """Return the most bytes that all objects made by the work took at one time."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()

@@ -7,17 +7,21 @@ encoding (last one wins; merging).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.inputs.avro import is_list
 from headrace.models.signature import TensorSpec
+from headrace.protocol.compression import too_large
+from headrace.tuning import TUNING
 
 _TIMESTAMP = "google.protobuf.Timestamp"
 _WRAPPERS = frozenset(
@@ -40,6 +44,24 @@ _KINDS = {
 }
 """Kinds of fields that can hold an output, by its datatype."""
 _KEY = "transform.record"
+_WIRE_TYPE_BITS, _LENGTH, _GROUP = 3, 2, 3
+_CONTINUES = 0x80
+"""Set in each byte of a number of variable length but the last."""
+_MESSAGE_BYTES, _EXTENSION_BYTES, _TEXT_BYTES = 80, 80, 48
+"""Memory of a message without fields, of an extension, and of a text in a list, besides what a text
+has in the payload, but with their places in lists that have grown."""
+_VIEW_BYTES, _PLACE_BYTES = 16, 8
+"""Room for a text in a message, and for any other field."""
+_NUMBER_BYTES = {
+    **dict.fromkeys((_INT64, _UINT64), 24),
+    **dict.fromkeys((_INT32, _UINT32), 12),
+    FieldDescriptor.CPPTYPE_BOOL: 3,
+    FieldDescriptor.CPPTYPE_ENUM: 40,
+}
+"""Memory of a number in a list that has grown, if its field may have numbers of one byte. Those
+that an enum does not have may be kept as unknown fields."""
+
+Array: TypeAlias = NDArray[np.int64]
 
 
 class ProtobufSchema:
@@ -51,6 +73,7 @@ class ProtobufSchema:
         message: full name of the message of payloads.
         answer: full name of the message of answers; empty if answers are no records.
         outputs: the model's outputs, which the message of answers has as fields.
+        memory_bytes: most memory that a payload's messages, and the values in its lists, may take.
 
     Attributes:
         indexes, answer_indexes: place of each message in its file, as Confluent's framing has it.
@@ -60,7 +83,12 @@ class ProtobufSchema:
     """
 
     def __init__(
-        self, descriptors: bytes, message: str, answer: str, outputs: Sequence[TensorSpec]
+        self,
+        descriptors: bytes,
+        message: str,
+        answer: str,
+        outputs: Sequence[TensorSpec],
+        memory_bytes: int = TUNING.protocol.record_memory_bytes,
     ) -> None:
         pool = descriptor_pool.DescriptorPool()
         try:
@@ -74,6 +102,8 @@ class ProtobufSchema:
         found = _find(pool, message, "protobuf_message")
         self._name = message
         self._new_message = message_factory.GetMessageClass(found)
+        self._memory_bytes = memory_bytes
+        self._memory_of = _Expansion(pool).measure(found)
         self.indexes = _indexes_of(found)
         self.answer_indexes: tuple[int, ...] = ()
         if answer:
@@ -84,7 +114,13 @@ class ProtobufSchema:
             self.answer_indexes = _indexes_of(answers)
 
     def read(self, payload: bytes | memoryview) -> Message:
-        """Return the message of a payload. Raises `Rejected`."""
+        """Return the message of a payload.
+
+        Raises:
+            Rejected: `INVALID_REQUEST` if it cannot be read, `TOO_LARGE` if it would take too much
+                memory.
+        """
+        self._check_memory(payload)
         message = self._new_message()
         try:
             message.ParseFromString(bytes(payload))
@@ -97,9 +133,95 @@ class ProtobufSchema:
             ) from error
         return message
 
+    def _check_memory(self, payload: bytes | memoryview) -> None:
+        """Refuse a payload that would take too much memory, before anything is made of it."""
+        if len(payload) * int(self._memory_of.max()) <= self._memory_bytes:
+            return
+        content, found = np.frombuffer(payload, np.uint8), 0
+        part_bytes = TUNING.protocol.json_part_bytes
+        for start in range(0, len(content), part_bytes):
+            counts = np.bincount(content[start : start + part_bytes], minlength=256)
+            found += int(counts @ self._memory_of)
+            if found > self._memory_bytes:
+                raise too_large("payload: memory of its messages and lists", self._memory_bytes)
+
     def append(self, payload: bytes, values: Mapping[str, Any]) -> bytes:
         """Return a record with outputs as further fields."""
         return payload + self._new_answer(**values).SerializePartialToString()
+
+
+class _Expansion:
+    """Finds how much memory each byte of a payload may take.
+
+    Two bytes may be an empty message, which has room for all its fields, and one byte a number of
+    eight. A message begins with a tag, and a number of variable length ends with a byte below
+    `_CONTINUES`, so it is enough to count bytes by their values: no value may begin or end with
+    another byte. Other bytes that have these values count as well.
+    """
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+        self._memory_of = np.zeros(256, np.int64)
+        self._single: set[str] = set()
+        self._many: set[str] = set()
+
+    def measure(self, message: Descriptor) -> Array:
+        """Return the bytes of memory by the value of a byte, in payloads with such a message."""
+        self._visit(message, is_one=True)
+        return self._memory_of
+
+    def _visit(self, message: Descriptor, *, is_one: bool) -> None:
+        """Note the memory of all fields in a message, of which a payload may have any number unless
+        `is_one`.
+        """
+        name = message.full_name
+        if name in self._many:
+            return
+        if is_one and name not in self._single:
+            self._single.add(name)
+        else:  # several fields may have one, or it contains itself
+            is_one = False
+            self._many.add(name)
+        for field in [*message.fields, *self._pool.FindAllExtensions(message)]:
+            is_single = is_one and not field.is_repeated
+            if not is_single:
+                self._note_field(field)
+            if field.message_type is not None:
+                self._visit(field.message_type, is_one=is_single)
+
+    def _note_field(self, field: FieldDescriptor) -> None:
+        if field.message_type is not None:
+            wire_type = _GROUP if field.type == FieldDescriptor.TYPE_GROUP else _LENGTH
+            self._note_tag(field, wire_type, _memory_of(field.message_type))
+        elif field.is_repeated and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            self._note_tag(field, _LENGTH, _TEXT_BYTES)
+        elif field.is_repeated:
+            self._note(range(_CONTINUES), _NUMBER_BYTES.get(field.cpp_type, 0))
+        elif field.is_extension:
+            for wire_type in range(1 << _WIRE_TYPE_BITS):
+                self._note_tag(field, wire_type, _EXTENSION_BYTES)
+
+    def _note_tag(self, field: FieldDescriptor, wire_type: int, memory_bytes: int) -> None:
+        tag = field.number << _WIRE_TYPE_BITS | wire_type
+        first = tag % _CONTINUES
+        # A tag of one byte may be written in several, too.
+        longer = first | _CONTINUES
+        self._note([first, longer] if tag == first else [longer], memory_bytes)
+
+    def _note(self, values: Iterable[int], memory_bytes: int) -> None:
+        for value in values:
+            self._memory_of[value] = max(self._memory_of[value], memory_bytes)
+
+
+def _memory_of(message: Descriptor) -> int:
+    """Return the memory of an empty message, or of an entry of a map."""
+    found = _MESSAGE_BYTES
+    for field in message.fields:
+        is_text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING and not field.is_repeated
+        found += _VIEW_BYTES if is_text else _PLACE_BYTES
+        if message.GetOptions().map_entry and field.message_type is not None:
+            found += _memory_of(field.message_type)  # even if the payload has no value for the key
+    return found
 
 
 def follow(message: Any, path: Sequence[str]) -> Any:

@@ -281,7 +281,7 @@ def _make_reader(
     """Return the reader of payloads: of one format, or by their content types."""
     readers: dict[str, Reader] = {
         "json": read_json,
-        "csv": _CsvReader(config.columns, config.delimiter),
+        "csv": CsvReader(config.columns, config.delimiter),
     }
     if avro is not None:
         readers["avro"] = _AvroReader(avro)
@@ -342,13 +342,15 @@ _split_json_lines = msgspec.json.Decoder(msgspec.Raw).decode_lines
 
 _JSON_MEMORY = {b"{": 250, b"[": 64, b",": 40}
 """Bytes that the object, the list or the value takes for which such a character stands."""
+_FIELD_BYTES, _LINE_BYTES = 88, 176
+"""Bytes that a field of CSV takes besides its text, and a line with its last field."""
 
 
 def read_json(
     payload: bytes,
     content_type: str,
     part_bytes: int = TUNING.protocol.json_part_bytes,
-    memory_bytes: int = TUNING.protocol.json_memory_bytes,
+    memory_bytes: int = TUNING.protocol.record_memory_bytes,
 ) -> Table:
     """Return the records of JSON. Those of more than `part_bytes` are decoded one by one, so that
     the thread releases the interpreter lock in between.
@@ -360,7 +362,7 @@ def read_json(
     is_lines = content_type in JSON_LINES
     form: Literal["json", "lines"] = "lines" if is_lines else "json"
     if len(payload) > part_bytes:
-        _check_memory(payload, part_bytes, memory_bytes)
+        _check_memory(payload, _JSON_MEMORY, part_bytes, memory_bytes)
         # An error is raised again below, with its place in the payload.
         with suppress(*DECODE_ERRORS):
             texts = (_split_json_lines if is_lines else _split_json)(payload)
@@ -372,12 +374,16 @@ def read_json(
     return _table_of(found, form)
 
 
-def _check_memory(payload: bytes, part_bytes: int, memory_bytes: int) -> None:
-    """Refuse JSON whose values would take too much memory, before any of them is made."""
+def _check_memory(
+    payload: bytes, memory_of: Mapping[bytes, int], part_bytes: int, memory_bytes: int
+) -> None:
+    """Refuse records whose values would take too much memory, before any of them is made. Each
+    character of `memory_of` stands for so many bytes of memory.
+    """
     found = 0
     for start in range(0, len(payload), part_bytes):
         part = payload[start : start + part_bytes]
-        found += sum([part.count(mark) * size for mark, size in _JSON_MEMORY.items()])
+        found += sum([part.count(mark) * size for mark, size in memory_of.items()])
         if found > memory_bytes:
             raise too_large("payload: memory of its values", memory_bytes)
 
@@ -413,7 +419,7 @@ class _ContainerReader:
         return table._replace(write=partial(self._containers.write, schema=schema, codec=codec))
 
 
-class _CsvReader:
+class CsvReader:
     """Reads lines of comma-separated values (RFC 4180).
 
     Args:
@@ -424,8 +430,24 @@ class _CsvReader:
     def __init__(self, names: Sequence[str], delimiter: str) -> None:
         self._names = tuple(names)
         self._delimiter = delimiter
+        # Of a character that is several bytes, the last one; parts may end within it.
+        ends = {b"\n": _LINE_BYTES, b"\r": _LINE_BYTES}
+        self._memory_of = {delimiter.encode()[-1:]: _FIELD_BYTES, **ends}
 
-    def __call__(self, payload: bytes, _content_type: str) -> Table:
+    def __call__(
+        self,
+        payload: bytes,
+        _content_type: str,
+        part_bytes: int = TUNING.protocol.json_part_bytes,
+        memory_bytes: int = TUNING.protocol.record_memory_bytes,
+    ) -> Table:
+        """Return the lines.
+
+        Raises:
+            Rejected: `INVALID_REQUEST` if they cannot be read, `TOO_LARGE` if their fields would
+                take more than `memory_bytes` of memory, besides their texts.
+        """
+        _check_memory(payload, self._memory_of, part_bytes, memory_bytes)
         try:
             text = payload.decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from headrace.config import SchemaRegistrySettings, make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import make_model_config
+from headrace.models.inputs.protobuf import ProtobufSchema
 from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import make_transform
 from headrace.models.schema_registry import SchemaRegistry
@@ -40,6 +41,8 @@ message Order {
   map<string, int64> points = 6;
   google.protobuf.DoubleValue weight = 7;
   map<int32, int64> by_number = 8;
+  repeated int64 counts = 9;
+  repeated string notes = 10;
 }
 message Scored {
   message Order { float score = 20; repeated int64 labels = 21; }
@@ -122,6 +125,71 @@ def test_fields_of_message_become_columns(directory: Path, order_type: Any) -> N
     assert row_of(records, full_order(order_type).SerializeToString()) == [
         *(2.5, 30, 1, 12, 2, 2**40, 0.5, 9)
     ]
+
+
+@pytest.mark.parametrize(
+    ("payload", "is_read"),
+    [
+        (b"\x2a\x00" * 10_000, False),
+        (b"\xaa\x80\x00\x00" * 10_000, False),
+        (b"\x32\x00" * 10_000, False),
+        (b"\x4a\xff\xff\x01" + b"\x01" * 32_767, False),
+        (b"\x48\x01" * 32_767, False),
+        (b"\x52\x00" * 10_000, False),
+        (b"\x12\x00" * 8000, True),
+        (b"\x2a\x02\x08\x07" * 1000, True),
+        (b"\x52\x05abcde" * 2000, True),
+        (b"\x4a\x80\xfa\x01" + b"\xff\xff\xff\x01" * 8000, True),
+    ],
+    ids=[
+        *("messages", "long tags", "entries", "packed numbers", "numbers", "texts"),
+        *("one message", "few messages", "few texts", "longer numbers"),
+    ],
+)
+def test_message_that_would_take_too_much_memory_is_too_large(
+    directory: Path, payload: bytes, is_read: bool
+) -> None:
+    """Two bytes may become a message or a text, and one byte a number of eight."""
+    content = (directory / "order.desc").read_bytes()
+    schema = ProtobufSchema(content, "shop.Order", "", [], memory_bytes=400_000)
+
+    if is_read:
+        assert schema.read(payload).ByteSize()
+    else:
+        with pytest.raises(Rejected, match="memory of its messages and lists") as caught:
+            schema.read(payload)
+        assert caught.value.code == Code.TOO_LARGE
+
+
+def test_record_that_would_take_much_memory_is_too_large(directory: Path) -> None:
+    """12 MB would take more than 300."""
+    with pytest.raises(Rejected) as caught:
+        records_of(directory)(b"\x2a\x00" * 6_200_000, PROTOBUF)
+    assert caught.value.code == Code.TOO_LARGE
+
+
+def test_message_that_contains_itself_is_measured(directory: Path) -> None:
+    """Any number of them may be in another."""
+    (directory / "tree.proto").write_text(
+        'syntax = "proto3"; message Tree { Tree left = 1; Tree right = 2; string name = 3; }'
+    )
+    write_descriptors(directory, "tree.proto", "tree.desc")
+    content = (directory / "tree.desc").read_bytes()
+    schema = ProtobufSchema(content, "Tree", "", [], memory_bytes=400_000)
+    tree = b""
+    for _ in range(12):
+        tree = b"\x0a" + varint(len(tree)) + tree + b"\x12" + varint(len(tree)) + tree
+
+    with pytest.raises(Rejected) as caught:
+        schema.read(tree)
+    assert caught.value.code == Code.TOO_LARGE
+
+
+def varint(number: int) -> bytes:
+    """A number in Protobuf's encoding of variable length."""
+    if number < 128:
+        return bytes([number])
+    return bytes([number % 128 + 128]) + varint(number // 128)
 
 
 def test_field_with_presence_is_missing_and_others_have_their_zeros(directory: Path) -> None:

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import make_model_config
-from headrace.models.inputs.records import Records, read_json
+from headrace.models.inputs.records import CsvReader, Records, read_json
 from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import to_array
+from tests.support.traced_memory import peak_bytes_of
 from tests.unit.models.requests import spec
 
 JSON = "application/json"
@@ -352,6 +353,32 @@ def test_json_whose_values_would_take_too_much_memory_is_too_large(
         with pytest.raises(Rejected, match="memory of its values") as caught:
             read_json(payload, content_type, 1000, memory_bytes=700_000)
         assert caught.value.code == Code.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "text", ["0,", "00,", "\u0100,", "0\n", "\U0001f600\n", "0\r", "00,00\r\n"], ids=ascii
+)
+def test_csv_whose_fields_would_take_too_much_memory_is_too_large(text: str) -> None:
+    """The estimate is at least what the fields take, besides their texts in the widest form."""
+    payload = text.encode() * 10_000
+    read = CsvReader((), ",")
+    most_bytes = peak_bytes_of(lambda: read(payload, CSV)) - 16 * len(payload)
+
+    def refuse() -> None:
+        with pytest.raises(Rejected, match="memory of its values") as caught:
+            read(payload, CSV, memory_bytes=most_bytes)
+        assert caught.value.code == Code.TOO_LARGE
+
+    assert peak_bytes_of(refuse) < 10 * len(payload) + 100_000
+
+
+def test_long_csv_is_refused_before_memory_is_taken() -> None:
+    """6 MB would take 350."""
+    transform = records_of(TWO)
+    payload = b"1\n" * 3_100_000
+
+    assert peak_bytes_of(lambda: refusal(transform, payload, CSV)) < len(payload)
+    assert refusal(transform, payload, CSV).code == Code.TOO_LARGE
 
 
 def test_one_column_fills_flat_input() -> None:
