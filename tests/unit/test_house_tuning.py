@@ -36,6 +36,7 @@ FACTS = {
     "headrace/log/kafka/fetch_buffer.py": {"_MAGIC_AT"},
     "headrace/log/port.py": {"MAX_POLL_BYTES"},
     "headrace/models/inputs/avro.py": {"_SYNC_BYTES"},
+    "headrace/models/inputs/protobuf.py": {"_CONTINUES"},
     "headrace/models/inputs/framing.py": {"_MAGIC"},
     "headrace/models/inputs/image_files.py": {
         *("_ORIENTATION", "_CORE_HEADER_BYTES", "_UNCOMPRESSED"),
