@@ -116,7 +116,7 @@ test-import: setup ## import every test, and keep the bytecode for the processes
 CLIENTS := .venv-clients
 
 .PHONY: test-tools
-test-tools: setup $(CLIENTS)/.complete ## get what some tests run: Jaeger, promtool, grpcurl and ghz, with Go; KServe's and Confluent's clients
+test-tools: setup $(CLIENTS)/.complete ## get what some tests run: Jaeger, promtool, grpcurl, ghz and versitygw, with Go; KServe's and Confluent's clients
 	@$(BIN)/python -m tests.support.go_tools
 
 # A few of its thousands of modules are imported, so none is compiled in advance.

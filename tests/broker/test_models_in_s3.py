@@ -19,7 +19,7 @@ from tests.support.command_line import Call
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.pipelines import serving
-from tests.support.s3_server import s3_server
+from tests.support.versitygw import Versitygw
 
 IMAGE = {"pixels": np.ones((1, 64), np.float32)}
 
@@ -31,6 +31,7 @@ async def test_versions_pushed_to_s3_are_loaded_named_rolled_back_and_unloaded(
     tmp_path: Path,
     call: Call,
     monkeypatch: pytest.MonkeyPatch,
+    versitygw_program: Path,
 ) -> None:
     """After each command, each name is answered by the version that it is to have."""
     settings = make_settings(
@@ -74,8 +75,8 @@ async def test_versions_pushed_to_s3_are_loaded_named_rolled_back_and_unloaded(
 
         await eventually(holds, what=f"{name}/{version} is {expected}", recheck_s=0.05)
 
-    with s3_server() as environment:
-        for name, value in environment.items():
+    async with Versitygw(versitygw_program, tmp_path / "store") as store:
+        for name, value in store.environment.items():
             monkeypatch.setenv(name, value)
         async with open_log(settings) as log:
             await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)

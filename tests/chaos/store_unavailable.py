@@ -6,20 +6,18 @@ A process serves a model from an S3 bucket, which then refuses connections, fail
 each for a third of the time. In the middle of each third the process is started again. Callers go
 on all the time. In the end the bucket is back, and has a new version.
 
-The bucket is that of the tests, or with `--versitygw PROGRAM` a real gateway to a directory
-(https://github.com/versity/versitygw), which is killed, and held (SIGSTOP).
+The bucket is that of the tests, or with `--versitygw` a real gateway to a directory, which is
+killed, and held (SIGSTOP).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,10 +26,13 @@ import click
 
 from benchmarks.cluster import a_port
 from tests.support.conditions import eventually
+from tests.support.go_tools import FIXTURES, NotBuilt, build, read_tool
 from tests.support.models import add_version, digits
 from tests.support.processes import Process, headrace
 from tests.support.s3_bucket import BUCKET, Absence, S3Bucket
 from tests.support.stand_in_server import HOST
+from tests.support.tree import ROOT
+from tests.support.versitygw import Versitygw
 
 CALL_EVERY_S = 0.1
 CALL_TIMEOUT_S = 30.0
@@ -50,78 +51,15 @@ class Store(Protocol):
     async def come_back(self) -> None: ...
 
 
-class Versitygw:
-    """A gateway to a directory, in a process of its own."""
+def open_store(directory: Path, *, is_real: bool) -> AbstractAsyncContextManager[Store]:
+    """Serve a bucket: by versitygw, or by the stand-in of the tests.
 
-    def __init__(self, program: Path, directory: Path) -> None:
-        self._program = program
-        self._directory = directory
-        self._port = a_port()
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables with which the library finds it."""
-        return {
-            "AWS_ACCESS_KEY_ID": "accesskey",
-            "AWS_SECRET_ACCESS_KEY": "secretkey",
-            "AWS_REGION": "us-east-1",
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ENDPOINT_URL": f"http://{HOST}:{self._port}",
-        }
-
-    async def go_away(self, absence: Absence) -> None:
-        """Be killed, or held if it is to be silent."""
-        assert self._process is not None
-        if absence is Absence.SILENT:
-            self._process.send_signal(signal.SIGSTOP)
-        else:
-            self._process.kill()
-            await self._process.wait()
-
-    async def come_back(self) -> None:
-        """Go on, or start again, and wait until it answers."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGCONT)
-        else:
-            (self._directory / BUCKET).mkdir(parents=True, exist_ok=True)
-            self._process = await asyncio.create_subprocess_exec(
-                self._program,
-                "--port",
-                f"{HOST}:{self._port}",
-                "posix",
-                self._directory,
-                env={**os.environ, "ROOT_ACCESS_KEY": "accesskey", "ROOT_SECRET_KEY": "secretkey"},
-                stdout=asyncio.subprocess.DEVNULL,
-            )
-        await eventually(self._answers, what="versitygw answers", recheck_s=0.05)
-
-    async def _answers(self) -> bool:
-        try:
-            async with aiohttp.ClientSession() as http, http.get(f"http://{HOST}:{self._port}/"):
-                return True
-        except aiohttp.ClientError:
-            return False
-
-    def end(self) -> None:
-        """Kill it."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-
-
-@asynccontextmanager
-async def open_store(versitygw: Path | None, directory: Path) -> AsyncIterator[Store]:
-    """Serve a bucket."""
-    if versitygw is None:
-        async with S3Bucket() as bucket:
-            yield bucket
-        return
-    gateway = Versitygw(versitygw, directory)
-    try:
-        await gateway.come_back()
-        yield gateway
-    finally:
-        gateway.end()
+    Raises:
+        NotBuilt: versitygw cannot be had on this machine.
+    """
+    if not is_real:
+        return S3Bucket()
+    return Versitygw(build(read_tool(ROOT / FIXTURES["versitygw_program"])), directory)
 
 
 class Restart(NamedTuple):
@@ -184,11 +122,16 @@ class Caller:
 
 
 async def measure(
-    minutes: float, versitygw: Path | None, scratch: Path, say: Callable[[str], None]
+    minutes: float, scratch: Path, say: Callable[[str], None], *, is_real: bool
 ) -> Found:
-    """Run it. Raises `AssertionError` if something does not come."""
+    """Run it, with a real store or the stand-in of the tests.
+
+    Raises:
+        AssertionError: something does not come.
+        NotBuilt: see `open_store`.
+    """
     port = a_port()
-    async with open_store(versitygw, scratch / "store") as store:
+    async with open_store(scratch / "store", is_real=is_real) as store:
         environment = {
             **store.environment,
             "HEADRACE_MODELS__REPOSITORY": f"s3://{BUCKET}",
@@ -253,11 +196,15 @@ async def upload(made: Path, number: int, environment: dict[str, str]) -> None:
 
 @click.command()
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=10.0, show_default=True)
-@click.option("--versitygw", type=click.Path(path_type=Path, exists=True), help="The program.")
-def main(minutes: float, versitygw: Path | None) -> None:
+@click.option("--versitygw", is_flag=True, help="A real store, built with Go if it is not yet.")
+def main(minutes: float, versitygw: bool) -> None:
     """Keep a store unavailable; exit code 1 if a caller noticed."""
     with tempfile.TemporaryDirectory() as scratch:
-        found = asyncio.run(measure(minutes, versitygw, Path(scratch), click.echo))
+        measuring = measure(minutes, Path(scratch), click.echo, is_real=versitygw)
+        try:
+            found = asyncio.run(measuring)
+        except NotBuilt as reason:
+            raise click.ClickException(str(reason)) from reason
     click.echo(f"{found.answers} answers, {len(found.wrong)} wrong: {found.wrong[:3]}")
     click.echo(
         f"new version after {found.new_version_s:.1f} s, of which up to 1 s to the next poll"

@@ -1,7 +1,8 @@
 """Programs of others that tests run, built from the Go modules in `tools/`.
 
 Each folder there holds a `go.mod` whose `tool` line names the program and whose `require` lines
-and `go.sum` pin everything that goes into it. `make test-tools` builds them, which takes minutes
+and `go.sum` pin everything that goes into it, and some have a program of their own, which does
+less than the one of the module that it calls. `make test-tools` builds them, which takes minutes
 once; a built one stays in the user's cache under its version. Tests of one that is not there are
 skipped, with the reason.
 """
@@ -14,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ FIXTURES = {
     "grpcurl": "tools/grpcurl",
     "jaeger_program": "tools/jaeger",
     "promtool": "tools/promtool",
+    "versitygw_program": "tools/versitygw",
 }
 """Each fixture that is a program, and the folder of its module."""
 
@@ -52,9 +55,17 @@ class GoTool(NamedTuple):
 
 
 def read_tool(folder: Path) -> GoTool:
-    """The tool of a module: its package, and the version of the module that has the package."""
+    """The tool of a module: its package, and the version of the module that has the package.
+
+    That of a program in the folder itself is the version of the module that it calls, and a
+    checksum of its text.
+    """
     text = (folder / "go.mod").read_text(encoding="utf-8")
     (package,) = re.findall(r"^tool (\S+)$", text, flags=re.MULTILINE)
+    if (folder / "main.go").exists():
+        (version,) = re.findall(r"^require \S+ v(\S+)$", text, flags=re.MULTILINE)
+        checksum = zlib.crc32((folder / "main.go").read_bytes())
+        return GoTool(folder, package, f"{version}-{checksum:08x}")
     versions = dict(re.findall(r"^\t(\S+) v(\S+)", text, flags=re.MULTILINE))
     module = next(
         str(parent) for parent in Path(package).parents if versions.get(str(parent)) is not None
@@ -130,6 +141,12 @@ def ghz() -> Path:
 def jaeger_program() -> Path:
     """Jaeger, all of it in one program: OTLP in, its query API out."""
     return built("jaeger_program")
+
+
+@pytest.fixture(scope="session")
+def versitygw_program() -> Path:
+    """S3 over a directory; see `tests.support.versitygw`."""
+    return built("versitygw_program")
 
 
 def main() -> None:
