@@ -169,6 +169,13 @@ async def test_outdated_fetch_result_is_dropped(change: str) -> None:
     assert not fetcher.has_unread
 
 
+@pytest.mark.parametrize("content", [None, b""])
+def test_part_without_records_is_empty(content: bytes | None) -> None:
+    """Kafka sends no bytes; other brokers may send null, which Kafka's own client takes as well."""
+    records = RecordSet(content)
+    assert (records.has_next(), records.size_in_bytes()) == (False, 0)
+
+
 async def test_poll_ends_with_its_timeout() -> None:
     """Nobody waits longer than that for something to be fetched."""
     assert await take_records(buffer_of(Fetcher()), 0.01, 1, MAX_POLL_BYTES, ReadState()) == {}

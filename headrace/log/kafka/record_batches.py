@@ -103,9 +103,10 @@ class RecordSet:
         content: the bytes of the last batch that `next_batch` returned or failed at.
     """
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes | None) -> None:
         self.content = memoryview(b"")
-        self._all = memoryview(content)
+        # A broker may send null if there are no records. Kafka's own client takes that as well.
+        self._all = memoryview(content or b"")
         self._at = 0
 
     def size_in_bytes(self) -> int:
