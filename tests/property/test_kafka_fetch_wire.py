@@ -6,6 +6,7 @@ import struct
 from io import BytesIO
 
 import pytest
+from aiokafka import errors
 from aiokafka.protocol.fetch import FetchRequest, FetchRequest_v11, FetchResponse_v11
 from aiokafka.protocol.struct import Struct
 from hypothesis import given
@@ -19,7 +20,7 @@ int64 = st.integers(-(2**63), 2**63 - 1)
 topics_of = st.text(st.characters(codec="utf-8"), max_size=8)
 parts = st.tuples(
     int32,
-    int16,
+    int16.filter(lambda code: code not in {9, 56, 74, 78}),
     int64,
     int64,
     int64,
@@ -55,6 +56,26 @@ def test_fetch_response_is_decoded_as_by_aiokafka(
     frame = BytesIO(header + response.encode())
     frame.seek(len(header))
     assert FetchResponse.decode(frame).topics == response.topics
+
+
+@pytest.mark.parametrize(
+    ("code", "decoded"),
+    [
+        (errors.NoError.errno, errors.NoError),
+        (errors.OffsetOutOfRangeError.errno, errors.OffsetOutOfRangeError),
+        (errors.NotLeaderForPartitionError.errno, errors.NotLeaderForPartitionError),
+        (errors.ReplicaNotAvailableError.errno, errors.NotLeaderForPartitionError),
+        (errors.KafkaStorageError.errno, errors.NotLeaderForPartitionError),
+    ],
+)
+def test_error_of_replaced_leader_is_decoded_as_not_leader(
+    code: int, decoded: type[errors.KafkaError]
+) -> None:
+    """After it aiokafka asks for the leader anew; otherwise it would within a minute."""
+    part = (0, code, -1, -1, -1, None, -1, None)
+    response = FetchResponse_v11(0, 0, 0, [("requests", [part])])
+    [(_, [found])] = FetchResponse.decode(BytesIO(response.encode())).topics
+    assert errors.for_code(found[1]) is decoded
 
 
 @given(requests)

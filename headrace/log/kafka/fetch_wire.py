@@ -15,6 +15,7 @@ import struct
 from io import BytesIO
 from typing import Any, Final
 
+from aiokafka.errors import NotLeaderForPartitionError
 from aiokafka.protocol.fetch import FetchRequest_v11
 
 _REQUEST = struct.Struct(">iiiibii")  # replica, wait, two sizes, isolation, session and its epoch
@@ -25,6 +26,8 @@ _PART_END = struct.Struct(">ii")  # replica, size of the batches
 _TRANSACTION = struct.Struct(">qq")
 _COUNT = struct.Struct(">i")
 _LENGTH = struct.Struct(">h")
+_LEADER_UNFIT: Final = frozenset({9, 56, 74, 78})
+"""REPLICA_NOT_AVAILABLE, KAFKA_STORAGE_ERROR, FENCED_LEADER_EPOCH and OFFSET_NOT_AVAILABLE."""
 
 
 class FetchResponse:
@@ -33,7 +36,9 @@ class FetchResponse:
     Args:
         topics: (topic, parts) of each topic. A part is (partition, error code, high watermark, last
             stable offset, log start offset, aborted transactions, preferred replica, batches), as
-            aiokafka's own response has it.
+            aiokafka's own response has it. But errors of a leader that may have been replaced, such
+            as one whose disk failed, are NOT_LEADER_OR_FOLLOWER: after this one alone aiokafka asks
+            for the leader anew, as Kafka's own client does after all of them.
     """
 
     API_VERSION: Final = 11
@@ -63,6 +68,8 @@ class FetchResponse:
             for _ in range(part_count):
                 *fields, transaction_count = _PART.unpack_from(data, at)
                 at += _PART.size
+                if fields[1] in _LEADER_UNFIT:
+                    fields[1] = NotLeaderForPartitionError.errno
                 aborted = None
                 if transaction_count >= 0:
                     start = at
