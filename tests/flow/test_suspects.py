@@ -42,17 +42,31 @@ GROUPINGS: list[Grouping] = [
 ]
 
 
+DELIVERIES: dict[str, dict[str, str]] = {
+    "at-least-once": {},
+    "exactly-once": {"guarantee": "exactly_once"},
+    "exactly-once-ordered": {"guarantee": "exactly_once", "order": "partition"},
+    "ordered-by-key": {"order": "key"},
+}
+# The search runs in ingest and the executor, the delivery in the responder: each grouping has two
+# deliveries, one of each guarantee, and each delivery two groupings, one with all stages in one
+# process and one with the stages apart.
+FORMS = [
+    (GROUPINGS[0], "at-least-once"),
+    (GROUPINGS[0], "exactly-once-ordered"),
+    (GROUPINGS[1], "ordered-by-key"),
+    (GROUPINGS[1], "exactly-once"),
+    (GROUPINGS[2], "ordered-by-key"),
+    (GROUPINGS[2], "exactly-once"),
+    (GROUPINGS[3], "at-least-once"),
+    (GROUPINGS[3], "exactly-once-ordered"),
+]
+
+
 @pytest.mark.parametrize(
-    "delivery",
-    [
-        {},
-        {"guarantee": "exactly_once"},
-        {"guarantee": "exactly_once", "order": "partition"},
-        {"order": "key"},
-    ],
-    ids=["at-least-once", "exactly-once", "exactly-once-ordered", "ordered-by-key"],
+    ("grouping", "delivery"),
+    [pytest.param(each, DELIVERIES[name], id=f"{name_of(each)}-{name}") for each, name in FORMS],
 )
-@pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
 async def test_record_that_ends_its_process_becomes_dead_letter(
     tmp_path: Path, grouping: Grouping, delivery: dict[str, str]
 ) -> None:
