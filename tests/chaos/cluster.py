@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from headrace.tools.local_kafka import LocalKafka
-from headrace.tools.local_kafka.broker import free_port
+from headrace.tools.local_kafka.broker import reserve_port
 from tests.support.tcp_proxy import HOST, TcpProxy
 
 # A machine that is busy otherwise makes a broker miss the heartbeats of its own controller.
@@ -34,25 +34,28 @@ class Cluster:
 @asynccontextmanager
 async def running_cluster() -> AsyncIterator[Cluster]:
     """A broker that is stopped, with its proxy, when the context is left."""
-    taken: set[int] = set()
-    ports = []
-    for _ in range(3):
-        ports.append(free_port(taken, HOST))
-        taken.add(ports[-1])
-    direct, controller, behind = ports
-    async with TcpProxy(behind) as proxy:
-        listeners = {"PLAINTEXT": direct, "PROXIED": behind, "CONTROLLER": controller}
-        advertised = {"PLAINTEXT": direct, "PROXIED": proxy.port}
-        properties = PROPERTIES | {
-            "listeners": _addresses(listeners),
-            "advertised.listeners": _addresses(advertised),
-            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in listeners),
-            "controller.quorum.voters": f"1@{HOST}:{controller}",
-        }
-        async with LocalKafka(
-            port=direct, properties=properties, start_timeout_s=START_TIMEOUT_S
-        ) as kafka:
-            yield Cluster(kafka, proxy, f"{HOST}:{direct}", f"{HOST}:{proxy.port}")
+    async with AsyncExitStack() as stack:
+        ports: list[int] = []
+        for _ in range(3):
+            port, reservation = reserve_port(ports, HOST)
+            stack.enter_context(reservation)
+            ports.append(port)
+        direct, controller, behind = ports
+        async with TcpProxy(behind) as proxy:
+            listeners = {"PLAINTEXT": direct, "PROXIED": behind, "CONTROLLER": controller}
+            advertised = {"PLAINTEXT": direct, "PROXIED": proxy.port}
+            properties = PROPERTIES | {
+                "listeners": _addresses(listeners),
+                "advertised.listeners": _addresses(advertised),
+                "listener.security.protocol.map": ",".join(
+                    f"{name}:PLAINTEXT" for name in listeners
+                ),
+                "controller.quorum.voters": f"1@{HOST}:{controller}",
+            }
+            async with LocalKafka(
+                port=direct, properties=properties, start_timeout_s=START_TIMEOUT_S
+            ) as kafka:
+                yield Cluster(kafka, proxy, f"{HOST}:{direct}", f"{HOST}:{proxy.port}")
 
 
 def _addresses(ports: dict[str, int]) -> str:

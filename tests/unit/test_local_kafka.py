@@ -15,7 +15,7 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.tools.local_kafka import BrokerFailed, BrokerUnavailable, ChecksumMismatch, ScramTls
-from headrace.tools.local_kafka.broker import free_port
+from headrace.tools.local_kafka.broker import free_port, is_free, reserve, reserve_port
 from headrace.tools.local_kafka.configuration import (
     ClusterDirectory,
     NodePorts,
@@ -349,6 +349,17 @@ def test_invalid_property_key_is_refused() -> None:
 def test_free_port_is_outside_ephemeral_range() -> None:
     """The port lies below those that the system hands out."""
     assert 20_000 <= free_port(set(), "127.0.0.1") < 32_000
+
+
+def test_reserved_port_is_free_for_its_server_and_no_other_caller_s() -> None:
+    """A node that is down does not listen, and finds its port free when it starts again."""
+    port, reservation = reserve_port((), "127.0.0.1")
+    with reservation:
+        assert is_free(port, "127.0.0.1")
+        assert reserve(port, "127.0.0.1") is None
+    again = reserve(port, "127.0.0.1")
+    assert again is not None
+    again.close()
 
 
 def test_password_with_quotes_is_refused() -> None:

@@ -40,18 +40,45 @@ _ATTEMPTS = 200
 
 
 def free_port(taken: Container[int], host: str) -> int:
-    """Return a random port that is not in `taken` and that nothing listens on.
+    """Return a random port that is not in `taken`, not reserved, and that nothing listens on.
 
     It is random so that two processes that choose at once rarely choose the same.
 
     Raises:
         BrokerUnavailable: a few hundred attempts found none.
     """
+    port, reservation = reserve_port(taken, host)
+    reservation.close()
+    return port
+
+
+def reserve_port(taken: Container[int], host: str) -> tuple[int, socket.socket]:
+    """Return such a port, which no other caller on this machine gets until the socket is closed.
+
+    The socket is the UDP port of the same number. A server that is stopped does not listen, so that
+    another one could take its port before it is started again.
+
+    Raises:
+        BrokerUnavailable: see `free_port`.
+    """
     for _ in range(_ATTEMPTS):
         port = _FIRST + secrets.randbelow(_LAST - _FIRST)
         if port not in taken and is_free(port, host):
-            return port
+            reservation = reserve(port, host)
+            if reservation is not None:
+                return port, reservation
     raise BrokerUnavailable(f"{_ATTEMPTS} ports between {_FIRST} and {_LAST} are all in use")
+
+
+def reserve(port: int, host: str) -> socket.socket | None:
+    """Return what reserves a port until it is closed; None if the port is reserved already."""
+    reservation = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        reservation.bind((host, port))
+    except OSError:
+        reservation.close()
+        return None
+    return reservation
 
 
 def is_free(port: int, host: str) -> bool:
@@ -151,6 +178,7 @@ class LocalKafka:
         self._path: Path | None = None
         self._certificates: Certificates | None = None
         self._ports: tuple[NodePorts, ...] = ()
+        self._reservations: list[socket.socket] = []
         self._nodes: tuple[JvmProcess, ...] = ()
 
     @property
@@ -242,6 +270,9 @@ class LocalKafka:
                     stopping.create_task(node.stop(_STOP_TIMEOUT_S), name=f"stop {node.name}")
             self._keep_class_archive(nodes)
         finally:
+            for reservation in self._reservations:
+                reservation.close()
+            self._reservations.clear()
             if self._path is not None and self._kept is None:
                 shutil.rmtree(self._path)
             self._path = None
@@ -317,16 +348,17 @@ class LocalKafka:
                 raise self.node(number).failure("to run")
 
     def _choose_ports(self) -> tuple[NodePorts, ...]:
-        taken: set[int] = set()
+        fixed = [self._port + number if self._port else 0 for number in range(self._count)]
 
         def pick(wanted: int = 0) -> int:
-            if wanted and not is_free(wanted, HOST):
+            if not wanted:
+                port, reservation = reserve_port(fixed, HOST)
+                self._reservations.append(reservation)
+                return port
+            if not is_free(wanted, HOST):
                 raise BrokerUnavailable(f"port {wanted} on {HOST} is in use; choose another")
-            port = wanted or free_port(taken, HOST)
-            taken.add(port)
-            return port
+            return wanted
 
-        fixed = [self._port + number if self._port else 0 for number in range(self._count)]
         secure = self._security is not None
         return tuple(
             NodePorts(
