@@ -177,7 +177,7 @@ def test_part_without_records_is_empty(content: bytes | None) -> None:
 
 
 async def test_poll_ends_with_its_timeout() -> None:
-    """Nobody waits longer than that for something to be fetched."""
+    """A poll waits no longer than that for something to be fetched."""
     assert await take_records(buffer_of(Fetcher()), 0.01, 1, MAX_POLL_BYTES, ReadState()) == {}
 
 

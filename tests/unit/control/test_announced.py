@@ -60,7 +60,7 @@ def test_ingest_waits_for_every_batcher() -> None:
 
 
 def test_ingest_without_batcher_heard_waits() -> None:
-    """Nobody has said yet that it could pass the request on."""
+    """No batcher has announced that it can pass the request on."""
     announced = AnnouncedVersions(INGEST, 1, 10.0)
     announced.apply([event("e", EXECUTOR, "1")], 0.0)
     assert announced.awaited("digits", "1", 1) == waits("announced by 0 of 1 batchers: loading")
