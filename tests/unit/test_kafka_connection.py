@@ -1,15 +1,19 @@
-"""Judging a server's first answer."""
+"""What is made of a broker's answers: the first one, and a fetch that it refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
+import time
 
+import msgspec
 import pytest
+from aiokafka.protocol.fetch import FetchRequest
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.connection import Connection
+from headrace.tuning import TUNING
 
 API_VERSIONS, METADATA = 18, 3
 SUPPORTED = struct.pack(">hi" + 2 * "hhh", 0, 2, API_VERSIONS, 0, 0, METADATA, 0, 0)
@@ -40,3 +44,72 @@ async def test_server_without_brokers_is_retried_as_starting() -> None:
         assert await connection.refusal() is None
         with pytest.raises(LogUnavailable, match="it is starting"):
             await connection.open_client()
+
+
+FETCH = 1
+FETCH_SUPPORTED = struct.pack(
+    ">hi" + 3 * "hhh", 0, 3, API_VERSIONS, 0, 0, METADATA, 0, 0, FETCH, 11, 11
+)
+FAILED_DISK, NO_ERROR = 56, 0
+RECORDS = b"whatever is in a batch"
+
+
+class FetchedFrom:
+    """A broker that answers each fetch with these parts.
+
+    Args:
+        parts: (error code, record batches) of partitions 0, 1, ...
+        pause_s: before a request is repeated.
+    """
+
+    def __init__(self, *parts: tuple[int, bytes], pause_s: float) -> None:
+        self._parts = parts
+        self._tuning = msgspec.structs.replace(TUNING.kafka, request_retry_s=pause_s)
+
+    async def seconds(self) -> float:
+        """Return how long one fetch takes."""
+        async with await asyncio.start_server(self._answer, "127.0.0.1") as server:
+            _, self._port = server.sockets[0].getsockname()
+            settings = KafkaSettings(bootstrap_servers=f"127.0.0.1:{self._port}")
+            connection = Connection(settings, tuning=self._tuning)
+            client = await connection.open_client()
+            begun_s = time.monotonic()
+            await client.send(1, FetchRequest(500, 1, 1 << 20, 0, [("t", [(0, 0, 1 << 20)])]))
+            took_s = time.monotonic() - begun_s
+            await connection.close_client(client)
+        return took_s
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        bodies = {API_VERSIONS: FETCH_SUPPORTED, METADATA: self._brokers(), FETCH: self._fetched()}
+        try:
+            while True:
+                (size,) = struct.unpack(">i", await reader.readexactly(4))
+                key, _, correlation_id = struct.unpack_from(">hhi", await reader.readexactly(size))
+                body = bodies[key]
+                writer.write(struct.pack(">ii", 4 + len(body), correlation_id) + body)
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    def _brokers(self) -> bytes:
+        return struct.pack(">iih9sii", 1, 1, 9, b"127.0.0.1", self._port, 0)
+
+    def _fetched(self) -> bytes:
+        parts = [
+            struct.pack(">ihqqqiii", number, error, 0, 0, 0, -1, -1, len(batches)) + batches
+            for number, (error, batches) in enumerate(self._parts)
+        ]
+        head = struct.pack(">ihiih1si", 0, 0, 0, 1, 1, b"t", len(parts))
+        return head + b"".join(parts)
+
+
+async def test_fetch_that_is_refused_at_once_is_not_repeated_at_once() -> None:
+    """Until another broker leads, a broker would get hundreds of the same request each second."""
+    broker = FetchedFrom((FAILED_DISK, b""), (NO_ERROR, b""), pause_s=0.2)
+    assert await broker.seconds() >= 0.2
+
+
+async def test_records_beside_refused_partition_are_not_held_back() -> None:
+    """They are there, and the broker waits for others before it answers again."""
+    broker = FetchedFrom((FAILED_DISK, b""), (NO_ERROR, RECORDS), pause_s=3600.0)
+    async with asyncio.timeout(30):
+        await broker.seconds()

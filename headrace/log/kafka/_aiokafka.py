@@ -299,6 +299,7 @@ def replace_connecting(
     get_connection: Callable[..., Awaitable[AIOKafkaConnection | None]],
     find_metadata: Callable[[ClusterMetadata, Collection[str]], Awaitable[bool]],
     on_request: Callable[[str], None],
+    pause_s: Callable[[Any], float],
 ) -> None:
     """Replace how a client finds and connects to brokers.
 
@@ -310,13 +311,14 @@ def replace_connecting(
         find_metadata: called when no known broker answers a metadata request; returns whether
             another one did.
         on_request: called with the name of each request to a broker.
+        pause_s: called with each response; returns the seconds by which it is held back.
     """
     ask_known_brokers = client._metadata_update
 
     async def update_metadata(cluster: ClusterMetadata, topics: Collection[str]) -> bool:
         return await ask_known_brokers(cluster, topics) or await find_metadata(cluster, topics)
 
-    client.send = partial(_send_or_connection_error, client.send, on_request)
+    client.send = partial(_send_or_connection_error, client.send, on_request, pause_s)
     client._get_conn = get_connection
     client.bootstrap = bootstrap
     client._metadata_update = update_metadata
@@ -325,6 +327,7 @@ def replace_connecting(
 async def _send_or_connection_error(
     send: Callable[..., Awaitable[Any]],
     on_request: Callable[[str], None],
+    pause_s: Callable[[Any], float],
     node_id: int,
     request: Any,
     **options: Any,
@@ -337,11 +340,14 @@ async def _send_or_connection_error(
     """
     on_request(type(request).__name__.removesuffix("Request"))
     try:
-        return await send(node_id, request, **options)
+        response = await send(node_id, request, **options)
     except RuntimeError as error:
         if "handler is closed" not in str(error):
             raise
         raise kafka_errors.KafkaConnectionError(f"node {node_id}: {error}") from error
+    if pause := pause_s(response):
+        await asyncio.sleep(pause)
+    return response
 
 
 def start_metadata_refresh(client: AIOKafkaClient) -> None:

@@ -177,7 +177,13 @@ class Connection:
             get_connection=partial(self._get_connection, client),
             find_metadata=self._find_metadata,
             on_request=self._on_request,
+            pause_s=self._pause_s,
         )
+
+    def _pause_s(self, response: object) -> float:
+        """Return the seconds by which a response is held back."""
+        is_refused = isinstance(response, FetchResponse) and response.is_refused
+        return self.tuning.request_retry_s if is_refused else 0.0
 
     async def _bootstrap(self, client: AIOKafkaClient) -> None:
         reasons: list[str] = []

@@ -39,12 +39,18 @@ class FetchResponse:
             aiokafka's own response has it. But errors of a leader that may have been replaced, such
             as one whose disk failed, are NOT_LEADER_OR_FOLLOWER: after this one alone aiokafka asks
             for the leader anew, as Kafka's own client does after all of them.
+
+    Attributes:
+        is_refused: True if there are errors and no records. A broker answers so at once, and
+            aiokafka would send the same request again at once.
     """
 
     API_VERSION: Final = 11
 
     def __init__(self, topics: list[tuple[str, list[tuple[Any, ...]]]]) -> None:
         self.topics = topics
+        parts = [part for _, parts in topics for part in parts]
+        self.is_refused = any(part[1] for part in parts) and not any(part[-1] for part in parts)
 
     @classmethod
     def decode(cls, frame: BytesIO) -> FetchResponse:
