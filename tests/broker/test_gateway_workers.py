@@ -24,8 +24,9 @@ from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
+from tests.support.forked import HEADRACE
 from tests.support.models import add_version, digits
-from tests.support.processes import HEADRACE, environment
+from tests.support.processes import environment
 
 HOST = "127.0.0.1"
 CALLERS = 8

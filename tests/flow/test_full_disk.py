@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from tests.support.conditions import DEADLINE_S, eventually
-from tests.support.processes import HEADRACE
+from tests.support.forked import HEADRACE
 
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 FULL = Path("/dev/full")

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,9 +21,9 @@ from headrace.config import load_settings
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.topic_plan import plan_topics
 from tests.support.conditions import eventually
+from tests.support.forked import ForkedHeadrace
 from tests.support.tree import ROOT
 
-HEADRACE = Path(sys.executable).parent / "headrace"
 START_DEADLINE_S = 40.0
 STOP_DEADLINE_S = 30.0
 PROGRAM_TIMEOUT_S = 150.0
@@ -55,8 +54,8 @@ class Process:
             **environment,
             "HEADRACE_TELEMETRY__HTTP_PORT": "0",
         }
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __aexit__
-        self._process: asyncio.subprocess.Process | None = None
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed in __aexit__
+        self._process: ForkedHeadrace | None = None
         self._earlier_output = 0
         self.http_port = 0
 
@@ -67,14 +66,9 @@ class Process:
     async def start(self) -> None:
         """Start it, also once more, and wait until `/health/ready` answers 200."""
         self._earlier_output = len(self.output)
-        self._process = await asyncio.create_subprocess_exec(
-            HEADRACE,
-            *self._arguments,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-        )
+        output = Path(self._output.name)
+        self._process = ForkedHeadrace(self._arguments, self._environment, output)
+        await self._process.start()
         try:
             await eventually(self._is_ready, deadline_s=self._start_deadline_s, recheck_s=0.05)
         except AssertionError as error:
@@ -225,7 +219,18 @@ async def create_topics(settings: dict[str, str]) -> None:
 
 async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> str:
     """Run a command of the CLI to its end, which must be good; return what it printed."""
-    return await run_program([HEADRACE, *arguments], settings, errors=subprocess.STDOUT)
+    with tempfile.NamedTemporaryFile() as output:
+        process = ForkedHeadrace(arguments, {**os.environ, **settings}, Path(output.name))
+        await process.start()
+        try:
+            async with asyncio.timeout(PROGRAM_TIMEOUT_S):
+                code = await process.wait()
+        finally:
+            process.kill()
+            await process.wait()
+        printed = output.read().decode()
+    assert code == 0, printed
+    return printed
 
 
 async def run_program(
@@ -233,7 +238,6 @@ async def run_program(
     settings: dict[str, str],
     directory: Path = ROOT,
     timeout_s: float = PROGRAM_TIMEOUT_S,
-    errors: int = subprocess.PIPE,
 ) -> str:
     """Run a program to its end in a directory, with these variables besides those of the test;
     return what it printed. It must exit with 0.
@@ -244,7 +248,7 @@ async def run_program(
         env={**os.environ, **settings},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=errors,
+        stderr=subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(timeout_s):
@@ -254,7 +258,7 @@ async def run_program(
             process.kill()
         await process.wait()
         raise
-    assert process.returncode == 0, (failed or printed).decode()
+    assert process.returncode == 0, failed.decode()
     return printed.decode()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from headrace.client.rpc import last_header
 from headrace.log.port import Log, NewRecord, Record, TopicPartition
 from headrace.tools.replay.recording import Recording, Span
-from tests.support.processes import HEADRACE
+from tests.support.forked import HEADRACE
 
 START_MS = 1_700_000_000_000
 

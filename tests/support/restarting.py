@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Self
 
-from tests.support.processes import HEADRACE
+from tests.support.forked import ForkedHeadrace
 
 RESTART_AFTER_S = 0.1
 STOP_DEADLINE_S = 30.0
@@ -39,7 +38,7 @@ class Restarting:
             "HEADRACE_TELEMETRY__HTTP_PORT": "0",
         }
         self._directory = directory
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ForkedHeadrace | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._stopping = False
         self.restarts = 0
@@ -66,18 +65,11 @@ class Restarting:
 
     async def _keep(self) -> None:
         for life in range(1, 1000):
-            with (self._directory / f"{self.stages}-{life}.log").open("wb") as output:
-                began_s = time.monotonic()
-                self._process = await asyncio.create_subprocess_exec(
-                    HEADRACE,
-                    "run",
-                    self.stages,
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-                code = await self._process.wait()
+            began_s = time.monotonic()
+            log = self._directory / f"{self.stages}-{life}.log"
+            self._process = ForkedHeadrace(["run", self.stages], self._environment, log)
+            await self._process.start()
+            code = await self._process.wait()
             self.lives.append(f"{time.monotonic() - began_s:.1f} s, exit {code}")
             if self._stopping:
                 return
