@@ -42,22 +42,32 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that may take longest first, by the time limits of their tests.
+    """Mix files whose tests mostly wait with those that mostly compute, the longest of each first.
 
-    Each process of `make test` takes the next file when it has none: short ones at the end let
-    all of them end together. A test counts by its limit if it is slow or has one of its own, and
-    other flows by about a second each. The rest stays in random order.
+    Each process of `make test` takes the next file when it has none. So the cores are busy all the
+    time, and short files at the end let all processes end together. A test on a broker, or a slow
+    one, waits, for its time limit at most; others compute, flows and properties for about half a
+    second each.
     """
     default_s = float(config.getini("timeout"))
-    limits_s: defaultdict[Path, float] = defaultdict(float)
+    waits_s: defaultdict[Path, float] = defaultdict(float)
+    computes_s: defaultdict[Path, float] = defaultdict(float)
     for item in items:
-        if limit := item.get_closest_marker("timeout"):
-            limits_s[item.path] += limit.args[0]
-        elif item.get_closest_marker("broker") or item.get_closest_marker("slow"):
-            limits_s[item.path] += default_s
-        elif item.nodeid.startswith("tests/flow/"):
-            limits_s[item.path] += 1.0
-    items.sort(key=lambda item: -limits_s[item.path])
+        limit = item.get_closest_marker("timeout")
+        if limit or item.get_closest_marker("broker") or item.get_closest_marker("slow"):
+            waits_s[item.path] += limit.args[0] if limit else default_s
+        else:
+            is_long = item.nodeid.startswith(("tests/flow/", "tests/property/"))
+            computes_s[item.path] += 0.5 if is_long else 0.02
+    for path in waits_s.keys() & computes_s.keys():
+        del computes_s[path]
+    places: dict[Path, float] = {}
+    for lengths_s in (waits_s, computes_s):
+        total_s, before_s = sum(lengths_s.values()), 0.0
+        for path, length_s in sorted(lengths_s.items(), key=lambda each: -each[1]):
+            places[path] = before_s / total_s
+            before_s += length_s
+    items.sort(key=lambda item: places[item.path])
 
 
 @pytest.fixture(autouse=True)
