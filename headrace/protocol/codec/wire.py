@@ -278,6 +278,8 @@ def _add_payload(columns: dict[str, Any], requests: Sequence[Request]) -> list[t
     parts: list[int] = []
     payload: list[bytes | memoryview] = []
     placed: list[tuple[_Place, ...]] = []
+    last: tuple[Tensor, ...] | None = None
+    behind: list[bytes | memoryview] = []
     for request in requests:
         value, places = request.value, request.places
         part = 0
@@ -291,7 +293,10 @@ def _add_payload(columns: dict[str, Any], requests: Sequence[Request]) -> list[t
         if places is None:
             places, beside = _places(request.inputs, value)
         elif request.referenced:
-            beside = [tensor.data for tensor in request.inputs]  # empty if they are in the value
+            if request.inputs is not last:
+                last = request.inputs
+                behind = [tensor.data for tensor in last if tensor.data]  # not in the value
+            beside = behind
         for content in beside:
             part += len(content)
             payload.append(content)
@@ -358,45 +363,79 @@ def _places(
 def _requests_of_items(record: ItemChunkRecord, ack_handle: AckHandle) -> list[Request]:
     layout = _layout(record)
     requests = _requests(record, ack_handle, layout)
+    count = len(requests)
     is_here = not record.referenced
     first_bytes = layout.bases
     if not is_here:
-        layout = _layout_behind_values(record, layout)
+        # Without their bytes, inputs are equal if their places are: one for all is enough then.
+        count = 1 if _are_inputs_equal(record) else count
+        layout = _layout_behind_values(record, layout, count)
         _spread(requests, "referenced", record.referenced)
         if record.shared:
             _spread_shared(requests, record)
+    some = requests[:count]
     tensors: list[list[Tensor]] = []
-    placed: list[list[_Place]] = []
     is_inside = True
     for wired in record.inputs:
-        starts, sizes = _each(wired.start, requests), _each(wired.size, requests)
+        starts, sizes = _each(wired.start, some), _each(wired.size, some)
         stops = [start + size for start, size in zip(starts, sizes, strict=True)]
         if min(starts) < 0 or min(sizes) < 0 or any(map(gt, stops, layout.parts)):
             raise _unreadable(
                 f"a tensor within {max(layout.parts)} bytes", f"{min(starts)} to {max(stops)}"
             )
         is_inside = is_inside and not any(map(gt, stops, layout.values))
-        placed.append(list(zip(starts, sizes, strict=True)))
-        contents = _contents(layout, starts, stops, None if is_here else first_bytes)
+        contents = _contents(layout, starts, stops, None if is_here else first_bytes[:count])
         # A tensor in a source record is checked when that is read.
         tensors.append(_tensors(wired, contents, is_checked=is_here))
-    _spread(requests, "rows", record.rows)
-    # Without its value, a request is known by the places of all inputs.
-    places = list(zip(*placed, strict=True)) if placed and (is_inside or not is_here) else None
-    sizes_bytes = _sum_sizes(placed, len(requests))
-    wanted = _shared_or_each(record.wanted, record.wanted_each, requests)
-    inputs: Sequence[tuple[Tensor, ...]] = (
-        list(zip(*tensors, strict=True)) if tensors else [()] * len(requests)
+    inputs = list(zip(*tensors, strict=True)) if tensors else [()] * count
+    columns = zip(
+        requests,
+        inputs if count == len(requests) else repeat(inputs[0], len(requests)),
+        # Without its value, a request is known by the places of all inputs.
+        _wired_places(record.inputs if is_inside or not is_here else (), requests),
+        _sum_sizes(record.inputs, requests),
+        _each(record.rows, requests),
+        _shared_or_each(record.wanted, record.wanted_each, requests),
+        strict=True,
     )
     shape_class = record.shape_class
-    for index, request in enumerate(requests):
-        request.inputs = inputs[index]
-        request.shape_class = shape_class
-        request.wanted = wanted[index]
-        request.size_bytes = sizes_bytes[index]
-        if places is not None:
-            request.places = places[index]
+    for request, own_inputs, places, size_bytes, rows, wanted in columns:
+        request.inputs, request.places, request.size_bytes = own_inputs, places, size_bytes
+        request.rows, request.shape_class, request.wanted = rows, shape_class, wanted
     return requests
+
+
+def _are_inputs_equal(record: ItemChunkRecord) -> bool:
+    """Return True if the inputs of all requests are at the same places of values of one size."""
+    columns = [record.referenced, record.part]
+    for wired in record.inputs:
+        columns += (wired.start, wired.size)
+    return (
+        not record.part
+        and not any(isinstance(column, list) for column in columns)
+        and all(wired.shapes is None for wired in record.inputs)
+    )
+
+
+def _wired_places(
+    wired: Sequence[WireTensors], requests: Sequence[Request]
+) -> Iterable[tuple[_Place, ...] | None]:
+    """Return the places of each request's inputs: one object for all if they are the same, since
+    each object of a request costs time whenever Python looks for garbage.
+    """
+    if not wired:
+        return repeat(None, len(requests))
+    shared = [
+        (each.start, each.size)
+        for each in wired
+        if isinstance(each.start, int) and isinstance(each.size, int)
+    ]
+    if len(shared) == len(wired):
+        return repeat(tuple(shared), len(requests))
+    columns = [
+        zip(_each(each.start, requests), _each(each.size, requests), strict=True) for each in wired
+    ]
+    return zip(*columns, strict=True)
 
 
 def _spread_shared(requests: Sequence[Request], record: ItemChunkRecord) -> None:
@@ -412,15 +451,17 @@ def _spread_shared(requests: Sequence[Request], record: ItemChunkRecord) -> None
             request.shared = (name, start)
 
 
-def _layout_behind_values(record: ItemChunkRecord, layout: _Layout) -> _Layout:
-    """Return a layout whose parts begin with the values, which the payload does not hold."""
+def _layout_behind_values(record: ItemChunkRecord, layout: _Layout, count: int) -> _Layout:
+    """Return a layout of the first requests, whose parts begin with the values, which the payload
+    does not hold.
+    """
     payload, bases, parts, values = layout
-    referenced = _each(record.referenced, record.offset)
+    referenced = _each(record.referenced, record.offset)[:count]
     if min(referenced) < 1:
         raise _unreadable("all values in their source records, or none", f"{min(referenced)}")
-    bases = [base - size for base, size in zip(bases, referenced, strict=True)]
-    parts = [part + size for part, size in zip(parts, referenced, strict=True)]
-    return _Layout(payload, bases, parts, values)
+    bases = [base - size for base, size in zip(bases[:count], referenced, strict=True)]
+    parts = [part + size for part, size in zip(parts[:count], referenced, strict=True)]
+    return _Layout(payload, bases, parts, values[:count])
 
 
 def _contents(
@@ -442,11 +483,13 @@ def _contents(
     ]
 
 
-def _sum_sizes(placed: Sequence[Sequence[_Place]], count: int) -> list[int]:
+def _sum_sizes(wired: Sequence[WireTensors], requests: Sequence[Request]) -> Iterable[int]:
     """Return the size of all inputs of each request."""
-    if len(placed) == 1:
-        return [size for _, size in placed[0]]
-    return [sum([each[index][1] for each in placed]) for index in range(count)]
+    if len(wired) == 1:
+        return _each(wired[0].size, requests)
+    if not wired:
+        return repeat(0, len(requests))
+    return map(sum, zip(*[_each(each.size, requests) for each in wired], strict=True))
 
 
 # --- results ----------------------------------------------------------------------------------
