@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import pytest
 
@@ -11,47 +12,53 @@ from headrace.log.errors import TopicForbidden
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.acl import AUTHORIZER, Operation, allow_only
+from tests.support.acl import Operation, allow_only
 from tests.support.aiokafka_tasks import sending_tasks
 from tests.support.logs import read, values, write
 
-TOPICS = ("open", "readable", "hidden")
-OPEN, READABLE, HIDDEN = (TopicPartition(topic, 0) for topic in TOPICS)
 pytestmark = pytest.mark.timeout(120)
 
 
+class Guarded(NamedTuple):
+    """A log with a topic that may be written, one that may be read, and one neither."""
+
+    log: KafkaLog
+    open: TopicPartition
+    readable: TopicPartition
+    hidden: TopicPartition
+
+
 @pytest.fixture
-async def log(kafka_installed: None) -> AsyncIterator[KafkaLog]:
-    """A broker's log, with a topic that may be written, one that may be read, and one neither."""
-    async with (
-        LocalKafka(properties=AUTHORIZER) as cluster,
-        KafkaLog(KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)) as log,
-    ):
-        infos = [TopicInfo(topic, 1, {}) for topic in TOPICS]
-        await log.create_topics(infos, replication_factor=1)
-        await allow_only(cluster.bootstrap_servers, "readable", Operation.READ)
-        await allow_only(cluster.bootstrap_servers, "hidden", Operation.CREATE)
-        yield log
+async def guarded(kafka: LocalKafka, unique_name: str) -> AsyncIterator[Guarded]:
+    """The topics on the shared broker."""
+    servers = kafka.bootstrap_servers
+    topics = [f"{unique_name}.{kind}" for kind in ("open", "readable", "hidden")]
+    async with KafkaLog(KafkaSettings(bootstrap_servers=servers)) as log:
+        await log.create_topics([TopicInfo(each, 1, {}) for each in topics], replication_factor=1)
+        await allow_only(servers, topics[1], Operation.READ)
+        await allow_only(servers, topics[2], Operation.CREATE)
+        yield Guarded(log, *[TopicPartition(each, 0) for each in topics])
 
 
-async def test_forbidden_topic_is_refused_and_producer_is_kept(log: KafkaLog) -> None:
+async def test_forbidden_topic_is_refused_and_producer_is_kept(guarded: Guarded) -> None:
     """Whether it may be seen or not; what else is sent goes through the same connection."""
-    async with log.producer() as producer, log.reader([OPEN]) as reader:
+    log = guarded.log
+    async with log.producer() as producer, log.reader([guarded.open]) as reader:
         before = sending_tasks()
-        await write(producer, OPEN, b"before")
-        for forbidden in (READABLE, HIDDEN):
+        await write(producer, guarded.open, b"before")
+        for forbidden in (guarded.readable, guarded.hidden):
             with pytest.raises(TopicForbidden, match=f"not allowed .* topic {forbidden.topic}"):
                 await write(producer, forbidden, b"v")
-        await write(producer, OPEN, b"after")
+        await write(producer, guarded.open, b"after")
 
         assert values(await read(reader, 2)) == [b"before", b"after"]
         assert sending_tasks() == before
 
 
-async def test_partitions_of_read_only_topic_are_known(log: KafkaLog) -> None:
+async def test_partitions_of_read_only_topic_are_known(guarded: Guarded) -> None:
     """A topic that we may not know of is no topic that does not exist."""
-    async with log.producer() as producer:
-        assert await producer.partitions_for("readable") == 1
+    async with guarded.log.producer() as producer:
+        assert await producer.partitions_for(guarded.readable.topic) == 1
         for _ in range(2):  # the second answer is a remembered one
             with pytest.raises(TopicForbidden):
-                await producer.partitions_for("hidden")
+                await producer.partitions_for(guarded.hidden.topic)

@@ -9,12 +9,12 @@ from headrace.log.kafka.cluster import DescribedTopic, Right, survey
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
+from tests.support.acl import Operation, Resource, allow_only
 
 pytestmark = pytest.mark.timeout(120)
 
 
-async def test_survey_without_access_rules_reports_all_rights(
+async def test_survey_of_names_without_access_rules_reports_all_rights(
     kafka: LocalKafka, unique_name: str
 ) -> None:
     """Everything is told and allowed; a topic that does not exist is left out."""
@@ -29,19 +29,21 @@ async def test_survey_without_access_rules_reports_all_rights(
     assert (found.may_join, found.may_transact) == (True, True)
 
 
-async def test_survey_reports_forbidden_topics_and_groups(kafka_installed: None) -> None:
+async def test_survey_reports_forbidden_topics_and_groups(
+    kafka: LocalKafka, unique_name: str
+) -> None:
     """A topic to read only, one that is hidden, and a group and an id that are another's."""
-    async with LocalKafka(properties=AUTHORIZER) as cluster:
-        servers = cluster.bootstrap_servers
-        settings = KafkaSettings(bootstrap_servers=servers)
-        async with KafkaLog(settings) as log:
-            topics = [TopicInfo(name, 1, {}) for name in ("readable", "hidden")]
-            await log.create_topics(topics, replication_factor=1)
-        await allow_only(servers, "readable", Operation.READ)
-        await allow_only(servers, "hidden", Operation.CREATE)
-        await allow_only(servers, "other", Operation.DESCRIBE, Resource.GROUP)
-        await allow_only(servers, "other.0", Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
-        found = await survey(settings, ["readable", "hidden"], "other", "other.0")
-        assert found.topics == {"readable": DescribedTopic(frozenset({Right.READ}), 1, 1)}
-        assert found.forbidden_topics == {"hidden"}
-        assert (found.may_join, found.may_transact) == (False, False)
+    servers = kafka.bootstrap_servers
+    settings = KafkaSettings(bootstrap_servers=servers)
+    readable, hidden, other = (f"{unique_name}.{kind}" for kind in ("readable", "hidden", "other"))
+    async with KafkaLog(settings) as log:
+        topics = [TopicInfo(name, 1, {}) for name in (readable, hidden)]
+        await log.create_topics(topics, replication_factor=1)
+    await allow_only(servers, readable, Operation.READ)
+    await allow_only(servers, hidden, Operation.CREATE)
+    await allow_only(servers, other, Operation.DESCRIBE, Resource.GROUP)
+    await allow_only(servers, f"{other}.0", Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
+    found = await survey(settings, [readable, hidden], other, f"{other}.0")
+    assert found.topics == {readable: DescribedTopic(frozenset({Right.READ}), 1, 1)}
+    assert found.forbidden_topics == {hidden}
+    assert (found.may_join, found.may_transact) == (False, False)

@@ -25,7 +25,7 @@ from headrace.log.kafka.topic_cache import TopicLimits
 from headrace.log.kafka.transactions import ProducerEpoch
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
-from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
+from tests.support.acl import Operation, Resource, allow_only
 from tests.support.conditions import eventually
 from tests.support.limits import lower_limit
 from tests.support.logs import RecordingListener, polling, read, values
@@ -196,33 +196,27 @@ async def test_cluster_without_second_version_commits_by_first(
             assert (await log.committed(unique_name, [source]))[source] == Committed(2)
 
 
-@pytest.fixture
-async def guarded(kafka_installed: None) -> AsyncIterator[KafkaLog]:
-    """A broker with access rules: a topic, a group and an id that may be seen and not used."""
-    async with LocalKafka(properties=AUTHORIZER) as cluster:
-        servers = cluster.bootstrap_servers
-        async with KafkaLog(KafkaSettings(bootstrap_servers=servers)) as log:
-            topics = [TopicInfo(name, 1, {}) for name in ("open", "readable")]
-            await log.create_topics(topics, replication_factor=1)
-            await allow_only(servers, "readable", Operation.READ)
-            await allow_only(servers, "closed", Operation.DESCRIBE, Resource.GROUP)
-            await allow_only(servers, "closed", Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
-            yield log
-
-
-async def test_forbidden_transaction_is_reported(guarded: KafkaLog) -> None:
+async def test_forbidden_transaction_is_reported(kafka: LocalKafka, unique_name: str) -> None:
     """An id refuses entering; a group and a topic refuse their seal; a successor works on."""
-    open_topic, readable = TopicPartition("open", 0), TopicPartition("readable", 0)
+    servers = kafka.bootstrap_servers
+    unruled, readable, closed = (f"{unique_name}.{kind}" for kind in ("open", "readable", "closed"))
+    open_topic, read_only = TopicPartition(unruled, 0), TopicPartition(readable, 0)
     record = [NewRecord(None, b"v")]
-    with pytest.raises(LogRefused, match="TransactionalIdAuthorizationFailed"):
-        await guarded.transactional_producer("closed", "open").__aenter__()
-    async with guarded.transactional_producer("open", "closed") as producer:
-        with pytest.raises(LogRefused, match="GroupAuthorizationFailed"):
-            await producer.commit_transaction({open_topic: record}, {open_topic: Committed(1)})
-    async with guarded.transactional_producer("open", "open") as producer:
-        with pytest.raises(TopicForbidden, match="readable"):
-            await producer.commit_transaction({readable: record, open_topic: record}, {})
-    async with guarded.reader([open_topic]) as reader:
-        async with guarded.transactional_producer("open", "open") as producer:
-            await producer.commit_transaction({open_topic: record}, {})
-        assert values(await read(reader, 1)) == [b"v"]
+    async with KafkaLog(KafkaSettings(bootstrap_servers=servers)) as log:
+        topics = [TopicInfo(name, 1, {}) for name in (unruled, readable)]
+        await log.create_topics(topics, replication_factor=1)
+        await allow_only(servers, readable, Operation.READ)
+        await allow_only(servers, closed, Operation.DESCRIBE, Resource.GROUP)
+        await allow_only(servers, closed, Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
+        with pytest.raises(LogRefused, match="TransactionalIdAuthorizationFailed"):
+            await log.transactional_producer(closed, unruled).__aenter__()
+        async with log.transactional_producer(unruled, closed) as producer:
+            with pytest.raises(LogRefused, match="GroupAuthorizationFailed"):
+                await producer.commit_transaction({open_topic: record}, {open_topic: Committed(1)})
+        async with log.transactional_producer(unruled, unruled) as producer:
+            with pytest.raises(TopicForbidden, match=readable):
+                await producer.commit_transaction({read_only: record, open_topic: record}, {})
+        async with log.reader([open_topic]) as reader:
+            async with log.transactional_producer(unruled, unruled) as producer:
+                await producer.commit_transaction({open_topic: record}, {})
+            assert values(await read(reader, 1)) == [b"v"]

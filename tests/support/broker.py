@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from headrace.tools.local_kafka import BrokerUnavailable, LocalKafka, ScramTls, install
+from tests.support.acl import AUTHORIZER
 
 FIXTURES = frozenset({"kafka", "kafka_scram_tls", "kafka_installed"})
 SCRAM_USER = "tester"
@@ -61,9 +62,10 @@ def kafka(kafka_installed: None) -> Iterator[LocalKafka]:
     """Start one node without security, shared by the whole session.
 
     It deletes no record for its age unless a topic says so: tests write records whose timestamps
-    are years old, and every five minutes a broker deletes what is older than a week.
+    are years old, and every five minutes a broker deletes what is older than a week. It obeys
+    access rules, and allows everything on names that have none.
     """
-    yield from running(LocalKafka(properties={"log.retention.ms": "-1"}))
+    yield from running(LocalKafka(properties={"log.retention.ms": "-1", **AUTHORIZER}))
 
 
 @pytest.fixture(scope="session")
