@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.cli import main
@@ -36,6 +37,9 @@ _forks.set_forkserver_preload(
     ]
 )
 
+_first: list[object] = []
+"""The first process, once it was started."""
+
 
 class ForkedHeadrace:
     """`headrace ARGUMENTS` as a process, with the methods of `asyncio.subprocess.Process`.
@@ -50,13 +54,18 @@ class ForkedHeadrace:
         self, arguments: Sequence[str], environment: Mapping[str, str], output: Path
     ) -> None:
         self._process = _forks.Process(
-            target=_run, args=(list(arguments), dict(environment), output, Path.cwd())
+            target=_run,
+            args=(list(arguments), dict(environment), output, Path.cwd()),
+            daemon=True,  # one that a failed test leaves ends with the tests
         )
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Start the process. The first one waits for the imports."""
-        await asyncio.to_thread(self._process.start)
+        """Start the process."""
+        await _imported()
+        # On this thread, like all reading of exit codes: each can be read once, and whoever starts
+        # a process reads those of others.
+        self._process.start()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._note_exit)
 
     def _note_exit(self) -> None:
@@ -83,11 +92,24 @@ class ForkedHeadrace:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if not self._exit_code.done():
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and this loop does not know yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process."""
         self.send_signal(signal.SIGKILL)
+
+
+async def _imported() -> None:
+    """Wait until the process from which others are forked has imported all modules."""
+    if not _first:
+        first = _forks.Process(target=_do_nothing, daemon=True)
+        await asyncio.to_thread(first.start)
+        _first.append(first)
+
+
+def _do_nothing() -> None:
+    """Run in a process whose start shows that others start quickly."""
 
 
 def _run(arguments: list[str], environment: dict[str, str], output: Path, directory: Path) -> None:
