@@ -299,7 +299,7 @@ def replace_connecting(
     get_connection: Callable[..., Awaitable[AIOKafkaConnection | None]],
     find_metadata: Callable[[ClusterMetadata, Collection[str]], Awaitable[bool]],
     on_request: Callable[[str], None],
-    pause_s: Callable[[Any], float],
+    pause_s: Callable[[Any, float], float],
 ) -> None:
     """Replace how a client finds and connects to brokers.
 
@@ -311,7 +311,8 @@ def replace_connecting(
         find_metadata: called when no known broker answers a metadata request; returns whether
             another one did.
         on_request: called with the name of each request to a broker.
-        pause_s: called with each response; returns the seconds by which it is held back.
+        pause_s: called with each response and the time in monotonic seconds; returns for how long
+            the response is held back.
     """
     ask_known_brokers = client._metadata_update
 
@@ -327,7 +328,7 @@ def replace_connecting(
 async def _send_or_connection_error(
     send: Callable[..., Awaitable[Any]],
     on_request: Callable[[str], None],
-    pause_s: Callable[[Any], float],
+    pause_s: Callable[[Any, float], float],
     node_id: int,
     request: Any,
     **options: Any,
@@ -345,8 +346,8 @@ async def _send_or_connection_error(
         if "handler is closed" not in str(error):
             raise
         raise kafka_errors.KafkaConnectionError(f"node {node_id}: {error}") from error
-    if pause := pause_s(response):
-        await asyncio.sleep(pause)
+    if delay_s := pause_s(response, time.monotonic()):
+        await asyncio.sleep(delay_s)
     return response
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -80,6 +81,35 @@ class ReconnectTimes:
         """Reset the back-off: the address answers."""
         self._failures.pop(address, None)
         self._until_s.pop(address, None)
+
+
+class RefusedFetches:
+    """Holds back fetch responses without records but with errors, of one client.
+
+    A broker refuses a fetch at once, and aiokafka would send it again at once: hundreds of times a
+    second until another broker leads, or the error has gone. The first refusal for a while is not
+    held back, since it may be all that it takes to find another leader.
+
+    Args:
+        pause_s: how long a response is held back.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._last_s = -math.inf
+
+    def pause_s(self, response: object, now_s: float) -> float:
+        """Return for how long a response is held back.
+
+        Args:
+            response: to any request.
+            now_s: monotonic seconds.
+        """
+        if not isinstance(response, FetchResponse) or not response.is_refused:
+            return 0.0
+        is_first = now_s - self._last_s > 10 * self._pause_s
+        self._last_s = now_s
+        return 0.0 if is_first else self._pause_s
 
 
 class Connection:
@@ -177,13 +207,8 @@ class Connection:
             get_connection=partial(self._get_connection, client),
             find_metadata=self._find_metadata,
             on_request=self._on_request,
-            pause_s=self._pause_s,
+            pause_s=RefusedFetches(self.tuning.request_retry_s).pause_s,
         )
-
-    def _pause_s(self, response: object) -> float:
-        """Return the seconds by which a response is held back."""
-        is_refused = isinstance(response, FetchResponse) and response.is_refused
-        return self.tuning.request_retry_s if is_refused else 0.0
 
     async def _bootstrap(self, client: AIOKafkaClient) -> None:
         reasons: list[str] = []
