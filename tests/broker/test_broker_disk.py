@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.tools.local_kafka import LocalKafka
-from tests.broker.test_broker_trouble import ONE_NODE, deployments, unready
 from tests.support.conditions import eventually
+from tests.support.deployments import ONE_NODE, deployments, unready
 
 DISK_BYTES = 192 * 1024 * 1024
 
