@@ -59,7 +59,7 @@ def kafka_installed() -> None:
 
 @pytest.fixture(scope="session")
 def kafka(kafka_installed: None) -> Iterator[LocalKafka]:
-    """Start one node without security, shared by the whole session.
+    """Start one node without TLS and logins, shared by the whole session.
 
     It deletes no record for its age unless a topic says so: tests write records whose timestamps
     are years old, and every five minutes a broker deletes what is older than a week. It obeys

@@ -420,9 +420,7 @@ def _are_inputs_equal(record: ItemChunkRecord) -> bool:
 def _wired_places(
     wired: Sequence[WireTensors], requests: Sequence[Request]
 ) -> Iterable[tuple[_Place, ...] | None]:
-    """Return the places of each request's inputs: one object for all if they are the same, since
-    each object of a request costs time whenever Python looks for garbage.
-    """
+    """Return the places of each request's inputs: one object for all if they are the same."""
     if not wired:
         return repeat(None, len(requests))
     shared = [
