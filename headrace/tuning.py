@@ -203,8 +203,8 @@ class ProtocolTuning(Struct, frozen=True):
     brotli_part_bytes: int = 256 * 1024
     """Bytes that one step of br may yield, and as many again in its buffer, before the limit is
     checked."""
-    json_part_bytes: int = 64 * 1024
-    """Bytes of JSON text of a tensor that are converted at a time; records in larger payloads are
+    payload_part_bytes: int = 64 * 1024
+    """Bytes of a tensor's text in JSON that are converted at a time; records in larger payloads are
     decoded one by one."""
     record_memory_bytes: int = 512 * 1024 * 1024
     """Most memory that the values of records in JSON, CSV and Protobuf may take, estimated from the

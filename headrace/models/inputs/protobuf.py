@@ -138,7 +138,7 @@ class ProtobufSchema:
         if len(payload) * int(self._memory_of.max()) <= self._memory_bytes:
             return
         content, found = np.frombuffer(payload, np.uint8), 0
-        part_bytes = TUNING.protocol.json_part_bytes
+        part_bytes = TUNING.protocol.payload_part_bytes
         for start in range(0, len(content), part_bytes):
             counts = np.bincount(content[start : start + part_bytes], minlength=256)
             found += int(counts @ self._memory_of)

@@ -349,7 +349,7 @@ _FIELD_BYTES, _LINE_BYTES = 88, 176
 def read_json(
     payload: bytes,
     content_type: str,
-    part_bytes: int = TUNING.protocol.json_part_bytes,
+    part_bytes: int = TUNING.protocol.payload_part_bytes,
     memory_bytes: int = TUNING.protocol.record_memory_bytes,
 ) -> Table:
     """Return the records of JSON. Those of more than `part_bytes` are decoded one by one, so that
@@ -438,7 +438,7 @@ class CsvReader:
         self,
         payload: bytes,
         _content_type: str,
-        part_bytes: int = TUNING.protocol.json_part_bytes,
+        part_bytes: int = TUNING.protocol.payload_part_bytes,
         memory_bytes: int = TUNING.protocol.record_memory_bytes,
     ) -> Table:
         """Return the lines.

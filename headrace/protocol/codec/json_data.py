@@ -83,7 +83,7 @@ def text_to_bytes(
     text: bytes | memoryview,
     encoding: object,
     where: str,
-    part_bytes: int = TUNING.protocol.json_part_bytes,
+    part_bytes: int = TUNING.protocol.payload_part_bytes,
 ) -> bytes:
     """Do the same as `data_to_bytes` with the JSON text of `data`, which is valid JSON.
 

@@ -139,7 +139,9 @@ def decode_request(
     if content_type in MSGPACK_TYPES:
         request = _from_msgpack(value, content_type)
     elif content_type == JSON:
-        request = _from_json(value, limits, is_large=len(value) > TUNING.protocol.json_part_bytes)
+        request = _from_json(
+            value, limits, is_large=len(value) > TUNING.protocol.payload_part_bytes
+        )
     else:
         raise Rejected.mismatch(
             Code.INVALID_REQUEST,
