@@ -57,9 +57,9 @@ def _machine(results: Results) -> Iterator[str]:
     yield (
         f"Measured {results.date} at commit `{machine['commit']}` on {machine['cores']} cores of "
         f"{machine['cpu']}, {machine['memory_gib']} GiB, Linux {machine['kernel']}, Python "
-        f"{machine['python']}; {versions}. {results.rounds} rounds of {results.window_s:g} s for "
-        f"each; medians, with the lowest and the highest in brackets. Load average of the machine "
-        f"before {results.load_average[0]:.1f}."
+        f"{machine['python']}; {versions}. Up to {results.rounds} rounds of "
+        f"{results.window_s:g} s for each; medians, with the lowest and the highest in brackets. "
+        f"Load average of the machine before {results.load_average[0]:.1f}."
     )
 
 
