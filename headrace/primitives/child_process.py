@@ -71,6 +71,14 @@ def end_with_parent(parent: int) -> bool:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    return die_with_parent(parent)
+
+
+def die_with_parent(parent: int) -> bool:
+    """Let the kernel kill this process when its parent dies; return False if it has died already.
+
+    Linux only; elsewhere a child outlives a killed parent.
+    """
     if sys.platform == "linux":
         libc: Any = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:

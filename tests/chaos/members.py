@@ -7,23 +7,21 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-import headrace.tools.local_kafka
 from headrace.cli.outcome import Exit
 from tests.chaos.history import Fault, FaultKind, History, Skipped
+from tests.chaos.shifted_clock import shift_wall_clock
 from tests.support.conditions import eventually
+from tests.support.forked import ForkedHeadrace
 from tests.support.processes import transform_children
 
-HEADRACE = Path(sys.executable).parent / "headrace"
-DIE_WITH_PARENT = Path(headrace.tools.local_kafka.__file__).with_name("die_with_parent.py")
 READY = '"process.ready"'
 CANNOT_BEGIN = ("LogUnavailable", "members of another kind")
 """A process that is started while no broker answers, or before the session of one that was killed
@@ -61,7 +59,6 @@ TROUBLES = {
 A send is given up after twice the time-out of a request, and may be written then or later.
 """
 SKIPPED = b'"records.skipped"'
-SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock")
 
 
 def now_ms() -> int:
@@ -86,19 +83,17 @@ class Member:
         self, stages: str, environment: dict[str, str], output: Path, history: History
     ) -> None:
         self.stages = tuple(stages.split(","))
-        self._command = [str(HEADRACE), "run", stages]
         self._environment = {
             **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
             **environment,
             "HEADRACE_TELEMETRY__HTTP_PORT": "0",
-            "PYTHONPATH": str(SHIFTED_CLOCK),
-            "CHAOS_CLOCK": str(output.with_name(f"{output.name}.clock")),
         }
+        self._clock = output.with_name(f"{output.name}.clock")
         self._clock_shift_ns = 0
         self._shift_clock()
         self._output = output
         self._history = history
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ForkedHeadrace | None = None
         self._lives = count(1)
         self._log = output
         self._stopping = False
@@ -123,16 +118,14 @@ class Member:
         """Run one life of the process."""
         self._ended_by_us = False
         self._log = self._output.with_name(f"{self._output.name}-{next(self._lives)}.log")
-        with self._log.open("wb") as log:
-            shim = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
-            self._process = await asyncio.create_subprocess_exec(
-                *shim,
-                *self._command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        self._log.touch()
+        self._process = ForkedHeadrace(
+            ["run", ",".join(self.stages)],
+            self._environment,
+            self._log,
+            prepare=partial(shift_wall_clock, self._clock),
+        )
+        await self._process.start()
         async with asyncio.TaskGroup() as tasks:
             noting = tasks.create_task(self._note_troubles(), name="note-troubles")
             code = await self._process.wait()
@@ -261,7 +254,7 @@ class Member:
 
     def _shift_clock(self) -> None:
         # Never truncated: the process has it mapped.
-        file = os.open(self._environment["CHAOS_CLOCK"], os.O_RDWR | os.O_CREAT, 0o600)
+        file = os.open(self._clock, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.pwrite(file, self._clock_shift_ns.to_bytes(8, "little", signed=True), 0)
         finally:

@@ -12,11 +12,12 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from headrace.cli import main
+from headrace.primitives.child_process import die_with_parent
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 
@@ -48,14 +49,19 @@ class ForkedHeadrace:
         arguments: of the command line.
         environment: all variables of the process.
         output: file to which it appends what it prints.
+        prepare: called in the process before the command line runs; can be pickled.
     """
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], output: Path
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         self._process = _forks.Process(
             target=_run,
-            args=(list(arguments), dict(environment), output, Path.cwd()),
+            args=(list(arguments), dict(environment), output, Path.cwd(), prepare),
             daemon=True,  # one that a failed test leaves ends with the tests
         )
         self._exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -112,8 +118,15 @@ def _do_nothing() -> None:
     """Run in a process whose start shows that others start quickly."""
 
 
-def _run(arguments: list[str], environment: dict[str, str], output: Path, directory: Path) -> None:
+def _run(
+    arguments: list[str],
+    environment: dict[str, str],
+    output: Path,
+    directory: Path,
+    prepare: Callable[[], None] | None,
+) -> None:
     """Run the command line in this process, which has just been forked."""
+    die_with_parent(os.getppid())  # it ends when the tests are killed
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -121,4 +134,6 @@ def _run(arguments: list[str], environment: dict[str, str], output: Path, direct
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    if prepare is not None:
+        prepare()
     main(arguments, prog_name="headrace")

@@ -1,7 +1,8 @@
-"""Memory that was freed goes back to the system."""
+"""Memory that was freed goes back to the system, but not between two requests."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -90,3 +91,47 @@ def test_trimming_returns_fragmented_heap() -> None:
     )
 
     assert done.returncode == 0, done.stderr
+
+
+REUSING = """
+import resource
+
+from headrace.runtime.heap import keep_freed_memory
+from tests.unit.test_heap import MIB
+
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [b"x" * (MIB + place) for place in range(16)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+keep_freed_memory()
+faults()
+print(sum(faults() for _ in range(10)))
+"""
+
+
+def page_faults(**variables: str) -> int:
+    """Page faults of a process that allocates 16 MiB ten times, after the first time."""
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", REUSING],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment | variables,
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(find_trim() is None, reason="needs glibc")
+def test_freed_memory_is_used_again_without_page_faults() -> None:
+    """Otherwise each of the 4,096 pages is faulted in each time."""
+    assert page_faults() < 4096
+
+
+@pytest.mark.skipif(find_trim() is None, reason="needs glibc")
+def test_thresholds_of_environment_stay() -> None:
+    """Whoever has set them knows why."""
+    assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 5 * 4096

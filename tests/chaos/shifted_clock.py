@@ -1,21 +1,21 @@
-"""A wall clock that tests shift: Python imports this first where its directory is on PYTHONPATH.
+"""A wall clock of a whole process that tests shift.
 
-The file that `CHAOS_CLOCK` names holds the shift in nanoseconds. It is mapped into memory, so that
-a change applies at once, and reading it costs next to nothing. Monotonic clocks stay as they are,
-as they do when somebody sets a machine's clock.
+A file holds the shift in nanoseconds. It is mapped into memory, so that a change applies at once,
+and reading it costs next to nothing. Monotonic clocks stay as they are, as they do when somebody
+sets a machine's clock. What has imported the functions themselves keeps the unshifted ones:
+OpenTelemetry's times of spans, and aiokafka's timestamps where a record has none.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from pathlib import Path
 
 
-def shift_wall_clock(path: str) -> None:
+def shift_wall_clock(path: Path) -> None:
     """Shift `time.time` and `time.time_ns` by what the file holds whenever they are called."""
-    with Path(path).open("rb") as file:
+    with path.open("rb") as file:
         shift = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
     unshifted_ns = time.time_ns
 
@@ -27,7 +27,3 @@ def shift_wall_clock(path: str) -> None:
 
     time.time_ns = shifted_ns
     time.time = shifted_s
-
-
-if "CHAOS_CLOCK" in os.environ:
-    shift_wall_clock(os.environ["CHAOS_CLOCK"])
