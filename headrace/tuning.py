@@ -925,6 +925,12 @@ class RuntimeTuning(Struct, frozen=True):
     worker_steady_s: float = 60.0
     """A worker that ran for so long is started again after the first pause."""
 
+    heap_kept_bytes: int = 64 * 1024 * 1024
+    """Free memory at the end of a heap that the allocator keeps between two trims."""
+    heap_largest_block_bytes: int = 32 * 1024 * 1024
+    """Larger blocks are mapped from the system, and returned to it, each by itself; this is the
+    most that glibc takes.
+    """
     heap_check_interval_s: float = 5.0
     """Interval between two checks of whether to return free memory to the system."""
     heap_growth_bytes: int = 32 * 1024 * 1024

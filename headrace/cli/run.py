@@ -163,11 +163,13 @@ def serve(
     """Serve until a signal; without stages, as a gateway alone."""
     from headrace.cli.event_loop import run
     from headrace.runtime import process
+    from headrace.runtime.heap import keep_freed_memory
 
     log_rate_limiter = configure_logging(
         "debug" if invocation.debug else settings.telemetry.log_level
     )
     tune_interpreter()
+    keep_freed_memory()
     if settings.kafka is None:
         way_in = "its gateway is the only way in" if gateway else "no producer can reach it"
         log.warning(

@@ -1,17 +1,22 @@
-"""Return freed memory to the system.
+"""Return freed memory to the system, but not between two requests.
 
-glibc's allocator returns only the free memory at the end of its heap. Large requests and answers
-are freed in another order than they were allocated, so one small block keeps all memory below it,
-and the resident size of a process stays at its peak, or grows from peak to peak. `malloc_trim`
-returns every free page. It takes tens of milliseconds for hundreds of megabytes, on a thread, and
-blocks other threads that allocate; so it is called when hardly anything is in flight, otherwise at
-most once a minute. With another allocator nothing is done.
+glibc's allocator returns the free memory at the end of its heap as soon as there are a few hundred
+kilobytes, or a few megabytes. The next request faults in each page again, which takes microseconds
+in a virtual machine. So a process that serves lets it keep more (`keep_freed_memory`).
+
+Other free memory it does not return at all. Large requests and answers are freed in another order
+than they were allocated, so one small block keeps all memory below it, and the resident size of a
+process stays at its peak, or grows from peak to peak. `malloc_trim` returns every free page. It
+takes tens of milliseconds for hundreds of megabytes, on a thread, and blocks other threads that
+allocate; so it is called when hardly anything is in flight, otherwise at most once a minute. With
+another allocator nothing is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -22,6 +27,26 @@ from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory(tuning: RuntimeTuning = TUNING.runtime) -> None:
+    """Let the allocator keep freed memory for the next requests, within a bound.
+
+    What the environment says of the allocator's thresholds stays as it is.
+    """
+    if any(name in os.environ for name in _SET_BY_USER):
+        return
+    try:
+        set_parameter = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    set_parameter.argtypes = [ctypes.c_int, ctypes.c_int]
+    set_parameter(_TRIM_THRESHOLD, tuning.heap_kept_bytes)
+    set_parameter(_MMAP_THRESHOLD, tuning.heap_largest_block_bytes)
 
 
 class TrimRule:
