@@ -34,14 +34,12 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
-from headrace.errors import Rejected
-from headrace.protocol.codec import has_inputs_in_source, refer_to_source, restore_value
+from headrace.protocol.codec import has_inputs_in_source, refer_to_source, restore_values
 from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -280,12 +278,14 @@ class SharedValuesWriter:
 def release_values(requests: Sequence[Request], from_bytes: int) -> dict[Request, Value]:
     """Release the values of requests that have at least so many bytes, and return them."""
     released: dict[Request, Value] = {}
+    last: Request | None = None
     for request in requests:
         value = request.value
         if value is not None and len(value) >= from_bytes:
-            refer_to_source(request, from_bytes)
+            refer_to_source(request, from_bytes, last)
             if request.referenced:  # an empty value is not worth a reference
                 released[request] = value
+                last = request
     return released
 
 
@@ -351,16 +351,13 @@ class SharedValuesReader:
         count = size_bytes = 0
         for name, start, run in _runs(requests):
             content = self._read_run(name, start, run) if name else None
-            stops = accumulate([request.referenced for request in run])
-            begin = 0
-            for request, stop in zip(run, stops, strict=True):
+            refused = run if content is None else restore_values(run, content)
+            for request in run:
                 request.shared = None
-                if content is None or not _restore(request, content[begin:stop]):
-                    left.append(request)
-                else:
-                    count += 1
-                    size_bytes += stop - begin
-                begin = stop
+            left += refused
+            if content is not None:
+                count += len(run) - len(refused)
+                size_bytes += len(content) - sum([request.referenced for request in refused])
         if count:
             self._metrics.source_values.labels("shared").inc(count)
             self._metrics.source_value_bytes.inc(size_bytes)
@@ -414,14 +411,6 @@ def _holds(head: memoryview, start: int, end: int) -> bool:
     """Return True if values from a position to another one may be in a ring, whatever it says."""
     frontier: int = head[_FRONTIER]
     return max(0, frontier - head[_SIZE]) <= start < end <= frontier
-
-
-def _restore(request: Request, value: memoryview) -> bool:
-    try:
-        restore_value(request, value)
-    except Rejected:  # its source record tells why
-        return False
-    return True
 
 
 def _runs(requests: Sequence[Request]) -> Iterator[_Run]:

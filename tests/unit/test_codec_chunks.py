@@ -23,6 +23,7 @@ from headrace.protocol.codec import (
     encode_results,
     refer_to_source,
     restore_value,
+    restore_values,
     wire_single,
 )
 from headrace.protocol.headers import parse_envelope
@@ -368,6 +369,84 @@ def test_failure_refers_to_value_if_dead_letter_is_made_of_it(
     received = decode_results(encode_results(failed), NULL_ACK)
 
     assert [(each.value, each.referenced) for each in received] == [(None, referenced)] * count
+
+
+def alike(count: int) -> list[Request]:
+    """Requests of `in_value` with the same objects around their data, as decoding makes them."""
+    chunk = in_value(count)
+    shape, places = (1, 4), ((4, 16),)
+    for request in chunk:
+        (tensor,) = request.inputs
+        request.inputs, request.places = (Tensor("x", "FP32", shape, tensor.data),), places
+    return chunk
+
+
+def release_alike(chunk: Sequence[Request]) -> None:
+    """Let requests go of their values, one after the other."""
+    last = None
+    for request in chunk:
+        refer_to_source(request, 24, last)
+        last = request
+
+
+def test_alike_requests_share_inputs_without_data() -> None:
+    """Later steps look for the same object before they compare."""
+    chunk = alike(3)
+
+    release_alike(chunk)
+
+    assert {id(request.inputs) for request in chunk} == {id(chunk[0].inputs)}
+    assert bytes_of(chunk[0]) == [b""]
+
+
+def test_requests_of_other_shape_share_no_inputs() -> None:
+    """The same places can be those of another tensor."""
+    chunk = alike(2)
+    (tensor,) = chunk[1].inputs
+    chunk[1].inputs = (tensor._replace(shape=(4, 1)),)
+
+    release_alike(chunk)
+
+    assert [request.inputs[0].shape for request in chunk] == [(1, 4), (4, 1)]
+
+
+def test_requests_whose_inputs_lie_beside_values_share_none() -> None:
+    """These inputs stay with their requests."""
+    chunk = alike(2)
+    beside = ((24, 16),)
+    for request in chunk:
+        request.places = beside
+
+    release_alike(chunk)
+
+    assert [bytes_of(request) for request in chunk] == [bytes_of(each) for each in alike(2)]
+
+
+def test_values_that_follow_each_other_are_restored_to_alike_requests() -> None:
+    """Each gets its own value, and the inputs in it."""
+    sent, chunk = alike(3), alike(3)
+    release_alike(chunk)
+
+    refused = restore_values(chunk, memoryview(b"".join([each.value or b"" for each in sent])))
+
+    assert refused == []
+    assert [bytes(each.value or b"") for each in chunk] == [each.value for each in sent]
+    assert [bytes_of(each) for each in chunk] == [bytes_of(each) for each in sent]
+    assert [each.referenced for each in chunk] == [0, 0, 0]
+
+
+def test_booleans_of_each_alike_request_are_checked() -> None:
+    """Their bytes decide, so those of the first say nothing about others."""
+    chunk = alike(3)
+    for request in chunk:
+        request.inputs = (Tensor("x", "BOOL", (1, 16), request.inputs[0].data),)
+    release_alike(chunk)
+
+    wrong = chunk[1]
+    refused = restore_values(chunk, memoryview(bytes(24) + b"\2" * 24 + bytes(24)))
+
+    assert refused == [wrong]
+    assert [each.referenced for each in chunk] == [0, 24, 0]
 
 
 def test_value_of_failed_request_is_restored_without_inputs() -> None:

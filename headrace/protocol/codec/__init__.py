@@ -31,6 +31,7 @@ from headrace.protocol.codec.wire import (
     has_inputs_in_source,
     refer_to_source,
     restore_value,
+    restore_values,
 )
 
 __all__ = [
@@ -59,5 +60,6 @@ __all__ = [
     "plain_value",
     "refer_to_source",
     "restore_value",
+    "restore_values",
     "takes_long",
 ]

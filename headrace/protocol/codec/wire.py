@@ -83,9 +83,15 @@ _format_decoder = msgspec.msgpack.Decoder(_Format)
 # --- items and batches ------------------------------------------------------------------------
 
 
-def refer_to_source(request: Request, from_bytes: int) -> None:
+def refer_to_source(request: Request, from_bytes: int, like: Request | None = None) -> None:
     """Release the value of a request, and the inputs in it, if it has at least so many bytes: the
     source record holds them, or the object of its claim.
+
+    Args:
+        request: the request.
+        from_bytes: smallest size of a value that is released.
+        like: another request that refers to its source; if nothing is left of the inputs of both,
+            and they differ in nothing else, they share one object, which later steps look for.
     """
     value = request.value
     if not value or len(value) < from_bytes:
@@ -94,15 +100,37 @@ def refer_to_source(request: Request, from_bytes: int) -> None:
     if places is None:
         places, _ = _places(request.inputs, value)
     size_bytes = len(value)
-    inputs: list[Tensor] = []
-    for tensor, (start, _) in zip(request.inputs, places, strict=True):
-        name, datatype, shape, data = tensor
-        if start < size_bytes:
-            data = _EMPTY
-        inputs.append(_new(Tensor, (name, datatype, shape, data)))
-    request.inputs = tuple(inputs)
+    if like is not None and places is like.places and size_bytes == like.referenced:
+        inputs = _shared_without_data(request.inputs, like.inputs)
+    else:
+        inputs = None
+    if inputs is None:
+        inputs = tuple(
+            [
+                _new(Tensor, (name, datatype, shape, _EMPTY if start < size_bytes else data))
+                for (name, datatype, shape, data), (start, _) in zip(
+                    request.inputs, places, strict=True
+                )
+            ]
+        )
+    request.inputs = inputs
     request.value, request.item = None, None
     request.places, request.referenced, request.shared = places, size_bytes, None
+
+
+def _shared_without_data(
+    inputs: tuple[Tensor, ...], others: tuple[Tensor, ...]
+) -> tuple[Tensor, ...] | None:
+    """Return `others`, whose data was released, if `inputs` would be equal to them without data;
+    None if that is not known at a glance.
+    """
+    if len(inputs) != 1 or len(others) != 1:
+        return None
+    ((name, datatype, shape, _),) = inputs
+    ((other_name, other_datatype, other_shape, left),) = others
+    # The places of both are the same: this input lies in its value if that one did.
+    is_same = name is other_name and datatype is other_datatype and shape is other_shape
+    return others if is_same and not left else None
 
 
 def has_inputs_in_source(request: Request) -> bool:
@@ -136,6 +164,45 @@ def restore_value(request: Request, value: bytes | memoryview) -> None:
     # Only now: a value that is refused may be read again from elsewhere.
     request.inputs, request.places = tuple(inputs), places
     request.value, request.referenced = value, 0
+
+
+def restore_values(requests: Sequence[Request], content: memoryview) -> list[Request]:
+    """Set the values of requests, which lie one after the other, and the inputs in them.
+
+    Of requests that share one object of inputs and one of places, as those of one record do, the
+    first is checked.
+
+    Returns:
+        Those whose values do not hold their inputs; they are unchanged.
+    """
+    refused: list[Request] = []
+    inputs: tuple[Tensor, ...] | None = None  # of the last request, before that was restored
+    places: tuple[_Place, ...] | None = None
+    name, datatype = "", ""
+    shape: tuple[int, ...] = ()
+    start = stop = checked_bytes = end = 0
+    for request in requests:
+        value_bytes = request.referenced
+        value = content[end : end + value_bytes]
+        end += value_bytes
+        own, own_places = request.inputs, request.places
+        if own is inputs and own_places is places and value_bytes == checked_bytes:
+            request.inputs = (_new(Tensor, (name, datatype, shape, value[start:stop])),)
+            request.value, request.referenced = value, 0
+            continue
+        inputs = None
+        try:
+            restore_value(request, value)
+        except Rejected:  # its source record tells why
+            refused.append(request)
+            continue
+        if len(own) == 1 and own_places and request.places is own_places:
+            ((name, datatype, shape, _),) = own
+            ((start, size),) = own_places
+            stop = start + size
+            if datatype not in _UNCHECKED:
+                inputs, places, checked_bytes = own, own_places, value_bytes
+    return refused
 
 
 class ChunkLimits(NamedTuple):
@@ -237,6 +304,8 @@ def _are_items_alike(one: Request, other: Request) -> bool:
     if one.shape_class != other.shape_class or (one.referenced == 0) != (other.referenced == 0):
         return False
     inputs, other_inputs = one.inputs, other.inputs
+    if inputs is other_inputs:
+        return True
     if len(inputs) != 1 or len(other_inputs) != 1:
         return False
     ((name, datatype, shape, _),) = inputs
