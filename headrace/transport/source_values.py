@@ -283,13 +283,29 @@ class _SourceReader:
             )
 
 
+def _share_all(one: Request, other: Request) -> bool:
+    """Return True if two requests share all that decides whether their values are needed, as those
+    of one record mostly do.
+    """
+    return (
+        one.inputs is other.inputs
+        and one.places is other.places
+        and one.referenced == other.referenced
+        and one.envelope is other.envelope
+        and one.model is other.model
+        and one.version is other.version
+        and one.failure is other.failure
+    )
+
+
 class SourceValues:
     """Sets the values of requests that came by reference, before a stage gets these requests.
 
     Args:
         log_: an open log.
         topic: the topic of requests.
-        is_needed: returns True if this process needs the value of a request that refers to it.
+        is_needed: returns True if this process needs the value of a request that refers to it, by
+            its model, headers, inputs and failure; asked once for requests that share these.
         stage: the stage that needs values; failures of requests whose records are gone name it.
         end_isolation: called with isolated requests that end here because their records are gone.
         metrics: counts the values.
@@ -320,7 +336,18 @@ class SourceValues:
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests whose values have to be read."""
-        return [each for each in requests if each.referenced and self._is_needed(each)]
+        found: list[Request] = []
+        last: Request | None = None
+        is_needed = False
+        for request in requests:
+            if not request.referenced:
+                continue
+            if last is None or not _share_all(last, request):
+                is_needed = self._is_needed(request)
+                last = request
+            if is_needed:
+                found.append(request)
+        return found
 
     def not_shared(self, requests: Sequence[Request]) -> list[Request]:
         """Read the missing values that are in shared memory; return the requests of the others."""
