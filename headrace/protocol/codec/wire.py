@@ -888,8 +888,11 @@ def _set_summaries(requests: Sequence[Request], record: WireChunk) -> None:
     facts = zip(
         _each(formed, requests), _each(compute, requests), _each(rows, requests), strict=True
     )
+    last, summary = (0, 0, 0), NO_BATCH
     for request, fact in zip(requests, facts, strict=True):
-        request.batch = known.get(fact) or known.setdefault(fact, BatchSummary(*fact))
+        if fact != last:  # those of a batch mostly follow each other
+            last, summary = fact, known.get(fact) or known.setdefault(fact, BatchSummary(*fact))
+        request.batch = summary
 
 
 class _Layout(NamedTuple):
