@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
@@ -102,6 +104,38 @@ def seen(requests: Sequence[Request]) -> list[tuple[bytes, bytes]]:
 def expected(*numbers: int) -> list[tuple[bytes, bytes]]:
     """Return the value and the tensor expected of these source records."""
     return [(value_of(number), bytes([number, 7])) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("model", "another"),
+        ("version", "another"),
+        ("envelope", Envelope(content_type="image/png")),
+        ("inputs", (Tensor("x", "UINT8", (2, 1), memoryview(b"")),)),
+        ("places", ((0, 2),)),
+        ("failure", REVOKED),
+    ],
+)
+def test_each_request_that_differs_is_asked_about(field: str, other: Any) -> None:
+    """Whether a value is needed depends on all of these; equal requests have the same answer."""
+    asked: list[Request] = []
+
+    def is_needed(request: Request) -> bool:
+        asked.append(request)
+        return len(asked) == 2
+
+    first, equal, differs = (referring(0) for _ in range(3))
+    for request in (equal, differs):
+        for name in ("model", "version", "envelope", "inputs", "places"):
+            setattr(request, name, getattr(first, name))
+    setattr(differs, field, other)
+    metrics = Metrics(CollectorRegistry())
+    values = SourceValues(CountingLog(), TOPIC, is_needed, Stage.EXECUTOR, lambda _: None, metrics)
+
+    missing = values.missing([first, equal, differs])
+
+    assert (asked, missing) == ([first, differs], [differs])
 
 
 async def test_near_records_are_read_with_one_fetch() -> None:
