@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -187,7 +188,21 @@ def serve(
     is_drained = run(
         serve_process(settings, stages, log_rate_limiter, announce, open_doors=open_doors)
     )
+    _drop_unwritten_output()
     raise click.exceptions.Exit(Exit.DONE if is_drained else Exit.NOT_DRAINED)
+
+
+def _drop_unwritten_output() -> None:
+    """Drop log lines that a full disk did not take: Python would try again at its end, and replace
+    the exit code by 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:

@@ -37,6 +37,7 @@ async def test_full_disk_under_log_output_does_not_end_process(
         port = free.getsockname()[1]
     environment = {
         **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
+        "PYTHONUNBUFFERED": "",  # output that could not be written is tried again at the end
         "HEADRACE_MODELS__REPOSITORY": str(MODELS),
         "HEADRACE_TELEMETRY__HTTP_PORT": str(port),
     }
