@@ -13,6 +13,7 @@ the same object passes through all stages of a process; at a topic between two s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -470,12 +471,47 @@ NO_BATCH = BatchSummary()
 """Summary of requests that have joined no batch."""
 
 
+class ItemChunk(Struct, eq=False):
+    """A decoded record of items whose requests are as they came. Unless these refer to their
+    sources, it holds their values and inputs until a step needs those of one request by themselves.
+
+    Attributes:
+        record: each of its inputs has one datatype, shape and size for all requests.
+        bases: where the part of each request begins in the payload.
+        parts: size of each part.
+        values: size of the value with which each part begins; -1 if there is none.
+    """
+
+    record: ItemChunkRecord
+    payload: memoryview
+    bases: Sequence[int]
+    parts: Sequence[int]
+    values: Sequence[int]
+
+    def value(self, place: int) -> memoryview | None:
+        """Return the value of a request."""
+        base, size_bytes = self.bases[place], self.values[place]
+        return None if size_bytes < 0 else self.payload[base : base + size_bytes]
+
+    def data(self, index: int, places: slice) -> list[memoryview]:
+        """Return the bytes of one input of some requests."""
+        tensors, payload = self.record.inputs[index], self.payload
+        start, size = tensors.start, tensors.size
+        assert isinstance(size, int)  # see `record`
+        bases = self.bases[places]
+        if isinstance(start, int):
+            stop = start + size
+            return [payload[base + start : base + stop] for base in bases]
+        begins = map(add, bases, start[places])
+        return [payload[begin : begin + size] for begin in begins]
+
+
 class IngestedRequest(Struct, eq=False):
     """The part of a request that ingest fills; read-only from then on.
 
     There are three exceptions. Rebinding replaces the version and what depends on it. `inputs` and
-    `value` are released as soon as no later step needs them, and those that the source record holds
-    as well are read from there again. A request that runs alone gets another ack handle.
+    `value` are released as soon as no later step needs them, and those that a record holds as well
+    are read from there again. A request that runs alone gets another ack handle.
 
     Nothing enforces this, since that would cost too much of the 13.4 µs and six memory blocks that
     a request takes. A frozen struct, to which each `Request` would refer, takes one block more, and
@@ -498,6 +534,8 @@ class IngestedRequest(Struct, eq=False):
             the places of all inputs: those behind the value are here.
         shared: where in shared memory a value that is only in the source record is as well: name
             and position, see `headrace.transport.shared_values`.
+        chunk, place: the chunk in which the request is as it is here, and its place there; None if
+            there is none. `value` and the data of `inputs` are unset until `restore`.
     """
 
     ack_handle: AckHandle
@@ -523,6 +561,26 @@ class IngestedRequest(Struct, eq=False):
     places: tuple[tuple[int, int], ...] | None = None
     referenced: int = 0
     shared: tuple[str, int] | None = None
+    chunk: ItemChunk | None = None
+    place: int = 0
+
+    def restore(self) -> None:
+        """Leave the request's chunk, with the value and the inputs that it holds."""
+        chunk, place = self.chunk, self.place
+        self.chunk = None
+        if chunk is not None and not self.referenced:
+            self.value = chunk.value(place)
+            if self.inputs:
+                data = [
+                    chunk.data(index, slice(place, place + 1))[0]
+                    for index in range(len(self.inputs))
+                ]
+                self.inputs = tuple(
+                    [
+                        tensor._replace(data=content)
+                        for tensor, content in zip(self.inputs, data, strict=True)
+                    ]
+                )
 
 
 class Request(IngestedRequest, eq=False):
@@ -596,9 +654,29 @@ class Request(IngestedRequest, eq=False):
         return self.output_data is None and self.failure is None
 
     def fail(self, failure: Failure) -> None:
-        """End the request with an error, and release its inputs."""
+        """End the request with an error, and release its inputs; a dead letter has its value."""
         self.failure = failure
         self.inputs = ()
+        self.restore()
+
+
+def find_runs(requests: Sequence[IngestedRequest]) -> list[tuple[ItemChunk | None, range]]:
+    """Divide requests into runs: those that follow each other in a chunk, as their places in it,
+    and those of no chunk, as their places in `requests`.
+    """
+    runs: list[tuple[ItemChunk | None, range]] = []
+    last: ItemChunk | None = None
+    first = end = 0
+    for index, request in enumerate(requests):
+        chunk = request.chunk
+        place = index if chunk is None else request.place
+        if chunk is not last or place != end:
+            if index:
+                runs.append((last, range(first, end)))
+            last, first = chunk, place
+        end = place + 1
+    runs.append((last, range(first, end)))
+    return runs
 
 
 class Batch:

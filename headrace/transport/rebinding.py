@@ -52,6 +52,7 @@ class Rebinder:
                 in a value that is not here; there is no other version, or the request does not fit
                 it.
         """
+        request.restore()
         label = None if request.referenced else find_label(request.value, request.envelope)
         if label is None:
             raise version_not_ready(gone.message, gone)

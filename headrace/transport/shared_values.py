@@ -353,7 +353,7 @@ class SharedValuesReader:
             content = self._read_run(name, start, run) if name else None
             refused = run if content is None else restore_values(run, content)
             for request in run:
-                request.shared = None
+                request.shared = request.chunk = None
             left += refused
             if content is not None:
                 count += len(run) - len(refused)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.models.backends.port import Arrays, ReusedInputs
 from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
-from headrace.protocol.messages import IngestedRequest, Request, TensorMetadata
+from headrace.protocol.messages import IngestedRequest, Request, TensorMetadata, find_runs
 from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -124,7 +124,7 @@ def copy_rows(
 
     Tensors of at least `each_min_bytes` are copied one by one; smaller ones are joined first.
     """
-    contents = [request.inputs[position].data for request in requests]
+    contents = _contents(requests, position)
     if len(contents[0]) < each_min_bytes:
         target[:] = b"".join(contents)
         return
@@ -133,6 +133,18 @@ def copy_rows(
         stop = start + len(content)
         target[start:stop] = content
         start = stop
+
+
+def _contents(requests: Sequence[IngestedRequest], position: int) -> Sequence[memoryview | bytes]:
+    """Return the bytes of one input of each request."""
+    contents: list[memoryview | bytes] = []
+    for chunk, places in find_runs(requests):
+        part = slice(places.start, places.stop)
+        if chunk is None:
+            contents += [request.inputs[position].data for request in requests[part]]
+        else:
+            contents += chunk.data(position, part)
+    return contents
 
 
 def _known_bytes(shape: Sequence[int], itemsize: int, rows: int) -> int:
@@ -156,10 +168,14 @@ def gather(
     and it takes them; a single request is otherwise not copied.
     """
     if signature.buckets:
+        for request in requests:
+            request.restore()
         pad(requests, signature)
     placed = None if block is None else block.gather(requests)
     if placed is not None:
         return placed
+    for request in requests:
+        request.restore()
     if len(requests) == 1:
         return {tensor.name: to_array(tensor) for tensor in requests[0].inputs}
     return _join(requests, signature)

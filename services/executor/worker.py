@@ -345,6 +345,8 @@ class Worker:
                 prefetch.start_prefetch(self._steady(), predicted_us)
             self._scatter(run, await self._run_watched(arrays))
             if version.rewrites_answers:
+                for request in run.requests:
+                    request.restore()  # to the value, which is part of the answer
                 await rewrite_answers(
                     run.requests, version, self._postprocessor, self._tuning, self._clock
                 )

@@ -188,6 +188,8 @@ def test_tensors_survive_wire(array: NDArray[Any], inside: bool) -> None:
     item = decode_items(encode_items([request]), NULL_ACK)[0]
     batch = decode_batch(encode_batch(Batch("b", [item, request], "idle")), NULL_ACK)
     result = decode_results(encode_results([request]), NULL_ACK)[0]
+    for each in batch.requests:
+        each.restore()
 
     for received in (item.inputs, *(each.inputs for each in batch.requests), result.outputs):
         assert received is not None

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from headrace.models.backends.port import ReusedInputs
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.protocol.ack import NULL_ACK
+from headrace.protocol.codec import decode_items, encode_items
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES, to_array
 from headrace.services.executor.buffers import HostBlock, gather, scatter
@@ -102,6 +104,29 @@ def test_host_block_holds_same_rows_as_new_memory(datatype: str, data: st.DataOb
         assert {name: (array.shape, array.tobytes()) for name, array in placed.items()} == {
             name: (array.shape, array.tobytes()) for name, array in expected.items()
         }
+
+
+@given(st.lists(batches("FP32"), min_size=1, max_size=4), st.data())
+def test_inputs_that_records_hold_are_gathered_as_those_that_are_set(
+    sent: list[list[Request]], data: st.DataObject
+) -> None:
+    """A batch may mix requests of several records with requests that were restored."""
+    shared = sent[0][0].inputs[0].shape[1:]
+    sent = [each for each in sent if each[0].inputs[0].shape[1:] == shared]
+    held = [one for each in sent for one in decode_items(encode_items(each), NULL_ACK)]
+    order = data.draw(st.permutations(range(len(held))))
+    for request in data.draw(st.lists(st.sampled_from(held), unique_by=id)):
+        request.restore()
+    signature = signature_of("FP32")
+    block = HostBlock(signature, rows=4, limit_bytes=65536)
+
+    placed = gather([held[place] for place in order], signature, block)
+
+    flat = [request for each in sent for request in each]
+    expected = gather([flat[place] for place in order], signature)
+    assert {name: array.tobytes() for name, array in placed.items()} == {
+        name: array.tobytes() for name, array in expected.items()
+    }
 
 
 @given(batches("FP32"))

@@ -27,7 +27,8 @@ from headrace.protocol.codec import (
     wire_single,
 )
 from headrace.protocol.headers import parse_envelope
-from headrace.protocol.messages import Batch, Envelope, Failure, Request, Tensor
+from headrace.protocol.messages import Batch, BatchSummary, Envelope, Failure, Request, Tensor
+from headrace.protocol.trace_context import Trace, new_trace
 from tests.support.work import make_request
 
 PIXELS = np.arange(4, dtype=np.float32)
@@ -58,6 +59,7 @@ def with_headers(request: Request, *headers: tuple[str, bytes | None]) -> Reques
 
 def bytes_of(request: Request) -> list[bytes]:
     """Contents of the tensors of a request."""
+    request.restore()
     return [bytes(tensor.data) for tensor in request.inputs]
 
 
@@ -71,6 +73,7 @@ def assert_alike(received: Sequence[Request], sent: Sequence[Request]) -> None:
     """Compare what the next stage reads."""
     assert len(received) == len(sent)
     for after, before in zip(received, sent, strict=True):
+        after.restore()
         for name in SEEN:
             assert getattr(after, name) == getattr(before, name), name
         assert [tuple(each) for each in after.headers] == list(before.headers)
@@ -112,6 +115,7 @@ def test_values_and_tensors_of_chunk_are_views_of_its_record() -> None:
     record = encode_items(chunk_of(2))
 
     for request in decode_items(record, NULL_ACK):
+        request.restore()
         assert isinstance(request.value, memoryview)
         assert request.value.obj is record
         assert isinstance(request.inputs[0].data, memoryview)
@@ -140,6 +144,144 @@ def test_batch_keeps_order_in_which_its_requests_run() -> None:
 
     assert (batch.batch_id, batch.reason) == ("b-1", "full")
     assert_alike(batch.requests, requests)
+
+
+def in_columns(request: Request, n: int) -> None:
+    """Give all columns of a chunk a value for each request."""
+    request.partition, request.after, request.key = n, n, b"k%d" % n
+    request.timestamp_ms, request.ingested_us, request.checked_us = n, n, n
+    request.id, request.wanted, request.rows = f"r-{n}", ("y",) * (n % 3), n + 1
+    request.previous -= n
+    request.value = bytes(n)  # so that the inputs, which lie behind it, begin elsewhere
+    with_headers(request, ("kafka_correlationId", b"%d" % n), ("x-deadline-ms", b"%d" % (n + 9)))
+
+
+def of_two_names(request: Request, n: int) -> None:
+    """Give requests headers of different names, some of which are not UTF-8."""
+    with_headers(request, ("own" if n % 2 else "caf\udce9", b"1"))
+
+
+def of_two_inputs(request: Request, n: int) -> None:
+    """Give requests a second input."""
+    request.inputs += (Tensor("z", "INT8", (1, 1), bytes([n])),)
+    request.size_bytes += 1
+
+
+@pytest.mark.parametrize("change", [lambda *_: None, in_columns, of_two_names, of_two_inputs])
+@pytest.mark.parametrize("places", [(0, 12), (3, 16), (8, 24), (0, 24)])
+def test_run_of_chunk_becomes_batch_without_restoring_its_requests(
+    change: Callable[[Request, int], None], places: tuple[int, int]
+) -> None:
+    """Its columns are cut out of those of the chunk; batch and trace are those of now."""
+    sent = chunk_of(24)
+    for n, request in enumerate(sent):
+        change(request, n)
+    received = decode_items(encode_items(sent), NULL_ACK)[slice(*places)]
+    sent = sent[slice(*places)]
+    summary = BatchSummary(77)
+    traces = [Trace(new_trace()) for _ in sent]
+    for n, (mine, theirs, trace) in enumerate(zip(sent, received, traces, strict=True)):
+        mine.batch = theirs.batch = summary
+        trace.advance(n)
+        theirs.trace = trace
+
+    batch = decode_batch(encode_batch(Batch("b-1", received, "full")), NULL_ACK)
+
+    assert all(request.chunk is not None for request in received)
+    assert [request.trace and request.trace.since_us for request in batch.requests] == [
+        trace.since_us for trace in traces
+    ]
+    assert_alike(batch.requests, sent)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        lambda _n: None,
+        lambda n: ("ring", 100 + 16 * n),
+        lambda n: ("ring", 100 + 40 * n),
+        lambda n: (f"ring-{n}", 0),
+        lambda n: ("ring", 0) if n % 2 else None,
+    ],
+)
+def test_run_of_referring_requests_keeps_where_their_values_are(
+    shared: Callable[[int], tuple[str, int] | None],
+) -> None:
+    """In their source records and in shared memory, whether they lie there in a row or not."""
+    sent = chunk_of(24)
+    for n, request in enumerate(sent):
+        request.value = bytes(request.inputs[0].data)
+        request.inputs = (request.inputs[0]._replace(data=memoryview(request.value)),)
+        refer_to_source(request, 1)
+        request.shared = shared(n)
+    received = decode_items(encode_items(sent), NULL_ACK)[3:20]
+
+    batch = decode_batch(encode_batch(Batch("b-1", received, "full")), NULL_ACK)
+
+    assert all(request.chunk is not None for request in received)
+    for after, before in zip(batch.requests, sent[3:20], strict=True):
+        assert (after.referenced, after.shared, after.places) == (16, before.shared, ((0, 16),))
+    assert_alike(batch.requests, sent[3:20])
+
+
+@pytest.mark.parametrize(("each", "chunks"), [(12, 3), (8, 1)])
+def test_batch_out_of_many_chunks_is_one_where_its_runs_are_short(each: int, chunks: int) -> None:
+    """A chunk costs its reader about as much as some dozens of requests."""
+    sent = chunk_of(3 * each)
+    received = [
+        request
+        for start in range(0, len(sent), each)
+        for request in decode_items(encode_items(sent[start : start + each]), NULL_ACK)
+    ]
+
+    record = encode_batch(Batch("b-1", received, "full"))
+
+    assert len(msgpack.unpackb(record)["chunks"]) == chunks
+    assert_alike(decode_batch(record, NULL_ACK).requests, sent)
+
+
+def test_request_whose_value_was_read_is_in_no_chunk() -> None:
+    """What the chunk says of it is not true any more."""
+    sent = chunk_of(8)
+    values = [bytes(request.inputs[0].data) for request in sent]
+    for request, value in zip(sent, values, strict=True):
+        request.value = value
+        request.inputs = (request.inputs[0]._replace(data=memoryview(value)),)
+        refer_to_source(request, 1)
+    received = decode_items(encode_items(sent), NULL_ACK)
+
+    restore_value(received[0], values[0])
+    restore_values(received[1:], memoryview(b"".join(values[1:])))
+
+    assert all(request.chunk is None for request in received)
+    batch = decode_batch(encode_batch(Batch("b-1", received, "full")), NULL_ACK)
+    assert [bytes_of(request) for request in batch.requests] == [[value] for value in values]
+
+
+def test_failed_request_takes_its_value_out_of_chunk() -> None:
+    """Its dead letter needs it, and nothing needs its inputs."""
+    sent = chunk_of(3)
+    request = decode_items(encode_items(sent), NULL_ACK)[1]
+
+    request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
+
+    assert request.chunk is None
+    assert bytes(request.value or b"") == sent[1].value
+    assert request.inputs == ()
+
+
+@pytest.mark.parametrize("datatype", ["BOOL", "BYTES"])
+def test_inputs_whose_content_is_checked_are_set_at_once(datatype: str) -> None:
+    """A chunk holds only what is right if its size is."""
+    content = b"\1" * 5 if datatype == "BOOL" else b"\1\0\0\0a"
+    sent = chunk_of(2)
+    for request in sent:
+        request.inputs = (Tensor("x", datatype, (5 if datatype == "BOOL" else 1,), content),)
+
+    received = decode_items(encode_items(sent), NULL_ACK)
+
+    assert all(request.chunk is None for request in received)
+    assert [bytes(request.inputs[0].data) for request in received] == [content, content]
 
 
 def test_batch_of_items_that_came_singly_copies_their_records() -> None:

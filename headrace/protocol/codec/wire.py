@@ -16,9 +16,9 @@ because dropping it would leave its requests unanswered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
-from operator import attrgetter, gt
+from operator import add, attrgetter, gt
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -35,6 +35,7 @@ from headrace.protocol.messages import (
     ChunkedBatchRecord,
     Envelope,
     Failure,
+    ItemChunk,
     ItemChunkRecord,
     Request,
     ResultChunkRecord,
@@ -43,9 +44,11 @@ from headrace.protocol.messages import (
     WireFailure,
     WireTensors,
     WireTrace,
+    find_runs,
 )
 from headrace.protocol.tensors import check_tensor
 from headrace.protocol.trace_context import Trace, parse_traceparent
+from headrace.tuning import TUNING
 
 FORMAT = 3
 """Latest format that this release reads and writes: columns, with values that are only in the
@@ -61,6 +64,7 @@ _EMPTY = memoryview(b"")
 _NOT_SHARED = ("", 0)
 
 _CODES = frozenset(Code)
+_TUNING = TUNING.protocol
 _UNCHECKED = frozenset({"BYTES", "BOOL"})
 """Datatypes whose content must be checked; of others only the size."""
 
@@ -163,7 +167,7 @@ def restore_value(request: Request, value: bytes | memoryview) -> None:
             places = None  # some inputs lie behind this value, so its places do not hold
     # Only now: a value that is refused may be read again from elsewhere.
     request.inputs, request.places = tuple(inputs), places
-    request.value, request.referenced = value, 0
+    request.value, request.referenced, request.chunk = value, 0, None
 
 
 def restore_values(requests: Sequence[Request], content: memoryview) -> list[Request]:
@@ -188,7 +192,7 @@ def restore_values(requests: Sequence[Request], content: memoryview) -> list[Req
         own, own_places = request.inputs, request.places
         if own is inputs and own_places is places and value_bytes == checked_bytes:
             request.inputs = (_new(Tensor, (name, datatype, shape, value[start:stop])),)
-            request.value, request.referenced = value, 0
+            request.value, request.referenced, request.chunk = value, 0, None
             continue
         inputs = None
         try:
@@ -244,17 +248,7 @@ def encode_batch(batch: Batch) -> bytes:
     """Return the value of a `batches` record."""
     if all(request.item is not None for request in batch.requests):
         return wire_single.encode_batch(batch)  # their records are copied as they are
-    last = batch.requests[0]
-    chunk = [last]
-    chunks = [chunk]
-    for request in batch.requests[1:]:
-        if _are_items_alike(last, request) or _item_group(last) == _item_group(request):
-            chunk.append(request)
-        else:
-            chunk = [request]
-            chunks.append(chunk)
-        last = request
-    columns = [ItemChunkRecord(**_item_columns(chunk)) for chunk in chunks]
+    columns = [ItemChunkRecord(**each) for each in _batch_columns(batch.requests)]
     return _encode(
         ChunkedBatchRecord(
             format=max([each.format for each in columns]),
@@ -315,6 +309,100 @@ def _are_items_alike(one: Request, other: Request) -> bool:
         and datatype == other_datatype
         and (shape is other_shape or len(shape) == len(other_shape))
     )
+
+
+def _batch_columns(requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+    """Yield the columns of the chunks of a batch."""
+    runs = [(chunk, places) for chunk, places in find_runs(requests) if chunk is not None]
+    if (
+        sum([len(places) for _, places in runs])
+        == len(requests)
+        >= _TUNING.cut_run_requests * len(runs)
+    ):
+        for chunk, places in runs:
+            yield _cut_columns(requests[: len(places)], chunk, places)
+            requests = requests[len(places) :]
+        return
+    for request in requests:
+        request.restore()
+    last = requests[0]
+    alike = [last]
+    for request in requests[1:]:
+        if _are_items_alike(last, request) or _item_group(last) == _item_group(request):
+            alike.append(request)
+        else:
+            yield _item_columns(alike)
+            alike = [request]
+        last = request
+    yield _item_columns(alike)
+
+
+def _cut_columns(requests: Sequence[Request], chunk: ItemChunk, places: range) -> dict[str, Any]:
+    """Return the columns of requests that follow each other in a chunk; only the batch and the
+    traces are new.
+    """
+    record, cut = chunk.record, slice(places.start, places.stop)
+    columns: dict[str, Any] = {
+        "format": _COLUMNS_FORMAT,
+        "offset": record.offset[cut],
+        "model": record.model,
+        "version": record.version,
+        "raw_names": record.raw_names,
+        "shape_class": record.shape_class,
+        "wanted": record.wanted,
+        "headers": [(name, _cut(column, cut)) for name, column in record.headers],
+    }
+    for name in _CUT_COLUMNS:
+        columns[name] = _cut(getattr(record, name), cut)
+    for name in ("mixed_headers", "wanted_each"):
+        each = getattr(record, name)
+        columns[name] = None if each is None else each[cut]
+    _set_batch(columns, requests)
+    referenced, shared_at = record.referenced, record.shared_at
+    if referenced:
+        columns["format"], columns["referenced"] = FORMAT, referenced
+        columns["shared"] = _cut(record.shared, cut)
+        if isinstance(shared_at, list):
+            columns["shared_at"] = shared_at[cut]  # even if they are equal: in different rings
+        elif record.shared:
+            assert isinstance(referenced, int)  # see `_are_inputs_equal`
+            columns["shared_at"] = shared_at + places.start * referenced
+    last = places.stop - 1
+    columns["payload"] = chunk.payload[
+        chunk.bases[places.start] : chunk.bases[last] + chunk.parts[last]
+    ]
+    columns["inputs"] = [
+        WireTensors(
+            name=each.name,
+            datatype=each.datatype,
+            shape=each.shape,
+            size=each.size,
+            start=_cut(each.start, cut),
+        )
+        for each in record.inputs
+    ]
+    return columns
+
+
+_CUT_COLUMNS = (
+    "partition",
+    "gap",
+    "timestamp_ms",
+    "after",
+    "key",
+    "deadline_ms",
+    "id",
+    "ingested_us",
+    "checked_us",
+    "done_us",
+    "value",
+    "part",
+    "rows",
+)
+
+
+def _cut(column: T | list[T], places: slice) -> T | list[T]:
+    return _column(column[places]) if isinstance(column, list) else column
 
 
 def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
@@ -429,49 +517,126 @@ def _places(
     return tuple(places), beside
 
 
+class _Inputs(NamedTuple):
+    """Inputs of each request, their places and their sizes together; `chunk` is None if requests
+    differ in more than columns can be cut out of.
+    """
+
+    inputs: Iterable[tuple[Tensor, ...]]
+    places: Iterable[tuple[_Place, ...] | None]
+    sizes: Iterable[int]
+    chunk: ItemChunk | None = None
+
+
 def _requests_of_items(record: ItemChunkRecord, ack_handle: AckHandle) -> list[Request]:
     layout = _layout(record)
-    requests = _requests(record, ack_handle, layout)
-    count = len(requests)
-    is_here = not record.referenced
-    first_bytes = layout.bases
-    if not is_here:
-        # Without their bytes, inputs are equal if their places are: one for all is enough then.
-        count = 1 if _are_inputs_equal(record) else count
-        layout = _layout_behind_values(record, layout, count)
+    count = len(record.offset)
+    values: Iterable[memoryview | None]
+    if record.referenced:
+        values, inputs = _values(layout), _inputs_at_source(record, layout)
+    elif all(map(_is_uniform, record.inputs)):
+        values, inputs = repeat(None, count), _inputs_in_chunk(record, layout)
+    else:
+        values, inputs = _values(layout), _inputs_here(record, layout)
+    wanted = repeat(record.wanted, count) if record.wanted_each is None else record.wanted_each
+    rows = _repeated(record.rows, count)
+    requests = _requests(
+        record, ack_handle, values, inputs, rows=rows, wanted=wanted, shape_class=record.shape_class
+    )
+    if record.referenced:
         _spread(requests, "referenced", record.referenced)
         if record.shared:
             _spread_shared(requests, record)
-    some = requests[:count]
+    return requests
+
+
+def _is_uniform(wired: WireTensors) -> bool:
+    """Return True if the tensors of all requests are right if the first one is."""
+    return type(wired.size) is int and wired.shapes is None and wired.datatype not in _UNCHECKED
+
+
+def _inputs_in_chunk(record: ItemChunkRecord, layout: _Layout) -> _Inputs:
+    """Return inputs without data, one object for all requests: the chunk holds the data."""
+    chunk = ItemChunk(record, *layout)
+    count = len(record.offset)
+    inputs: list[Tensor] = []
+    is_inside = True
+    size_bytes = 0
+    first = None
+    if type(record.part) is int and type(record.value) is int:
+        # What is in the first part is in all.
+        first = _Layout(layout.payload, layout.bases, layout.parts[:1], layout.values[:1])
+    for index, wired in enumerate(record.inputs):
+        name, datatype, shape, size = wired.name, wired.datatype, wired.shape, wired.size
+        assert isinstance(size, int)  # see `_is_uniform`
+        if first is not None and type(wired.start) is int:
+            stops = _stops([wired.start], [size], first)
+        else:
+            stops = _stops(_each(wired.start, record.offset), repeat(size), layout)
+        is_inside = is_inside and not any(map(gt, stops, layout.values))
+        check_tensor(datatype, shape, chunk.data(index, slice(0, 1))[0], name)
+        inputs.append(_new(Tensor, (name, datatype, shape, _EMPTY)))
+        size_bytes += size
+    places = _wired_places(record.inputs if is_inside else (), record.offset)
+    return _Inputs(repeat(tuple(inputs), count), places, repeat(size_bytes, count), chunk=chunk)
+
+
+def _inputs_here(record: ItemChunkRecord, layout: _Layout) -> _Inputs:
+    """Return inputs whose data is in the payload."""
     tensors: list[list[Tensor]] = []
     is_inside = True
+    payload = layout.payload
+    for wired in record.inputs:
+        starts, sizes = _each(wired.start, record.offset), _each(wired.size, record.offset)
+        stops = _stops(starts, sizes, layout)
+        is_inside = is_inside and not any(map(gt, stops, layout.values))
+        contents = [
+            payload[base + start : base + stop]
+            for base, start, stop in zip(layout.bases, starts, stops, strict=True)
+        ]
+        tensors.append(_tensors(wired, contents, is_checked=True))
+    return _Inputs(
+        zip(*tensors, strict=True),
+        _wired_places(record.inputs if is_inside else (), record.offset),
+        _sum_sizes(record.inputs, record.offset),
+    )
+
+
+def _inputs_at_source(record: ItemChunkRecord, layout: _Layout) -> _Inputs:
+    """Return inputs whose data is in the source records, except what lies behind their values."""
+    # Without their bytes, inputs are equal if their places are: one for all is enough then.
+    are_equal = _are_inputs_equal(record)
+    some = record.offset[:1] if are_equal else record.offset
+    payload, first_bytes = layout, layout.bases[: len(some)]
+    layout = _layout_behind_values(record, layout, len(some))
+    tensors: list[list[Tensor]] = []
     for wired in record.inputs:
         starts, sizes = _each(wired.start, some), _each(wired.size, some)
-        stops = [start + size for start, size in zip(starts, sizes, strict=True)]
-        if min(starts) < 0 or min(sizes) < 0 or any(map(gt, stops, layout.parts)):
-            raise _unreadable(
-                f"a tensor within {max(layout.parts)} bytes", f"{min(starts)} to {max(stops)}"
-            )
-        is_inside = is_inside and not any(map(gt, stops, layout.values))
-        contents = _contents(layout, starts, stops, None if is_here else first_bytes[:count])
+        contents = _contents_behind(layout, starts, _stops(starts, sizes, layout), first_bytes)
         # A tensor in a source record is checked when that is read.
-        tensors.append(_tensors(wired, contents, is_checked=is_here))
-    inputs = list(zip(*tensors, strict=True)) if tensors else [()] * count
-    columns = zip(
-        requests,
-        inputs if count == len(requests) else repeat(inputs[0], len(requests)),
+        tensors.append(_tensors(wired, contents, is_checked=False))
+    inputs = list(zip(*tensors, strict=True)) if tensors else [()] * len(some)
+    return _Inputs(
+        repeat(inputs[0], len(record.offset)) if are_equal else inputs,
         # Without its value, a request is known by the places of all inputs.
-        _wired_places(record.inputs if is_inside or not is_here else (), requests),
-        _sum_sizes(record.inputs, requests),
-        _each(record.rows, requests),
-        _shared_or_each(record.wanted, record.wanted_each, requests),
-        strict=True,
+        _wired_places(record.inputs, record.offset),
+        _sum_sizes(record.inputs, record.offset),
+        ItemChunk(record, *payload) if are_equal else None,
     )
-    shape_class = record.shape_class
-    for request, own_inputs, places, size_bytes, rows, wanted in columns:
-        request.inputs, request.places, request.size_bytes = own_inputs, places, size_bytes
-        request.rows, request.shape_class, request.wanted = rows, shape_class, wanted
-    return requests
+
+
+def _stops(starts: Sequence[int], sizes: Iterable[int], layout: _Layout) -> list[int]:
+    """Return where the tensors of requests end in their parts of the payload.
+
+    Raises:
+        Rejected: a tensor is not within its part.
+    """
+    stops = list(map(add, starts, sizes))
+    if min(starts) < 0 or any(map(gt, starts, stops)) or any(map(gt, stops, layout.parts)):
+        raise _unreadable(
+            f"a tensor within {max(layout.parts)} bytes", f"{min(starts)} to {max(stops)}"
+        )
+    return stops
 
 
 def _are_inputs_equal(record: ItemChunkRecord) -> bool:
@@ -487,7 +652,7 @@ def _are_inputs_equal(record: ItemChunkRecord) -> bool:
 
 
 def _wired_places(
-    wired: Sequence[WireTensors], requests: Sequence[Request]
+    wired: Sequence[WireTensors], requests: Sequence[object]
 ) -> Iterable[tuple[_Place, ...] | None]:
     """Return the places of each request's inputs: one object for all if they are the same."""
     if not wired:
@@ -531,26 +696,21 @@ def _layout_behind_values(record: ItemChunkRecord, layout: _Layout, count: int) 
     return _Layout(payload, bases, parts, values[:count])
 
 
-def _contents(
-    layout: _Layout,
-    starts: Sequence[int],
-    stops: Sequence[int],
-    first_bytes: Sequence[int] | None,
+def _contents_behind(
+    layout: _Layout, starts: Sequence[int], stops: Sequence[int], first_bytes: Sequence[int]
 ) -> list[memoryview]:
     """Return the bytes of each request's tensor; none if they lie before the request's first byte
     in the payload, in a value that is not here.
     """
     payload = layout.payload
-    places = zip(layout.bases, starts, stops, strict=True)
-    if first_bytes is None:
-        return [payload[base + start : base + stop] for base, start, stop in places]
+    places = zip(layout.bases, starts, stops, first_bytes, strict=True)
     return [
         _EMPTY if base + start < first else payload[base + start : base + stop]
-        for (base, start, stop), first in zip(places, first_bytes, strict=True)
+        for base, start, stop, first in places
     ]
 
 
-def _sum_sizes(wired: Sequence[WireTensors], requests: Sequence[Request]) -> Iterable[int]:
+def _sum_sizes(wired: Sequence[WireTensors], requests: Sequence[object]) -> Iterable[int]:
     """Return the size of all inputs of each request."""
     if len(wired) == 1:
         return _each(wired[0].size, requests)
@@ -614,7 +774,16 @@ def decode_results(value: bytes, ack_handle: AckHandle) -> list[Request]:
     if _is_single(value):
         return [wire_single.decode_result(value, ack_handle)]
     record = _decoded(_results_decoder, value)
-    requests = _requests(record, ack_handle, _layout(record))
+    count = len(record.offset)
+    requests = _requests(
+        record,
+        ack_handle,
+        _values(_layout(record)),
+        _Inputs(repeat((), count), repeat(None, count), repeat(0, count)),
+        rows=repeat(1, count),
+        wanted=repeat(None, count),
+        shape_class=(),
+    )
     if record.batch_id:
         _spread(requests, "batch_id", record.batch_id)
     if record.skipped:
@@ -759,7 +928,14 @@ def _columns(requests: Sequence[Request]) -> dict[str, Any]:
     }
     for name, getter in _SIMPLE_COLUMNS:
         columns[name] = _column(list(map(getter, requests)))
-    batch = first.batch
+    _set_batch(columns, requests)
+    _add_headers(columns, requests)
+    return columns
+
+
+def _set_batch(columns: dict[str, Any], requests: Sequence[Request]) -> None:
+    """Set what a batcher and an executor change in the columns of requests."""
+    batch = requests[0].batch
     for request in requests:
         if request.batch is not batch:
             batches = [each.batch for each in requests]
@@ -771,10 +947,8 @@ def _columns(requests: Sequence[Request]) -> dict[str, Any]:
         if batch is not NO_BATCH:
             columns["formed_us"] = batch.formed_us
             columns["compute_us"], columns["batch_rows"] = batch.compute_us, batch.rows
-    _add_headers(columns, requests)
     if any(request.trace is not None for request in requests):
         columns["trace"] = [WireTrace.of(request.trace) for request in requests]
-    return columns
 
 
 _SIMPLE_COLUMNS = tuple(
@@ -809,11 +983,22 @@ def _add_headers(columns: dict[str, Any], requests: Sequence[Request]) -> None:
         columns["mixed_headers"] = [list(each) for each in headers]
 
 
-def _requests(record: WireChunk, ack_handle: AckHandle, layout: _Layout) -> list[Request]:
-    """Return the requests of a chunk, without their tensors and outcomes."""
+def _requests(
+    record: WireChunk,
+    ack_handle: AckHandle,
+    values: Iterable[memoryview | None],
+    inputs: _Inputs,
+    *,
+    rows: Iterable[int],
+    wanted: Iterable[tuple[str, ...] | None],
+    shape_class: tuple[int, ...],
+) -> list[Request]:
+    """Return the requests of a chunk, without their outcomes."""
     offsets = record.offset
-    count = len(offsets)
     headers = _headers(record)
+    model, version = record.model, record.version
+    chunk = inputs.chunk
+    count = len(offsets)
     try:
         requests = [
             Request(
@@ -827,10 +1012,21 @@ def _requests(record: WireChunk, ack_handle: AckHandle, layout: _Layout) -> list
                 own_headers,
                 envelope,
                 ingested_us,
-                record.model,
-                record.version,
-                id=id_,
-                after=after,
+                model,
+                version,
+                tensors,
+                own_rows,
+                shape_class,
+                size_bytes,
+                own_wanted,
+                id_,
+                after,
+                None,
+                places,
+                0,
+                None,
+                chunk,
+                place,
             )
             for (
                 partition,
@@ -842,20 +1038,32 @@ def _requests(record: WireChunk, ack_handle: AckHandle, layout: _Layout) -> list
                 own_headers,
                 envelope,
                 ingested_us,
+                tensors,
+                own_rows,
+                size_bytes,
+                own_wanted,
                 id_,
                 after,
+                places,
+                place,
             ) in zip(
                 _repeated(record.partition, count),
                 offsets,
                 _repeated(record.gap, count),
                 _repeated(record.timestamp_ms, count),
                 _repeated(record.key, count),
-                _values(layout),
+                values,
                 headers,
                 _envelopes(record, headers),
                 _repeated(record.ingested_us, count),
+                inputs.inputs,
+                rows,
+                inputs.sizes,
+                wanted,
                 _repeated(record.id, count),
                 _repeated(record.after, count),
+                inputs.places,
+                range(count),
                 strict=True,
             )
         ]
@@ -905,12 +1113,20 @@ class _Layout(NamedTuple):
 
 
 def _layout(record: WireChunk) -> _Layout:
-    parts, values = _each(record.part, record.offset), _each(record.value, record.offset)
     payload = _EMPTY if record.payload is None else record.payload
-    stops = list(accumulate(parts))
-    if min(parts) < 0 or stops[-1] != len(payload) or any(map(gt, values, parts)):
-        raise _unreadable(f"a payload of {stops[-1]} bytes", f"{len(payload)} bytes")
-    return _Layout(payload, [0, *stops[:-1]], parts, values)
+    part, value, count = record.part, record.value, len(record.offset)
+    bases: Sequence[int]
+    if isinstance(part, int) and isinstance(value, int):
+        parts, values, end = [part] * count, [value] * count, part * count
+        bases = range(0, end, part) if part > 0 else parts
+        is_right = part >= 0 and value <= part
+    else:
+        parts, values = _each(part, record.offset), _each(value, record.offset)
+        *bases, end = accumulate(parts, initial=0)
+        is_right = min(parts) >= 0 and not any(map(gt, values, parts))
+    if not is_right or end != len(payload):
+        raise _unreadable(f"a payload of {end} bytes", f"{len(payload)} bytes")
+    return _Layout(payload, bases, parts, values)
 
 
 def _values(layout: _Layout) -> list[memoryview | None]:

@@ -12,7 +12,8 @@ import pytest
 
 from headrace.errors import Code, Rejected
 from headrace.models.registry import Models
-from headrace.protocol.codec import encode_request
+from headrace.protocol.ack import NULL_ACK
+from headrace.protocol.codec import decode_items, encode_items, encode_request
 from headrace.protocol.control import WantedModel
 from headrace.protocol.events import UnreadyVersion
 from headrace.protocol.messages import Envelope, Request
@@ -73,6 +74,17 @@ def bound_to_first(
     request.value = encode_request(content_type, name, {"pixels": PIXELS}, version=version)
     request.wanted, request.item = ("scores",), b"names version 1"
     return request
+
+
+def test_request_whose_record_holds_its_value_is_rebound(tmp_path: Path) -> None:
+    """The record names the inputs of the version that has gone."""
+    sent = [bound_to_first(), bound_to_first()]
+    request = decode_items(encode_items(sent), NULL_ACK)[1]
+
+    RebinderHarness(tmp_path).rebind(request)
+
+    assert (request.version, request.chunk) == ("2", None)
+    assert bytes(request.inputs[0].data) == PIXELS.tobytes()
 
 
 @pytest.mark.parametrize("content_type", ["application/msgpack", "application/json", "image/png"])

@@ -113,6 +113,7 @@ async def test_items_survive_topic() -> None:
         assert (after.previous, after.timestamp_ms) == (before.previous, before.timestamp_ms)
         assert (after.model, after.version, after.rows) == ("digits", "1", 1)
         assert after.envelope.deadline_ms == before.envelope.deadline_ms
+        after.restore()
         assert bytes(after.inputs[0].data) == PIXELS["pixels"].tobytes()
 
 
