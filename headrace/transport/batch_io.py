@@ -83,6 +83,8 @@ class BatchWriter:
         for index, batch in enumerate(batches):
             if index not in refused:
                 ack_all([request.ack_handle for request in batch.requests])
+                for request in batch.requests:
+                    request.chunk = None  # its deadline may keep the request, but not the record
         return [batches[index] for index in refused_for_size(target, refused)]
 
     async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:

@@ -276,7 +276,10 @@ class SharedValuesWriter:
 
 
 def release_values(requests: Sequence[Request], from_bytes: int) -> dict[Request, Value]:
-    """Release the values of requests that have at least so many bytes, and return them."""
+    """Release the values of requests that have at least so many bytes, and return them.
+
+    A value that the request's chunk holds stays there, as the process that wrote it has decided.
+    """
     released: dict[Request, Value] = {}
     last: Request | None = None
     for request in requests:

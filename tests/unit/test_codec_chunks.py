@@ -240,6 +240,29 @@ def test_batch_out_of_many_chunks_is_one_where_its_runs_are_short(each: int, chu
     assert_alike(decode_batch(record, NULL_ACK).requests, sent)
 
 
+def test_headers_beside_mixed_ones_are_ignored() -> None:
+    """Only other programs write both."""
+    record = changed(
+        encode_items(chunk_of(24)),
+        lambda fields: fields.update(mixed_headers=[[]] * 24, headers=[["h", []]]),
+    )
+    received = decode_items(record, NULL_ACK)
+
+    batch = decode_batch(encode_batch(Batch("b-1", received, "full")), NULL_ACK)
+
+    assert [list(request.headers) for request in batch.requests] == [[]] * 24
+
+
+def test_items_are_encoded_again_out_of_chunk() -> None:
+    """In a chunk and singly."""
+    sent = chunk_of(3)
+    received = decode_items(encode_items(sent), NULL_ACK)
+    single = decode_items(encode_items(sent), NULL_ACK)[1:2]
+
+    assert_alike(decode_items(encode_items(received), NULL_ACK), sent)
+    assert_alike(decode_items(encode_items(single), NULL_ACK), sent[1:2])
+
+
 def test_request_whose_value_was_read_is_in_no_chunk() -> None:
     """What the chunk says of it is not true any more."""
     sent = chunk_of(8)
@@ -387,7 +410,12 @@ def changed(record: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
         lambda fields: fields.update(part=[3, -3]),
         lambda fields: fields.update(value=1000),
         lambda fields: fields.update(headers=[["h", [b"1"]]]),
+        lambda fields: fields.update(headers=[["h", []]]),
         lambda fields: fields.update(mixed_headers=[]),
+        lambda fields: fields.update(checked_us=[]),
+        lambda fields: fields.update(done_us=[]),
+        lambda fields: fields.update(rows=[]),
+        lambda fields: fields.update(wanted_each=[]),
         lambda fields: fields.update(deadline_ms=[1, 2, 3]),
         lambda fields: fields["inputs"][0].update(start=-1),
         lambda fields: fields["inputs"][0].update(size=1000),
@@ -615,6 +643,8 @@ def test_value_that_does_not_hold_inputs_is_refused() -> None:
         lambda fields: fields.update(referenced=-24),
         lambda fields: fields.update(referenced=[24, 0]),
         lambda fields: fields.update(referenced=[24]),
+        lambda fields: fields.update(shared=[]),
+        lambda fields: fields.update(shared="ring", shared_at=[]),
         lambda fields: fields.update(part=0, payload=b"four"),
         lambda fields: fields["inputs"][0].update(start=30),
         lambda fields: fields["inputs"][1].update(start=-2),

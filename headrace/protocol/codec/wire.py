@@ -323,8 +323,6 @@ def _batch_columns(requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
             yield _cut_columns(requests[: len(places)], chunk, places)
             requests = requests[len(places) :]
         return
-    for request in requests:
-        request.restore()
     last = requests[0]
     alike = [last]
     for request in requests[1:]:
@@ -350,13 +348,15 @@ def _cut_columns(requests: Sequence[Request], chunk: ItemChunk, places: range) -
         "raw_names": record.raw_names,
         "shape_class": record.shape_class,
         "wanted": record.wanted,
-        "headers": [(name, _cut(column, cut)) for name, column in record.headers],
     }
     for name in _CUT_COLUMNS:
         columns[name] = _cut(getattr(record, name), cut)
-    for name in ("mixed_headers", "wanted_each"):
-        each = getattr(record, name)
-        columns[name] = None if each is None else each[cut]
+    if record.mixed_headers is None:
+        columns["headers"] = [(name, _cut(column, cut)) for name, column in record.headers]
+    else:
+        columns["mixed_headers"] = record.mixed_headers[cut]
+    if record.wanted_each is not None:
+        columns["wanted_each"] = record.wanted_each[cut]
     _set_batch(columns, requests)
     referenced, shared_at = record.referenced, record.shared_at
     if referenced:
@@ -406,6 +406,9 @@ def _cut(column: T | list[T], places: slice) -> T | list[T]:
 
 
 def _item_columns(requests: Sequence[Request]) -> dict[str, Any]:
+    for request in requests:
+        if request.chunk is not None:
+            request.restore()
     columns = _columns(requests)
     first = requests[0]
     if first.referenced:
@@ -545,7 +548,7 @@ def _requests_of_items(record: ItemChunkRecord, ack_handle: AckHandle) -> list[R
     )
     if record.referenced:
         _spread(requests, "referenced", record.referenced)
-        if record.shared:
+        if record.shared != "":
             _spread_shared(requests, record)
     return requests
 
@@ -1069,9 +1072,9 @@ def _requests(
         ]
     except ValueError as error:
         raise _unreadable(f"columns of {count} requests", str(error)) from error
-    if record.checked_us:
+    if record.checked_us != 0:
         _spread(requests, "checked_us", record.checked_us)
-    if record.done_us:
+    if record.done_us != 0:
         _spread(requests, "done_us", record.done_us)
     if record.formed_us or record.compute_us or record.batch_rows:
         _set_summaries(requests, record)
@@ -1151,10 +1154,7 @@ def _headers(record: WireChunk) -> Sequence[_Headers]:
     columns = [column for _, column in record.headers]
     if not any(type(column) is list for column in columns):
         return [list(zip(names, columns, strict=True))] * count  # type: ignore[arg-type]
-    try:
-        rows = list(zip(*[_repeated(column, count) for column in columns], strict=True))
-    except ValueError as error:
-        raise _unreadable(f"headers of {count} requests", str(error)) from error
+    rows = zip(*[_each(column, record.offset) for column in columns], strict=True)
     return [list(zip(names, row, strict=True)) for row in rows]
 
 

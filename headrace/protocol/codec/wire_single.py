@@ -129,6 +129,7 @@ def decode_batch(value: bytes, ack_handle: AckHandle) -> Batch:
 
 
 def _item(request: Request) -> ItemRecord:
+    request.restore()
     value = request.value
     return ItemRecord(
         origin=_origin(request),

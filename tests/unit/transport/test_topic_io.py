@@ -20,6 +20,8 @@ from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Producer, SentBatch, TopicInfo, TopicPartition
+from headrace.protocol.ack import NULL_ACK
+from headrace.protocol.codec import decode_items, encode_items
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
@@ -325,6 +327,20 @@ async def test_received_batches_go_to_consumers_of_their_model() -> None:
     assert in_flight == [1, 1, 1, 0]
     assert [receipt_of(one).acked for one in sent] == [1, 1, 1]
     assert refused.requests == []
+
+
+async def test_written_batch_keeps_no_record_alive() -> None:
+    """The batcher forgets a request only when its deadline has passed; its record is not charged
+    any more by then.
+    """
+    log = await make_log()
+    sent = [make_request(inputs=PIXELS) for _ in range(2)]
+    requests = decode_items(encode_items(sent), NULL_ACK)
+    assert requests[0].chunk is not None
+
+    await write_batches(log, Batch("b-1", requests, "full"))
+
+    assert [request.chunk for request in requests] == [None, None]
 
 
 async def test_oversized_batch_is_sent_in_parts() -> None:
