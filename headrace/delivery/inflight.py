@@ -336,10 +336,10 @@ class InFlightAck(Struct, eq=False, gc=False):
             self.assignment.held -= 1
         self.held_parts -= 1
 
-    def ack(self) -> None:
-        """Acknowledge one part; the last part acknowledges the record."""
+    def ack(self, parts: int = 1) -> None:
+        """Acknowledge a part, or several; the last part acknowledges the record."""
         # One commit stands for the whole record, so the last answer of its batch decides.
-        self.parts -= 1
+        self.parts -= parts
         if self.parts:
             if self.parts == self.held_parts:
                 self._hold_record()
@@ -356,13 +356,21 @@ class InFlightAck(Struct, eq=False, gc=False):
 
 
 def ack_all(ack_handles: Iterable[AckHandle]) -> None:
-    """Acknowledge many records; consecutive ones of a partition with one update and one notify."""
+    """Acknowledge many records; consecutive ones of a partition with one update and one notify, and
+    consecutive parts of a record with one update.
+    """
     assignment: AssignedPartition | None = None
     previous = last = -1
     count = size_bytes = 0
+    divided: AckHandle | None = None
+    parts = 0
     for ack_handle in ack_handles:
+        if ack_handle is divided:
+            parts += 1
+            continue
         if type(ack_handle) is not InFlightAck or ack_handle.parts != 1:
-            ack_handle.ack()
+            _ack_parts(divided, parts)
+            divided, parts = ack_handle, 1
             continue
         ack_handle.parts = 0
         if ack_handle.share is not None:
@@ -375,8 +383,18 @@ def ack_all(ack_handles: Iterable[AckHandle]) -> None:
         last = ack_handle.offset
         count += 1
         size_bytes += ack_handle.size_bytes
+    _ack_parts(divided, parts)
     if assignment is not None:
         assignment.mark_acked(previous, last, count, size_bytes)
+
+
+def _ack_parts(ack_handle: AckHandle | None, parts: int) -> None:
+    """Acknowledge so many parts of a record."""
+    if isinstance(ack_handle, InFlightAck):
+        ack_handle.ack(parts)
+    elif ack_handle is not None:
+        for _ in range(parts):
+            ack_handle.ack()
 
 
 class InFlightTracker:

@@ -18,11 +18,16 @@ from numpy.typing import NDArray
 from headrace.models.backends.port import Arrays, ReusedInputs
 from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
+from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.messages import IngestedRequest, Request, TensorMetadata, find_runs
 from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.tuning import TUNING, ExecutorTuning
 
 _ALIGNMENT_BYTES = 64
+_described: BoundedCache[tuple[TensorMetadata, ...], tuple[TensorMetadata, ...]] = BoundedCache(
+    TUNING.protocol.cached_output_metadata
+)
+"""One object for equal outputs of different runs, which later steps look for."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -244,5 +249,6 @@ def _describe_outputs(
         found.append((spec.name, datatype.name, shape))
     metadata = tuple(found)
     if not has_bytes:
+        metadata = _described.get(metadata) or _described.add(metadata, metadata)
         shared[rows] = metadata
     return metadata

@@ -129,6 +129,20 @@ def test_inputs_that_records_hold_are_gathered_as_those_that_are_set(
     }
 
 
+def test_equal_outputs_of_different_runs_share_their_metadata() -> None:
+    """The stages behind look for that, and then compare nothing."""
+    signature = signature_of("FP32")
+    requests = [
+        make_request(inputs={"a": np.ones((1, 2), np.float32), "b": np.ones(1, np.float32)})
+        for _ in range(2)
+    ]
+
+    for request in requests:
+        scatter([request], signature, run(gather([request], signature)))
+
+    assert requests[0].output_metadata is requests[1].output_metadata
+
+
 @given(batches("FP32"))
 def test_gathered_run_keeps_only_requested_outputs(requests: list[Request]) -> None:
     """Each request gets its own choice of outputs."""

@@ -383,6 +383,26 @@ def test_outcomes_are_divided_into_outputs_failures_and_skipped() -> None:
     assert list(map(len, divide_results(requests, limits_of(256, 10_000)))) == [2, 2, 1]
 
 
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])
+@pytest.mark.parametrize(
+    ("max_requests", "max_bytes", "sizes"),
+    [(2, 1000, [2, 2, 1]), (100, 35, [2, 2, 1]), (100, 1, [1, 1, 1, 1, 1]), (5, 80, [5])],
+)
+def test_chunks_of_outputs_that_share_metadata_are_bounded(
+    datatype: str, max_requests: int, max_bytes: int, sizes: list[int]
+) -> None:
+    """In requests and in bytes; a larger one travels alone."""
+    requests = chunk_of(5)
+    metadata = (("x", datatype, (1, 4)),)
+    for request in requests:
+        request.output_metadata, request.output_data = metadata, (bytes(16),)
+
+    chunks = divide_results(requests, limits_of(max_requests, max_bytes))
+
+    assert list(map(len, chunks)) == sizes
+    assert [request for chunk in chunks for request in chunk] == requests
+
+
 @pytest.mark.parametrize(
     ("max_requests", "max_bytes", "sizes"),
     [(2, 1000, [2, 2, 1]), (100, 10, [2, 2, 1]), (100, 1, [1, 1, 1, 1, 1])],

@@ -727,6 +727,17 @@ def _sum_sizes(wired: Sequence[WireTensors], requests: Sequence[object]) -> Iter
 
 def divide_results(requests: Sequence[Request], limits: ChunkLimits) -> list[list[Request]]:
     """Divide requests of one source partition into chunks, one for each `results` record."""
+    first = requests[0] if requests else None
+    if (
+        first is not None
+        and first.output_data
+        and _are_equal(list(map(_result_kind, requests)))
+        and all(datatype != "BYTES" for _, datatype, _ in first.output_metadata)
+    ):
+        # Equal shapes of a datatype with elements of one size.
+        most = limits.size_bytes // max(1, sum(map(len, first.output_data)))
+        most = max(1, min(most, limits.requests))
+        return [list(requests[start : start + most]) for start in range(0, len(requests), most)]
     return _divide(requests, _result_group, _are_results_alike, limits)
 
 
@@ -812,6 +823,9 @@ def _result_group(request: Request) -> Hashable:
     elif request.output_data is not None:
         names = tuple([metadata[:2] for metadata in request.output_metadata])
     return (request.model, request.version, names)
+
+
+_result_kind = attrgetter("model", "version", "output_metadata", "failure")
 
 
 def _are_results_alike(one: Request, other: Request) -> bool:
@@ -1186,10 +1200,13 @@ def _tensors(
     ]
 
 
+def _are_equal(values: list[T]) -> bool:
+    return values.count(values[0]) == len(values)
+
+
 def _column(values: list[T]) -> T | list[T]:
     """Return the value that all share, or the list."""
-    first = values[0]
-    return first if values.count(first) == len(values) else values
+    return values[0] if _are_equal(values) else values
 
 
 def _each(column: T | list[T], of: Sequence[object]) -> list[T]:
