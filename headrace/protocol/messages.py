@@ -472,8 +472,8 @@ NO_BATCH = BatchSummary()
 
 
 class ItemChunk(Struct, eq=False):
-    """A decoded record of items whose requests are as they came. Unless these refer to their
-    sources, it holds their values and inputs until a step needs those of one request by themselves.
+    """A decoded record of items. Unless its requests refer to their sources, it holds their values
+    and inputs, until a step needs those of one request by themselves.
 
     Attributes:
         record: each of its inputs has one datatype, shape and size for all requests.
@@ -534,8 +534,9 @@ class IngestedRequest(Struct, eq=False):
             the places of all inputs: those behind the value are here.
         shared: where in shared memory a value that is only in the source record is as well: name
             and position, see `headrace.transport.shared_values`.
-        chunk, place: the chunk in which the request is as it is here, and its place there; None if
-            there is none. `value` and the data of `inputs` are unset until `restore`.
+        chunk, place: the record by which it came, and its place there, as long as the record says
+            what the request is; None otherwise. Unless the request refers to its source, `value`
+            and the data of `inputs` are unset until `restore` takes them out of the record.
     """
 
     ack_handle: AckHandle
@@ -565,7 +566,7 @@ class IngestedRequest(Struct, eq=False):
     place: int = 0
 
     def restore(self) -> None:
-        """Leave the request's chunk, with the value and the inputs that it holds."""
+        """Take the value and the inputs out of the request's chunk, if it is in one."""
         chunk, place = self.chunk, self.place
         self.chunk = None
         if chunk is not None and not self.referenced:

@@ -521,8 +521,8 @@ def _places(
 
 
 class _Inputs(NamedTuple):
-    """Inputs of each request, their places and their sizes together; `chunk` is None if requests
-    differ in more than columns can be cut out of.
+    """Inputs of each request, their places and their sizes together; `chunk` is None unless batches
+    may be cut out of the record.
     """
 
     inputs: Iterable[tuple[Tensor, ...]]
@@ -610,7 +610,8 @@ def _inputs_at_source(record: ItemChunkRecord, layout: _Layout) -> _Inputs:
     # Without their bytes, inputs are equal if their places are: one for all is enough then.
     are_equal = _are_inputs_equal(record)
     some = record.offset[:1] if are_equal else record.offset
-    payload, first_bytes = layout, layout.bases[: len(some)]
+    first_bytes = layout.bases[: len(some)]
+    chunk = ItemChunk(record, *layout) if are_equal else None
     layout = _layout_behind_values(record, layout, len(some))
     tensors: list[list[Tensor]] = []
     for wired in record.inputs:
@@ -624,7 +625,7 @@ def _inputs_at_source(record: ItemChunkRecord, layout: _Layout) -> _Inputs:
         # Without its value, a request is known by the places of all inputs.
         _wired_places(record.inputs, record.offset),
         _sum_sizes(record.inputs, record.offset),
-        ItemChunk(record, *payload) if are_equal else None,
+        chunk,
     )
 
 
