@@ -124,6 +124,12 @@ class DeliveryTuning(Struct, frozen=True):
     """Most bytes written at a time when order must be kept."""
     producer_close_timeout_s: float = 2.0
     """Limit of closing transactional producers at a revocation."""
+    max_shared_part_bytes: int = 1024 * 1024
+    """Most bytes that a partition adds to a transaction shared with others. Writing more takes
+    longer than what the transaction itself costs."""
+    unshared_after_failure_s: float = 120.0
+    """For so long after a failed transaction a partition shares none with other partitions. This is
+    longer than answers to an unavailable target are left out, so that its next try fails alone."""
     source_check_interval_s: float = 1.0
     """Interval of the checks whether the source topic was replaced or truncated, where results
     are read instead of it."""
@@ -311,6 +317,9 @@ class KafkaTuning(Struct, frozen=True):
     """How long one bootstrap server may take to answer, if the request timeout is not shorter."""
     request_retry_s: float = 0.1
     """Pause before a request is repeated that a broker could not answer yet."""
+    stable_offsets_timeout_s: float = 5.0
+    """How long committed offsets are waited for that an open transaction commits; another process
+    that has them may still be about to end it."""
     fetch_end_wait_s: float = 2.0
     """How long a fetch by offset waits for a record at the end of the log: a new leader shows what
     was acknowledged before a moment later."""
@@ -409,6 +418,8 @@ class MemoryTuning(Struct, frozen=True):
     """How long a closing producer waits for acknowledgements."""
     listener_timeout_s: float = 3.0
     """How long a closing member waits for a call of its listener that is in progress."""
+    stable_offsets_timeout_s: float = 5.0
+    """How long committed offsets are waited for that an open transaction commits."""
 
 
 class ModelTuning(Struct, frozen=True):

@@ -120,6 +120,13 @@ class GroupMember(NamedTuple):
     host: str
 
 
+class Membership(NamedTuple):
+    """A member's id in a consumer group, and the generation in which it has its partitions."""
+
+    generation: int
+    member_id: str
+
+
 class Entered(Protocol):
     """An async context manager that works inside its `async with` block, which closes it."""
 
@@ -215,8 +222,10 @@ class Consumer(Entered, Protocol):
         """Return the group's committed offsets with metadata; None where there is none, as for a
         reader.
 
+        Waits for the end of a transaction that commits one of them.
+
         Raises:
-            LogUnavailable: see `commit`.
+            LogUnavailable: see `commit`; or such a transaction has not ended within seconds.
         """
         ...
 
@@ -245,6 +254,14 @@ class Consumer(Entered, Protocol):
     @property
     def member_id(self) -> str:
         """The id that the group's coordinator gave us; empty while we are not a member."""
+        ...
+
+    @property
+    def membership(self) -> Membership | None:
+        """Our membership as we know it, without a request; None while we are not a member.
+
+        From `on_assigned` until `on_revoked` it is that of the assignment, or None.
+        """
         ...
 
     async def is_member(self) -> bool:
@@ -335,10 +352,16 @@ class TransactionalProducer(Entered, Protocol):
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None = None,
     ) -> None:
         """Run one transaction: write the records, each acknowledged, then the offsets, then commit.
 
         Either may be empty. One call at a time.
+
+        With a membership the group's coordinator refuses the offsets once its generation is over
+        (KIP-447). Offsets that it has taken before are pending until the transaction ends:
+        `Consumer.committed` waits for that, so that the next owner of a partition reads the last
+        ones, whichever producer has written them.
 
         Errors that are known beforehand are raised before the transaction begins, and the producer
         stays usable. A producer that is no longer usable must be closed: nothing of its transaction
@@ -351,8 +374,9 @@ class TransactionalProducer(Entered, Protocol):
             UnknownPartition: a topic was deleted, or never had the partition.
             TopicForbidden: the broker's access rules.
             TransactionTimedOut: not ended within `transaction_timeout_ms`.
-            Fenced: another producer with this id was entered, or the broker aborted the transaction
-                for taking too long; `Consumer.is_member` tells which.
+            Fenced: another producer with this id was entered, the broker aborted the transaction
+                for taking too long, or the generation is over; `Consumer.is_member` tells whether
+                we still own our partitions.
             LogUnavailable: no answer in time; the outcome is unknown.
             LogRefused: we may not commit for the group, or a metadata text is too long.
         """

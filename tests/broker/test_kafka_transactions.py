@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from aiokafka.errors import KafkaError
+from msgspec.structs import replace
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import (
     Fenced,
     LogRefused,
+    LogUnavailable,
     RecordTooLarge,
     TopicForbidden,
     TransactionTimedOut,
@@ -23,12 +25,12 @@ from headrace.log.kafka.log import KafkaLog
 from headrace.log.kafka.producer import RecordBatch
 from headrace.log.kafka.topic_cache import TopicLimits
 from headrace.log.kafka.transactions import ProducerEpoch
-from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from headrace.log.port import Committed, Membership, NewRecord, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import Operation, Resource, allow_only
 from tests.support.conditions import eventually
 from tests.support.limits import lower_limit
-from tests.support.logs import RecordingListener, polling, read, values
+from tests.support.logs import PATIENT, RecordingListener, polling, read, values
 
 ROOMY = TopicLimits(limit_bytes=1_000_000, needs_key=False)
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("asyncio_logs_nothing")]
@@ -119,6 +121,48 @@ async def test_transaction_timeout_over_broker_limit_is_refused(
             await log.transactional_producer(unique_name, unique_name).__aenter__()
 
 
+async def test_member_reads_offsets_only_after_open_transaction_has_ended(
+    kafka: LocalKafka, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
+) -> None:
+    """Whichever producer has written them; the error says what it has waited for."""
+    _, source = partitions
+    settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
+    impatient = replace(PATIENT, stable_offsets_timeout_s=0.0)
+    listener = RecordingListener()
+    async with (
+        KafkaLog(settings, tuning=impatient) as log,
+        log.member(unique_name, [unique_name], listener) as member,
+        polling(member, []),
+        epoch_of(kafka, unique_name, timeout_ms=60_000) as epoch,
+    ):
+        await eventually(lambda: listener.held)
+        await epoch.write([], unique_name, {source: Committed(5)}, member.membership)
+        with pytest.raises(LogUnavailable, match="UnstableOffsetCommit"):
+            await member.committed([source])
+        assert await log.committed(unique_name, [source]) == {source: None}
+        await epoch.commit()
+
+        async def is_read() -> bool:
+            with suppress(LogUnavailable):
+                return await member.committed([source]) == {source: Committed(5)}
+            return False
+
+        await eventually(is_read)
+
+
+async def test_end_of_transaction_by_former_producer_is_fenced(
+    kafka: LocalKafka, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
+) -> None:
+    """It was suspended before the end. A coordinator has another error for this than a broker."""
+    _, source = partitions
+    async with epoch_of(kafka, unique_name, timeout_ms=60_000) as former:
+        await former.write([], unique_name, {source: Committed(5)})
+        async with epoch_of(kafka, unique_name, timeout_ms=60_000):
+            with pytest.raises(KafkaError) as refused:
+                await former.commit()
+    assert isinstance(in_port_words(refused.value, "commit"), Fenced)
+
+
 async def test_record_refused_by_broker_aborts_transaction(
     kafka: LocalKafka,
     log: KafkaLog,
@@ -184,16 +228,26 @@ async def test_cluster_without_second_version_commits_by_first(
         async with KafkaLog(settings) as log:
             await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
             answers, source = TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
+            listener = RecordingListener()
             async with (
                 log.reader([answers]) as reader,
+                log.member(unique_name, [unique_name], listener) as member,
+                polling(member, []),
                 log.transactional_producer(unique_name, unique_name) as producer,
             ):
+                await eventually(lambda: listener.held)
                 for number in range(3):
                     await producer.commit_transaction(
-                        {answers: [NewRecord(None, b"%d" % number)]}, {source: Committed(number)}
+                        {answers: [NewRecord(None, b"%d" % number)]},
+                        {source: Committed(number)},
+                        member.membership,
                     )
+                    assert await member.committed([source]) == {source: Committed(number)}
                 assert values(await read(reader, 3)) == [b"0", b"1", b"2"]
-            assert (await log.committed(unique_name, [source]))[source] == Committed(2)
+                with pytest.raises(Fenced):
+                    await producer.commit_transaction(
+                        {}, {source: Committed(9)}, Membership(1_000, "a stranger")
+                    )
 
 
 async def test_forbidden_transaction_is_reported(kafka: LocalKafka, unique_name: str) -> None:

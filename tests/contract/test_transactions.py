@@ -384,11 +384,67 @@ async def test_fenced_producer_stays_group_member(
             assert await member.is_member()
 
 
+async def test_offsets_of_former_generation_are_refused(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Whichever producer writes them, and although nobody has fenced it (KIP-447)."""
+    answers, source = await make_topic(2)
+    await write_to(log, source, *[b"request"] * 5)
+    listener, other = RecordingListener(), RecordingListener()
+    async with (
+        log.member(unique_name, [unique_name], listener) as member,
+        polling(member, []),
+        log.reader([answers]) as reader,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        await eventually(lambda: listener.held == {answers, source})
+        former = member.membership
+        assert former is not None
+        await producer.commit_transaction(
+            {answers: _news(b"a")}, {source: Committed(1)}, member.membership
+        )
+        async with (
+            log.member(unique_name, [unique_name], other) as second,
+            polling(second, []),
+        ):
+            await eventually(lambda: len(listener.held) == len(other.held) == 1)
+            with pytest.raises(Fenced):
+                await producer.commit_transaction(
+                    {answers: _news(b"b")}, {source: Committed(2)}, former
+                )
+            async with log.transactional_producer(unique_name, unique_name) as successor:
+                await successor.commit_transaction(
+                    {answers: _news(b"c")}, {source: Committed(3)}, member.membership
+                )
+            assert await member.committed([source]) == {source: Committed(3)}
+            assert values(await read(reader, 2)) == [b"a", b"c"]
+
+
+async def test_member_reads_offsets_of_ended_transactions_at_once(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Of several producers in turn: none is behind, and none goes back."""
+    (source,) = await make_topic()
+    listener = RecordingListener()
+    async with (
+        log.member(unique_name, [unique_name], listener) as member,
+        polling(member, []),
+        log.transactional_producer(f"{unique_name}-1", unique_name) as one,
+        log.transactional_producer(f"{unique_name}-2", unique_name) as two,
+    ):
+        await eventually(lambda: listener.held == {source})
+        for number in range(1, 21):
+            producer = one if number % 2 else two
+            await producer.commit_transaction({}, {source: Committed(number)}, member.membership)
+            assert await member.committed([source]) == {source: Committed(number)}
+
+
 async def test_reader_without_group_is_not_member(log: Log, make_topic: MakeTopic) -> None:
     """It is in no group that could count it in."""
     (partition,) = await make_topic()
     async with log.reader([partition]) as reader:
         assert not await reader.is_member()
+        assert reader.membership is None
 
 
 async def test_member_starts_at_offset_committed_in_transaction(

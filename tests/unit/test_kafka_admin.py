@@ -41,7 +41,10 @@ def admin_of(client: Client) -> AdminClient:
 
 def fetched(*partitions: tuple[int, int, str, int], code: int = 0) -> SimpleNamespace:
     """An answer to OffsetFetch: number, offset, metadata and error of each partition."""
-    return SimpleNamespace(error_code=code, topics=[("t", list(partitions))])
+    found: list[tuple[int, int, int, str, int, dict[int, bytes]]] = [
+        (number, offset, -1, metadata, error, {}) for number, offset, metadata, error in partitions
+    ]
+    return SimpleNamespace(error_code=code, topics=[("t", found, {})])
 
 
 def beaten(code: int) -> SimpleNamespace:

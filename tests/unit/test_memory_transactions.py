@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.log.errors import Fenced, LogUnavailable, TopicForbidden
 from headrace.log.memory import MemoryLog, TransactionFault
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values, write_to
 
@@ -54,6 +56,35 @@ async def test_open_transaction_is_invisible(log: MemoryLog) -> None:
     async with log.reader([ANSWERS]) as reader, held_seal(log):
         assert not await reader.poll(0.0, 10)
         assert await committed(log) is None
+
+
+async def test_member_reads_offsets_only_after_open_transaction_has_ended(log: MemoryLog) -> None:
+    """Others read the former offset meanwhile."""
+    listener = RecordingListener()
+    async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held)
+        async with held_seal(log) as sealing:
+            reading = asyncio.create_task(member.committed([SOURCE]))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not reading.done()
+            assert await committed(log) is None
+            log.faults.transactions.release()
+            await sealing
+            assert await reading == {SOURCE: Committed(1)}
+
+
+async def test_offsets_of_open_transaction_are_not_waited_for_endlessly() -> None:
+    """The reason is that of the transaction, not of the connection."""
+    log = MemoryLog(tuning=replace(TUNING.memory, stable_offsets_timeout_s=0.0))
+    topics = [TopicInfo(each.topic, 1, {}) for each in (ANSWERS, SOURCE)]
+    await log.create_topics(topics, replication_factor=1)
+    listener = RecordingListener()
+    async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held)
+        async with held_seal(log):
+            with pytest.raises(LogUnavailable, match="open transaction"):
+                await member.committed([SOURCE])
 
 
 async def test_open_transaction_hides_later_records(log: MemoryLog) -> None:

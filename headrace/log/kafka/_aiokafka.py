@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import aiokafka
 import aiokafka.errors as kafka_errors
@@ -47,7 +47,7 @@ from aiokafka.record import default_records
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from aiokafka.structs import OffsetAndMetadata
 
-from headrace.log.port import Committed, Headers, TopicPartition
+from headrace.log.port import Committed, Headers, Membership, TopicPartition
 
 WRITTEN_FOR: Final = "0.14.0"
 
@@ -406,20 +406,13 @@ def forget_topic(client: AIOKafkaClient, topic: str) -> None:
 # --- the consumer -----------------------------------------------------------------------------
 
 
-class Membership(NamedTuple):
-    """The generation of a consumer's group, -1 if it is no member, and its member id."""
-
-    generation: int
-    member_id: str
-
-
 def client_of(consumer: AIOKafkaConsumer) -> AIOKafkaClient:
     """Return the client of a consumer."""
     return consumer._client
 
 
 def membership_of(consumer: AIOKafkaConsumer) -> Membership:
-    """Return a consumer's membership as aiokafka knows it, without a request."""
+    """Return a consumer's membership as aiokafka knows it; its generation is -1 if it is none."""
     coordinator = consumer._coordinator
     return Membership(coordinator.generation, coordinator.member_id)
 

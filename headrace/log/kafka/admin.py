@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from io import BytesIO
@@ -18,7 +19,7 @@ from aiokafka.protocol.admin import (
     DescribeGroupsRequest,
 )
 from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.commit import OffsetCommitRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from aiokafka.protocol.types import (
     AbstractType,
@@ -27,11 +28,12 @@ from aiokafka.protocol.types import (
     CompactString,
     Int16,
     Int32,
+    Int64,
     Schema,
     TaggedFields,
 )
 
-from headrace.log.kafka.errors import broker_error
+from headrace.log.kafka.errors import UnstableOffsetCommit, broker_error
 from headrace.log.port import Committed, GroupMember, TopicInfo, TopicPartition
 
 _TOPIC: Final = 2  # ConfigResource.Type.TOPIC
@@ -145,39 +147,40 @@ class AdminClient:
         await self._retry(attempt)
 
     async def fetch_committed(
-        self, group: str, partitions: Iterable[TopicPartition]
+        self,
+        group: str,
+        partitions: Iterable[TopicPartition],
+        stable_timeout_s: float | None = None,
     ) -> Mapping[TopicPartition, Committed | None]:
         """Return the offsets and metadata that a group has committed, from its coordinator.
 
-        aiokafka's consumer drops the metadata, and its admin client takes the empty response of a
-        broker that is not the coordinator for "nothing committed"; so the top-level error and those
-        of the partitions are checked here, and every requested partition must be in the response.
+        With `stable_timeout_s` it waits for the end of open transactions that commit one of them,
+        and raises `UnstableOffsetCommit` after this time; without, it returns the former offset.
         """
         asked: dict[str, list[int]] = defaultdict(list)
         for partition in partitions:
             asked[partition.topic].append(partition.partition)
         if not asked:
             return {}
-        request = OffsetFetchRequest(group, list(asked.items()))
+        request = OffsetsRequest(group, asked, is_stable=stable_timeout_s is not None)
+        wanted = {
+            TopicPartition(topic, each) for topic, numbers in asked.items() for each in numbers
+        }
 
         async def attempt() -> Mapping[TopicPartition, Committed | None]:
-            response = await self._ask_coordinator(group, request)
-            if (error := broker_error(getattr(response, "error_code", 0), group)) is not None:
-                raise error
-            found: dict[TopicPartition, Committed | None] = {}
-            for topic, answers in response.topics:
-                for number, offset, metadata, code in answers:
-                    if (error := broker_error(code, f"{topic}/{number}")) is not None:
-                        raise error
-                    found[TopicPartition(topic, number)] = (
-                        None if offset == _NO_OFFSET else Committed(offset, metadata or "")
-                    )
-            missing = {TopicPartition(t, n) for t, ns in asked.items() for n in ns} - found.keys()
-            if missing:
+            found = committed_in(group, await self._ask_coordinator(group, request))
+            if missing := wanted - found.keys():
                 raise kafka_errors.NotCoordinatorForGroupError(f"no answer for {sorted(missing)}")
             return found
 
-        return await self._retry(attempt)
+        deadline_s = time.monotonic() + (stable_timeout_s or 0.0)
+        while True:
+            try:
+                return await self._retry(attempt)
+            except UnstableOffsetCommit:
+                if time.monotonic() >= deadline_s:
+                    raise
+            await asyncio.sleep(self._retry_s)
 
     async def commit_without_members(
         self, group: str, offsets: Mapping[TopicPartition, Committed]
@@ -277,6 +280,107 @@ class AdminClient:
                 if not error.retriable:
                     raise
             await asyncio.sleep(self._retry_s)
+
+
+def committed_in(group: str, response: Any) -> dict[TopicPartition, Committed | None]:
+    """Return the offsets in a response to `OffsetsRequest`.
+
+    A broker that is not the coordinator may answer with an error for the whole, for each partition,
+    or without partitions.
+
+    Raises:
+        KafkaError: the response has an error.
+    """
+    if (error := broker_error(response.error_code, group)) is not None:
+        raise error
+    found: dict[TopicPartition, Committed | None] = {}
+    for topic, answers, _tags in response.topics:
+        for number, offset, _epoch, metadata, code, _tags in answers:
+            if (error := broker_error(code, f"{topic}/{number}")) is not None:
+                raise error
+            found[TopicPartition(topic, number)] = (
+                None if offset == _NO_OFFSET else Committed(offset, metadata or "")
+            )
+    return found
+
+
+# --- offset requests --------------------------------------------------------------------------
+#
+# aiokafka's own end with version 3. Since version 7, of Kafka 2.5 (KIP-447), the coordinator says
+# if an open transaction commits an offset. Source: `OffsetFetchRequest.json` and
+# `OffsetFetchResponse.json`.
+
+
+class _OffsetFetchResponse(Response):  # type: ignore[misc]  # aiokafka publishes no types
+    API_KEY = 9
+    API_VERSION = 7
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("offset", Int64),
+                        ("leader_epoch", Int32),
+                        ("metadata", CompactString("utf-8")),
+                        ("error_code", Int16),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("error_code", Int16),
+        ("tags", TaggedFields),
+    )
+
+
+class _OffsetFetchRequestV7(RequestStruct):  # type: ignore[misc]  # aiokafka publishes no types
+    API_KEY = 9
+    API_VERSION = 7
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _OffsetFetchResponse
+    SCHEMA = Schema(
+        ("group", CompactString("utf-8")),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                ("partitions", CompactArray(Int32)),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("require_stable", Boolean),
+        ("tags", TaggedFields),
+    )
+
+
+class OffsetsRequest(Request[_OffsetFetchRequestV7]):  # type: ignore[misc]  # aiokafka publishes no types
+    """Asks a group's coordinator for committed offsets.
+
+    Args:
+        group: the group.
+        partitions: numbers of partitions, by topic.
+        is_stable: whether to answer `UNSTABLE_OFFSET_COMMIT` where an open transaction commits one.
+    """
+
+    API_KEY = 9
+
+    def __init__(
+        self, group: str, partitions: Mapping[str, Sequence[int]], *, is_stable: bool
+    ) -> None:
+        self._group = group
+        self._topics: list[tuple[str, Sequence[int], dict[int, bytes]]] = [
+            (topic, numbers, {}) for topic, numbers in partitions.items()
+        ]
+        self._is_stable = is_stable
+
+    def build(self, request_struct_class: type[_OffsetFetchRequestV7]) -> _OffsetFetchRequestV7:
+        return request_struct_class(self._group, self._topics, self._is_stable, {})
 
 
 # --- metadata requests ------------------------------------------------------------------------

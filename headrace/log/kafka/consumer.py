@@ -54,6 +54,7 @@ from headrace.log.port import (
     MAX_POLL_BYTES,
     Committed,
     Gap,
+    Membership,
     RebalanceListener,
     Record,
     TopicPartition,
@@ -417,6 +418,11 @@ class KafkaReader(KafkaConsumer):
         """Empty: a free reader is in no group."""
         return ""
 
+    @property
+    def membership(self) -> Membership | None:
+        """None: a free reader is in no group."""
+        return None
+
     async def is_member(self) -> bool:
         """Return False: a free reader is in no group."""
         return False
@@ -535,6 +541,12 @@ class KafkaMember(KafkaConsumer):
         """See the port."""
         return membership_of(self._consumer).member_id
 
+    @property
+    def membership(self) -> Membership | None:
+        """See the port."""
+        membership = membership_of(self._consumer)
+        return membership if membership.generation >= 0 else None
+
     async def is_member(self) -> bool:
         """See the port. Returns False without a request if aiokafka already knows that we are no
         member.
@@ -552,7 +564,9 @@ class KafkaMember(KafkaConsumer):
     ) -> Mapping[TopicPartition, Committed | None]:
         """See the port."""
         async with self._request(f"committed offsets of group {self._group}"):
-            return await self._admin().fetch_committed(self._group, partitions)
+            return await self._admin().fetch_committed(
+                self._group, partitions, self._connection.tuning.stable_offsets_timeout_s
+            )
 
 
 def _make_assignor(kind: str) -> Any:

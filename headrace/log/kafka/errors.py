@@ -31,6 +31,32 @@ class TransactionAbortable(kafka_errors.BrokerResponseError):  # type: ignore[mi
     retriable = False
 
 
+class FencedProducer(kafka_errors.BrokerResponseError):  # type: ignore[misc]
+    """A producer with the same transactional id has a newer epoch (KIP-588).
+
+    Coordinators answer so where brokers answer `INVALID_PRODUCER_EPOCH`. aiokafka does not know the
+    code.
+    """
+
+    errno = 90
+    message = "PRODUCER_FENCED"
+    retriable = False
+
+
+class UnstableOffsetCommit(kafka_errors.BrokerResponseError):  # type: ignore[misc]
+    """An open transaction commits the offset that was asked for (KIP-447).
+
+    aiokafka does not know the code.
+    """
+
+    errno = 88
+    message = "UNSTABLE_OFFSET_COMMIT"
+    retriable = False
+
+
+_UNKNOWN_TO_AIOKAFKA = {
+    each.errno: each for each in (TransactionAbortable, FencedProducer, UnstableOffsetCommit)
+}
 _NOT_ALLOWED = (
     kafka_errors.AuthenticationFailedError,
     kafka_errors.AuthenticationMethodNotSupported,
@@ -43,6 +69,7 @@ _NOT_ALLOWED = (
     kafka_errors.UnsupportedSaslMechanismError,
 )
 _MOVED_ON = (
+    FencedProducer,
     kafka_errors.CommitFailedError,
     kafka_errors.IllegalGenerationError,
     kafka_errors.InvalidProducerEpoch,
@@ -68,6 +95,7 @@ _PASSING = (
     kafka_errors.ReplicaNotAvailableError,
     TransactionAbortable,
     kafka_errors.UnknownProducerId,
+    UnstableOffsetCommit,
 )
 
 
@@ -110,9 +138,7 @@ async def answered(what: str, deadline_s: float) -> AsyncIterator[None]:
 
 def broker_error(code: int, *details: object) -> KafkaError | None:
     """Return the error for a code in a broker's response; None for success."""
-    kind = (
-        TransactionAbortable if code == TransactionAbortable.errno else kafka_errors.for_code(code)
-    )
+    kind = _UNKNOWN_TO_AIOKAFKA.get(code) or kafka_errors.for_code(code)
     return None if kind is kafka_errors.NoError else kind(*details)
 
 

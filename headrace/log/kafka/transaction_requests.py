@@ -1,12 +1,16 @@
-"""Requests of the second version of Kafka's transactions, which aiokafka does not have.
+"""Requests of Kafka's transactions that aiokafka does not have.
+
+Offsets of a transaction carry their member's generation since TxnOffsetCommit 3, so that the
+coordinator refuses those of a generation that is over.
 
 In the second version brokers add partitions and groups to a transaction by themselves, so that
 AddPartitionsToTxn and AddOffsetsToTxn are not needed, and each end of a transaction begins a new
 epoch, so that a delayed request cannot reach a later transaction. All brokers support it once the
 feature `transaction.version` of the cluster is at least 2, as in every new cluster of Kafka 4.
 
-Source: KIP-890, "Transactions Server-Side Defense"; the message definitions of Kafka 4.0
-(ApiVersions 3, Produce 12, TxnOffsetCommit 5, EndTxn 5).
+Source: KIP-447, "Producer scalability for exactly once semantics"; KIP-890, "Transactions
+Server-Side Defense"; the message definitions of Kafka 4.0 (ApiVersions 3, Produce 12,
+TxnOffsetCommit 3 and 5, EndTxn 5).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-from headrace.log.port import Committed, TopicPartition
+from headrace.log.port import Committed, Membership, TopicPartition
 
 _TEXT: Final = CompactString("utf-8")
 _TAGS: Final = ("tags", TaggedFields)
@@ -46,8 +50,8 @@ _FINALIZED_FEATURES: Final = _many(
     ("name", _TEXT), ("max_version_level", Int16), ("min_version_level", Int16)
 )
 
-_NO_MEMBER: Final = (-1, "", None)
-"""Generation, member id and instance id of a producer that is not bound to a member (KIP-447)."""
+_NO_MEMBERSHIP: Final = Membership(-1, "")
+_NO_INSTANCE: Final = None
 _NO_LEADER_EPOCH: Final = -1
 
 
@@ -172,6 +176,15 @@ class _TxnOffsetCommit(RequestStruct):  # type: ignore[misc]
     )
 
 
+class _TxnOffsetCommitResponseV3(_TxnOffsetCommitResponse):
+    API_VERSION = 3
+
+
+class _TxnOffsetCommitV3(_TxnOffsetCommit):
+    API_VERSION = 3
+    RESPONSE_TYPE = _TxnOffsetCommitResponseV3
+
+
 class _EndTxnResponse(Response):  # type: ignore[misc]
     API_KEY = 26
     API_VERSION = 5
@@ -263,16 +276,26 @@ class ProduceRequest(_OneVersion):
 
 
 class TxnOffsetCommitRequest(_OneVersion):
-    """Offsets of a transaction, and the group that it needs to know."""
+    """Offsets of a transaction, and, in the second version, the group that it needs to know.
 
-    struct = _TxnOffsetCommit
+    Args:
+        identity: the transactional id, the producer id and the epoch.
+        group: the group.
+        offsets: the offsets.
+        membership: of the member whose offsets they are; None if it is none.
+        is_second_version: whether the cluster has the second version.
+    """
 
     def __init__(
         self,
         identity: tuple[str, int, int],
         group: str,
         offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None,
+        *,
+        is_second_version: bool,
     ) -> None:
+        self.struct = _TxnOffsetCommit if is_second_version else _TxnOffsetCommitV3
         transactional_id, producer_id, epoch = identity
         topics: dict[str, list[Any]] = {}
         for (topic, number), (offset, metadata) in offsets.items():
@@ -284,7 +307,8 @@ class TxnOffsetCommitRequest(_OneVersion):
             group,
             producer_id,
             epoch,
-            *_NO_MEMBER,
+            *(membership or _NO_MEMBERSHIP),
+            _NO_INSTANCE,
             [(topic, partitions, _NO_TAGS) for topic, partitions in topics.items()],
         )
 

@@ -23,7 +23,6 @@ from aiokafka.protocol.transaction import (
     AddPartitionsToTxnRequest,
     EndTxnRequest,
     InitProducerIdRequest,
-    TxnOffsetCommitRequest,
 )
 
 from headrace.errors import HeadraceError, Rejected, drop_tracebacks
@@ -38,7 +37,7 @@ from headrace.log.errors import (
     TopicForbidden,
     TransactionTimedOut,
 )
-from headrace.log.kafka import transaction_requests as second_version
+from headrace.log.kafka import transaction_requests as requests
 from headrace.log.kafka._aiokafka import build_batch, close_client
 from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.errors import (
@@ -49,7 +48,7 @@ from headrace.log.kafka.errors import (
 )
 from headrace.log.kafka.producer import RecordBatch
 from headrace.log.kafka.topic_cache import TopicCache, require_known_leaders, require_leaders
-from headrace.log.port import Committed, NewRecord, TopicPartition
+from headrace.log.port import Committed, Membership, NewRecord, TopicPartition
 from headrace.tuning import TUNING, KafkaTuning
 
 _ALL_REPLICAS: Final = -1
@@ -139,6 +138,7 @@ class KafkaTransactionalProducer:
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None = None,
     ) -> None:
         """See the port. Waits up to `transaction_timeout_ms` for the outcome."""
         epoch = self._require_usable()
@@ -153,7 +153,7 @@ class KafkaTransactionalProducer:
                     epoch.client, records.keys(), self._connection.tuning.topic_timeout_s
                 )
                 has_begun = True
-                await epoch.write(batches, self._group, offsets)
+                await epoch.write(batches, self._group, offsets, membership)
                 await epoch.commit()
         except BaseException as error:
             if not has_begun and isinstance(error, Rejected | NoLeader):
@@ -281,8 +281,8 @@ class ProducerEpoch:
         answer = await self._ask_coordinator(CoordinationType.TRANSACTION, self._id, request)
         self._producer_id, self._epoch = answer.producer_id, answer.producer_epoch
         node = await self._coordinator(CoordinationType.TRANSACTION, self._id)
-        features = await self._send(node, second_version.FeaturesRequest())
-        self._has_second_version = second_version.has_second_version(features)
+        features = await self._send(node, requests.FeaturesRequest())
+        self._has_second_version = requests.has_second_version(features)
 
     async def close(self) -> None:
         """Close the sockets. Requests in flight fail and are not retried."""
@@ -296,6 +296,7 @@ class ProducerEpoch:
         batches: Sequence[Sequence[RecordBatch]],
         group: str,
         offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None = None,
     ) -> None:
         """Write the batches of each partition in their order, and the group's offsets.
 
@@ -314,7 +315,7 @@ class ProducerEpoch:
         if batches:
             steps["records"] = self._write_records(batches)
         if offsets:
-            steps["offsets"] = self._write_offsets(group, offsets)
+            steps["offsets"] = self._write_offsets(group, offsets, membership)
         # Returns after all responses, so that the caller commits only what the brokers have.
         await _run_concurrently(steps)
 
@@ -326,7 +327,7 @@ class ProducerEpoch:
         transaction (KAFKA-17754).
         """
         request = (
-            second_version.EndTxnRequest(self._identity)
+            requests.EndTxnRequest(self._identity)
             if self._has_second_version
             else EndTxnRequest(*self._identity, transaction_result=True)
         )
@@ -349,23 +350,22 @@ class ProducerEpoch:
     def _identity(self) -> tuple[str, int, int]:
         return self._id, self._producer_id, self._epoch
 
-    async def _write_offsets(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
-        request: Any
-        if self._has_second_version:
-            request = second_version.TxnOffsetCommitRequest(self._identity, group, offsets)
-        else:
+    async def _write_offsets(
+        self,
+        group: str,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None,
+    ) -> None:
+        if not self._has_second_version:
             # The transaction coordinator must know the group before the offsets go to it.
             await self._ask_coordinator(
                 CoordinationType.TRANSACTION,
                 self._id,
                 AddOffsetsToTxnRequest(*self._identity, group),
             )
-            topics: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-            for (topic, number), (offset, metadata) in offsets.items():
-                topics[topic].append((number, offset, metadata))
-            request = TxnOffsetCommitRequest(
-                self._id, group, self._producer_id, self._epoch, list(topics.items())
-            )
+        request = requests.TxnOffsetCommitRequest(
+            self._identity, group, offsets, membership, is_second_version=self._has_second_version
+        )
         # Do not retry after a lost response: a late request would overwrite the offsets of a later
         # transaction.
         await self._ask_coordinator(CoordinationType.GROUP, group, request, if_lost=False)
@@ -424,7 +424,7 @@ class ProducerEpoch:
         topics: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
         for partition in partitions:
             topics[partition.topic].append((partition.partition, waiting[partition]))
-        produce = second_version.ProduceRequest if self._has_second_version else ProduceRequest
+        produce = requests.ProduceRequest if self._has_second_version else ProduceRequest
         request = produce(self._id, _ALL_REPLICAS, self._request_timeout_ms, list(topics.items()))
         try:
             answer = await self._send(node, request)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from headrace.log.errors import Fenced, LogRefused, OffsetOutOfRange
+from headrace.log.errors import Fenced, LogRefused, LogUnavailable, OffsetOutOfRange
 from headrace.log.memory.broker import Partition, Topics
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.group import Group
@@ -14,6 +14,7 @@ from headrace.log.port import (
     MAX_POLL_BYTES,
     Committed,
     Gap,
+    Membership,
     RebalanceListener,
     Record,
     TopicPartition,
@@ -126,6 +127,10 @@ class MemoryReader:
     @property
     def member_id(self) -> str:
         return ""
+
+    @property
+    def membership(self) -> Membership | None:
+        return None
 
     async def is_member(self) -> bool:
         return False
@@ -271,11 +276,31 @@ class MemoryMember(MemoryReader):
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
         await self._faults.brokers.answered()
+        await self._offsets_are_stable(partitions)
         return {name: self._group.committed.get(name) for name in partitions}
+
+    async def _offsets_are_stable(self, partitions: Sequence[TopicPartition]) -> None:
+        changed = asyncio.Event()
+        self._group.watch_stable(changed.set)
+        try:
+            async with asyncio.timeout(self._tuning.stable_offsets_timeout_s):
+                while not self._group.is_stable(partitions):
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            raise LogUnavailable("an open transaction commits these offsets") from None
+        finally:
+            self._group.unwatch_stable(changed.set)
 
     @property
     def member_id(self) -> str:
         return self._member_id or ""
+
+    @property
+    def membership(self) -> Membership | None:
+        if self._member_id is None or self._generation < 0:
+            return None
+        return Membership(self._generation, self._member_id)
 
     async def is_member(self) -> bool:
         await self._faults.brokers.answered()

@@ -229,6 +229,11 @@ class TransactionFaults:
         """Keep transactions open, with all records written, until `release`."""
         self._allowed.clear()
 
+    def release_held(self) -> None:
+        """Let the transactions end that are held now, and hold those that come after them."""
+        held, self._allowed = self._allowed, asyncio.Event()
+        held.set()
+
     def release(self) -> None:
         self._allowed.set()
 

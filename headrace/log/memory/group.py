@@ -1,4 +1,4 @@
-"""One consumer group: members, generations, committed offsets.
+"""One consumer group: members, generations, committed offsets, and those of open transactions.
 
 The rules of Kafka's classic protocol with eager rebalances. Whenever members or topics change,
 every member must give up all its partitions and join again; once all have, or the rebalance timeout
@@ -7,12 +7,12 @@ has evicted the others, a new generation starts with a new assignment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from headrace.log.errors import Fenced, LogRefused
-from headrace.log.port import Committed, TopicPartition
+from headrace.log.port import Committed, Membership, TopicPartition
 
 MAX_METADATA_CHARACTERS = 4096  # Kafka's offset.metadata.max.bytes, which counts characters
 
@@ -44,6 +44,10 @@ class Group:
         self.generation = 0
         self.deadline: float | None = None  # of the rebalance in progress; None if there is none
         self.committed: dict[TopicPartition, Committed] = {}
+        self._writes = 0
+        self._written: dict[TopicPartition, int] = {}  # the number of the write that is committed
+        self._pending: dict[Hashable, list[tuple[int, Mapping[TopicPartition, Committed]]]] = {}
+        self._stable_watchers: set[Callable[[], None]] = set()
         self._count = count
         self._rebalance_timeout_s = rebalance_timeout_s
         self._members: dict[str, _Member] = {}
@@ -171,14 +175,74 @@ class Group:
         )
         if strangers:
             raise Fenced(f"not assigned to {member_id}: {', '.join(map(str, strangers))}")
-        self.committed.update(offsets)
+        self._commit(offsets, self._next_write())
 
     def commit_without_members(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Commit for a group without members; raises as `commit` does."""
         require_short_metadata(offsets)
         if self._members:
             raise Fenced("the group has members, and only they may commit")
-        self.committed.update(offsets)
+        self._commit(offsets, self._next_write())
+
+    # Offsets of transactions
+
+    def stage(
+        self,
+        transaction: Hashable,
+        offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None,
+        now: float,
+    ) -> None:
+        """Add offsets to a transaction; they are pending until it ends.
+
+        Raises:
+            Fenced: the membership's generation is over.
+            LogRefused: an offset's metadata is longer than Kafka accepts.
+        """
+        require_short_metadata(offsets)
+        if membership is not None and not self.counts_in(
+            membership.member_id, membership.generation, now
+        ):
+            raise Fenced(f"generation {membership.generation} of {membership.member_id} is over")
+        self._pending.setdefault(transaction, []).append((self._next_write(), offsets))
+
+    def end_transaction(self, transaction: Hashable, *, commit: bool) -> None:
+        """Commit a transaction's offsets, or drop them."""
+        for write, offsets in self._pending.pop(transaction, ()):
+            if commit:
+                self._commit(offsets, write)
+        for wake in self._stable_watchers:
+            wake()
+
+    def is_stable(self, partitions: Iterable[TopicPartition]) -> bool:
+        """Return whether no open transaction commits one of these offsets."""
+        wanted = set(partitions)
+        return all(
+            wanted.isdisjoint(offsets) for writes in self._pending.values() for _, offsets in writes
+        )
+
+    def watch_stable(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after each end of a transaction, until `unwatch_stable`."""
+        self._stable_watchers.add(wake)
+
+    def unwatch_stable(self, wake: Callable[[], None]) -> None:
+        self._stable_watchers.discard(wake)
+
+    def _next_write(self) -> int:
+        self._writes += 1
+        return self._writes
+
+    def _commit(self, offsets: Mapping[TopicPartition, Committed], write: int) -> None:
+        """Commit offsets, except those that were written before the committed ones.
+
+        Transactions of two producers can end in another order than their offsets were written.
+        """
+        for partition, committed in offsets.items():
+            if write > self._written.get(partition, 0):
+                self._written[partition] = write
+                self.committed[partition] = committed
+
+    # Rebalances
 
     def _begin(self, now: float) -> None:
         if self.deadline is not None:

@@ -19,7 +19,7 @@ from headrace.log.errors import (
 from headrace.log.memory.broker import FRAMING_BYTES, StoredTopic, Topics, payload_bytes
 from headrace.log.memory.faults import Faults, TransactionFault
 from headrace.log.memory.transactions import Transaction, Transactions
-from headrace.log.port import Committed, NewRecord, SentBatch, TopicPartition
+from headrace.log.port import Committed, Membership, NewRecord, SentBatch, TopicPartition
 from headrace.tuning import TUNING, MemoryTuning
 
 
@@ -176,6 +176,7 @@ class MemoryTransactionalProducer:
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None = None,
     ) -> None:
         """See the port."""
         epoch = self._epoch
@@ -185,7 +186,7 @@ class MemoryTransactionalProducer:
         # Any failure below leaves the producer unusable: it is set again only on success.
         self._epoch = None
         if any(records.values()) or offsets:
-            await self._run_transaction(epoch, records, offsets)
+            await self._run_transaction(epoch, records, offsets, membership)
         self._epoch = epoch
 
     def _require_acceptable(self, records: Mapping[TopicPartition, Sequence[NewRecord]]) -> None:
@@ -212,11 +213,12 @@ class MemoryTransactionalProducer:
         epoch: int,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
+        membership: Membership | None,
     ) -> None:
         await self._faults.brokers.answered()
-        transaction = self._transactions.begin(self._id, epoch)
+        transaction = self._transactions.begin(self._id, epoch, self._group)
         written_bytes = self._write(transaction, records)
-        transaction.stage(offsets)
+        transaction.stage(offsets, membership, asyncio.get_running_loop().time())
         await self._faults.transactions.allowed()
         await self._faults.brokers.answered()
         if self._faults.transactions.is_too_slow(written_bytes):
@@ -225,7 +227,7 @@ class MemoryTransactionalProducer:
         if fault is TransactionFault.TIMED_OUT:
             self._transactions.time_out(self._id)
         if fault is not TransactionFault.UNKNOWN_AND_OPEN:
-            self._transactions.commit(self._id, epoch, self._group)
+            self._transactions.commit(self._id, epoch)
         if fault is not None:
             raise LogUnavailable(f"end of the transaction of {self._id}: the answer was lost")
 

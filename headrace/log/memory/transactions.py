@@ -1,8 +1,8 @@
 """Transactions of the embedded log: epochs, open transactions, commit and abort.
 
-The rules of Kafka's transaction coordinator for producers without KIP-447: a producer that enters
-gets the next epoch of its id, which fences the former one and aborts its open transaction; and the
-group's offsets are bound to the producer's epoch alone, not to a membership.
+The rules of Kafka's transaction coordinator: a producer that enters gets the next epoch of its id,
+which fences the former one and aborts its open transaction. The group holds the offsets of a
+transaction, and refuses those of a member whose generation is over (`headrace.log.memory.group`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 from headrace.log.errors import Fenced
 from headrace.log.memory.broker import Partition
-from headrace.log.memory.group import Group, require_short_metadata
-from headrace.log.port import Committed, NewRecord, TopicPartition
+from headrace.log.memory.group import Group
+from headrace.log.port import Committed, Membership, NewRecord, TopicPartition
 
 
 class Transaction:
     """One open transaction: its records, and the offsets that will count once it commits.
 
+    Args:
+        group: the group whose offsets it commits.
+
     Attributes:
         offsets: what it will commit for the group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group) -> None:
         self._partitions: dict[Partition, None] = {}
+        self._group = group
         self.offsets: dict[TopicPartition, Committed] = {}
 
     def write(
@@ -33,20 +37,21 @@ class Transaction:
         self._partitions[where] = None
         where.append(records, sizes, now_ms, transaction=self)
 
-    def stage(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Add offsets. Raises `LogRefused` if a metadata text is longer than Kafka accepts."""
-        require_short_metadata(offsets)
+    def stage(
+        self, offsets: Mapping[TopicPartition, Committed], membership: Membership | None, now: float
+    ) -> None:
+        """Add offsets. Raises `Fenced` and `LogRefused` as the group does."""
+        self._group.stage(self, offsets, membership, now)
         self.offsets.update(offsets)
 
-    def end(self, *, commit: bool) -> Mapping[TopicPartition, Committed]:
-        """Write the markers, which make the records visible to all readers, or to none.
-
-        Returns:
-            The offsets that it commits for the group.
-        """
+    def end_records(self, *, commit: bool) -> None:
+        """Write the markers, which make the records visible to all readers, or to none."""
         for partition in self._partitions:
             partition.end_transaction(self, commit=commit)
-        return self.offsets if commit else {}
+
+    def end_offsets(self, *, commit: bool) -> None:
+        """Write the marker for the group's offsets."""
+        self._group.end_transaction(self, commit=commit)
 
 
 class Transactions:
@@ -61,7 +66,7 @@ class Transactions:
         self._group = group
         self._epochs: dict[str, int] = {}
         self._open: dict[str, Transaction] = {}
-        self._lagging: dict[str, list[Callable[[], None]]] = {}
+        self._lagging: dict[str, list[Transaction]] = {}
 
     def enter(self, transactional_id: str) -> int:
         """Fence the former producer of this id and abort its open transaction.
@@ -79,20 +84,17 @@ class Transactions:
         """Return how many producers of an id have entered."""
         return self._epochs.get(transactional_id, -1) + 1
 
-    def begin(self, transactional_id: str, epoch: int) -> Transaction:
+    def begin(self, transactional_id: str, epoch: int, group: str) -> Transaction:
         """Open a transaction. Raises `Fenced`."""
         self.require_current(transactional_id, epoch)
-        return self._open.setdefault(transactional_id, Transaction())
+        return self._open.setdefault(transactional_id, Transaction(self._group(group)))
 
-    def commit(self, transactional_id: str, epoch: int, group: str) -> None:
+    def commit(self, transactional_id: str, epoch: int) -> None:
         """Commit the open transaction, which makes all of it visible. Raises `Fenced`."""
         self.require_current(transactional_id, epoch)
-        offsets = self._open.pop(transactional_id).end(commit=True)
-
-        def apply() -> None:
-            self._group(group).committed.update(offsets)
-
-        self._lagging.setdefault(transactional_id, []).append(apply)
+        transaction = self._open.pop(transactional_id)
+        transaction.end_records(commit=True)
+        self._lagging.setdefault(transactional_id, []).append(transaction)
         if not self.offsets_lag:
             self._let_offsets_be_seen(transactional_id)
 
@@ -126,8 +128,9 @@ class Transactions:
     def _abort(self, transactional_id: str) -> None:
         transaction = self._open.pop(transactional_id, None)
         if transaction is not None:
-            transaction.end(commit=False)
+            transaction.end_records(commit=False)
+            transaction.end_offsets(commit=False)
 
     def _let_offsets_be_seen(self, transactional_id: str) -> None:
-        for apply in self._lagging.pop(transactional_id, ()):
-            apply()
+        for transaction in self._lagging.pop(transactional_id, ()):
+            transaction.end_offsets(commit=True)

@@ -12,7 +12,7 @@ from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.producer import MemoryTransactionalProducer
-from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from headrace.log.port import Committed, Membership, NewRecord, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.services import counted
 from tests.support.tuning import QUICK
@@ -39,10 +39,11 @@ class LeaderlessLog(MemoryLog):
         async def fail(
             records: Mapping[TopicPartition, Sequence[NewRecord]],
             offsets: Mapping[TopicPartition, Committed],
+            membership: Membership | None = None,
         ) -> None:
             if any(partition.topic == self.leaderless for partition in records):
                 raise LogUnavailable("the records were not acknowledged in time")
-            await commit_transaction(records, offsets)
+            await commit_transaction(records, offsets, membership)
 
         producer.commit_transaction = fail  # type: ignore[method-assign]  # a fault of this topic's alone
         return producer
