@@ -5,6 +5,11 @@ derived from the partition, and a lock, so that one transaction runs at a time. 
 fences the former owner and ends its open transaction; committed offsets are read after that,
 never before.
 
+Partitions *share* transactions: what several of them have to commit goes into one transaction, with
+the producer of one of them. A former owner may then have written a partition's offsets with the
+producer of another partition. So they carry the member's generation, and the group refuses them
+once it is over; and reading committed offsets waits until no open transaction commits them.
+
 A producer cannot be used after a failed transaction. A new one is initialised in the same way, and
 the committed offsets then show whether the transaction was committed: if so, its requests are
 acknowledged; if not, they are committed again. After a fence the group membership is checked
@@ -15,6 +20,7 @@ otherwise all its requests are revoked.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
@@ -28,7 +34,7 @@ from headrace.delivery.offset_store import (
     requests_of,
 )
 from headrace.errors import HeadraceError, Rejected, Retriable, drop_tracebacks
-from headrace.log.errors import Fenced, NoLeader, TransactionTimedOut
+from headrace.log.errors import Fenced, LogUnavailable, NoLeader, TransactionTimedOut
 from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
@@ -61,14 +67,19 @@ class _PartitionProducer:
     """The producer of one assigned source partition.
 
     Attributes:
+        membership: the membership to which the partition is assigned.
         turn: held during a transaction, so that one runs at a time.
         is_spent: the producer must not be used again.
         closed: the partition is no longer assigned to this process.
+        alone_until_s: until then, in monotonic seconds, it shares no transaction.
     """
 
     def __init__(self, number: int, consumer: Consumer) -> None:
         self.number = number
         self.consumer = consumer
+        # Never a later membership: that could be one in which the partition has another owner.
+        self.membership = consumer.membership
+        self.alone_until_s = float("-inf")
         self.producer: TransactionalProducer | None = None
         self.turn = asyncio.Lock()
         self.is_spent = True
@@ -79,6 +90,32 @@ class _PartitionProducer:
             raise PartitionLost(
                 f"source partition {self.number} is no longer assigned to this process"
             )
+
+
+class _Part:
+    """What one partition commits in its next transaction.
+
+    Attributes:
+        is_committed: the transaction has been committed.
+        failure: why a shared transaction, which was begun, was not, or may not have been.
+    """
+
+    def __init__(self, owned: _PartitionProducer, records: Records, offsets: Offsets) -> None:
+        self.owned = owned
+        self.records = records
+        self.offsets = offsets
+        self.is_committed = False
+        self.failure: Retriable | None = None
+
+    def size_bytes(self) -> int:
+        """Return the size of the values to write."""
+        return sum(
+            len(record.value or b"") for records in self.records.values() for record in records
+        )
+
+    async def commit(self) -> None:
+        """Commit it in a transaction of its own."""
+        await _commit(self.owned, self.records, self.offsets)
 
 
 class PartitionTransactions:
@@ -107,6 +144,8 @@ class PartitionTransactions:
         self._metrics = metrics
         self._on_lost = on_lost
         self._producers: dict[int, _PartitionProducer] = {}
+        self._waiting: list[_Part] = []  # for the next shared transaction
+        self._sharing = asyncio.Lock()
 
     async def fence(self, consumer: Consumer, numbers: Sequence[int]) -> None:
         """Initialise the producers of source partitions, which fences their former owners.
@@ -119,6 +158,10 @@ class PartitionTransactions:
         # Close the producers of the last assignment first: from here on its steps raise
         # `PartitionLost`, instead of writing under the new assignment.
         await self.release(numbers)
+        # Then let a shared transaction end that has offsets of them, with the producer of a
+        # partition that stays: it may write them only after they are read here.
+        async with self._sharing:
+            pass
         producers = [_PartitionProducer(number, consumer) for number in numbers]
         self._producers |= {owned.number: owned for owned in producers}
         failures: list[Retriable] = []
@@ -263,13 +306,14 @@ class PartitionTransactions:
         assert producer is not None
         try:
             with self._metrics.commit():
-                await producer.commit_transaction(records, offsets)
+                await self._commit_shared(_Part(owned, records, offsets))
         except BaseException as error:
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
                 raise
             # Mark it before anything else, also when cancelled: the transaction may still be
             # committed, and nothing may be sent with this producer before that is known.
             owned.is_spent = True
+            owned.alone_until_s = time.monotonic() + self._tuning.unshared_after_failure_s
             if not isinstance(error, Exception):
                 raise
             if owned.closed:
@@ -283,6 +327,80 @@ class PartitionTransactions:
             return error
         self._offset_store.note_committed(offsets)
         return None
+
+    async def _commit_shared(self, part: _Part) -> None:
+        """Commit in one transaction what this partition and all that wait have to commit.
+
+        One shared transaction runs at a time. What becomes ready meanwhile waits for the next one,
+        which uses the producer of the partition that has waited longest. Much to write goes alone:
+        others would wait for it.
+
+        Raises:
+            see `TransactionalProducer.commit_transaction`. If a shared transaction fails, all its
+            partitions get a `Retriable`, and commit alone next, so that the cause concerns only
+            the partition that has it.
+        """
+        owned, is_large = part.owned, part.size_bytes() > self._tuning.max_shared_part_bytes
+        if is_large or time.monotonic() < owned.alone_until_s:
+            await part.commit()
+            return
+        self._waiting.append(part)
+        try:
+            async with self._sharing:
+                if part in self._waiting:
+                    await self._commit_waiting(owned)
+        finally:
+            if part in self._waiting:  # cancelled, or released, before it was its turn
+                self._waiting.remove(part)
+        if part.failure is not None:
+            raise part.failure
+        if not part.is_committed:  # a record is refused, of this partition or of another one
+            await part.commit()
+
+    async def _commit_waiting(self, owned: _PartitionProducer) -> None:
+        """Commit what waits, with the producer of one of the partitions. Sets the outcome of each.
+
+        None of them has an outcome if the transaction was not begun.
+        """
+        owned.require_assigned()
+        # A request has room for one membership. Parts of others, and of partitions that were
+        # released meanwhile, stay until it is their turn.
+        parts = [
+            each
+            for each in self._waiting
+            if each.owned.membership == owned.membership and not each.owned.closed
+        ]
+        self._waiting = [each for each in self._waiting if each not in parts]
+        if len(parts) == 1:
+            await parts[0].commit()
+            parts[0].is_committed = True
+            return
+        records: dict[TopicPartition, list[NewRecord]] = {}
+        offsets: Offsets = {}
+        for part in parts:
+            offsets |= part.offsets
+            for target, of_target in part.records.items():
+                records.setdefault(target, []).extend(of_target)
+        producer = owned.producer
+        assert producer is not None
+        try:
+            await _commit(owned, records, offsets)
+        except BaseException as error:
+            if isinstance(error, NoLeader | Rejected) and producer.is_usable:
+                return
+            self._fail(parts, error)
+            if not isinstance(error, Retriable | Rejected):
+                raise
+        else:
+            for part in parts:
+                part.is_committed = True
+
+    @staticmethod
+    def _fail(parts: Iterable[_Part], error: BaseException) -> None:
+        """Fail the parts of a shared transaction that was begun, each with an error of its own."""
+        kind = type(error) if isinstance(error, Fenced | TransactionTimedOut) else LogUnavailable
+        for part in parts:
+            part.failure = kind(f"transaction shared with other partitions: {error!r}")
 
     async def _recover(
         self,
@@ -322,7 +440,7 @@ class PartitionTransactions:
                 # Ask before a new producer is initialised: a process that lost its membership would
                 # fence the new owner with it, and both would fence each other forever. A member was
                 # fenced by the broker's own abort only, and continues.
-                if fenced and not await owned.consumer.is_member():
+                if fenced and not await self._is_member(owned):
                     owned.require_assigned()  # a rebalance came first: the assignment is a new one
                     self._on_fenced(owned)
                 # Initialise before reading: it ends the open transaction, so that the committed
@@ -344,6 +462,12 @@ class PartitionTransactions:
                 owned.require_assigned()
                 self._offset_store.merge(owned.number, committed[source])
                 return
+
+    @staticmethod
+    async def _is_member(owned: _PartitionProducer) -> bool:
+        """Return whether the partition's membership is that of this process, and still counts."""
+        consumer = owned.consumer
+        return await consumer.is_member() and consumer.membership == owned.membership
 
     async def _init_producer(self, owned: _PartitionProducer) -> None:
         # Close the former one first: it has the same id, and the new one fences it.
@@ -370,3 +494,11 @@ class PartitionTransactions:
             each.closed = True
         self._on_lost()
         owned.require_assigned()
+
+
+async def _commit(owned: _PartitionProducer, records: Records, offsets: Offsets) -> None:
+    """Run a transaction with a partition's producer."""
+    if owned.membership is None:
+        raise Fenced("expected to be a member of the consumer group, and am none")
+    assert owned.producer is not None
+    await owned.producer.commit_transaction(records, offsets, owned.membership)

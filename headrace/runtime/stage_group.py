@@ -77,6 +77,13 @@ _INPUT = {
     Stage.RESPONDER: Topic.RESULTS,
 }
 
+_KINDS = {
+    "at_least_once": "at_least_once",
+    # 2: since transactions are shared by partitions, a member must wait for those of others before
+    # it reads committed offsets. Members of the first kind do not wait.
+    "exactly_once": "exactly_once-2",
+}
+
 Chunk = list[Request]
 TaskFunction = Callable[[], Coroutine[Any, Any, None]]
 """Coroutine function of a task, such as the `run` of a stage."""
@@ -114,7 +121,7 @@ def source_settings(settings: Settings, stages: Sequence[Stage]) -> SourceSettin
         max_attempts=0 if stages[0] is Stage.RESPONDER else settings.delivery.max_attempts,
         # Kinds keep out members with another topic or guarantee: they would overwrite each
         # other's commits.
-        kind=f"{_INPUT[stages[0]]}-{settings.delivery.guarantee}" if answers else "",
+        kind=f"{_INPUT[stages[0]]}-{_KINDS[settings.delivery.guarantee]}" if answers else "",
         requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
         exactly_once=settings.delivery.guarantee == "exactly_once" and (answers or reads_requests),
         shares=reads_requests and settings.delivery.order != "none",

@@ -131,8 +131,8 @@ async def test_answers_of_zombie_are_not_visible(settings: Settings, form: Group
 
 
 def is_open(log: MemoryLog) -> bool:
-    """Whether a transaction of every source partition is open."""
-    return len(log.faults.transactions.open()) == PARTITIONS
+    """Whether a transaction is open, in which partitions share."""
+    return bool(log.faults.transactions.open())
 
 
 @FORMS

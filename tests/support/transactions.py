@@ -1,10 +1,10 @@
-"""Owners of one source partition, who seal its answers; no responder, and no member of a group."""
+"""Members of a group that own source partitions, and commit their answers; without a responder."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from msgspec.structs import replace
@@ -16,9 +16,18 @@ from headrace.delivery.inflight import InFlightTracker
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer, requests_of
 from headrace.delivery.transactions import PartitionTransactions, TransactionAborted
 from headrace.log.memory import MemoryLog
-from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
+from headrace.log.port import (
+    Committed,
+    Consumer,
+    Membership,
+    NewRecord,
+    TopicInfo,
+    TopicPartition,
+)
 from headrace.protocol.messages import Envelope, Request
 from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener
 from tests.support.tuning import QUICK
 from tests.support.visible import visible
 
@@ -27,29 +36,45 @@ ANSWERS = TopicPartition("answers", 0)
 AT_ONCE = replace(QUICK.delivery, retry_first_s=0.0, retry_max_s=0.0)
 
 
-async def log_with_topics() -> MemoryLog:
-    """An embedded log with the source and the topic of answers, of one partition each."""
+async def log_with_topics(partitions: int = 1) -> MemoryLog:
+    """An embedded log with the source, of so many partitions, and the topic of answers, of one."""
     log = MemoryLog()
-    topics = [TopicInfo(each.topic, 1, {}) for each in (SOURCE, ANSWERS)]
+    topics = [TopicInfo(SOURCE.topic, partitions, {}), TopicInfo(ANSWERS.topic, 1, {})]
     await log.create_topics(topics, replication_factor=1)
     return log
 
 
 class Member:
-    """A stand-in for the consumer of a seat: the calls that a seat makes to it.
+    """The consumer of an owner: a member of the group, which is asked whether it still is one.
 
     Attributes:
         counted_in: what the group says when it is asked.
         asked: how often it was.
+        is_reading: whether it waits for committed offsets.
         answers: it does, as soon as this is set.
     """
 
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
+        self._consumer: Consumer | None = None
         self.counted_in = True
         self.asked = 0
+        self.is_reading = False
         self.answers = asyncio.Event()
         self.answers.set()
+
+    async def join(self) -> None:
+        """Become the only member; the former one has lost its session without knowing it."""
+        listener = RecordingListener()
+        self._consumer = self._log.member("group", [SOURCE.topic], listener)
+        for member_id in self._log.faults.groups.members("group"):
+            self._log.faults.groups.expire_session("group", member_id, noticed=False)
+        await self._consumer.__aenter__()
+        await eventually(lambda: listener.held)
+
+    @property
+    def membership(self) -> Membership | None:
+        return None if self._consumer is None else self._consumer.membership
 
     async def is_member(self) -> bool:
         self.asked += 1
@@ -60,19 +85,29 @@ class Member:
     async def committed(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        return await self._log.committed("group", partitions)
+        assert self._consumer is not None
+        self.is_reading = True
+        try:
+            return await self._consumer.committed(partitions)
+        finally:
+            self.is_reading = False
 
 
 class Owner:
-    """One owner of the source partition, from its assignment on.
+    """One owner of source partitions, from their assignment on.
+
+    Args:
+        log: the log.
+        numbers: those of the partitions.
 
     Attributes:
-        requests: what it has read and has not answered, by offset.
+        requests: what it has read and has not answered, by partition and offset.
         losses: how often it was told that all is revoked.
     """
 
-    def __init__(self, log: MemoryLog) -> None:
+    def __init__(self, log: MemoryLog, numbers: Sequence[int] = (0,)) -> None:
         self._log = log
+        self._numbers = numbers
         self._tracker = InFlightTracker(Budget(1_000_000), lambda: None)
         self._offset_store = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
         metrics = Metrics(CollectorRegistry())
@@ -82,29 +117,43 @@ class Owner:
         self.source = SOURCE
         self.losses = 0
         self.member = Member(log)
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[tuple[int, int], Request] = {}
 
     async def assign(self, offsets: int) -> None:
-        """Fence, read what is committed, and admit what is not answered."""
+        """Join, fence, read what is committed, and admit what is not answered."""
+        if self.member.membership is None:
+            await self.member.join()
         await self.fence()
-        committed = (await self._log.committed("group", [SOURCE]))[SOURCE]
+        self.requests.clear()
+        for source in self._sources:
+            committed = (await self.member.committed([source]))[source]
+            self._admit(source, offsets, committed)
+
+    def _admit(self, source: TopicPartition, offsets: int, committed: Committed | None) -> None:
         progress = AckedOffsets(0) if committed is None else AckedOffsets.from_committed(committed)
-        assignment = self._tracker.assign(SOURCE, progress)
+        assignment = self._tracker.assign(source, progress)
         for offset in range(progress.base, offsets):
             if offset in progress:
                 assignment.skip_answered(offset)
                 continue
             ack_handle = assignment.admit(offset, 1)
-            origin = (0, offset, ack_handle.previous, 0)
-            self.requests[offset] = Request(ack_handle, *origin, None, None, [], Envelope())
+            origin = (source.partition, offset, ack_handle.previous, 0)
+            request = Request(ack_handle, *origin, None, None, [], Envelope())
+            self.requests[source.partition, offset] = request
 
-    async def fence(self) -> None:
-        """The first part of an assignment."""
-        await self.transactions.fence(cast(Consumer, self.member), [0])
+    async def fence(self, numbers: Sequence[int] | None = None) -> None:
+        """The first part of an assignment, of all its partitions or of these."""
+        fenced = self._numbers if numbers is None else numbers
+        await self.transactions.fence(cast(Consumer, self.member), fenced)
+
+    @property
+    def _sources(self) -> list[TopicPartition]:
+        return [TopicPartition(SOURCE.topic, number) for number in self._numbers]
 
     def revoke(self) -> None:
         """All that was read is revoked."""
-        self._tracker.revoke(SOURCE)
+        for source in self._sources:
+            self._tracker.revoke(source)
 
     def renew(self) -> None:
         """Mark the committed offsets as due to be committed again."""
@@ -112,14 +161,15 @@ class Owner:
 
     def _lose(self) -> None:
         self.losses += 1
-        self._tracker.revoke(SOURCE)
+        self.revoke()
 
-    async def commit_transaction(self, offsets: list[int]) -> None:
+    async def commit_transaction(self, offsets: Iterable[int], number: int = 0) -> None:
         """Answer these, as far as they are not answered, until that is done."""
-        pending = [(self.requests.pop(each), ANSWERS) for each in offsets if each in self.requests]
+        wanted = [(number, offset) for offset in offsets]
+        pending = [(self.requests.pop(each), ANSWERS) for each in wanted if each in self.requests]
         while pending:
             try:
-                await self.transactions.commit_transaction(0, pending, compose)
+                await self.transactions.commit_transaction(number, pending, compose)
             except TransactionAborted:
                 continue
             return
@@ -129,20 +179,22 @@ def compose(pending: Sequence[PendingAnswer]) -> dict[TopicPartition, list[NewRe
     """One record for each, which says whose answer it is."""
     return {
         ANSWERS: [
-            NewRecord(None, None, [("x-request", f"requests/0/{request.offset}".encode())])
+            NewRecord(None, None, [("x-request", f"{request.partition}/{request.offset}".encode())])
             for request in requests_of(pending)
         ]
     }
 
 
-async def answers(log: MemoryLog) -> Counter[int]:
-    """How often each offset has a visible answer."""
+async def answers(log: MemoryLog, number: int = 0) -> Counter[int]:
+    """How often each offset of a source partition has a visible answer."""
     found = Counter[int]()
     for record in await visible(log, ANSWERS.topic):
-        found[int((dict(record.headers)["x-request"] or b"").rsplit(b"/", 1)[1])] += 1
+        partition, offset = (dict(record.headers)["x-request"] or b"").split(b"/")
+        if int(partition) == number:
+            found[int(offset)] += 1
     return found
 
 
-def pending_of(owner: Owner, *offsets: int) -> list[PendingAnswer]:
-    """Requests of an owner, as they go to be sealed."""
-    return [(owner.requests[offset], ANSWERS) for offset in offsets]
+def pending_of(owner: Owner, *offsets: int, number: int = 0) -> list[PendingAnswer]:
+    """Requests of an owner, as they go to be committed."""
+    return [(owner.requests[number, offset], ANSWERS) for offset in offsets]

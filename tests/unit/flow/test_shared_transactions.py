@@ -1,0 +1,256 @@
+"""Transactions that several partitions share: what goes into one, and who learns of its failure."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headrace.delivery.transactions import PartitionLost
+from headrace.log.errors import RecordsRefused
+from headrace.log.memory import MemoryLog
+from headrace.log.memory.faults import TransactionFault
+from headrace.log.port import NewRecord, TopicPartition
+from tests.support.conditions import eventually
+from tests.support.transactions import ANSWERS, Owner, answers, log_with_topics, pending_of
+
+NUMBERS = range(3)
+TOO_LARGE = NewRecord(None, bytes(2_000_000))
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    """With three source partitions."""
+    return await log_with_topics(len(NUMBERS))
+
+
+@pytest.fixture
+async def owner(log: MemoryLog) -> Owner:
+    """The owner of ten requests of each partition."""
+    owner = Owner(log, NUMBERS)
+    await owner.assign(10)
+    return owner
+
+
+def commits(owner: Owner, *offsets: int) -> list[asyncio.Task[None]]:
+    """Begin to commit these offsets of each partition, in turn."""
+    return [asyncio.create_task(owner.commit_transaction(offsets, each)) for each in NUMBERS]
+
+
+async def held(log: MemoryLog, owner: Owner) -> list[asyncio.Task[None]]:
+    """Commit offset 0 of each partition: the first is alone in an open transaction, which is held,
+    and the others wait for the next one.
+    """
+    log.faults.transactions.hold()
+    tasks = commits(owner, 0)
+    await eventually(log.faults.transactions.open)
+    return tasks
+
+
+async def open_partitions(log: MemoryLog) -> list[set[int]]:
+    """The source partitions of each open transaction, once there is one."""
+    await eventually(log.faults.transactions.open)
+    return [{each.partition for each in found} for found in log.faults.transactions.open().values()]
+
+
+async def hold_second(log: MemoryLog, tasks: list[asyncio.Task[None]]) -> None:
+    """Let the first transaction end, and hold the one for which the others have waited."""
+    log.faults.transactions.release_held()
+    await tasks[0]
+    await eventually(log.faults.transactions.open)
+
+
+async def test_partitions_ready_during_transaction_share_next_one(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """One transaction is open at a time; the second holds all that waited for it."""
+    tasks = await held(log, owner)
+    assert await open_partitions(log) == [{0}]
+    await hold_second(log, tasks)
+    assert await open_partitions(log) == [{1, 2}]
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    for number in NUMBERS:
+        assert await answers(log, number) == {0: 1}
+
+
+async def test_records_refused_in_shared_transaction_concern_one_partition(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """The transaction is not begun. The others commit at once, each with its own producer."""
+
+    def compose_too_large(_: object) -> dict[TopicPartition, list[NewRecord]]:
+        return {ANSWERS: [TOO_LARGE]}
+
+    log.faults.transactions.hold()
+    first = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(log.faults.transactions.open)
+    pending = pending_of(owner, 0, number=1)
+    refused = asyncio.create_task(
+        owner.transactions.commit_transaction(1, pending, compose_too_large)
+    )
+    third = asyncio.create_task(owner.commit_transaction([0], 2))
+    await asyncio.sleep(0)
+    log.faults.transactions.release()
+    await asyncio.gather(first, third)
+    with pytest.raises(RecordsRefused) as caught:
+        await refused
+
+    assert list(caught.value.refused[ANSWERS]) == [0]
+    assert [len(await answers(log, number)) for number in NUMBERS] == [1, 0, 1]
+
+
+async def test_large_answers_of_one_partition_delay_no_other(log: MemoryLog, owner: Owner) -> None:
+    """They have a transaction of their own, and wait for no other either."""
+
+    def compose_large(_: object) -> dict[TopicPartition, list[NewRecord]]:
+        return {ANSWERS: [NewRecord(None, bytes(600_000))] * 2}
+
+    log.faults.transactions.hold()
+    pending = pending_of(owner, 0, number=2)
+    large = asyncio.create_task(owner.transactions.commit_transaction(2, pending, compose_large))
+    small = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(lambda: len(log.faults.transactions.open()) == 2)
+    assert sorted(await open_partitions(log), key=sorted) == [{0}, {2}]
+    log.faults.transactions.release()
+    await asyncio.gather(large, small)
+
+
+@pytest.mark.parametrize("fault", list(TransactionFault))
+async def test_failed_shared_transaction_is_resolved_for_each_partition(
+    log: MemoryLog, owner: Owner, fault: TransactionFault
+) -> None:
+    """Each reads its own offsets, and waits until the failed transaction has ended."""
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    log.faults.transactions.fail(fault)
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    for number in NUMBERS:
+        assert await answers(log, number) == {0: 1}
+
+
+async def test_partitions_commit_alone_after_shared_transaction_failed(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """The cause, whatever it is, then stops only the partition that has it."""
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    log.faults.transactions.fail(TransactionFault.TIMED_OUT)
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    log.faults.transactions.hold()
+    tasks = commits(owner, 1)
+    await eventually(lambda: len(log.faults.transactions.open()) == len(NUMBERS))
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+
+async def test_cancelled_shared_transaction_is_repeated_for_others(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """The task whose producer it uses is cancelled; the next owner of that id ends it."""
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    (transactional_id,) = log.faults.transactions.open()
+    leading = int(transactional_id.rsplit(".", 1)[1])
+    tasks[leading].cancel()
+    await asyncio.wait([tasks[leading]])
+    log.faults.transactions.release()
+    await owner.commit_transaction([1], leading)  # initialises its producer again
+    (other,) = set(NUMBERS) - {0, leading}
+    await tasks[other]
+
+    assert await answers(log, other) == {0: 1}
+    assert await answers(log, leading) == {1: 1}
+
+
+async def test_released_partition_leaves_shared_transaction(log: MemoryLog, owner: Owner) -> None:
+    """It is released while it waits: the others commit without it."""
+    tasks = await held(log, owner)
+    await owner.transactions.release([2])
+    log.faults.transactions.release()
+    with pytest.raises(PartitionLost):
+        await tasks[2]
+    await asyncio.gather(*tasks[:2])
+
+    assert [len(await answers(log, number)) for number in NUMBERS] == [1, 1, 0]
+
+
+async def test_partition_assigned_again_waits_for_its_shared_transaction(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """The producer of another partition could still write its offsets, in the same generation."""
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    (transactional_id,) = log.faults.transactions.open()
+    assert transactional_id == "group.requests.1"
+    fencing = asyncio.create_task(owner.fence([2]))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not fencing.done()
+    log.faults.transactions.release()
+    await fencing
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert outcomes == [None, None, None]
+    for number in NUMBERS:
+        assert await answers(log, number) == {0: 1}
+
+
+async def test_member_of_new_generation_gives_up_partitions_of_former_one(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """The group counts it in, but its partitions may have other owners by now."""
+    await owner.member.join()
+    with pytest.raises(PartitionLost):
+        await owner.commit_transaction([0])
+
+    assert owner.losses == 1
+    assert await answers(log) == {}
+
+
+async def test_zombie_cannot_commit_with_producer_of_another_partition(log: MemoryLog) -> None:
+    """Only partition 0 has a new owner. The former one commits partition 1 with the producer of
+    partition 2, and the group refuses it by its generation.
+    """
+    zombie = Owner(log, NUMBERS)
+    await zombie.assign(10)
+    successor = Owner(log, [0])
+    await successor.assign(10)
+    zombie.member.counted_in = False
+    for number in (1, 2):
+        with pytest.raises(PartitionLost):
+            await zombie.commit_transaction([0], number)
+
+    assert [await answers(log, number) for number in NUMBERS] == [{}, {}, {}]
+    assert zombie.losses == 1
+
+
+async def test_next_owner_waits_for_transaction_of_another_producer(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """A process has written offsets of partitions 1 and 2 with the producer of one of them, and
+    stopped. The next owner of the other one reads its offsets when both have a next owner.
+    """
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    (transactional_id,) = log.faults.transactions.open()
+    leading = int(transactional_id.rsplit(".", 1)[1])
+    (other,) = set(NUMBERS) - {0, leading}
+    next_of_other, next_of_leading = Owner(log, [other]), Owner(log, [leading])
+    assigning = asyncio.create_task(next_of_other.assign(10))
+    await eventually(lambda: next_of_other.member.is_reading)
+    assert not assigning.done()
+    await next_of_leading.assign(10)
+    await assigning
+
+    log.faults.transactions.release()
+    owner.member.counted_in = False
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each) for each in outcomes[1:]] == [PartitionLost, PartitionLost]
+    assert [await answers(log, number) for number in NUMBERS] == [{0: 1}, {}, {}]
+    assert (other, 0) in next_of_other.requests
