@@ -7,8 +7,9 @@ import pytest
 from headrace.config import Settings, make_settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import ConfigurationError
-from headrace.log.errors import Fenced
+from headrace.log.errors import Fenced, LogUnavailable
 from headrace.log.memory import MemoryLog
+from headrace.log.memory.faults import TransactionFault
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from headrace.tools.offsets import Target, read_offsets, reset
 from headrace.tools.offsets.resetting import Edge, GroupActive
@@ -138,3 +139,17 @@ async def test_reset_fences_producer_of_ended_process(log: MemoryLog) -> None:
         with pytest.raises(Fenced):
             await zombie.commit_transaction({}, {FIRST: Committed(10)})
     assert (await committed(log))[FIRST] == AckedOffsets(0)
+
+
+async def test_reset_ends_transaction_of_another_partitions_producer(log: MemoryLog) -> None:
+    """A suspended process has written offsets of the second partition with the first one's, and
+    could still commit them.
+    """
+    settings = make_settings({"delivery": {"guarantee": "exactly_once"}})
+    async with log.transactional_producer("headrace.headrace.requests.0", "headrace") as zombie:
+        log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
+        with pytest.raises(LogUnavailable):
+            await zombie.commit_transaction({}, {SECOND: Committed(10)})
+    await reset(log, settings, Target(offset=5), [1])
+    assert log.faults.transactions.open() == {}
+    assert (await committed(log))[SECOND] == AckedOffsets(5)

@@ -10,7 +10,13 @@ from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import ConfigurationError, Fatal
-from headrace.log.port import Committed, Consumer, Log, TopicPartition
+from headrace.log.port import (
+    Committed,
+    Consumer,
+    Log,
+    TopicPartition,
+    TransactionalProducer,
+)
 from headrace.tools.offsets.state import PartitionOffsets, read_with
 from headrace.topics import STAGES, Topic
 
@@ -90,8 +96,8 @@ async def reset(
 ) -> list[Reset]:
     """Set the base of all source partitions, or of those with these numbers.
 
-    With exactly once, every partition's producer is initialized first: this ends the open
-    transactions of a former owner, whose offsets might otherwise take effect later.
+    With exactly once, the producers of all partitions are initialized first: this ends the open
+    transactions of former owners, whose offsets might otherwise take effect later.
 
     Raises:
         GroupActive: a stage of this namespace is running; the text says which, and where.
@@ -99,10 +105,12 @@ async def reset(
         LogUnavailable: no broker answers.
     """
     await require_idle(log, settings)
-    partitions = _chosen(await topic_partitions(log, settings.topic(Topic.REQUESTS)), numbers)
+    every = await topic_partitions(log, settings.topic(Topic.REQUESTS))
+    partitions = _chosen(every, numbers)
     async with log.reader(partitions) as reader:
         if settings.delivery.guarantee == "exactly_once" and not dry_run:
-            return await _reset_sealed(log, settings, target, reader, partitions)
+            await _end_transactions(log, settings, every)
+            return await _reset_in_transactions(log, settings, target, reader, partitions)
         resets = await _planned(log, settings, target, reader, partitions)
         if not dry_run:
             await log.commit(settings.namespace, _offsets(partitions, resets))
@@ -121,7 +129,22 @@ async def require_idle(log: Log, settings: Settings) -> None:
         raise GroupActive(f"expected all stages to be stopped, got members of {who}")
 
 
-async def _reset_sealed(
+async def _end_transactions(log: Log, settings: Settings, every: Sequence[TopicPartition]) -> None:
+    """Initialize the producers of all partitions, also of those that are not reset.
+
+    Partitions share transactions, so the producer of one may have left offsets of another open.
+    """
+    for partition in every:
+        async with _producer_of(log, settings, partition):
+            pass
+
+
+def _producer_of(log: Log, settings: Settings, partition: TopicPartition) -> TransactionalProducer:
+    group = settings.namespace
+    return log.transactional_producer(f"{group}.{partition.topic}.{partition.partition}", group)
+
+
+async def _reset_in_transactions(
     log: Log,
     settings: Settings,
     target: Target,
@@ -129,15 +152,13 @@ async def _reset_sealed(
     partitions: Sequence[TopicPartition],
 ) -> list[Reset]:
     resets: list[Reset] = []
-    group = settings.namespace
     for partition in partitions:
-        transactional_id = f"{group}.{partition.topic}.{partition.partition}"
-        async with log.transactional_producer(transactional_id, group) as producer:
+        async with _producer_of(log, settings, partition) as producer:
             planned = await _planned(log, settings, target, reader, [partition])
             await producer.commit_transaction({}, _offsets([partition], planned))
         # Committed offsets are only guaranteed to be visible once the producer has a successor, so
         # a second producer is initialized before the result is reported.
-        async with log.transactional_producer(transactional_id, group):
+        async with _producer_of(log, settings, partition):
             resets += planned
     return resets
 
