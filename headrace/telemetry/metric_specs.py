@@ -477,7 +477,7 @@ COMMITS = (
         "headrace_commit_duration_seconds",
         "histogram",
         (),
-        "Duration of a commit, or of a transaction and the wait for one that is shared; failed ones included.",
+        "Duration of a commit, or of a transaction and the wait for it; failed ones included.",
     ),
     MetricSpec(
         "headrace_commit_failures",
