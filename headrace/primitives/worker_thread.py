@@ -32,8 +32,6 @@ class Call:
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[Any] = self.loop.create_future()
         self.compute_us = 0
-        # Retrieve the exception, so that asyncio does not report a cancelled call's failure.
-        self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 class WorkerThread:
@@ -143,3 +141,6 @@ def _resolve(done: asyncio.Future[Any], result: Any, error: BaseException | None
         done.set_result(result)
     else:
         done.set_exception(error)
+        # Retrieve it, so that asyncio does not report the failure of a call that nobody awaits any
+        # more. Do it here: if the loop ends now, a callback of the future is never called.
+        done.exception()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+
+import pytest
 
 from headrace.primitives.worker_thread import WorkerThread
 
@@ -25,3 +28,26 @@ def test_calls_queued_when_loop_ends_are_made_before_thread_ends() -> None:
     worker.thread.join()
 
     assert made == ["clean up"]
+
+
+def test_failure_of_call_that_ends_with_loop_is_not_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its caller was cancelled, and the loop has no turn left for callbacks of the call."""
+    worker = WorkerThread("worker")
+
+    def fail() -> None:
+        raise ValueError("failure of a call")
+
+    async def leave_failure() -> None:
+        worker.start()
+        worker.call(fail)
+        worker.close()
+        worker.thread.join()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave_failure())
+    loop.close()
+    gc.collect()
+
+    assert caplog.messages == []
