@@ -34,6 +34,8 @@ from headrace.tools.local_kafka.installation import (
     parse_java_version,
     read_lock,
 )
+from headrace.tools.local_kafka.process import JvmProcess
+from tests.support.conditions import eventually
 
 CONTENT = b"the bytes of a jar"
 JAR = Jar("org.example", "thing", "1.0", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
@@ -360,6 +362,38 @@ def test_reserved_port_is_free_for_its_server_and_no_other_caller_s() -> None:
     again = reserve(port, "127.0.0.1")
     assert again is not None
     again.close()
+
+
+_SPIN = """
+import threading
+def spin():
+    while True:
+        sum(range(100))
+threading.Thread(target=spin).start()
+print("spins", flush=True)
+spin()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="expected /proc")
+async def test_paused_process_has_stopped_when_pause_returns(tmp_path: Path) -> None:
+    """None of its threads does anything more, such as to answer a request."""
+    process = JvmProcess("spinning", tmp_path, [sys.executable, "-c", _SPIN])
+    process.spawn()
+    states: set[str] = set()
+    try:
+        await eventually(lambda: process.tail() == "spins\n")
+        for _ in range(200):
+            process.pause()
+            states.update(
+                stat.read_text().rpartition(")")[2].split()[0]
+                for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")
+            )
+            process.resume()
+    finally:
+        process.kill()
+
+    assert states == {"T"}
 
 
 def test_password_with_quotes_is_refused() -> None:

@@ -81,8 +81,13 @@ class JvmProcess:
             self._process.send_signal(number)
 
     def pause(self) -> None:
-        """Pause the process (SIGSTOP)."""
+        """Pause the process (SIGSTOP). On Linux, return when all its threads have stopped."""
         self.signal(signal.SIGSTOP)
+        pid = self.pid
+        if pid is not None and sys.platform == "linux":
+            # A thread that runs on another core goes on for a moment. Leave the state to be read
+            # again by others: an exit would be that of `subprocess`.
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Resume a paused process."""
