@@ -127,6 +127,15 @@ class DeliveryTuning(Struct, frozen=True):
     max_shared_part_bytes: int = 1024 * 1024
     """Most bytes that a partition adds to a transaction shared with others. Writing more takes
     longer than what the transaction itself costs."""
+    max_shared_parts: int = 64
+    """Most partitions that share a transaction: the commit metadata of all of them, at most 8 KB
+    each, must fit into one batch of the group's, of which a broker takes 1 MB by default."""
+    max_shared_wait_s: float = 0.5
+    """A partition that has waited so long for a transaction to share has one of its own, so that a
+    transaction that takes its whole timeout delays the others no longer than this."""
+    unshared_after_delay_s: float = 5.0
+    """For so long after such a wait, or a refusal before a transaction begins, a partition shares
+    none with other partitions."""
     unshared_after_failure_s: float = 120.0
     """For so long after a failed transaction a partition shares none with other partitions. This is
     longer than answers to an unavailable target are left out, so that its next try fails alone."""

@@ -91,11 +91,17 @@ class _PartitionProducer:
                 f"source partition {self.number} is no longer assigned to this process"
             )
 
+    def stay_alone(self, for_s: float) -> None:
+        """Share no transaction from now on for at least so long."""
+        self.alone_until_s = max(self.alone_until_s, time.monotonic() + for_s)
+
 
 class _Part:
     """What one partition commits in its next transaction.
 
     Attributes:
+        is_begun: it no longer waits: from here on its transaction may have been committed.
+        ended: set when the shared transaction that it is part of has ended.
         is_committed: the transaction has been committed.
         failure: why a shared transaction, which was begun, was not, or may not have been.
     """
@@ -104,6 +110,8 @@ class _Part:
         self.owned = owned
         self.records = records
         self.offsets = offsets
+        self.is_begun = False
+        self.ended = asyncio.Event()
         self.is_committed = False
         self.failure: Retriable | None = None
 
@@ -115,7 +123,125 @@ class _Part:
 
     async def commit(self) -> None:
         """Commit it in a transaction of its own."""
+        self.is_begun = True
         await _commit(self.owned, self.records, self.offsets)
+        self.is_committed = True
+
+
+class _SharedTransactions:
+    """Transactions that several partitions of a process share; one runs at a time.
+
+    What becomes ready meanwhile waits for the next one, which uses the producer of the partition
+    that has waited longest. Its step may be cancelled only when the process ends: until its
+    producer is initialised again, or the broker ends the transaction, the other partitions cannot
+    know whether theirs was committed.
+    """
+
+    def __init__(self, tuning: DeliveryTuning) -> None:
+        self._tuning = tuning
+        self._waiting: list[_Part] = []
+        self._running: list[_Part] = []
+        self._turn = asyncio.Lock()
+
+    async def commit(self, part: _Part) -> None:
+        """Commit a part together with those that wait, or alone.
+
+        Raises:
+            see `TransactionalProducer.commit_transaction`. If a shared transaction fails, all its
+            partitions get a `Retriable`, and commit alone next, so that the cause concerns only
+            the partition that has it.
+        """
+        is_large = part.size_bytes() > self._tuning.max_shared_part_bytes
+        if not is_large and time.monotonic() >= part.owned.alone_until_s:
+            await self._commit_or_wait(part)
+            if part.failure is not None:
+                raise part.failure
+        # Otherwise it goes alone: others would wait for what is large, or it has waited too long
+        # itself, or a record of the shared transaction is refused, whichever partition's it is.
+        if not part.is_committed:
+            await part.commit()
+
+    async def wait_ended(self, numbers: Sequence[int]) -> None:
+        """Wait until no shared transaction runs that has offsets of these source partitions."""
+        for part in [each for each in self._running if each.owned.number in numbers]:
+            await part.ended.wait()  # as long as a transaction can take
+
+    async def _commit_or_wait(self, part: _Part) -> None:
+        """Wait for the turn, and commit what waits then; or let another partition commit it.
+
+        The part has no outcome if it has waited too long, or if the transaction was not begun.
+        """
+        self._waiting.append(part)
+        try:
+            async with asyncio.timeout(self._tuning.max_shared_wait_s) as waiting, self._turn:
+                waiting.reschedule(None)
+                if not part.is_begun:
+                    await self._commit_waiting(part)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            if part.is_begun:  # only its own transaction can end it now
+                await part.ended.wait()
+            else:
+                # The one that runs may take much longer: do not wait for it with each step.
+                part.owned.stay_alone(self._tuning.unshared_after_delay_s)
+        finally:
+            if not part.is_begun:
+                self._waiting.remove(part)
+
+    async def _commit_waiting(self, first: _Part) -> None:
+        """Commit what waits, with the producer of the first part. Sets the outcome of each.
+
+        None of them has an outcome if the transaction was not begun.
+        """
+        first.owned.require_assigned()
+        # A request has room for one membership. Parts of others, and of partitions that were
+        # released meanwhile, stay until it is their turn.
+        others = [
+            each
+            for each in self._waiting
+            if each is not first
+            and each.owned.membership == first.owned.membership
+            and not each.owned.closed
+        ]
+        # The offsets of all are one batch of the group's, which has a largest size.
+        parts = [first, *others][: self._tuning.max_shared_parts]
+        for part in parts:
+            part.is_begun = True
+        self._waiting = [each for each in self._waiting if not each.is_begun]
+        self._running = parts
+        try:
+            if len(parts) == 1:
+                await first.commit()
+            else:
+                await self._commit_together(parts)
+        finally:
+            self._running = []
+            for part in parts:
+                part.ended.set()
+
+    @staticmethod
+    async def _commit_together(parts: Sequence[_Part]) -> None:
+        records: dict[TopicPartition, list[NewRecord]] = {}
+        offsets: Offsets = {}
+        for part in parts:
+            offsets |= part.offsets
+            for target, of_target in part.records.items():
+                records.setdefault(target, []).extend(of_target)
+        owned = parts[0].owned
+        producer = owned.producer
+        assert producer is not None
+        try:
+            await _commit(owned, records, offsets)
+        except BaseException as error:
+            if isinstance(error, NoLeader | Rejected) and producer.is_usable:
+                return
+            _fail(parts, error)
+            if not isinstance(error, Retriable | Rejected):
+                raise
+        else:
+            for part in parts:
+                part.is_committed = True
 
 
 class PartitionTransactions:
@@ -144,8 +270,7 @@ class PartitionTransactions:
         self._metrics = metrics
         self._on_lost = on_lost
         self._producers: dict[int, _PartitionProducer] = {}
-        self._waiting: list[_Part] = []  # for the next shared transaction
-        self._sharing = asyncio.Lock()
+        self._shared = _SharedTransactions(tuning)
 
     async def fence(self, consumer: Consumer, numbers: Sequence[int]) -> None:
         """Initialise the producers of source partitions, which fences their former owners.
@@ -160,8 +285,7 @@ class PartitionTransactions:
         await self.release(numbers)
         # Then let a shared transaction end that has offsets of them, with the producer of a
         # partition that stays: it may write them only after they are read here.
-        async with self._sharing:
-            pass
+        await self._shared.wait_ended(numbers)
         producers = [_PartitionProducer(number, consumer) for number in numbers]
         self._producers |= {owned.number: owned for owned in producers}
         failures: list[Retriable] = []
@@ -181,7 +305,10 @@ class PartitionTransactions:
             raise failures[0]
 
     async def release(self, numbers: Iterable[int] | None = None) -> None:
-        """Close the producers of `numbers`, or all; the next owner ends any open transaction."""
+        """Close the producers of `numbers`, or all.
+
+        An open transaction is ended by the next owner of the partition whose producer it uses.
+        """
         leaving = list(self._producers if numbers is None else numbers)
         producers = [self._producers.pop(number) for number in leaving if number in self._producers]
         for owned in producers:
@@ -304,19 +431,25 @@ class PartitionTransactions:
         """
         producer = owned.producer
         assert producer is not None
+        part = _Part(owned, records, offsets)
         try:
             with self._metrics.commit():
-                await self._commit_shared(_Part(owned, records, offsets))
+                await self._shared.commit(part)
         except BaseException as error:
+            if not part.is_begun:  # cancelled, or released, while it waited
+                raise
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
+                # What is refused now may be refused again: let no other partition repeat its own.
+                owned.stay_alone(self._tuning.unshared_after_delay_s)
                 raise
             # Mark it before anything else, also when cancelled: the transaction may still be
             # committed, and nothing may be sent with this producer before that is known.
             owned.is_spent = True
-            owned.alone_until_s = time.monotonic() + self._tuning.unshared_after_failure_s
+            owned.stay_alone(self._tuning.unshared_after_failure_s)
             if not isinstance(error, Exception):
                 raise
             if owned.closed:
+                drop_tracebacks(error)
                 raise PartitionLost(
                     f"source partition {owned.number} was released meanwhile"
                 ) from error
@@ -327,80 +460,6 @@ class PartitionTransactions:
             return error
         self._offset_store.note_committed(offsets)
         return None
-
-    async def _commit_shared(self, part: _Part) -> None:
-        """Commit in one transaction what this partition and all that wait have to commit.
-
-        One shared transaction runs at a time. What becomes ready meanwhile waits for the next one,
-        which uses the producer of the partition that has waited longest. Much to write goes alone:
-        others would wait for it.
-
-        Raises:
-            see `TransactionalProducer.commit_transaction`. If a shared transaction fails, all its
-            partitions get a `Retriable`, and commit alone next, so that the cause concerns only
-            the partition that has it.
-        """
-        owned, is_large = part.owned, part.size_bytes() > self._tuning.max_shared_part_bytes
-        if is_large or time.monotonic() < owned.alone_until_s:
-            await part.commit()
-            return
-        self._waiting.append(part)
-        try:
-            async with self._sharing:
-                if part in self._waiting:
-                    await self._commit_waiting(owned)
-        finally:
-            if part in self._waiting:  # cancelled, or released, before it was its turn
-                self._waiting.remove(part)
-        if part.failure is not None:
-            raise part.failure
-        if not part.is_committed:  # a record is refused, of this partition or of another one
-            await part.commit()
-
-    async def _commit_waiting(self, owned: _PartitionProducer) -> None:
-        """Commit what waits, with the producer of one of the partitions. Sets the outcome of each.
-
-        None of them has an outcome if the transaction was not begun.
-        """
-        owned.require_assigned()
-        # A request has room for one membership. Parts of others, and of partitions that were
-        # released meanwhile, stay until it is their turn.
-        parts = [
-            each
-            for each in self._waiting
-            if each.owned.membership == owned.membership and not each.owned.closed
-        ]
-        self._waiting = [each for each in self._waiting if each not in parts]
-        if len(parts) == 1:
-            await parts[0].commit()
-            parts[0].is_committed = True
-            return
-        records: dict[TopicPartition, list[NewRecord]] = {}
-        offsets: Offsets = {}
-        for part in parts:
-            offsets |= part.offsets
-            for target, of_target in part.records.items():
-                records.setdefault(target, []).extend(of_target)
-        producer = owned.producer
-        assert producer is not None
-        try:
-            await _commit(owned, records, offsets)
-        except BaseException as error:
-            if isinstance(error, NoLeader | Rejected) and producer.is_usable:
-                return
-            self._fail(parts, error)
-            if not isinstance(error, Retriable | Rejected):
-                raise
-        else:
-            for part in parts:
-                part.is_committed = True
-
-    @staticmethod
-    def _fail(parts: Iterable[_Part], error: BaseException) -> None:
-        """Fail the parts of a shared transaction that was begun, each with an error of its own."""
-        kind = type(error) if isinstance(error, Fenced | TransactionTimedOut) else LogUnavailable
-        for part in parts:
-            part.failure = kind(f"transaction shared with other partitions: {error!r}")
 
     async def _recover(
         self,
@@ -494,6 +553,13 @@ class PartitionTransactions:
             each.closed = True
         self._on_lost()
         owned.require_assigned()
+
+
+def _fail(parts: Iterable[_Part], error: BaseException) -> None:
+    """Fail the parts of a shared transaction that was begun, each with an error of its own."""
+    kind = type(error) if isinstance(error, Fenced | TransactionTimedOut) else LogUnavailable
+    for part in parts:
+        part.failure = kind(f"transaction shared with other partitions: {error!r}")
 
 
 async def _commit(owned: _PartitionProducer, records: Records, offsets: Offsets) -> None:

@@ -26,14 +26,22 @@ from headrace.log.port import (
 )
 from headrace.protocol.messages import Envelope, Request
 from headrace.telemetry.metrics import Metrics
-from tests.support.conditions import eventually
+from headrace.tuning import DeliveryTuning
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import RecordingListener
 from tests.support.tuning import QUICK
 from tests.support.visible import visible
 
 SOURCE = TopicPartition("requests", 0)
 ANSWERS = TopicPartition("answers", 0)
-AT_ONCE = replace(QUICK.delivery, retry_first_s=0.0, retry_max_s=0.0)
+AT_ONCE = replace(
+    QUICK.delivery,
+    retry_first_s=0.0,
+    retry_max_s=0.0,
+    max_shared_wait_s=DEADLINE_S,
+    unshared_after_failure_s=DEADLINE_S,
+    unshared_after_delay_s=DEADLINE_S,
+)
 
 
 async def log_with_topics(partitions: int = 1) -> MemoryLog:
@@ -99,20 +107,23 @@ class Owner:
     Args:
         log: the log.
         numbers: those of the partitions.
+        tuning: by default without pauses, and patient with transactions that tests hold.
 
     Attributes:
         requests: what it has read and has not answered, by partition and offset.
         losses: how often it was told that all is revoked.
     """
 
-    def __init__(self, log: MemoryLog, numbers: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, log: MemoryLog, numbers: Sequence[int] = (0,), tuning: DeliveryTuning = AT_ONCE
+    ) -> None:
         self._log = log
         self._numbers = numbers
         self._tracker = InFlightTracker(Budget(1_000_000), lambda: None)
         self._offset_store = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
         metrics = Metrics(CollectorRegistry())
         self.transactions = PartitionTransactions(
-            log, self._offset_store, "group", metrics, self._lose, AT_ONCE
+            log, self._offset_store, "group", metrics, self._lose, tuning
         )
         self.source = SOURCE
         self.losses = 0

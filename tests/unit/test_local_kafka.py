@@ -385,15 +385,17 @@ async def test_paused_process_has_stopped_when_pause_returns(tmp_path: Path) -> 
         await eventually(lambda: process.tail() == "spins\n")
         for _ in range(200):
             process.pause()
-            states.update(
-                stat.read_text().rpartition(")")[2].split()[0]
-                for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")
-            )
+            states |= _thread_states(process)
             process.resume()
     finally:
         process.kill()
 
     assert states == {"T"}
+
+
+def _thread_states(process: JvmProcess) -> set[str]:
+    stats = Path(f"/proc/{process.pid}/task").glob("*/stat")
+    return {each.read_text().rpartition(")")[2].split()[0] for each in stats}
 
 
 def test_password_with_quotes_is_refused() -> None:

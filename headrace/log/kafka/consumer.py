@@ -284,7 +284,7 @@ class KafkaConsumer:
             if isinstance(error, kafka_errors.InconsistentGroupProtocolError):
                 raise LogRefused(
                     "the consumer group has members of another kind, and takes only those: "
-                    "processes of another form, or with another guarantee"
+                    "processes of another form, guarantee or release"
                 ) from error
             # aiokafka's coordination has ended for good; only a new consumer can continue.
             raise LogRefused(str(translated)) from error
@@ -563,10 +563,13 @@ class KafkaMember(KafkaConsumer):
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
         """See the port."""
+        # Shorter than the request's deadline, so that its error says what was waited for.
+        stable_timeout_s = min(
+            self._connection.tuning.stable_offsets_timeout_s,
+            self._connection.request_timeout_s / 2,
+        )
         async with self._request(f"committed offsets of group {self._group}"):
-            return await self._admin().fetch_committed(
-                self._group, partitions, self._connection.tuning.stable_offsets_timeout_s
-            )
+            return await self._admin().fetch_committed(self._group, partitions, stable_timeout_s)
 
 
 def _make_assignor(kind: str) -> Any:

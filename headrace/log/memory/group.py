@@ -81,7 +81,7 @@ class Group:
         if any(each.kind != kind for each in self._members.values()):
             raise LogRefused(
                 "the consumer group has members of another kind, and takes only those: "
-                "processes of another form, or with another guarantee"
+                "processes of another form, guarantee or release"
             )
         self._begin(now)
         if member_id is None or member_id not in self._members:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.delivery.transactions import PartitionLost
 from headrace.log.errors import RecordsRefused
@@ -12,10 +15,22 @@ from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import TransactionFault
 from headrace.log.port import NewRecord, TopicPartition
 from tests.support.conditions import eventually
-from tests.support.transactions import ANSWERS, Owner, answers, log_with_topics, pending_of
+from tests.support.transactions import (
+    ANSWERS,
+    AT_ONCE,
+    Owner,
+    answers,
+    log_with_topics,
+    pending_of,
+)
 
 NUMBERS = range(3)
+IMPATIENT = replace(AT_ONCE, max_shared_wait_s=0.0)
 TOO_LARGE = NewRecord(None, bytes(2_000_000))
+
+
+class Written(list[NewRecord]):
+    """Records, to which a weak reference is possible."""
 
 
 @pytest.fixture
@@ -101,6 +116,25 @@ async def test_records_refused_in_shared_transaction_concern_one_partition(
     assert [len(await answers(log, number)) for number in NUMBERS] == [1, 0, 1]
 
 
+async def test_partition_with_refused_records_shares_no_next_transaction(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """Its next ones may be refused as well, and would make the others commit alone again."""
+
+    def compose_too_large(_: object) -> dict[TopicPartition, list[NewRecord]]:
+        return {ANSWERS: [TOO_LARGE]}
+
+    with pytest.raises(RecordsRefused):
+        await owner.transactions.commit_transaction(
+            1, pending_of(owner, 0, number=1), compose_too_large
+        )
+    tasks = await held(log, owner)
+    await eventually(lambda: len(log.faults.transactions.open()) == 2)
+    assert sorted(await open_partitions(log), key=sorted) == [{0}, {1}]
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+
 async def test_large_answers_of_one_partition_delay_no_other(log: MemoryLog, owner: Owner) -> None:
     """They have a transaction of their own, and wait for no other either."""
 
@@ -147,6 +181,126 @@ async def test_partitions_commit_alone_after_shared_transaction_failed(
     await eventually(lambda: len(log.faults.transactions.open()) == len(NUMBERS))
     log.faults.transactions.release()
     await asyncio.gather(*tasks)
+
+
+async def test_transaction_that_hangs_delays_no_other_partition_for_long(log: MemoryLog) -> None:
+    """They have waited long enough, and have transactions of their own, the next time at once."""
+    owner = Owner(log, NUMBERS, IMPATIENT)
+    await owner.assign(10)
+    log.faults.transactions.hold()
+    first = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(log.faults.transactions.open)
+    others = [asyncio.create_task(owner.commit_transaction([0], each)) for each in (1, 2)]
+    await eventually(lambda: len(log.faults.transactions.open()) == len(NUMBERS))
+    assert log.faults.transactions.entered_producers("group.requests.0") == 1  # it still hangs
+    log.faults.transactions.release()
+    await asyncio.gather(first, *others)
+
+    for number in NUMBERS:
+        assert await answers(log, number) == {0: 1}
+
+
+async def test_partition_that_was_delayed_waits_for_no_next_transaction(log: MemoryLog) -> None:
+    """A transaction that hangs would otherwise delay each of its steps."""
+    tuning = replace(AT_ONCE, max_shared_wait_s=0.01)
+    owner = Owner(log, NUMBERS, tuning)
+    await owner.assign(10)
+    log.faults.transactions.hold()
+    first = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(log.faults.transactions.open)
+    second = asyncio.create_task(owner.commit_transaction([0], 1))
+    await eventually(lambda: len(log.faults.transactions.open()) == 2)
+    log.faults.transactions.release()
+    await asyncio.gather(first, second)
+
+    log.faults.transactions.hold()
+    tasks = commits(owner, 1)[:2]
+    for _ in range(5):  # turns of the loop, in which no limit of time passes
+        await asyncio.sleep(0)
+    both = list(await open_partitions(log))
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+    assert both == [{0}, {1}]
+
+
+async def test_part_of_shared_transaction_that_hangs_waits_for_its_end(log: MemoryLog) -> None:
+    """It may be committed, so it is not sent again in the meantime."""
+    tuning = replace(AT_ONCE, max_shared_wait_s=0.05)
+    owner = Owner(log, NUMBERS, tuning)
+    await owner.assign(10)
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    await asyncio.sleep(2 * tuning.max_shared_wait_s)
+    assert await open_partitions(log) == [{1, 2}]
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    for number in NUMBERS:
+        assert await answers(log, number) == {0: 1}
+
+
+async def test_more_partitions_than_fit_take_turns(log: MemoryLog) -> None:
+    """The offsets of a shared transaction are one batch, which has a largest size."""
+    owner = Owner(log, NUMBERS, replace(AT_ONCE, max_shared_parts=1))
+    await owner.assign(10)
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    assert await open_partitions(log) == [{1}]
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    for number in NUMBERS:
+        assert await answers(log, number) == {0: 1}
+
+
+async def test_step_cancelled_while_it_waits_keeps_its_producer(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """Nothing was sent, so there is no outcome to find out."""
+    tasks = await held(log, owner)
+    tasks[2].cancel()
+    await asyncio.wait([tasks[2]])
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks[:2])
+    await owner.commit_transaction([1], 2)
+
+    assert log.faults.transactions.entered_producers("group.requests.2") == 1
+    assert [len(await answers(log, number)) for number in NUMBERS] == [1, 1, 1]
+
+
+async def test_records_of_failed_transaction_are_freed_at_once(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """Their partition was released: no cycle of references holds them until a collection."""
+    written: list[weakref.ref[Written]] = []
+
+    def compose_written(_: object) -> dict[TopicPartition, list[NewRecord]]:
+        records = Written([NewRecord(None, b"answer")])
+        written.append(weakref.ref(records))
+        return {ANSWERS: records}
+
+    async def commit(number: int) -> None:
+        with pytest.raises(PartitionLost):
+            await owner.transactions.commit_transaction(
+                number, pending_of(owner, 0, number=number), compose_written
+            )
+
+    log.faults.transactions.hold()
+    first = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(log.faults.transactions.open)
+    tasks = [asyncio.create_task(commit(number)) for number in (1, 2)]
+    await asyncio.sleep(0)
+    await hold_second(log, [first])
+    await owner.transactions.release([1, 2])
+    log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
+    gc.disable()
+    try:
+        log.faults.transactions.release()
+        await asyncio.gather(*tasks)
+        tasks.clear()
+        assert [each() for each in written] == [None, None]
+    finally:
+        gc.enable()
 
 
 async def test_cancelled_shared_transaction_is_repeated_for_others(
