@@ -134,8 +134,10 @@ class DeliveryTuning(Struct, frozen=True):
     """A partition that has waited so long for a transaction to share has one of its own, so that a
     transaction that takes its whole timeout delays the others no longer than this."""
     unshared_after_delay_s: float = 5.0
-    """For so long after such a wait, or a refusal before a transaction begins, a partition shares
-    none with other partitions."""
+    """For so long after such a wait a partition shares none with other partitions."""
+    unshared_after_refusal_s: float = 15.0
+    """The same after a refusal before a transaction begins. This is longer than any pause before
+    what was refused is tried again (`max_transaction_retry_s`)."""
     unshared_after_failure_s: float = 120.0
     """For so long after a failed transaction a partition shares none with other partitions. This is
     longer than answers to an unavailable target are left out, so that its next try fails alone."""

@@ -250,11 +250,21 @@ class Assignments:
         self._revoked(still_assigned)
         if not still_assigned:
             return
-        progresses = await self._retry_until_closing(partial(self._prepare, still_assigned))
-        if progresses is None:
-            return
-        for partition in still_assigned:
-            if partition in self.consumer.assignment() and self._tracker.get(partition) is None:
+
+        def unassigned() -> list[TopicPartition]:
+            """Return those that no rebalance has taken away, or assigned again, in between."""
+            owned = self.consumer.assignment()
+            return [
+                each for each in still_assigned if each in owned and not self._tracker.get(each)
+            ]
+
+        async def prepare() -> dict[TopicPartition, AckedOffsets]:
+            partitions = unassigned()
+            return await self._prepare(partitions) if partitions else {}
+
+        progresses = await self._retry_until_closing(prepare) or {}
+        for partition in unassigned():
+            if partition in progresses:
                 self.consumer.seek(partition, progresses[partition].base)
                 self._begin(self._tracker.assign(partition, progresses[partition]))
         # Commit at once: with time, more new records take the offsets of the lost ones.

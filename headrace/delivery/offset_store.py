@@ -8,7 +8,7 @@ together with them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 from headrace.delivery.acked_offsets import AckedOffsets
@@ -58,6 +58,16 @@ class OffsetStore:
             return self._source_offsets.progress(number)
         assignment = self._tracker.get(self.source(number))
         return None if assignment is None else assignment.progress
+
+    def same_assignment(self, number: int) -> Callable[[], bool]:
+        """Return a function: whether a source partition still has the assignment that it has now.
+
+        It ends when the partition is revoked, and when it is assigned anew, also without a
+        rebalance: because its topic, or `results`, was deleted and created again.
+        """
+        read = TopicPartition(self._reading, number)
+        progress, assignment = self.progress(number), self._tracker.get(read)
+        return lambda: self.progress(number) is progress and self._tracker.get(read) is assignment
 
     def ack(self, requests: Sequence[Request]) -> None:
         """Acknowledge requests whose answers the log has acknowledged, or that need none."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import structlog
 
@@ -35,7 +36,14 @@ from headrace.delivery.offset_store import (
 )
 from headrace.errors import HeadraceError, Rejected, Retriable, drop_tracebacks
 from headrace.log.errors import Fenced, LogUnavailable, NoLeader, TransactionTimedOut
-from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
+from headrace.log.port import (
+    Consumer,
+    Log,
+    Membership,
+    NewRecord,
+    TopicPartition,
+    TransactionalProducer,
+)
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -66,19 +74,23 @@ class PartitionLost(Retriable):
 class _PartitionProducer:
     """The producer of one assigned source partition.
 
+    Args:
+        number: number of the source partition.
+        consumer: the member of the group to which it is assigned.
+        membership: the membership to which it is assigned. Never a later one of the same member:
+            that could be one in which the partition has another owner.
+
     Attributes:
-        membership: the membership to which the partition is assigned.
         turn: held during a transaction, so that one runs at a time.
         is_spent: the producer must not be used again.
         closed: the partition is no longer assigned to this process.
         alone_until_s: until then, in monotonic seconds, it shares no transaction.
     """
 
-    def __init__(self, number: int, consumer: Consumer) -> None:
+    def __init__(self, number: int, consumer: Consumer, membership: Membership | None) -> None:
         self.number = number
         self.consumer = consumer
-        # Never a later membership: that could be one in which the partition has another owner.
-        self.membership = consumer.membership
+        self.membership = membership
         self.alone_until_s = float("-inf")
         self.producer: TransactionalProducer | None = None
         self.turn = asyncio.Lock()
@@ -99,17 +111,30 @@ class _PartitionProducer:
 class _Part:
     """What one partition commits in its next transaction.
 
+    Args:
+        is_current: returns False once the partition was released, or assigned anew: then nothing of
+            this may be written any more.
+
     Attributes:
+        woken: set when it is its turn to commit what waits, or when it has ended.
         is_begun: it no longer waits: from here on its transaction may have been committed.
-        ended: set when the shared transaction that it is part of has ended.
+        ended: set when the shared transaction that it is part of no longer runs here.
         is_committed: the transaction has been committed.
         failure: why a shared transaction, which was begun, was not, or may not have been.
     """
 
-    def __init__(self, owned: _PartitionProducer, records: Records, offsets: Offsets) -> None:
+    def __init__(
+        self,
+        owned: _PartitionProducer,
+        records: Records,
+        offsets: Offsets,
+        is_current: Callable[[], bool],
+    ) -> None:
         self.owned = owned
         self.records = records
         self.offsets = offsets
+        self.is_current = is_current
+        self.woken = asyncio.Event()
         self.is_begun = False
         self.ended = asyncio.Event()
         self.is_committed = False
@@ -128,23 +153,38 @@ class _Part:
         self.is_committed = True
 
 
+class _Outcome(NamedTuple):
+    """The outcome of a partition's transaction; without its records, which may be freed.
+
+    Attributes:
+        is_committed: it has been committed.
+        failure: why it was not, or may not have been; None if it was not begun, either, because
+            the partition was released or assigned anew.
+        is_shared: the transaction that failed was shared with other partitions.
+    """
+
+    is_committed: bool
+    failure: Retriable | Rejected | None = None
+    is_shared: bool = False
+
+
 class _SharedTransactions:
     """Transactions that several partitions of a process share; one runs at a time.
 
     What becomes ready meanwhile waits for the next one, which uses the producer of the partition
-    that has waited longest. Its step may be cancelled only when the process ends: until its
-    producer is initialised again, or the broker ends the transaction, the other partitions cannot
-    know whether theirs was committed.
+    that has waited longest. A partition whose step is cancelled meanwhile, or whose transaction has
+    failed, knows what was committed only after `wait_ended`, and after reading its offsets.
     """
 
-    def __init__(self, tuning: DeliveryTuning) -> None:
+    def __init__(self, metrics: Metrics, tuning: DeliveryTuning) -> None:
+        self._metrics = metrics
         self._tuning = tuning
         self._waiting: list[_Part] = []
+        self._leader: _Part | None = None  # its step commits, or is about to
         self._running: list[_Part] = []
-        self._turn = asyncio.Lock()
 
     async def commit(self, part: _Part) -> None:
-        """Commit a part together with those that wait, or alone.
+        """Commit a part together with those that wait, or alone; or not, if it is not current.
 
         Raises:
             see `TransactionalProducer.commit_transaction`. If a shared transaction fails, all its
@@ -158,7 +198,7 @@ class _SharedTransactions:
                 raise part.failure
         # Otherwise it goes alone: others would wait for what is large, or it has waited too long
         # itself, or a record of the shared transaction is refused, whichever partition's it is.
-        if not part.is_committed:
+        if not part.is_committed and part.is_current():
             await part.commit()
 
     async def wait_ended(self, numbers: Sequence[int]) -> None:
@@ -169,40 +209,52 @@ class _SharedTransactions:
     async def _commit_or_wait(self, part: _Part) -> None:
         """Wait for the turn, and commit what waits then; or let another partition commit it.
 
-        The part has no outcome if it has waited too long, or if the transaction was not begun.
+        The part has no outcome if it has waited too long, is no longer current, or if the
+        transaction was not begun.
         """
         self._waiting.append(part)
         try:
-            async with asyncio.timeout(self._tuning.max_shared_wait_s) as waiting, self._turn:
-                waiting.reschedule(None)
-                if not part.is_begun:
-                    await self._commit_waiting(part)
-        except TimeoutError:
-            if not waiting.expired():
-                raise
-            if part.is_begun:  # only its own transaction can end it now
-                await part.ended.wait()
+            if self._leader is None:
+                self._leader = part
+            else:
+                await self._wait_for_turn(part)
+            if self._leader is part:
+                await self._commit_waiting(part)
+            elif part.is_begun:
+                await part.ended.wait()  # however long: only its own transaction can end it now
             else:
                 # The one that runs may take much longer: do not wait for it with each step.
                 part.owned.stay_alone(self._tuning.unshared_after_delay_s)
         finally:
             if not part.is_begun:
                 self._waiting.remove(part)
+            if self._leader is part:
+                self._leader = self._waiting[0] if self._waiting else None
+                if self._leader is not None:
+                    self._leader.woken.set()
+
+    async def _wait_for_turn(self, part: _Part) -> None:
+        try:
+            async with asyncio.timeout(self._tuning.max_shared_wait_s):
+                await part.woken.wait()
+        except TimeoutError:
+            pass  # it may have become its turn all the same
 
     async def _commit_waiting(self, first: _Part) -> None:
         """Commit what waits, with the producer of the first part. Sets the outcome of each.
 
         None of them has an outcome if the transaction was not begun.
         """
-        first.owned.require_assigned()
-        # A request has room for one membership. Parts of others, and of partitions that were
-        # released meanwhile, stay until it is their turn.
+        if not first.is_current():
+            return
+        # A request has room for one membership. Parts of others, and those that are no longer
+        # current, stay until it is their turn.
         others = [
             each
             for each in self._waiting
             if each is not first
             and each.owned.membership == first.owned.membership
-            and not each.owned.closed
+            and each.is_current()
         ]
         # The offsets of all are one batch of the group's, which has a largest size.
         parts = [first, *others][: self._tuning.max_shared_parts]
@@ -219,9 +271,9 @@ class _SharedTransactions:
             self._running = []
             for part in parts:
                 part.ended.set()
+                part.woken.set()
 
-    @staticmethod
-    async def _commit_together(parts: Sequence[_Part]) -> None:
+    async def _commit_together(self, parts: Sequence[_Part]) -> None:
         records: dict[TopicPartition, list[NewRecord]] = {}
         offsets: Offsets = {}
         for part in parts:
@@ -236,6 +288,8 @@ class _SharedTransactions:
         except BaseException as error:
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
                 return
+            if isinstance(error, TransactionTimedOut):
+                self._metrics.transaction_timeouts.inc()
             _fail(parts, error)
             if not isinstance(error, Retriable | Rejected):
                 raise
@@ -270,7 +324,8 @@ class PartitionTransactions:
         self._metrics = metrics
         self._on_lost = on_lost
         self._producers: dict[int, _PartitionProducer] = {}
-        self._shared = _SharedTransactions(tuning)
+        self._shared = _SharedTransactions(metrics, tuning)
+        self._fencing = asyncio.Lock()
 
     async def fence(self, consumer: Consumer, numbers: Sequence[int]) -> None:
         """Initialise the producers of source partitions, which fences their former owners.
@@ -278,21 +333,31 @@ class PartitionTransactions:
         Committed offsets may be read only after this: a former owner could still change them.
 
         Raises:
-            Retriable: not all producers could be initialised.
+            Retriable: not all producers could be initialised, or the group has rebalanced
+                meanwhile.
         """
-        # Close the producers of the last assignment first: from here on its steps raise
-        # `PartitionLost`, instead of writing under the new assignment.
-        await self.release(numbers)
-        # Then let a shared transaction end that has offsets of them, with the producer of a
-        # partition that stays: it may write them only after they are read here.
-        await self._shared.wait_ended(numbers)
-        producers = [_PartitionProducer(number, consumer) for number in numbers]
+        membership = consumer.membership  # before anything is awaited
+        async with self._fencing:
+            # Close the producers of the last assignment first: from here on its steps raise
+            # `PartitionLost`, instead of writing under the new assignment.
+            await self.release(numbers)
+            # Then let a shared transaction end that has offsets of them, with the producer of a
+            # partition that stays: it may write them only after they are read here.
+            await self._shared.wait_ended(numbers)
+            # Do not fence an owner of a later generation.
+            if consumer.membership != membership:
+                raise Fenced("expected to stay in the group's generation, and it has rebalanced")
+            await self._init_producers(
+                [_PartitionProducer(number, consumer, membership) for number in numbers]
+            )
+
+    async def _init_producers(self, producers: Sequence[_PartitionProducer]) -> None:
         self._producers |= {owned.number: owned for owned in producers}
         failures: list[Retriable] = []
 
         async def init(owned: _PartitionProducer) -> None:
             try:
-                async with owned.turn:  # a step of the last assignment may still run
+                async with owned.turn:  # a step may already wait for it
                     await self._init_producer(owned)
             except Retriable as error:
                 failures.append(error)
@@ -301,7 +366,7 @@ class PartitionTransactions:
             for owned in producers:
                 tasks.create_task(init(owned), name=f"fence-{owned.number}")
         if failures:
-            await self.release(numbers)
+            await self.release([owned.number for owned in producers])
             raise failures[0]
 
     async def release(self, numbers: Iterable[int] | None = None) -> None:
@@ -352,26 +417,43 @@ class PartitionTransactions:
         if owned is None:
             raise PartitionLost(f"source partition {number} is not assigned to this process")
         async with owned.turn:
-            # Check after the wait for the lock: a rebalance may have come meanwhile.
-            owned.require_assigned()
-            if owned.is_spent:  # a former transaction was cancelled: its outcome is unknown
-                await self._reinit_producer(owned, None)
-            # Only after that, since the last outcome decides which answers are duplicates.
-            pending[:] = self._drop_answered(number, pending)
-            if not pending:  # also while an assignment is pending: offsets unknown
-                return
-            fitting, source = self._offset_store.fit_commit_metadata(number, pending)
-            if source is None or not fitting:
-                return
-            # The offsets say what is answered once these answers are: both become visible together.
-            offsets = self._offset_store.offsets(number, source, fitting)
-            # Bind no variable to the failure: its traceback would refer to this frame.
-            await self._recover(
-                owned, await self._transact(owned, compose(fitting), offsets), fitting
-            )
-            # Acknowledge only after the commit: an aborted transaction is sent again.
-            self._offset_store.ack(requests_of(fitting))
-            pending[:] = pending[len(fitting) :]
+            # A failed transaction that was shared with other partitions is repeated alone: the next
+            # failure has its cause in this partition.
+            while not await self._try_commit(owned, pending, compose):
+                pass
+
+    async def _try_commit(
+        self, owned: _PartitionProducer, pending: list[PendingAnswer], compose: Compose
+    ) -> bool:
+        """Run one transaction; see `commit_transaction`.
+
+        Returns:
+            False if it was not committed because of other partitions, or because the partition has
+            been assigned anew.
+        """
+        number = owned.number
+        # Check after the wait for the lock: a rebalance may have come meanwhile.
+        owned.require_assigned()
+        if owned.is_spent:  # a former transaction was cancelled: its outcome is unknown
+            await self._reinit_producer(owned, None)
+        # Only after that, since the last outcome decides which answers are duplicates.
+        pending[:] = self._drop_answered(number, pending)
+        if not pending:  # also while an assignment is pending: offsets unknown
+            return True
+        fitting, source = self._offset_store.fit_commit_metadata(number, pending)
+        if source is None or not fitting:
+            return True
+        # The offsets say what is answered once these answers are: both become visible together.
+        offsets = self._offset_store.offsets(number, source, fitting)
+        # Bind no variable to the outcome: the traceback of its failure would refer to this frame.
+        if not await self._recover(
+            owned, await self._transact(owned, compose(fitting), offsets), fitting
+        ):
+            return False
+        # Acknowledge only after the commit: an aborted transaction is sent again.
+        self._offset_store.ack(requests_of(fitting))
+        pending[:] = pending[len(fitting) :]
+        return True
 
     async def commit_remaining(self, number: int) -> None:
         """Commit progress that no answer carries: skipped offsets and dropped duplicates.
@@ -386,9 +468,9 @@ class PartitionTransactions:
             owned.require_assigned()
             if owned.is_spent:
                 await self._reinit_producer(owned, None)
-            offsets = self._offset_store.uncommitted(number)
-            if offsets:
-                await self._recover(owned, await self._transact(owned, {}, offsets), ())
+            while offsets := self._offset_store.uncommitted(number):
+                if await self._recover(owned, await self._transact(owned, {}, offsets), ()):
+                    return
 
     def _drop_answered(
         self, number: int, pending: Sequence[PendingAnswer]
@@ -418,12 +500,12 @@ class PartitionTransactions:
 
     async def _transact(
         self, owned: _PartitionProducer, records: Records, offsets: Offsets
-    ) -> Retriable | Rejected | None:
+    ) -> _Outcome:
         """Run one transaction.
 
         Returns:
-            the failure, or None. Its traceback is dropped, so that the records are freed before
-            the recovery, which can take as long as a broker outage.
+            the outcome. A failure has no traceback, so that the records are freed before the
+            recovery, which can take as long as a broker outage.
 
         Raises:
             NoLeader, Rejected: no transaction was begun.
@@ -431,21 +513,21 @@ class PartitionTransactions:
         """
         producer = owned.producer
         assert producer is not None
-        part = _Part(owned, records, offsets)
+        is_same_assignment = self._offset_store.same_assignment(owned.number)
+        part = _Part(owned, records, offsets, lambda: not owned.closed and is_same_assignment())
         try:
             with self._metrics.commit():
                 await self._shared.commit(part)
         except BaseException as error:
-            if not part.is_begun:  # cancelled, or released, while it waited
+            if not part.is_begun:  # cancelled while it waited
                 raise
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
                 # What is refused now may be refused again: let no other partition repeat its own.
-                owned.stay_alone(self._tuning.unshared_after_delay_s)
+                owned.stay_alone(self._tuning.unshared_after_refusal_s)
                 raise
             # Mark it before anything else, also when cancelled: the transaction may still be
             # committed, and nothing may be sent with this producer before that is known.
             owned.is_spent = True
-            owned.stay_alone(self._tuning.unshared_after_failure_s)
             if not isinstance(error, Exception):
                 raise
             if owned.closed:
@@ -457,35 +539,48 @@ class PartitionTransactions:
                 raise
             log.warning(Event.TRANSACTION_FAILED, partition=owned.number, reason=str(error))
             drop_tracebacks(error)
-            return error
-        self._offset_store.note_committed(offsets)
-        return None
+            return _Outcome(is_committed=False, failure=error, is_shared=part.failure is not None)
+        if part.is_committed:
+            self._offset_store.note_committed(offsets)
+        return _Outcome(is_committed=part.is_committed)
 
     async def _recover(
         self,
         owned: _PartitionProducer,
-        failure: Retriable | Rejected | None,
+        outcome: _Outcome,
         pending: Sequence[PendingAnswer],
-    ) -> None:
+    ) -> bool:
         """Replace a failed producer, and find out whether its answers were committed.
 
+        Returns:
+            False if nothing was committed, for a reason that is not this partition's.
+
         Raises:
-            TransactionAborted: they were not, or the transaction had no answers.
+            TransactionAborted: nothing was committed, or the transaction had no answers.
+            PartitionLost: the partition was released meanwhile.
             Rejected: the log refuses one of the records.
         """
+        failure = outcome.failure
         if failure is None:
-            return
+            if not outcome.is_committed:
+                owned.require_assigned()
+            return outcome.is_committed
         await self._reinit_producer(owned, failure)
+        # From now on: the recovery itself may have taken minutes.
+        owned.stay_alone(self._tuning.unshared_after_failure_s)
         try:
             if isinstance(failure, Rejected):
                 raise failure
             # A transaction is committed whole or not at all; if its offsets are committed, only
             # the broker's confirmation was lost.
-            if not (pending and self._are_answered(owned.number, pending)):
-                timed_out = isinstance(failure, TransactionTimedOut | Fenced)
-                raise TransactionAborted(str(failure), timed_out=timed_out)
+            if pending and self._are_answered(owned.number, pending):
+                return True
+            if outcome.is_shared:
+                return False
+            timed_out = isinstance(failure, TransactionTimedOut | Fenced)
+            raise TransactionAborted(str(failure), timed_out=timed_out)
         finally:
-            del failure
+            del failure, outcome
 
     async def _reinit_producer(
         self, owned: _PartitionProducer, error: HeadraceError | None
@@ -493,6 +588,8 @@ class PartitionTransactions:
         """Replace a spent producer, and merge the offsets that it committed."""
         fenced = isinstance(error, Fenced)
         pauses = Pauses(self._backoff)
+        # The step of a partition that shares one may have been cancelled before the other's ended.
+        await self._shared.wait_ended([owned.number])
         while True:
             owned.require_assigned()
             try:
@@ -557,7 +654,7 @@ class PartitionTransactions:
 
 def _fail(parts: Iterable[_Part], error: BaseException) -> None:
     """Fail the parts of a shared transaction that was begun, each with an error of its own."""
-    kind = type(error) if isinstance(error, Fenced | TransactionTimedOut) else LogUnavailable
+    kind = Fenced if isinstance(error, Fenced) else LogUnavailable
     for part in parts:
         part.failure = kind(f"transaction shared with other partitions: {error!r}")
 

@@ -272,7 +272,8 @@ ENDS = (
         "headrace_transaction_timeouts",
         "counter",
         (),
-        "Transactions that took too long: their answers are written again, half as many at a time.",
+        "Transactions that took too long: their answers are written again, those of each partition "
+        "alone, and then half as many at a time.",
     ),
     MetricSpec(
         "headrace_retries",

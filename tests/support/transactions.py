@@ -41,15 +41,21 @@ AT_ONCE = replace(
     max_shared_wait_s=DEADLINE_S,
     unshared_after_failure_s=DEADLINE_S,
     unshared_after_delay_s=DEADLINE_S,
+    unshared_after_refusal_s=DEADLINE_S,
 )
 
 
 async def log_with_topics(partitions: int = 1) -> MemoryLog:
     """An embedded log with the source, of so many partitions, and the topic of answers, of one."""
     log = MemoryLog()
+    await add_topics(log, partitions)
+    return log
+
+
+async def add_topics(log: MemoryLog, partitions: int) -> None:
+    """Add both topics to an embedded log."""
     topics = [TopicInfo(SOURCE.topic, partitions, {}), TopicInfo(ANSWERS.topic, 1, {})]
     await log.create_topics(topics, replication_factor=1)
-    return log
 
 
 class Member:
@@ -111,6 +117,8 @@ class Owner:
 
     Attributes:
         requests: what it has read and has not answered, by partition and offset.
+        registry: its metrics.
+        aborted: how often a transaction of one of its partitions was aborted.
         losses: how often it was told that all is revoked.
     """
 
@@ -121,12 +129,14 @@ class Owner:
         self._numbers = numbers
         self._tracker = InFlightTracker(Budget(1_000_000), lambda: None)
         self._offset_store = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
-        metrics = Metrics(CollectorRegistry())
+        self.registry = CollectorRegistry()
+        metrics = Metrics(self.registry)
         self.transactions = PartitionTransactions(
             log, self._offset_store, "group", metrics, self._lose, tuning
         )
         self.source = SOURCE
         self.losses = 0
+        self.aborted = 0
         self.member = Member(log)
         self.requests: dict[tuple[int, int], Request] = {}
 
@@ -182,6 +192,7 @@ class Owner:
             try:
                 await self.transactions.commit_transaction(number, pending, compose)
             except TransactionAborted:
+                self.aborted += 1
                 continue
             return
 

@@ -36,6 +36,7 @@ QUICK = replace(
         send_retry_max_s=0.002,
         unshared_after_failure_s=0.05,
         unshared_after_delay_s=0.02,
+        unshared_after_refusal_s=0.02,
     ),
 )
 """Short pauses, and everything else as by default."""

@@ -218,6 +218,8 @@ class TransactionFaults:
         self._request_timeout_s = request_timeout_s
         self._allowed = asyncio.Event()
         self._allowed.set()
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._outcomes: deque[TransactionFault] = deque()
         self._limit_bytes: int | None = None
 
@@ -235,7 +237,13 @@ class TransactionFaults:
         held.set()
 
     def release(self) -> None:
+        """Undo `hold` and `hold_writes`."""
         self._allowed.set()
+        self._writable.set()
+
+    def hold_writes(self) -> None:
+        """Keep transactions that begin from now on from writing anything, until `release`."""
+        self._writable.clear()
 
     def slow_down(self, limit_bytes: int | None) -> None:
         """Make transactions that write more bytes than this time out, as a producer quota does.
@@ -270,6 +278,10 @@ class TransactionFaults:
         self._transactions.show_all_offsets()
 
     # For transactional producers
+
+    async def writable(self) -> None:
+        """Wait while writes are held, up to the request timeout."""
+        await _passed(self._writable, self._request_timeout_s)
 
     async def allowed(self) -> None:
         """Wait while transactions are held, up to the request timeout."""

@@ -216,6 +216,7 @@ class MemoryTransactionalProducer:
         membership: Membership | None,
     ) -> None:
         await self._faults.brokers.answered()
+        await self._faults.transactions.writable()
         transaction = self._transactions.begin(self._id, epoch, self._group)
         written_bytes = self._write(transaction, records)
         transaction.stage(offsets, membership, asyncio.get_running_loop().time())

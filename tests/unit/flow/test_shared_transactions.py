@@ -10,15 +10,18 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.delivery.transactions import PartitionLost
-from headrace.log.errors import RecordsRefused
+from headrace.log.errors import Fenced, RecordsRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import TransactionFault
+from headrace.log.memory.producer import MemoryTransactionalProducer
 from headrace.log.port import NewRecord, TopicPartition
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.transactions import (
     ANSWERS,
     AT_ONCE,
     Owner,
+    add_topics,
     answers,
     log_with_topics,
     pending_of,
@@ -27,6 +30,21 @@ from tests.support.transactions import (
 NUMBERS = range(3)
 IMPATIENT = replace(AT_ONCE, max_shared_wait_s=0.0)
 TOO_LARGE = NewRecord(None, bytes(2_000_000))
+
+
+class RecordingLog(MemoryLog):
+    """Keeps the transactional producers that it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.producers: list[MemoryTransactionalProducer] = []
+
+    def transactional_producer(
+        self, transactional_id: str, group: str
+    ) -> MemoryTransactionalProducer:
+        producer = super().transactional_producer(transactional_id, group)
+        self.producers.append(producer)
+        return producer
 
 
 class Written(list[NewRecord]):
@@ -135,6 +153,28 @@ async def test_partition_with_refused_records_shares_no_next_transaction(
     await asyncio.gather(*tasks)
 
 
+async def test_next_transaction_begins_at_once_however_many_share_the_last(log: MemoryLog) -> None:
+    """It does not wait until each partition has learnt of the end of the last one."""
+    log, numbers = await log_with_topics(60), range(60)
+    owner = Owner(log, numbers)
+    await owner.assign(2)
+    log.faults.transactions.hold()
+    first = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(log.faults.transactions.open)
+    tasks = [asyncio.create_task(owner.commit_transaction([0], each)) for each in numbers[1:]]
+    await asyncio.sleep(0)
+    await hold_second(log, [first])
+    assert await open_partitions(log) == [set(numbers[1:])]
+    late = asyncio.create_task(owner.commit_transaction([1], 0))
+    await asyncio.sleep(0)
+    log.faults.transactions.release_held()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert await open_partitions(log) == [{0}]
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks, late)
+
+
 async def test_large_answers_of_one_partition_delay_no_other(log: MemoryLog, owner: Owner) -> None:
     """They have a transaction of their own, and wait for no other either."""
 
@@ -155,15 +195,45 @@ async def test_large_answers_of_one_partition_delay_no_other(log: MemoryLog, own
 async def test_failed_shared_transaction_is_resolved_for_each_partition(
     log: MemoryLog, owner: Owner, fault: TransactionFault
 ) -> None:
-    """Each reads its own offsets, and waits until the failed transaction has ended."""
+    """Each reads its own offsets, waits until the failed transaction has ended, and repeats its
+    part alone, without any failure of its own.
+    """
     tasks = await held(log, owner)
     await hold_second(log, tasks)
     log.faults.transactions.fail(fault)
     log.faults.transactions.release()
     await asyncio.gather(*tasks)
 
+    assert owner.aborted == 0
     for number in NUMBERS:
         assert await answers(log, number) == {0: 1}
+
+
+async def test_shared_transaction_that_times_out_counts_once(log: MemoryLog, owner: Owner) -> None:
+    """None of its partitions needs smaller transactions for that: alone they are quick enough."""
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    size_bytes = 100 * len(NUMBERS)
+    log.faults.transactions.slow_down(0)
+    log.faults.transactions.release_held()
+    await eventually(lambda: counted(owner, "headrace_transaction_timeouts_total"))
+    log.faults.transactions.slow_down(size_bytes)
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    assert counted(owner, "headrace_transaction_timeouts_total") == 1
+    assert owner.aborted == 0
+
+
+def counted(owner: Owner, name: str, **labels: str) -> float:
+    """The value of a counter; 0 if it was never set."""
+    return owner.registry.get_sample_value(name, labels) or 0.0
+
+
+def test_partition_stays_alone_until_refused_records_are_tried_again() -> None:
+    """Otherwise each try would make the others repeat their part."""
+    longest_pause_s = TUNING.responder.max_transaction_retry_s
+    assert TUNING.delivery.unshared_after_refusal_s > longest_pause_s
 
 
 async def test_partitions_commit_alone_after_shared_transaction_failed(
@@ -322,6 +392,54 @@ async def test_cancelled_shared_transaction_is_repeated_for_others(
     assert await answers(log, leading) == {1: 1}
 
 
+async def test_partition_whose_step_was_cancelled_waits_for_its_shared_transaction(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """Its offsets are not written yet, so reading them would say that nothing is under way; and
+    they would then replace those of its next step.
+    """
+    tasks = await held(log, owner)
+    log.faults.transactions.hold_writes()
+    log.faults.transactions.release_held()
+    await tasks[0]
+    tasks[2].cancel()
+    await asyncio.wait([tasks[2]])
+    next_step = asyncio.create_task(owner.commit_transaction([1], 2))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    log.faults.transactions.release()
+    await asyncio.gather(tasks[1], next_step)
+
+    successor = Owner(log, NUMBERS)
+    await successor.assign(10)
+    assert await answers(log, 2) == {0: 1, 1: 1}
+    assert not {(2, 0), (2, 1)} & successor.requests.keys()
+
+
+async def test_requests_revoked_while_they_wait_are_not_answered(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """Their partition has been assigned anew, and other records may have their offsets."""
+    tasks = await held(log, owner)
+    owner.revoke()
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    assert [await answers(log, number) for number in NUMBERS] == [{0: 1}, {}, {}]
+
+
+async def test_partition_released_while_it_waits_counts_as_no_failed_commit(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """Nothing has failed, and nothing is repeated here."""
+    tasks = await held(log, owner)
+    await owner.transactions.release([1, 2])
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert counted(owner, "headrace_commit_failures_total", reason="unavailable") == 0
+
+
 async def test_released_partition_leaves_shared_transaction(log: MemoryLog, owner: Owner) -> None:
     """It is released while it waits: the others commit without it."""
     tasks = await held(log, owner)
@@ -353,6 +471,35 @@ async def test_partition_assigned_again_waits_for_its_shared_transaction(
     assert outcomes == [None, None, None]
     for number in NUMBERS:
         assert await answers(log, number) == {0: 1}
+
+
+async def test_partitions_assigned_again_in_former_generation_are_not_fenced(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """The group has rebalanced in between: another process may own them."""
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    fencing = asyncio.create_task(owner.fence([2]))
+    await asyncio.sleep(0)
+    await owner.member.join()
+    log.faults.transactions.release()
+    with pytest.raises(Fenced):
+        await fencing
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert log.faults.transactions.entered_producers("group.requests.2") == 1
+
+
+async def test_partition_fenced_twice_at_the_same_time_leaves_no_producer_open() -> None:
+    """One of its assignments follows the other."""
+    log = RecordingLog()
+    await add_topics(log, len(NUMBERS))
+    owner = Owner(log, NUMBERS)
+    await owner.assign(10)
+    await asyncio.gather(owner.fence([2]), owner.fence())
+    await owner.transactions.release()
+
+    assert not [each for each in log.producers if each.is_usable]
 
 
 async def test_member_of_new_generation_gives_up_partitions_of_former_one(
