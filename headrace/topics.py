@@ -54,6 +54,8 @@ class TopicSpec:
         partition: how a record's partition is chosen.
         writers: stages that write the topic; empty if its writers are outside Headrace.
         readers: stages that read the topic; empty if its readers are outside Headrace.
+        controlled: stages that read and write the topic too where the control topic says which
+            models are served.
         like_requests: True if it must have exactly as many partitions as `requests`.
         cleanup_policy: Kafka's `cleanup.policy`.
         partitions: number of partitions, if the settings do not choose it; 0: they do.
@@ -66,10 +68,31 @@ class TopicSpec:
     partition: str
     writers: tuple[Stage, ...]
     readers: tuple[Stage, ...]
+    controlled: tuple[Stage, ...] = ()
     like_requests: bool = False
     cleanup_policy: str = "delete"
     partitions: int = 0
     kept_forever: bool = False
+
+    def writing(self, *, controlled: bool) -> tuple[Stage, ...]:
+        """Return the stages that write the topic.
+
+        Args:
+            controlled: the control topic says which models are served.
+        """
+        return _together(self.writers, self.controlled if controlled else ())
+
+    def reading(self, *, controlled: bool) -> tuple[Stage, ...]:
+        """Return the stages that read the topic.
+
+        Args:
+            controlled: the control topic says which models are served.
+        """
+        return _together(self.readers, self.controlled if controlled else ())
+
+
+def _together(some: tuple[Stage, ...], others: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    return tuple(stage for stage in STAGES if stage in some or stage in others)
 
 
 TOPICS: dict[Topic, TopicSpec] = {
@@ -129,10 +152,12 @@ TOPICS: dict[Topic, TopicSpec] = {
         TopicSpec(
             Topic.EVENTS,
             message="ExecutorEvent",
-            key="the executor's process",
+            key="the writer's process",
             partition="by key",
             writers=(Stage.EXECUTOR,),
             readers=(Stage.BATCHER,),
+            # Each process announces which versions it has ready, and those apart need to know it.
+            controlled=STAGES,
         ),
         TopicSpec(
             # The order of changes is their meaning, so there is one partition, and the history of
@@ -142,7 +167,7 @@ TOPICS: dict[Topic, TopicSpec] = {
             key="none",
             partition="the only one",
             writers=(),
-            readers=(Stage.INGEST, Stage.BATCHER, Stage.EXECUTOR),
+            readers=STAGES,
             partitions=1,
             kept_forever=True,
         ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from headrace.cli.findings import Finding, Severity
 from headrace.config import KafkaSettings, Settings
 from headrace.log.port import TopicInfo
-from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS, required_topics
+from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS, is_controlled, required_topics
 from headrace.topics import TOPICS, Topic
 from headrace.tuning import TUNING
 
@@ -187,7 +187,12 @@ def _topic_rights(settings: Settings, topic: Topic, survey: ClusterInfo) -> Iter
     if found is None and name not in survey.forbidden_topics:
         return
     rights = {right.name for right in found.rights} if found and found.rights else set()
-    for right, stages in (("READ", spec.readers), ("WRITE", spec.writers)):
+    controlled = is_controlled(settings)
+    needed = (
+        ("READ", spec.reading(controlled=controlled)),
+        ("WRITE", spec.writing(controlled=controlled)),
+    )
+    for right, stages in needed:
         if stages and right not in rights:
             yield Finding(
                 "rights",

@@ -22,6 +22,7 @@ from headrace.runtime.topic_plan import (
     SEGMENT_MS,
     Fault,
     compare,
+    is_controlled,
     plan_topics,
     required_topics,
 )
@@ -123,8 +124,8 @@ def _described(
         "message": spec.message,
         "key": spec.key,
         "partition": spec.partition,
-        "writers": list(spec.writers),
-        "readers": list(spec.readers),
+        "writers": list(spec.writing(controlled=is_controlled(settings))),
+        "readers": list(spec.reading(controlled=is_controlled(settings))),
     }
 
 

@@ -159,8 +159,8 @@ ENDS = Row(
         ),
         Panel(
             "Duplicates, void and lost",
-            "Every rebalance revokes requests. There should be no unanswerable requests, dropped "
-            "dead letters and skipped records.",
+            "A rebalance revokes requests that do not finish within limits.drain_timeout_s. There "
+            "should be no unanswerable requests, dropped dead letters and skipped records.",
             "ops",
             tuple(
                 Query(rate(f"headrace_{metric}"), metric.replace("_", " "))

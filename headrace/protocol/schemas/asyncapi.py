@@ -99,7 +99,7 @@ def asyncapi() -> _Node:
             "title": "Headrace",
             "version": CONTRACT_VERSION,
             "description": (
-                "Inference on Kafka: every request record gets exactly one answer record. "
+                "Inference on Kafka: every request record gets an answer record. "
                 "Values follow the Open Inference Protocol v2. Header values are bytes: text is "
                 "UTF-8, numbers are ASCII digits or big-endian, as each says."
             ),

@@ -26,11 +26,12 @@ GOOD = {
 }
 
 
-def settings(guarantee: str = "at_least_once", **kafka: int) -> Settings:
+def settings(guarantee: str = "at_least_once", mode: str = "all", **kafka: int) -> Settings:
     return make_settings(
         {
             "kafka": {"bootstrap_servers": "broker:9092", **kafka},
             "delivery": {"guarantee": guarantee},
+            "models": {"mode": mode},
             "topics": {"replication_factor": 3},
         }
     )
@@ -118,6 +119,18 @@ def test_doctor_reports_missing_right(topic: str, rights: set[Right], text: str)
     (finding,) = check_rights(settings(), survey(topics=topics))
     assert finding.health is Severity.WARNING
     assert text in finding.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "stages"),
+    [("all", "batcher"), ("explicit", "ingest and batcher and executor and responder")],
+)
+def test_doctor_names_every_stage_that_reads_events(mode: str, stages: str) -> None:
+    """With the control topic, every stage needs what the others announce."""
+    mine = DescribedTopic(frozenset({Right.WRITE}), 3, 3)
+    topics = {**survey().topics, "headrace.events": mine}
+    (finding,) = check_rights(settings(mode=mode), survey(topics=topics))
+    assert f"Read is not allowed, which {stages} need" in finding.text
 
 
 def test_doctor_reports_hidden_topic_as_without_rights() -> None:
