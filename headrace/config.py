@@ -248,8 +248,8 @@ class ModelSettings(_Section):
     allow_python: bool = False
     """Serve versions with Python code from object stores."""
     keep_replaced_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
-    """Time for which a batcher or executor in a separate process keeps a replaced version after its
-    last batch.
+    """Time for which a process without ingest, and with `mode = "explicit"` every process, keeps a
+    replaced version after its last batch.
     """
     min_ready: Annotated[int, Field(ge=1, le=10_000), NOT_BOOL] = 1
     """With `mode = "explicit"` and executors in processes of their own: how many of them must have

@@ -339,7 +339,7 @@ IN_FLIGHT = 1024
 @click.option(
     "--version",
     metavar="V",
-    help="Version named by each request.  [default: none, the newest answers]",
+    help="Version named by each request.  [default: none, the model's default answers]",
 )
 @click.option(
     "--encoding",

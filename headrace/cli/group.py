@@ -68,8 +68,9 @@ def main(context: click.Context) -> None:
     """Serve models behind Kafka topics: every request record gets an answer record, in time.
 
     Without a broker in the settings, the log is one in memory, inside the command's own process.
-    Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 3 stopped before
-    all was answered and committed, 130 interrupted.
+    Commands that need a log shared by several processes, or one that lasts, refuse to run then.
+    Exit codes: 0 done, 1 failed, 2 wrong usage or settings, or a topic or store is missing,
+    3 stopped before all was answered and committed, 130 interrupted.
     """
     if not invocation(context).debug:
         # A command reports in one line what a library would log in ten; `run` sets up the log for

@@ -75,7 +75,7 @@ class OutgoingRequest(NamedTuple):
     is_flag=True,
     help="Show the inputs that the model's transform makes of --file, and send nothing.",
 )
-@click.option("--version", metavar="V", help="Version of the model.  [default: the newest]")
+@click.option("--version", metavar="V", help="Version of the model.  [default: its default]")
 @click.option(
     "--json",
     "as_json",

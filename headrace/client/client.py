@@ -108,8 +108,8 @@ class Client:
             defaults.
         reply_partition: partition of the responses topic; chosen at random by default.
         content_type: `application/msgpack` or `application/json`, for requests and answers.
-        compression: coding of requests and answers of 1 KiB and more: `zstd`, `gzip` or `deflate`;
-            none by default.
+        compression: coding of requests and answers of 1 KiB and more: `zstd`, `gzip`, `deflate` or
+            `br`; none by default.
         max_in_flight: most calls in flight at once. It bounds memory: at most this many requests
             and their answers are held.
 
@@ -208,7 +208,8 @@ class Client:
                 sent with its own dtype. Lists of Python floats are sent as FP32, integers as
                 INT64, booleans as BOOL, `bytes` and `str` as BYTES.
             timeout_s: time for the whole call; it becomes the request's deadline.
-            version: model version; the newest by default.
+            version: model version; by default the model's default version, which is the highest one
+                that is ready, or with the control topic the one that was set.
             id: your own identifier of the request; the answer repeats it.
             parameters: parameters of the request.
             outputs: names of the requested outputs; all by default.

@@ -176,6 +176,13 @@ def test_image_sets_only_known_settings(dockerfile: DockerfileParser) -> None:
     assert named <= known
 
 
+def test_image_has_cache_of_models_that_its_user_may_write(dockerfile: DockerfileParser) -> None:
+    """The user has no home for the default, so a directory of its own is made for it."""
+    cache_dir = dockerfile.envs["HEADRACE_MODELS__CACHE_DIR"]
+
+    assert f"--owner headrace --group headrace {cache_dir}" in value_of(dockerfile, "RUN")
+
+
 def test_image_listens_on_exposed_port(dockerfile: DockerfileParser) -> None:
     """The exposed port is the one of the settings, on all interfaces, and is asked for health."""
     assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_HOST"] == "0.0.0.0"
