@@ -352,7 +352,7 @@ class ModelConfig(_Group):
     device: Device = "cpu"
     instances: Instances = 1
     intra_op_threads: Threads = 0
-    """Threads per run; 0 divides the process' cores (`executor.cores`) among the instances."""
+    """Threads per run; 0 divides the process's cores (`executor.cores`) among the instances."""
     pinned: bool = False
     """Pin the threads of each instance to its own cores; CPU only."""
     io_binding: bool = True

@@ -151,7 +151,10 @@ def _partition_faults(
 ) -> Iterator[Fault]:
     if TOPICS[topic].like_requests and requests is not None:
         if found.partitions != requests.partitions:
-            fix = f"delete it while it is empty, and create it with {requests.partitions}"
+            fix = (
+                f"add partitions to {requests.name} until it has {found.partitions}, or delete this "
+                f"one while it is empty, and create it with {requests.partitions}"
+            )
             if found.partitions < requests.partitions:
                 fix = f"add partitions until it has {requests.partitions}"
             yield Fault(
