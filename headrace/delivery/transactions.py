@@ -154,7 +154,7 @@ class _Part:
 
 
 class _Outcome(NamedTuple):
-    """The outcome of a partition's transaction; without its records, which may be freed.
+    """The outcome of a partition's transaction, without its records.
 
     Attributes:
         is_committed: it has been committed.
@@ -504,8 +504,8 @@ class PartitionTransactions:
         """Run one transaction.
 
         Returns:
-            the outcome. A failure has no traceback, so that the records are freed before the
-            recovery, which can take as long as a broker outage.
+            the outcome. A failure has no traceback: its frames would hold the records until the
+            garbage collector runs.
 
         Raises:
             NoLeader, Rejected: no transaction was begun.
