@@ -138,6 +138,9 @@ class DeliveryTuning(Struct, frozen=True):
     unshared_after_refusal_s: float = 15.0
     """The same after a refusal before a transaction begins. This is longer than any pause before
     what was refused is tried again (`max_transaction_retry_s`)."""
+    unshared_after_timeout_s: float = 3600.0
+    """The same after a transaction that took too long, by itself or as a part of a shared one: what
+    partitions write together may be too much, and each try costs a whole timeout."""
     unshared_after_failure_s: float = 120.0
     """For so long after a failed transaction a partition shares none with other partitions. This is
     longer than answers to an unavailable target are left out, so that its next try fails alone."""

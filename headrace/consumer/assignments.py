@@ -251,6 +251,8 @@ class Assignments:
         if not still_assigned:
             return
 
+        begun: set[TopicPartition] = set()
+
         def unassigned() -> list[TopicPartition]:
             """Return those that no rebalance has taken away, or assigned again, in between."""
             owned = self.consumer.assignment()
@@ -259,7 +261,10 @@ class Assignments:
             ]
 
         async def prepare() -> dict[TopicPartition, AckedOffsets]:
-            partitions = unassigned()
+            # What this has begun, it has to end, also if a rebalance has assigned it meanwhile:
+            # fencing that failed has left it without a producer.
+            begun.update(unassigned())
+            partitions = sorted(begun & self.consumer.assignment())
             return await self._prepare(partitions) if partitions else {}
 
         progresses = await self._retry_until_closing(prepare) or {}

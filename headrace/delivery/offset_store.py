@@ -63,7 +63,8 @@ class OffsetStore:
         """Return a function: whether a source partition still has the assignment that it has now.
 
         It ends when the partition is revoked, and when it is assigned anew, also without a
-        rebalance: because its topic, or `results`, was deleted and created again.
+        rebalance: because its topic, or `results`, was deleted and created again. What a separate
+        responder has read of `results` before that stays current.
         """
         read = TopicPartition(self._reading, number)
         progress, assignment = self.progress(number), self._tracker.get(read)

@@ -83,6 +83,8 @@ class _PartitionProducer:
     Attributes:
         turn: held during a transaction, so that one runs at a time.
         is_spent: the producer must not be used again.
+        is_same_assignment: says whether the partition still has the assignment, with or without a
+            rebalance, for which its last transaction was made.
         closed: the partition is no longer assigned to this process.
         alone_until_s: until then, in monotonic seconds, it shares no transaction.
     """
@@ -95,6 +97,7 @@ class _PartitionProducer:
         self.producer: TransactionalProducer | None = None
         self.turn = asyncio.Lock()
         self.is_spent = True
+        self.is_same_assignment: Callable[[], bool] = lambda: True
         self.closed = False
 
     def require_assigned(self) -> None:
@@ -111,10 +114,6 @@ class _PartitionProducer:
 class _Part:
     """What one partition commits in its next transaction.
 
-    Args:
-        is_current: returns False once the partition was released, or assigned anew: then nothing of
-            this may be written any more.
-
     Attributes:
         woken: set when it is its turn to commit what waits, or when it has ended.
         is_begun: it no longer waits: from here on its transaction may have been committed.
@@ -123,22 +122,21 @@ class _Part:
         failure: why a shared transaction, which was begun, was not, or may not have been.
     """
 
-    def __init__(
-        self,
-        owned: _PartitionProducer,
-        records: Records,
-        offsets: Offsets,
-        is_current: Callable[[], bool],
-    ) -> None:
+    def __init__(self, owned: _PartitionProducer, records: Records, offsets: Offsets) -> None:
         self.owned = owned
         self.records = records
         self.offsets = offsets
-        self.is_current = is_current
         self.woken = asyncio.Event()
         self.is_begun = False
         self.ended = asyncio.Event()
         self.is_committed = False
         self.failure: Retriable | None = None
+
+    def is_current(self) -> bool:
+        """Return False once the partition was released, or assigned anew: then nothing of this may
+        be written any more.
+        """
+        return not self.owned.closed and self.owned.is_same_assignment()
 
     def size_bytes(self) -> int:
         """Return the size of the values to write."""
@@ -288,7 +286,7 @@ class _SharedTransactions:
         except BaseException as error:
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
                 return
-            if isinstance(error, TransactionTimedOut):
+            if isinstance(error, TransactionTimedOut | Fenced):
                 self._metrics.transaction_timeouts.inc()
             _fail(parts, error)
             if not isinstance(error, Retriable | Rejected):
@@ -420,7 +418,7 @@ class PartitionTransactions:
             # A failed transaction that was shared with other partitions is repeated alone: the next
             # failure has its cause in this partition.
             while not await self._try_commit(owned, pending, compose):
-                pass
+                compose(())  # nothing of the last try is committed
 
     async def _try_commit(
         self, owned: _PartitionProducer, pending: list[PendingAnswer], compose: Compose
@@ -513,8 +511,8 @@ class PartitionTransactions:
         """
         producer = owned.producer
         assert producer is not None
-        is_same_assignment = self._offset_store.same_assignment(owned.number)
-        part = _Part(owned, records, offsets, lambda: not owned.closed and is_same_assignment())
+        owned.is_same_assignment = self._offset_store.same_assignment(owned.number)
+        part = _Part(owned, records, offsets)
         try:
             with self._metrics.commit():
                 await self._shared.commit(part)
@@ -553,10 +551,11 @@ class PartitionTransactions:
         """Replace a failed producer, and find out whether its answers were committed.
 
         Returns:
-            False if nothing was committed, for a reason that is not this partition's.
+            False if nothing was committed, or offsets alone may not have been, for a reason that is
+            not this partition's.
 
         Raises:
-            TransactionAborted: nothing was committed, or the transaction had no answers.
+            TransactionAborted: the same, and the reason may be this partition's.
             PartitionLost: the partition was released meanwhile.
             Rejected: the log refuses one of the records.
         """
@@ -567,7 +566,11 @@ class PartitionTransactions:
             return outcome.is_committed
         await self._reinit_producer(owned, failure)
         # From now on: the recovery itself may have taken minutes.
-        owned.stay_alone(self._tuning.unshared_after_failure_s)
+        owned.stay_alone(
+            self._tuning.unshared_after_timeout_s
+            if isinstance(failure, TransactionTimedOut)
+            else self._tuning.unshared_after_failure_s
+        )
         try:
             if isinstance(failure, Rejected):
                 raise failure
@@ -614,9 +617,10 @@ class PartitionTransactions:
                 )
                 await pauses.sleep()
             else:
-                # Merge only into the assignment that the offsets were read for.
                 owned.require_assigned()
-                self._offset_store.merge(owned.number, committed[source])
+                # Merge only into the assignment for which the offsets were committed.
+                if owned.is_same_assignment():
+                    self._offset_store.merge(owned.number, committed[source])
                 return
 
     @staticmethod
@@ -654,7 +658,7 @@ class PartitionTransactions:
 
 def _fail(parts: Iterable[_Part], error: BaseException) -> None:
     """Fail the parts of a shared transaction that was begun, each with an error of its own."""
-    kind = Fenced if isinstance(error, Fenced) else LogUnavailable
+    kind = type(error) if isinstance(error, Fenced | TransactionTimedOut) else LogUnavailable
     for part in parts:
         part.failure = kind(f"transaction shared with other partitions: {error!r}")
 

@@ -152,8 +152,8 @@ def _partition_faults(
     if TOPICS[topic].like_requests and requests is not None:
         if found.partitions != requests.partitions:
             fix = (
-                f"add partitions to {requests.name} until it has {found.partitions}, or delete this "
-                f"one while it is empty, and create it with {requests.partitions}"
+                f"add partitions to {requests.name} until it has {found.partitions}; or delete "
+                f"this one while it is empty, and create it with {requests.partitions}"
             )
             if found.partitions < requests.partitions:
                 fix = f"add partitions until it has {requests.partitions}"

@@ -39,6 +39,7 @@ AT_ONCE = replace(
     retry_first_s=0.0,
     retry_max_s=0.0,
     max_shared_wait_s=DEADLINE_S,
+    unshared_after_timeout_s=DEADLINE_S,
     unshared_after_failure_s=DEADLINE_S,
     unshared_after_delay_s=DEADLINE_S,
     unshared_after_refusal_s=DEADLINE_S,
@@ -48,14 +49,9 @@ AT_ONCE = replace(
 async def log_with_topics(partitions: int = 1) -> MemoryLog:
     """An embedded log with the source, of so many partitions, and the topic of answers, of one."""
     log = MemoryLog()
-    await add_topics(log, partitions)
-    return log
-
-
-async def add_topics(log: MemoryLog, partitions: int) -> None:
-    """Add both topics to an embedded log."""
     topics = [TopicInfo(SOURCE.topic, partitions, {}), TopicInfo(ANSWERS.topic, 1, {})]
     await log.create_topics(topics, replication_factor=1)
+    return log
 
 
 class Member:

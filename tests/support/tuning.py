@@ -34,6 +34,7 @@ QUICK = replace(
         retry_max_s=0.01,
         send_retry_first_s=0.002,
         send_retry_max_s=0.002,
+        unshared_after_timeout_s=0.05,
         unshared_after_failure_s=0.05,
         unshared_after_delay_s=0.02,
         unshared_after_refusal_s=0.02,

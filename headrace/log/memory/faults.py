@@ -220,6 +220,8 @@ class TransactionFaults:
         self._allowed.set()
         self._writable = asyncio.Event()
         self._writable.set()
+        self._holds_entries = False
+        self._entries: list[asyncio.Future[None]] = []
         self._outcomes: deque[TransactionFault] = deque()
         self._limit_bytes: int | None = None
 
@@ -237,13 +239,33 @@ class TransactionFaults:
         held.set()
 
     def release(self) -> None:
-        """Undo `hold` and `hold_writes`."""
+        """Undo `hold`, `hold_writes` and `hold_entries`."""
         self._allowed.set()
         self._writable.set()
+        self._holds_entries = False
+        while self.waiting_entries:
+            self.release_entry()
 
     def hold_writes(self) -> None:
         """Keep transactions that begin from now on from writing anything, until `release`."""
         self._writable.clear()
+
+    def hold_entries(self) -> None:
+        """Let producers wait where they enter, until `release_entry` or `release`."""
+        self._holds_entries = True
+
+    @property
+    def waiting_entries(self) -> int:
+        """Number of producers that wait to enter."""
+        return sum(not each.done() for each in self._entries)
+
+    def release_entry(self, *, fails: bool = False) -> None:
+        """Let the producer enter that has waited longest, or fail with `LogUnavailable`."""
+        entry = next(each for each in self._entries if not each.done())
+        if fails:
+            entry.set_exception(LogUnavailable("no coordinator"))
+        else:
+            entry.set_result(None)
 
     def slow_down(self, limit_bytes: int | None) -> None:
         """Make transactions that write more bytes than this time out, as a producer quota does.
@@ -278,6 +300,13 @@ class TransactionFaults:
         self._transactions.show_all_offsets()
 
     # For transactional producers
+
+    async def may_enter(self) -> None:
+        """Wait while entries are held."""
+        if self._holds_entries:
+            entry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._entries.append(entry)
+            await entry
 
     async def writable(self) -> None:
         """Wait while writes are held, up to the request timeout."""

@@ -271,6 +271,7 @@ class MemoryTransactionalProducer:
 
     async def __aenter__(self) -> Self:
         await self._faults.brokers.answered()
+        await self._faults.transactions.may_enter()
         self._epoch = self._transactions.enter(self._id)
         return self
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
+from headrace.delivery.offset_store import PendingAnswer
 from headrace.delivery.transactions import PartitionLost
 from headrace.log.errors import Fenced, RecordsRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import TransactionFault
-from headrace.log.memory.producer import MemoryTransactionalProducer
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
@@ -21,8 +22,8 @@ from tests.support.transactions import (
     ANSWERS,
     AT_ONCE,
     Owner,
-    add_topics,
     answers,
+    compose,
     log_with_topics,
     pending_of,
 )
@@ -30,21 +31,6 @@ from tests.support.transactions import (
 NUMBERS = range(3)
 IMPATIENT = replace(AT_ONCE, max_shared_wait_s=0.0)
 TOO_LARGE = NewRecord(None, bytes(2_000_000))
-
-
-class RecordingLog(MemoryLog):
-    """Keeps the transactional producers that it has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.producers: list[MemoryTransactionalProducer] = []
-
-    def transactional_producer(
-        self, transactional_id: str, group: str
-    ) -> MemoryTransactionalProducer:
-        producer = super().transactional_producer(transactional_id, group)
-        self.producers.append(producer)
-        return producer
 
 
 class Written(list[NewRecord]):
@@ -209,20 +195,67 @@ async def test_failed_shared_transaction_is_resolved_for_each_partition(
         assert await answers(log, number) == {0: 1}
 
 
-async def test_shared_transaction_that_times_out_counts_once(log: MemoryLog, owner: Owner) -> None:
+@pytest.mark.parametrize("by_broker", [False, True])
+async def test_shared_transaction_that_times_out_counts_once(
+    log: MemoryLog, owner: Owner, by_broker: bool
+) -> None:
     """None of its partitions needs smaller transactions for that: alone they are quick enough."""
     tasks = await held(log, owner)
     await hold_second(log, tasks)
-    size_bytes = 100 * len(NUMBERS)
-    log.faults.transactions.slow_down(0)
+    if by_broker:
+        log.faults.transactions.fail(TransactionFault.TIMED_OUT)
+    else:
+        log.faults.transactions.slow_down(0)
     log.faults.transactions.release_held()
     await eventually(lambda: counted(owner, "headrace_transaction_timeouts_total"))
-    log.faults.transactions.slow_down(size_bytes)
+    log.faults.transactions.slow_down(None)
     log.faults.transactions.release()
     await asyncio.gather(*tasks)
 
     assert counted(owner, "headrace_transaction_timeouts_total") == 1
     assert owner.aborted == 0
+
+
+async def test_partitions_stay_alone_longer_after_shared_transaction_that_timed_out(
+    log: MemoryLog,
+) -> None:
+    """Together they may write too much, and each try would cost them a whole timeout."""
+    owner = Owner(log, NUMBERS, replace(AT_ONCE, unshared_after_failure_s=0.0))
+    await owner.assign(10)
+    tasks = await held(log, owner)
+    await hold_second(log, tasks)
+    log.faults.transactions.slow_down(0)
+    log.faults.transactions.release_held()
+    await eventually(lambda: counted(owner, "headrace_transaction_timeouts_total"))
+    log.faults.transactions.slow_down(None)
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+    log.faults.transactions.hold()
+    tasks = commits(owner, 1)
+    await eventually(lambda: len(log.faults.transactions.open()) == len(NUMBERS))
+    log.faults.transactions.release()
+    await asyncio.gather(*tasks)
+
+
+async def test_progress_of_failed_shared_transaction_is_committed_alone(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """Without answers there is nothing by which the partition could know of a success."""
+    log.faults.transactions.hold()
+    first = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(log.faults.transactions.open)
+    owner.renew()
+    others = [asyncio.create_task(owner.transactions.commit_remaining(each)) for each in (1, 2)]
+    await asyncio.sleep(0)
+    await hold_second(log, [first])
+    log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
+    log.faults.transactions.release()
+    await asyncio.gather(*others)
+
+    sources = [TopicPartition(owner.source.topic, number) for number in (1, 2)]
+    committed = await log.committed("group", sources)
+    assert None not in committed.values()
 
 
 def counted(owner: Owner, name: str, **labels: str) -> float:
@@ -428,6 +461,29 @@ async def test_requests_revoked_while_they_wait_are_not_answered(
     assert [await answers(log, number) for number in NUMBERS] == [{0: 1}, {}, {}]
 
 
+async def test_requests_left_out_of_transaction_are_composed_no_more(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """What was composed last is what counts as answered."""
+    composed: list[int] = []
+
+    def count(pending: Sequence[PendingAnswer]) -> dict[TopicPartition, list[NewRecord]]:
+        composed.append(len(pending))
+        return compose(pending)
+
+    log.faults.transactions.hold()
+    first = asyncio.create_task(owner.commit_transaction([0], 0))
+    await eventually(log.faults.transactions.open)
+    pending = pending_of(owner, 0, 1, number=1)
+    second = asyncio.create_task(owner.transactions.commit_transaction(1, pending, count))
+    await asyncio.sleep(0)
+    owner.revoke()
+    log.faults.transactions.release()
+    await asyncio.gather(first, second)
+
+    assert composed == [2, 0]
+
+
 async def test_partition_released_while_it_waits_counts_as_no_failed_commit(
     log: MemoryLog, owner: Owner
 ) -> None:
@@ -490,16 +546,29 @@ async def test_partitions_assigned_again_in_former_generation_are_not_fenced(
     assert log.faults.transactions.entered_producers("group.requests.2") == 1
 
 
-async def test_partition_fenced_twice_at_the_same_time_leaves_no_producer_open() -> None:
-    """One of its assignments follows the other."""
-    log = RecordingLog()
-    await add_topics(log, len(NUMBERS))
-    owner = Owner(log, NUMBERS)
-    await owner.assign(10)
-    await asyncio.gather(owner.fence([2]), owner.fence())
-    await owner.transactions.release()
+async def test_fences_of_one_partition_follow_each_other(log: MemoryLog, owner: Owner) -> None:
+    """Otherwise the producer of one of them would stay open, unknown to the process."""
+    log.faults.transactions.hold_entries()
+    fences = [asyncio.create_task(owner.fence([2])), asyncio.create_task(owner.fence([2]))]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert log.faults.transactions.waiting_entries == 1
+    log.faults.transactions.release()
+    await asyncio.gather(*fences)
 
-    assert not [each for each in log.producers if each.is_usable]
+
+async def test_fence_that_waits_for_another_ends_with_its_generation(
+    log: MemoryLog, owner: Owner
+) -> None:
+    """It would fence an owner of the next generation."""
+    log.faults.transactions.hold_entries()
+    first, second = (asyncio.create_task(owner.fence([2])) for _ in range(2))
+    await eventually(lambda: log.faults.transactions.waiting_entries)
+    await owner.member.join()
+    log.faults.transactions.release()
+    await first
+    with pytest.raises(Fenced):
+        await second
 
 
 async def test_member_of_new_generation_gives_up_partitions_of_former_one(
