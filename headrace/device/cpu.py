@@ -47,7 +47,7 @@ class CpuDevice:
     ) -> None:
         work()
 
-    def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
+    def widening(self, widening: Widening, row_shape: tuple[int, ...]) -> Widen:
         source_dtype = DATATYPES[widening.source].dtype
         target_dtype = DATATYPES[widening.target].dtype
         source_row = source_shape(widening, (0, *row_shape))[1:]

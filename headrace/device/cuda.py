@@ -186,7 +186,7 @@ class CudaDevice:
         with self._fatal(), stream.handle:
             work()
 
-    def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
+    def widening(self, widening: Widening, row_shape: tuple[int, ...]) -> Widen:
         cupy = self._cupy
         threads, max_blocks = self._tuning.kernel_block_threads, self._tuning.kernel_max_blocks
         layout = plan_kernel_layout(widening, row_shape)

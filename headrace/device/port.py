@@ -128,13 +128,12 @@ class Device(Protocol):
         """
         ...
 
-    def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
-        """Return a function that widens rows of one block into another, enqueued on this stream.
+    def widening(self, widening: Widening, row_shape: tuple[int, ...]) -> Widen:
+        """Return a function that widens rows of one block into another, if called within `launch`.
 
         Args:
             widening: the conversion.
             row_shape: the shape of the model's input, without the batch axis.
-            stream: the stream, on which the function is called within `launch`.
         """
         ...
 

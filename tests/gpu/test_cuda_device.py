@@ -132,7 +132,7 @@ def test_widening_kernel_gives_expected_bits(cuda: CudaDevice, name: str) -> Non
     assert host.array is not None
     host.array[:] = np.frombuffer(source.tobytes(), np.uint8)
     stream, done = cuda.stream("compute"), cuda.event("done")
-    widen = cuda.widening(case.widening, case.shape[1:], stream)
+    widen = cuda.widening(case.widening, case.shape[1:])
 
     cuda.copy(host, there, source.nbytes, stream)
     cuda.launch(lambda: widen(there, wide, case.shape[0]), stream, reads=(there,), writes=(wide,))

@@ -131,9 +131,9 @@ class CheckedDevice:
         operation = Operation("launch", stream.name, writes[0].name)
         self._enqueue(operation, reads, writes, lambda: [effect() for effect in effects])
 
-    def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
+    def widening(self, widening: Widening, row_shape: tuple[int, ...]) -> Widen:
         """Widen as on the CPU, but later."""
-        widen = CpuDevice().widening(widening, row_shape, stream)
+        widen = CpuDevice().widening(widening, row_shape)
         return lambda source, target, rows: self.later(lambda: widen(source, target, rows))
 
     def record(self, event: StreamEvent, stream: Stream) -> None:

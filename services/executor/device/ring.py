@@ -149,8 +149,7 @@ class Ring:
             for each in plan.outputs
         }
         self._widen = [
-            each.widening and device.widening(each.widening, each.row_shape, self.compute)
-            for each in plan.inputs
+            each.widening and device.widening(each.widening, each.row_shape) for each in plan.inputs
         ]
         self._free = deque(Slot(device, plan, number) for number in range(plan.slots))
 

@@ -121,4 +121,4 @@ def test_failed_device_setup_is_model_fault(cupy: FakeCupy, fault: Exception) ->
     device = CudaDevice(0)
     cupy.fault = fault
     with pytest.raises(ConfigurationError, match=f"cuda:0: {fault}"):
-        device.widening(Widening("UINT8", "FP32"), (3,), device.stream("compute"))
+        device.widening(Widening("UINT8", "FP32"), (3,))
