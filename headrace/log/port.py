@@ -116,7 +116,6 @@ class GroupMember(NamedTuple):
     """A member of a consumer group, as its coordinator describes it."""
 
     member_id: str
-    client_id: str
     host: str
 
 
@@ -380,10 +379,6 @@ class TransactionalProducer(Entered, Protocol):
             LogUnavailable: no answer in time; the outcome is unknown.
             LogRefused: we may not commit for the group, or a metadata text is too long.
         """
-        ...
-
-    async def partitions_for(self, topic: str) -> int | None:
-        """See `Producer`."""
         ...
 
     async def close(self) -> None:

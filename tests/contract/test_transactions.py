@@ -326,16 +326,6 @@ async def test_transaction_racing_successor_is_committed_whole_or_aborted(
     assert len(found) == 11 - zombies
 
 
-async def test_producer_returns_partitions_of_topics(
-    log: Log, make_topic: MakeTopic, unique_name: str
-) -> None:
-    """The producer knows partitions as the plain one does; None for a missing topic."""
-    await make_topic(3)
-    async with log.transactional_producer(unique_name, unique_name) as producer:
-        assert await producer.partitions_for(unique_name) == 3
-        assert await producer.partitions_for(f"{unique_name}-missing") is None
-
-
 async def test_producers_of_different_ids_start_concurrently(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:

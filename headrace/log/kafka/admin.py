@@ -219,7 +219,7 @@ class AdminClient:
             ((code, _, _state, _type, _protocol, found, *_),) = response.groups
             if (error := broker_error(code, group)) is not None:
                 raise error
-            return [GroupMember(*member[:3]) for member in found]
+            return [GroupMember(member_id, host) for member_id, _client_id, host, *_ in found]
 
         return await self._retry(attempt)
 

@@ -116,12 +116,6 @@ class KafkaTransactionalProducer:
         if epoch is not None:
             await epoch.close()
 
-    async def partitions_for(self, topic: str) -> int | None:
-        """See the port."""
-        client = self._require_usable().client
-        async with answered(f"metadata of topic {topic}", self._connection.tuning.topic_timeout_s):
-            return await self._topics.partitions(client, topic)
-
     def _require_usable(self) -> ProducerEpoch:
         if self._epoch is None:
             raise RuntimeError(f"{self._id}: the producer was not entered, has failed or is closed")

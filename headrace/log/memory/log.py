@@ -123,7 +123,7 @@ class MemoryLog:
     async def members(self, group: str) -> Sequence[GroupMember]:
         """See the port. All members are in this process."""
         await self.faults.brokers.answered()
-        return [GroupMember(each, "headrace", "") for each in self.faults.groups.members(group)]
+        return [GroupMember(each, "") for each in self.faults.groups.members(group)]
 
     async def remove_member(self, group: str, member_id: str) -> bool:
         await self.faults.brokers.answered()

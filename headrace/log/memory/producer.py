@@ -164,7 +164,6 @@ class MemoryTransactionalProducer:
         self._transactions = transactions
         self._id, self._group = identity
         self._now_ms = now_ms
-        self._metadata = MemoryProducer(topics, faults, now_ms, tuning)
         self._epoch: int | None = None  # None unless entered, and once closed or failed
 
     @property
@@ -262,12 +261,8 @@ class MemoryTransactionalProducer:
             raise refused[0]
         return written_bytes
 
-    async def partitions_for(self, topic: str) -> int | None:
-        return await self._metadata.partitions_for(topic)
-
     async def close(self) -> None:
         self._epoch = None
-        await self._metadata.close()
 
     async def __aenter__(self) -> Self:
         await self._faults.brokers.answered()
