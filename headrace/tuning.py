@@ -191,20 +191,6 @@ class ProtocolTuning(Struct, frozen=True):
     counted_value_bytes: int = 65_536
     """Values up to this size are decoded to count their elements for such a text."""
 
-    conversion_threads: int = 2
-    """Threads that convert large bodies, each of at most `gateway.max_body_bytes`."""
-    converted_inline_bytes: int = 32 * 1024
-    """Larger JSON, BYTES and answers to be compressed are converted on a thread. So much takes at
-    most 8 ms, which are strings of one character in JSON, and mostly 0.2 ms; a thread costs 0.1 ms.
-    """
-    encoded_inline_elements: int = 8192
-    """Answers with more elements in JSON, or of BYTES, are encoded on a thread: so many take up to
-    5 ms.
-    """
-    inflated_inline_bytes: int = 1024
-    """Compressed bodies of more bytes are decompressed on a thread: so many may become 1 MiB, which
-    takes 6 ms.
-    """
     compressed_from_bytes: int = 1024
     """Smaller requests and answers are not compressed."""
     zstd_level: int = 3

@@ -94,10 +94,10 @@ async def measure(
         finally:
             showing.cancel()
         kept_busy = await cores.end()
-    offered_per_s = measured.counted / (plan.seconds - plan.skip_s)
-    facts = _facts(options, measured, known, payloads)
+    offered_per_s = None
     if options.rate is not None:  # the rate actually reached by so short a process
-        facts = facts._replace(offered_per_s=offered_per_s)
+        offered_per_s = measured.counted / (plan.seconds - plan.skip_s)
+    facts = _facts(measured, offered_per_s, known, payloads)
     return facts._replace(cores=kept_busy), measured
 
 
@@ -140,8 +140,8 @@ async def _plan_load(settings: Settings, log: Log, options: BenchOptions) -> Loa
 
 
 def _facts(
-    options: BenchOptions,
     measured: LoadResult,
+    offered_per_s: float | None,
     known: ModelVersion | None,
     payloads: Sequence[LoadRequest],
 ) -> Facts:
@@ -149,7 +149,7 @@ def _facts(
     runs_per_s = measured.per_s / rows if rows else 0.0
     failed = measured.answered - measured.statuses["ok"]
     return Facts(
-        offered_per_s=None,
+        offered_per_s=offered_per_s,
         answered_per_s=measured.per_s,
         failed_share=failed / max(1, measured.answered),
         queue_s=measured.queue.mean_s,

@@ -1,4 +1,4 @@
-"""Semaphore that counts bytes: callers wait while there are not enough free."""
+"""Semaphore that counts bytes; taking them never waits."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import asyncio
 
 
 class ByteSemaphore:
-    """Limit in bytes. A caller that alone exceeds it is admitted once all others have released."""
+    """Limit in bytes that may be exceeded: callers take bytes, then wait until use is within it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.used_bytes = 0
         self._released = asyncio.Event()
 
-    async def acquire(self, size_bytes: int) -> None:
-        """Wait until so many bytes are free, and take them."""
-        while self.used_bytes and self.used_bytes + size_bytes > self._limit_bytes:
-            self._released.clear()
-            await self._released.wait()
-        self.used_bytes += size_bytes
-
-    def acquire_now(self, size_bytes: int) -> None:
+    def acquire(self, size_bytes: int) -> None:
         """Take bytes without waiting, even beyond the limit; see `wait_within_limit`."""
         self.used_bytes += size_bytes
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
-import msgspec
 from msgspec import Meta, Struct
 
 from headrace.errors import Code
@@ -703,8 +702,3 @@ class Batch:
         self.model = requests[0].model
         self.version = requests[0].version
         self.rows = sum([request.rows for request in requests])
-
-
-def plain(value: Any) -> Any:
-    """Convert a wire type to dicts and lists, for display and tests."""
-    return msgspec.to_builtins(value, builtin_types=(bytes, memoryview))

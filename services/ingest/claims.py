@@ -77,7 +77,7 @@ class ClaimWaits:
     ) -> None:
         self._fetcher = fetcher
         limits = rules.limits.model_copy(update={"max_request_bytes": fetcher.max_bytes})
-        self._rules = replace(rules, limits=limits, decompressor=None)
+        self._rules = replace(rules, limits=limits)
         self._on_fetched = on_fetched
         self._budget = budget
         self._freed = freed

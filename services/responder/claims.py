@@ -80,7 +80,7 @@ class AnswerClaims:
         for request in requests:
             size_bytes = output_bytes([request]) if request.failure is None else 0
             if size_bytes > above_bytes:
-                self._outputs.acquire_now(size_bytes)
+                self._outputs.acquire(size_bytes)
                 self._metrics.claim_waiting_answer_bytes.inc(size_bytes)
                 work = self._put(request, size_bytes)
                 self._tasks.start(work, f"put-answer-{request.partition}")

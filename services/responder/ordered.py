@@ -153,7 +153,7 @@ class PartitionSequencer:
 
     def _enqueue(self, queue: _PartitionAnswers, pending: list[PendingAnswer]) -> None:
         queue.queue += pending
-        self._queued_bytes.acquire_now(_size_bytes(pending))
+        self._queued_bytes.acquire(_size_bytes(pending))
 
     def _start(self, queue: _PartitionAnswers) -> None:
         queue.changed.set()

@@ -50,7 +50,6 @@ class ImageHeader(NamedTuple):
         format: `JPEG`, `PNG`, `WebP`, `BMP` or `TIFF`.
         width, height: size in pixels, before the orientation is applied.
         orientation: Exif orientation, 1 to 8; 1 is upright.
-        is_single: False if the file has further frames or pages.
         components: number of components of a JPEG: 3 for colours, 1 for grey; 0 for other formats.
         unread: byte ranges (start, end) of a PNG that hold no pixels and that a decoder would
             decompress.
@@ -60,7 +59,6 @@ class ImageHeader(NamedTuple):
     width: int
     height: int
     orientation: int = 1
-    is_single: bool = True
     components: int = 0
     unread: tuple[tuple[int, int], ...] = ()
 
@@ -116,11 +114,11 @@ class _File(MediaFile):
     def checked(
         self, width: int, height: int, *, orientation: int = 1, is_single: bool = True
     ) -> ImageHeader:
-        """Return a header that is within the limits."""
+        """Return a header that is within the limits; `is_single` is False with further frames."""
         self.check_pixels(width, height)
         if not (is_single or self._limits.several):
             raise self.too_large('one image, as frames = "refuse" says', "several frames or pages")
-        return ImageHeader(self.name, width, height, orientation, is_single)
+        return ImageHeader(self.name, width, height, orientation)
 
     def check_pixels(self, width: int, height: int) -> None:
         """Refuse an image without pixels, or with too many."""

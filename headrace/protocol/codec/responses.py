@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -26,9 +26,6 @@ from headrace.protocol.messages import (
 )
 from headrace.protocol.tensors import split_elements
 from headrace.tuning import TUNING
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class JsonOutputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):

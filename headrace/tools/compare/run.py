@@ -103,13 +103,11 @@ class RecordedAnswers:
         return measured(record)
 
 
-async def load_answers(
-    recording: Recording, max_bytes: int = MAX_RECORDED_BYTES
-) -> dict[str, Record]:
+async def load_answers(recording: Recording) -> dict[str, Record]:
     """Return recorded answers by their request (`x-request`); later duplicates are ignored.
 
     Raises:
-        ConfigurationError: they are more than `max_bytes`.
+        ConfigurationError: they are more than `MAX_RECORDED_BYTES`.
     """
     answers: dict[str, Record] = {}
     size = 0
@@ -120,10 +118,10 @@ async def load_answers(
                 request = last_header(record.headers, HeaderName.REQUEST)
                 if request is not None:
                     answers.setdefault(request.decode(errors="replace"), record)
-            if size > max_bytes:
+            if size > MAX_RECORDED_BYTES:
                 raise ConfigurationError(
-                    f"{recording.name}: expected at most {max_bytes} bytes of recorded answers, "
-                    "got more; select fewer"
+                    f"{recording.name}: expected at most {MAX_RECORDED_BYTES} bytes of recorded "
+                    "answers, got more; select fewer"
                 )
     return answers
 

@@ -7,11 +7,7 @@
 - `redrive_state`: the record of what was redriven
 """
 
-from headrace.tools.dead_letters.dead_letter import (
-    DeadLetter,
-    DeadLetterSelection,
-    parse_dead_letter,
-)
+from headrace.tools.dead_letters.dead_letter import DeadLetter, DeadLetterSelection
 from headrace.tools.dead_letters.reading import read_dead_letters
 from headrace.tools.dead_letters.redrive import Redrive, RedriveJob, RedriveResult
 
@@ -21,6 +17,5 @@ __all__ = [
     "Redrive",
     "RedriveJob",
     "RedriveResult",
-    "parse_dead_letter",
     "read_dead_letters",
 ]

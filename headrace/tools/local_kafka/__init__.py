@@ -9,7 +9,6 @@ from headrace.tools.local_kafka.installation import (
     BrokerFailed,
     BrokerUnavailable,
     ChecksumMismatch,
-    Installation,
     install,
 )
 from headrace.tools.local_kafka.security import ScramTls
@@ -18,7 +17,6 @@ __all__ = [
     "BrokerFailed",
     "BrokerUnavailable",
     "ChecksumMismatch",
-    "Installation",
     "LocalKafka",
     "ScramTls",
     "install",

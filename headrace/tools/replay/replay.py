@@ -194,7 +194,7 @@ class Replay:
         self._read_ahead = asyncio.Event()
         self._spacing_errors = Histogram()
         self._started_s = self._ended_s = 0.0
-        self._records = self._bytes = self._skipped = self._turn = 0
+        self._records = self._bytes = self._skipped = 0
 
     async def run(self) -> ReplayResult:
         """Send everything, once.
