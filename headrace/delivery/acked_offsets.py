@@ -157,7 +157,7 @@ class AckedOffsets:
         """
         return self._committable(max_characters)[0]
 
-    def committable_whole(self, max_characters: int = _MAX_CHARACTERS) -> Committed | None:
+    def committable_whole(self, max_characters: int) -> Committed | None:
         """Return what may be committed now; None if not all ranges fit."""
         committable, ranges = self._committable(max_characters)
         return committable if ranges == len(self._starts) else None

@@ -632,7 +632,7 @@ def parse_model_config(
     files: Mapping[str, str],
     model: str,
     settings: Settings,
-    overrides: Mapping[str, Any] = _NONE,
+    overrides: Mapping[str, Any],
 ) -> ModelConfig:
     """Make a configuration from the texts of the files beside a model's versions.
 

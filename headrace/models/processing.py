@@ -99,7 +99,7 @@ class Appendix(NamedTuple):
 
 
 def plan_appendix(
-    signature: Signature, steps: Sequence[str], output: str, labels: Sequence[bytes] = ()
+    signature: Signature, steps: Sequence[str], output: str, labels: Sequence[bytes]
 ) -> Appendix:
     """Check that the steps fit an output, and return them as an appendix.
 

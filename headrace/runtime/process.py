@@ -22,7 +22,7 @@ from headrace.control.changing import Followed
 from headrace.control.following import ControlFollower
 from headrace.control.repository_api import ControlledRepository
 from headrace.control.topic import ControlTopic
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, describe_error
 from headrace.log.port import Log, TopicPartition
 from headrace.models.catalog import ModelCatalog
 from headrace.models.index import RepositoryIndex
@@ -195,8 +195,8 @@ class Pipeline:
                 part,
                 self.models,
                 instruments,
-                tuning,
                 self._has_what_is_wanted if awaits and Stage.INGEST in stages else None,
+                tuning,
             )
             for part in group_stages(stages)
             if part
@@ -449,7 +449,7 @@ def _describe_error(error: BaseException) -> str:
     """Return the error that ended the process, in one line."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(_describe_error, error.exceptions))
-    return f"{type(error).__name__}: {error}"
+    return describe_error(error)
 
 
 @asynccontextmanager

@@ -181,8 +181,8 @@ class StageGroup:
         stages: Sequence[Stage],
         models: Models,
         instruments: Instruments,
+        ready_to_read: Callable[[], Coroutine[Any, Any, None]] | None,
         tuning: Tuning = TUNING,
-        ready_to_read: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._settings = settings
         self._log = log

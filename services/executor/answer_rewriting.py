@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 async def rewrite_answers(
     requests: Sequence[Request],
     version: ModelVersion,
-    postprocessor: Postprocessor | None = None,
+    postprocessor: Postprocessor | None,
     tuning: ExecutorTuning = TUNING.executor,
     clock: Clock = wall_clock_us,
 ) -> None:

@@ -35,7 +35,7 @@ _LEFT_OUT = frozenset(
 
 
 def from_arrays(
-    model: str, version: str | None, inputs: Mapping[str, NDArray[Any]], *, as_json: bool = False
+    model: str, version: str | None, inputs: Mapping[str, NDArray[Any]], *, as_json: bool
 ) -> LoadRequest:
     """Return a request with these inputs. Raises `Rejected`, see `encode_request`."""
     content_type = JSON if as_json else MSGPACK
@@ -52,9 +52,7 @@ def from_file(model: str, version: str | None, content: bytes, content_type: str
     )
 
 
-def made_up(
-    known: ModelVersion, version: str | None = None, *, as_json: bool = False
-) -> LoadRequest:
+def made_up(known: ModelVersion, version: str | None, *, as_json: bool = False) -> LoadRequest:
     """Return one row of the model's warm-up sample, or a generated one.
 
     The request names a `version` only if one is given: `known` is this machine's version, and the

@@ -108,7 +108,9 @@ class TopicSink:
     is kept.
 
     Args:
-        partitions: number of partitions of the topic.
+        producer: writes the copies.
+        target: name of the topic, and the number of its partitions.
+        marking: what the headers of the copies say of the replay.
         by_key: choose the partition of a record with a key as Kafka's clients do.
         now_ms: current time for deadlines, in epoch milliseconds.
     """
@@ -239,7 +241,7 @@ async def into_pipeline(
     marking: Marking,
     now_ms: Callable[[], int],
     *,
-    by_key: bool = False,
+    by_key: bool,
 ) -> AsyncIterator[PipelineSink]:
     """Yield a sink for the pipeline on this log, and read the answers meanwhile."""
     requests = await topic_partitions(log, settings.topic(Topic.REQUESTS))
