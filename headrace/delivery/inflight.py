@@ -27,6 +27,7 @@ from headrace.delivery.budget import Budget, Share, Usage
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.protocol.ack import AckHandle
+from headrace.protocol.headers import NO_HEADERS
 from headrace.protocol.messages import Envelope, Request
 from headrace.tuning import TUNING, DeliveryTuning
 
@@ -500,11 +501,8 @@ class InFlightTracker:
             assignment.committed = NEVER_COMMITTED
 
 
-_NO_HEADERS = Envelope()
-
-
 def skipped_range(assignment: AssignedPartition, last: int) -> Request:
     """Return the marker for all offsets after the record admitted last, up to `last`."""
     ack_handle = assignment.admit(last, 0)
     origin = (assignment.partition.partition, last, ack_handle.previous, 0)
-    return Request(ack_handle, *origin, None, None, [], _NO_HEADERS)
+    return Request(ack_handle, *origin, None, None, [], NO_HEADERS)

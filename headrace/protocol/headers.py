@@ -102,13 +102,16 @@ MAX_HEADER_BYTES = 512
 MAX_SHOWN_NAME = 80
 """Most characters of a header's name in an error text."""
 
+INT32 = struct.Struct(">i")
+"""Format of a partition in a header."""
+INT64 = struct.Struct(">q")
+"""Format of an offset or a time in the headers of a dead letter."""
+
 _CLOUDEVENTS = "application/cloudevents"
 _TUNING = TUNING.protocol
 _LOOKED_AT_BYTES = 64
 _MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
-_INT32 = struct.Struct(">i")
-_INT64 = struct.Struct(">q")
 NO_HEADERS: Final = Envelope()
 """Envelope of a record without headers, if requests have no default timeout."""
 
@@ -303,9 +306,9 @@ def _priority(value: bytes) -> int:
 
 
 def _partition(value: bytes) -> int:
-    if len(value) != _INT32.size:
+    if len(value) != INT32.size:
         raise ValueError(f"expected 4 bytes, big-endian, got {len(value)} bytes")
-    partition: int = _INT32.unpack(value)[0]
+    partition: int = INT32.unpack(value)[0]
     if partition < 0:
         raise ValueError(f"expected a partition of 0 or more, got {partition}")
     return partition
@@ -568,9 +571,9 @@ def dead_letter_headers(
     return [
         *kept,
         (HeaderName.DLT_TOPIC, request_topic.encode()),
-        (HeaderName.DLT_PARTITION, _INT32.pack(request.partition)),
-        (HeaderName.DLT_OFFSET, _INT64.pack(request.offset)),
-        (HeaderName.DLT_TIMESTAMP, _INT64.pack(request.timestamp_ms)),
+        (HeaderName.DLT_PARTITION, INT32.pack(request.partition)),
+        (HeaderName.DLT_OFFSET, INT64.pack(request.offset)),
+        (HeaderName.DLT_TIMESTAMP, INT64.pack(request.timestamp_ms)),
         (HeaderName.DLT_CODE, str(failure.code).encode()),
         (HeaderName.DLT_MESSAGE, failure.message.encode()),
         (HeaderName.STAGE, failure.stage.encode()),

@@ -30,7 +30,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from opentelemetry.trace.span import TraceState
 
 import headrace
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, describe_error
 from headrace.protocol.trace_context import SAMPLED, AttributeValue, SpanId
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -174,7 +174,7 @@ class _CountingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter, metrics: Metrics, log_interval_s: float) -> None:
         self._exporter = exporter
         self._metrics = metrics
-        self._complaints = _Complaints()
+        self._last_warning = _LastWarning()
         self._log_interval_s = log_interval_s
         self._logged_at_s = -log_interval_s
         self.taken = 0
@@ -185,7 +185,7 @@ class _CountingExporter(SpanExporter):
         try:
             result = self._exporter.export(spans)
         except Exception as error:  # noqa: BLE001 - whatever an exporter raises, the spans are lost
-            self._complaints.last = f"{type(error).__name__}: {error}"
+            self._last_warning.text = describe_error(error)
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             self._metrics.trace_spans.inc(len(spans))
@@ -199,7 +199,7 @@ class _CountingExporter(SpanExporter):
         now_s = time.monotonic()
         if now_s - self._logged_at_s >= self._log_interval_s:
             self._logged_at_s = now_s
-            log.warning(Event.TRACE_EXPORT_FAILED, spans=spans, reason=self._complaints.last)
+            log.warning(Event.TRACE_EXPORT_FAILED, spans=spans, reason=self._last_warning.text)
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
@@ -208,19 +208,19 @@ class _CountingExporter(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
-class _Complaints(logging.Handler):
+class _LastWarning(logging.Handler):
     """Collects the SDK's own log lines, one for each attempt, and keeps the last."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.last = ""
+        self.text = ""
         logger = logging.getLogger("opentelemetry")
         logger.handlers = [self]
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message."""
-        self.last = record.getMessage()
+        self.text = record.getMessage()
 
 
 def _resource(service_name: str, namespace: str) -> Resource:

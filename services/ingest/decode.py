@@ -30,6 +30,7 @@ from headrace.protocol.claims import Claim, refuse_claim
 from headrace.protocol.codec import callers_id, check_value, decode_request, plain_value, takes_long
 from headrace.protocol.headers import (
     BY_CORRELATION,
+    DECODED_TYPES,
     JSON,
     MSGPACK_TYPES,
     NO_HEADERS,
@@ -55,9 +56,6 @@ from headrace.transforms.workers import (
     PendingValue,
 )
 from headrace.tuning import TUNING, IngestTuning
-
-DECODED_TYPES = MSGPACK_TYPES | {JSON}
-"""Content types whose values contain tensors; the model transforms any other payload."""
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-import numpy as np
-
 from headrace.errors import Rejected
 from headrace.models.inputs.binding import Bound
 from headrace.primitives.bounded_cache import BoundedCache
+from headrace.protocol.codec.views import address_of
 from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedOutput
 from headrace.tuning import TUNING, IngestTuning
 
@@ -170,12 +169,7 @@ class DecodeCache:
             or tensor.datatype in _NOT_NUMBERS
         ):
             return
-        start = _address(tensor.data) - _address(value)
+        start = address_of(tensor.data) - address_of(value)
         if not 0 <= start <= len(value) - size:
             raise ValueError("message: expected the one that was decoded from this value")
         self._by_length.add(len(value), Layout(value, message, start))
-
-
-def _address(content: bytes | memoryview) -> int:
-    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
-    return address

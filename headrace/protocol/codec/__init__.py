@@ -3,6 +3,7 @@
 - `requests`: requests from callers, in MessagePack or JSON;
 - `responses`: answers to callers;
 - `wire`: records between two stages in different processes; `wire_single`: those of one request;
+- `views`: positions of views in a value;
 - `client`: the caller's side of requests and responses;
 - `json_data` and `faults`: tensors in JSON, and msgspec's errors as Headrace's.
 """

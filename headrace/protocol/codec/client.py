@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import Code, Rejected
 from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.codec.json_data import ENCODING, bytes_to_data, data_to_bytes
+from headrace.protocol.codec.json_data import ENCODING, data_to_bytes, to_json
 from headrace.protocol.codec.requests import JsonInferenceRequest, JsonInputTensor
 from headrace.protocol.compression import decompress
 from headrace.protocol.headers import (
@@ -78,7 +78,9 @@ def encode_request(
         )
     if content_type == JSON:
         return _encode_json(
-            JsonInferenceRequest(inputs=[_json_input(tensor) for tensor in tensors], **fields)
+            JsonInferenceRequest(
+                inputs=[to_json(JsonInputTensor, tensor) for tensor in tensors], **fields
+            )
         )
     raise ValueError(f"content_type: expected MessagePack or JSON, got {content_type}")
 
@@ -89,17 +91,6 @@ def _input(tensor: Tensor) -> InputTensor:
         datatype=tensor.datatype,
         shape=list(tensor.shape),
         data=memoryview(tensor.data),
-    )
-
-
-def _json_input(tensor: Tensor) -> JsonInputTensor:
-    elements, parameters = bytes_to_data(tensor)
-    return JsonInputTensor(
-        name=tensor.name,
-        datatype=tensor.datatype,
-        shape=list(tensor.shape),
-        data=elements,
-        parameters=None if parameters is None else dict(parameters),
     )
 
 

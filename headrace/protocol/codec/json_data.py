@@ -12,8 +12,8 @@ import base64
 import binascii
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,8 @@ from headrace.protocol.tensors import (
     to_array,
 )
 from headrace.tuning import TUNING
+
+JsonTensor = TypeVar("JsonTensor")
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 ENCODING = "encoding"
@@ -272,6 +274,18 @@ def _invalid(where: str, expected: str, got: str) -> Rejected:
 
 
 # --- out --------------------------------------------------------------------------------------
+
+
+def to_json(kind: Callable[..., JsonTensor], tensor: Tensor) -> JsonTensor:
+    """Return a tensor as it is in JSON: an input or an output, as `kind` makes it."""
+    elements, parameters = bytes_to_data(tensor)
+    return kind(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=list(tensor.shape),
+        data=elements,
+        parameters=None if parameters is None else dict(parameters),
+    )
 
 
 def bytes_to_data(tensor: Tensor) -> tuple[list[Any], Mapping[str, str] | None]:

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.errors import Code
 from headrace.primitives.bounded_cache import BoundedCache
-from headrace.protocol.codec.json_data import bytes_to_data
+from headrace.protocol.codec.json_data import to_json
 from headrace.protocol.headers import MSGPACK_TYPES, error_content_type, tensors_content_type
 from headrace.protocol.messages import (
     ErrorDetails,
@@ -82,7 +82,7 @@ def encode_response(request: Request, now_us: int) -> bytes:
             model_name=request.model,
             model_version=request.version,
             id=request.id,
-            outputs=[_json_output(tensor) for tensor in _outputs(request)],
+            outputs=[to_json(JsonOutputTensor, tensor) for tensor in _outputs(request)],
             parameters=_parameters(timings),
         )
     )
@@ -248,17 +248,6 @@ def _list_header(length: int) -> bytes:
 def _parameters(timings: tuple[int, ...]) -> dict[str, Parameter]:
     names = ("queue_us", "batch_us", "compute_us", "batch_size")
     return dict(zip(names, timings, strict=True))
-
-
-def _json_output(tensor: Tensor) -> JsonOutputTensor:
-    elements, parameters = bytes_to_data(tensor)
-    return JsonOutputTensor(
-        name=tensor.name,
-        datatype=tensor.datatype,
-        shape=list(tensor.shape),
-        data=elements,
-        parameters=None if parameters is None else dict(parameters),
-    )
 
 
 def encode_error(request: Request, failure: Failure) -> bytes:

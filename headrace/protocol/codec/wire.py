@@ -23,10 +23,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.errors import Code, Fatal, Rejected
+from headrace.errors import Fatal, Rejected
 from headrace.protocol.ack import AckHandle
 from headrace.protocol.codec import wire_single
 from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.codec.views import start_in
+from headrace.protocol.codec.wire_single import HeaderList, read_failure, unreadable
 from headrace.protocol.headers import NO_HEADERS, is_utf8, parse_envelopes
 from headrace.protocol.messages import (
     NO_BATCH,
@@ -34,7 +36,6 @@ from headrace.protocol.messages import (
     BatchSummary,
     ChunkedBatchRecord,
     Envelope,
-    Failure,
     ItemChunk,
     ItemChunkRecord,
     Request,
@@ -58,12 +59,10 @@ _COLUMNS_FORMAT = 2
 """Format of columns without these; format 1 is a record for each request."""
 
 T = TypeVar("T")
-_Headers = list[tuple[str, bytes | None]]
 _Place = tuple[int, int]
 _EMPTY = memoryview(b"")
 _NOT_SHARED = ("", 0)
 
-_CODES = frozenset(Code)
 _TUNING = TUNING.protocol
 _UNCHECKED = frozenset({"BYTES", "BOOL"})
 """Datatypes whose content must be checked; of others only the size."""
@@ -511,7 +510,7 @@ def _places(
     for tensor in tensors:
         content = tensor.data
         size = len(content)
-        start = wire_single.start_in(value, content) if value else -1
+        start = start_in(value, content) if value else -1
         if start < 0:
             start = end
             end += size
@@ -637,7 +636,7 @@ def _stops(starts: Sequence[int], sizes: Iterable[int], layout: _Layout) -> list
     """
     stops = list(map(add, starts, sizes))
     if min(starts) < 0 or any(map(gt, starts, stops)) or any(map(gt, stops, layout.parts)):
-        raise _unreadable(
+        raise unreadable(
             f"a tensor within {max(layout.parts)} bytes", f"{min(starts)} to {max(stops)}"
         )
     return stops
@@ -694,7 +693,7 @@ def _layout_behind_values(record: ItemChunkRecord, layout: _Layout, count: int) 
     payload, bases, parts, values = layout
     referenced = _each(record.referenced, record.offset)[:count]
     if min(referenced) < 1:
-        raise _unreadable("all values in their source records, or none", f"{min(referenced)}")
+        raise unreadable("all values in their source records, or none", f"{min(referenced)}")
     bases = [base - size for base, size in zip(bases[:count], referenced, strict=True)]
     parts = [part + size for part, size in zip(parts[:count], referenced, strict=True)]
     return _Layout(payload, bases, parts, values[:count])
@@ -808,9 +807,7 @@ def decode_results(value: bytes, ack_handle: AckHandle) -> list[Request]:
         if record.referenced:
             _spread(requests, "referenced", record.referenced)
         for request, failure in zip(requests, failures, strict=True):
-            # A newer release may have codes unknown to this one.
-            code = failure.code if failure.code in _CODES else Code.INTERNAL
-            request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
+            request.failure = read_failure(failure)
         return requests
     _set_outputs(requests, record.outputs)
     return requests
@@ -863,7 +860,7 @@ def _set_outputs(requests: Sequence[Request], outputs: Sequence[WireTensors]) ->
         sizes = _each(wired.size, requests)
         stops = list(accumulate(sizes))
         if min(sizes) < 0 or stops[-1] != len(data):
-            raise _unreadable(f"an output of {stops[-1]} bytes", f"{len(data)} bytes")
+            raise unreadable(f"an output of {stops[-1]} bytes", f"{len(data)} bytes")
         contents.append([data[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)])
     # Outputs that differ only in their bytes share one metadata object, as in one batch.
     is_uniform = all(type(each.size) is int and each.shapes is None for each in outputs)
@@ -1086,7 +1083,7 @@ def _requests(
             )
         ]
     except ValueError as error:
-        raise _unreadable(f"columns of {count} requests", str(error)) from error
+        raise unreadable(f"columns of {count} requests", str(error)) from error
     if record.checked_us != 0:
         _spread(requests, "checked_us", record.checked_us)
     if record.done_us != 0:
@@ -1143,7 +1140,7 @@ def _layout(record: WireChunk) -> _Layout:
         *bases, end = accumulate(parts, initial=0)
         is_right = min(parts) >= 0 and not any(map(gt, values, parts))
     if not is_right or end != len(payload):
-        raise _unreadable(f"a payload of {end} bytes", f"{len(payload)} bytes")
+        raise unreadable(f"a payload of {end} bytes", f"{len(payload)} bytes")
     return _Layout(payload, bases, parts, values)
 
 
@@ -1155,11 +1152,11 @@ def _values(layout: _Layout) -> list[memoryview | None]:
     ]
 
 
-def _headers(record: WireChunk) -> Sequence[_Headers]:
+def _headers(record: WireChunk) -> Sequence[HeaderList]:
     """Return the headers of each request; one list for all if they are equal."""
     count = len(record.offset)
     if record.mixed_headers is not None:
-        mixed: list[_Headers] = _each(record.mixed_headers, record.offset)
+        mixed: list[HeaderList] = _each(record.mixed_headers, record.offset)
         if record.raw_names:
             return [[(_name(name), value) for name, value in each] for each in mixed]
         return mixed
@@ -1173,7 +1170,7 @@ def _headers(record: WireChunk) -> Sequence[_Headers]:
     return [list(zip(names, row, strict=True)) for row in rows]
 
 
-def _envelopes(record: WireChunk, headers: Sequence[_Headers]) -> Iterable[Envelope]:
+def _envelopes(record: WireChunk, headers: Sequence[HeaderList]) -> Iterable[Envelope]:
     count = len(record.offset)
     deadlines = _each(record.deadline_ms, record.offset)
     if record.mixed_headers is None:
@@ -1215,7 +1212,7 @@ def _each(column: T | list[T], of: Sequence[object]) -> list[T]:
     if not isinstance(column, list):
         return [column] * len(of)
     if len(column) != len(of):
-        raise _unreadable(f"columns of {len(of)} requests", str(len(column)))
+        raise unreadable(f"columns of {len(of)} requests", str(len(column)))
     return column
 
 
@@ -1282,7 +1279,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Record], value: bytes) -> _Record
         record = decoder.decode(value)
     except DECODE_ERRORS as error:
         _check_format(value)
-        raise _unreadable("one of Headrace's", str(error)) from error
+        raise unreadable("one of Headrace's", str(error)) from error
     if record.format > FORMAT:
         _check_format(value)
     return record
@@ -1298,7 +1295,3 @@ def _check_format(value: bytes) -> None:
             f"internal record: expected a format up to {FORMAT}, got {found}: a later "
             "release wrote it; upgrade the processes that read a topic before those that write it"
         )
-
-
-def _unreadable(expected: str, got: str) -> Rejected:
-    return Rejected.mismatch(Code.INTERNAL, "record", expected=expected, got=got)

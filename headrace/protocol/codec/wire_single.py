@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from headrace.errors import Code, Rejected
 from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.ack import AckHandle
 from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.codec.views import start_in
 from headrace.protocol.headers import NO_HEADERS, Headers, is_utf8, parse_envelope
 from headrace.protocol.messages import (
     NO_BATCH,
@@ -57,14 +57,12 @@ class _RawBatchRecord(Struct, kw_only=True, omit_defaults=True):
     items: list[msgspec.Raw]
 
 
-_Headers = list[tuple[str, bytes | None]]
+HeaderList = list[tuple[str, bytes | None]]
 _CODES = frozenset(Code)
 _TUNING = TUNING.protocol
 _metadata: BoundedCache[
     tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[TensorMetadata, ...]
 ] = BoundedCache(_TUNING.cached_output_metadata)
-_starts: BoundedCache[tuple[int, int], int] = BoundedCache(_TUNING.cached_tensor_positions)
-"""Cache of a tensor's position by the sizes of value and tensor: most values are alike."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _item_decoder = msgspec.msgpack.Decoder(ItemRecord)
@@ -119,7 +117,7 @@ def decode_batch(value: bytes, ack_handle: AckHandle) -> Batch:
     """
     record = _decoded(_batch_decoder, value)
     if not record.items:
-        raise _unreadable("at least one item", "none")
+        raise unreadable("at least one item", "none")
     requests = [_request_of_item(item, ack_handle) for item in record.items]
     if record.formed_us:
         summary = BatchSummary(record.formed_us)
@@ -214,9 +212,7 @@ def decode_result(value: bytes, ack_handle: AckHandle) -> Request:
         request.output_data = tuple([tensor[3] for tensor in tensors])
         request.output_metadata = shared_metadata(tensors)
     else:
-        # A newer release may have codes unknown to this one.
-        code = failure.code if failure.code in _CODES else Code.INTERNAL
-        request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
+        request.failure = read_failure(failure)
     return request
 
 
@@ -229,14 +225,21 @@ def _raw_names(headers: Headers) -> list[tuple[int, bytes]]:
     ]
 
 
-def _without_names(headers: Headers, places: Sequence[tuple[int, bytes]]) -> _Headers:
+def read_failure(record: WireFailure) -> Failure:
+    """Return the failure of a request from its record."""
+    # A newer release may have codes unknown to this one.
+    code = record.code if record.code in _CODES else Code.INTERNAL
+    return Failure(code, record.message, record.stage, record.retry_after_ms)
+
+
+def _without_names(headers: Headers, places: Sequence[tuple[int, bytes]]) -> HeaderList:
     changed = list(headers)
     for place, _ in places:
         changed[place] = ("", changed[place][1])
     return changed
 
 
-def _with_names(headers: _Headers, names: Sequence[tuple[int, bytes]]) -> _Headers:
+def _with_names(headers: HeaderList, names: Sequence[tuple[int, bytes]]) -> HeaderList:
     for place, name in names:
         if 0 <= place < len(headers):
             headers[place] = (name.decode("utf-8", "surrogateescape"), headers[place][1])
@@ -346,30 +349,6 @@ def _placed(tensors: Sequence[Tensor], value: bytes | memoryview | None) -> list
     return placed
 
 
-def start_in(value: bytes | memoryview, content: bytes | memoryview) -> int:
-    """Return the position of `content` in `value`; -1 if it is not a view of it.
-
-    Comparing a few bytes at the cached position is faster than reading memory addresses.
-    """
-    size = len(content)
-    if not size:
-        return 0
-    lengths = len(value), size
-    guess = _starts.get(lengths, -1)
-    if (
-        guess >= 0
-        and size <= _TUNING.compared_tensor_bytes
-        and isinstance(value, bytes)
-        and value.startswith(content, guess)
-    ):
-        return guess
-    # The value is alive, so an address within its memory belongs to a view of it.
-    start = _address(content) - _address(value)
-    if not 0 <= start <= len(value) - size:
-        return -1
-    return _starts.add(lengths, start)
-
-
 def _carried(tensor: Tensor) -> WireTensor:
     return WireTensor(
         name=tensor.name,
@@ -379,11 +358,6 @@ def _carried(tensor: Tensor) -> WireTensor:
     )
 
 
-def _address(content: memoryview | bytes) -> int:
-    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
-    return address
-
-
 def _tensor(record: WireTensor, value: memoryview | None) -> Tensor:
     content = record.data
     if content is None:
@@ -391,7 +365,7 @@ def _tensor(record: WireTensor, value: memoryview | None) -> Tensor:
         stop = start + record.size
         if value is None or not 0 <= start <= stop <= len(value):
             size = 0 if value is None else len(value)
-            raise _unreadable(f"a tensor within {size} bytes", f"{start} to {stop}")
+            raise unreadable(f"a tensor within {size} bytes", f"{start} to {stop}")
         content = value[start:stop]
     # Half the cost of calling the NamedTuple class.
     return tuple.__new__(Tensor, (record.name, record.datatype, record.shape, content))
@@ -401,8 +375,9 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Record], value: bytes) -> _Record
     try:
         return decoder.decode(value)
     except DECODE_ERRORS as error:
-        raise _unreadable("one of Headrace's", str(error)) from error
+        raise unreadable("one of Headrace's", str(error)) from error
 
 
-def _unreadable(expected: str, got: str) -> Rejected:
+def unreadable(expected: str, got: str) -> Rejected:
+    """Return the error of a record that Headrace did not write."""
     return Rejected.mismatch(Code.INTERNAL, "record", expected=expected, got=got)

@@ -22,7 +22,13 @@ from headrace.tools.compare.differences import MISSING, TimedAnswer, compare_ans
 from headrace.tools.compare.tally import Latencies, PairTally, WorstCase, WorstCases
 from headrace.tools.compare.verdict import Sides
 from headrace.tools.replay.jobs import Advanced
-from headrace.tools.replay.recording import Recording, identity, model_of, record_bytes
+from headrace.tools.replay.recording import (
+    Recording,
+    identity,
+    memory_bytes,
+    model_of,
+    record_bytes,
+)
 from headrace.tools.replay.sinks import Unanswered
 
 # --- sides ---------------------------------------------------------------------------------------
@@ -31,8 +37,6 @@ from headrace.tools.replay.sinks import Unanswered
 ANSWER_TIMEOUT_S = 60.0
 MAX_RECORDED_BYTES = 1024 * 1024 * 1024
 """Limit of recorded answers, which are held in memory until they are used."""
-
-RECORD_OVERHEAD_BYTES = 500
 
 _LEFT_OUT = frozenset(
     {
@@ -114,7 +118,7 @@ async def load_answers(recording: Recording) -> dict[str, Record]:
     async with aclosing(recording.chunks()) as chunks:
         async for chunk in chunks:
             for record in chunk:
-                size += record_bytes(record) + RECORD_OVERHEAD_BYTES
+                size += memory_bytes(record)
                 request = last_header(record.headers, HeaderName.REQUEST)
                 if request is not None:
                     answers.setdefault(request.decode(errors="replace"), record)
@@ -198,7 +202,7 @@ class Comparison:
         )
 
 
-def require_model(answered: AnsweredRequest, *, reference_is_recorded: bool = False) -> None:
+def require_model(answered: AnsweredRequest, *, reference_is_recorded: bool) -> None:
     """Check that all sides serve the request's model, or none does.
 
     A model that has failed, or that only one side lacks, says nothing about the candidate. If all

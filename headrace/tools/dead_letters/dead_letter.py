@@ -6,7 +6,6 @@ No record makes this code raise, whatever wrote it: missing or unreadable fields
 from __future__ import annotations
 
 import base64
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +19,8 @@ from headrace.log.port import Record, TopicPartition
 from headrace.protocol.codec import decode_request, plain_value
 from headrace.protocol.headers import (
     DECODED_TYPES,
+    INT32,
+    INT64,
     HeaderName,
     parse_envelope,
     shown_name,
@@ -28,8 +29,6 @@ from headrace.protocol.messages import Envelope, InputTensor, Tensor
 from headrace.protocol.tensors import to_array
 from headrace.tools.replay.recording import model_of
 
-_INT32 = struct.Struct(">i")
-_INT64 = struct.Struct(">q")
 _MAX_ATTEMPT_DIGITS = 4
 
 
@@ -106,9 +105,9 @@ def _origin(headers: Mapping[str, bytes]) -> RecordIdentity | None:
     topic = _text(headers, HeaderName.DLT_TOPIC)
     partition = headers.get(HeaderName.DLT_PARTITION, b"")
     offset = headers.get(HeaderName.DLT_OFFSET, b"")
-    if not topic or len(partition) != _INT32.size or len(offset) != _INT64.size:
+    if not topic or len(partition) != INT32.size or len(offset) != INT64.size:
         return None
-    return RecordIdentity(topic, _INT32.unpack(partition)[0], _INT64.unpack(offset)[0])
+    return RecordIdentity(topic, INT32.unpack(partition)[0], INT64.unpack(offset)[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ class Span(NamedTuple):
     end: int
 
 
+RECORD_OVERHEAD_BYTES = 500
+"""Size of a record in memory beside its bytes: its Python objects."""
+
+
 def identity(record: Record) -> str:
     """Return `topic/partition/offset`, by which a copy names its original."""
     return f"{record.topic}/{record.partition}/{record.offset}"
@@ -59,6 +63,11 @@ def record_bytes(record: Record) -> int:
     """Return the bytes of a record's key, value and headers."""
     size = len(record.key or b"") + len(record.value or b"")
     return size + sum(len(name) + len(value or b"") for name, value in record.headers)
+
+
+def memory_bytes(record: Record) -> int:
+    """Return about how much memory a record takes."""
+    return record_bytes(record) + RECORD_OVERHEAD_BYTES
 
 
 class Recording(ABC):

@@ -22,14 +22,10 @@ from headrace.tools.replay.recording import (
     Selection,
     Span,
     Window,
-    record_bytes,
+    memory_bytes,
 )
 
 # --- merging partitions --------------------------------------------------------------------------
-
-
-RECORD_OVERHEAD_BYTES = 500
-"""Size of a pending record beside its bytes: its Python objects."""
 
 
 class _Queue:
@@ -80,7 +76,7 @@ class Timeline:
             heapq.heappush(self._heads, (records[0].timestamp, partition))
             self._empty -= not queue.finished
         queue.records.extend(records)
-        queue.held_bytes += sum(map(_held, records))
+        queue.held_bytes += sum(map(memory_bytes, records))
 
     def finish(self, partition: TopicPartition) -> None:
         """Mark the end of a partition."""
@@ -96,7 +92,7 @@ class Timeline:
             _, partition = self._heads[0]
             queue = self._queues[partition]
             record = queue.records.popleft()
-            queue.held_bytes -= _held(record)
+            queue.held_bytes -= memory_bytes(record)
             taken.append(record)
             if queue.records:
                 heapq.heapreplace(self._heads, (queue.records[0].timestamp, partition))
@@ -104,10 +100,6 @@ class Timeline:
                 heapq.heappop(self._heads)
                 self._empty += not queue.finished
         return taken
-
-
-def _held(record: Record) -> int:
-    return record_bytes(record) + RECORD_OVERHEAD_BYTES
 
 
 # --- reading -------------------------------------------------------------------------------------
