@@ -545,30 +545,6 @@ class ModelTuning(Struct, frozen=True):
     """Attempts to write a store's index while others write it; one is used to read it again."""
     store_error_chars: int = 300
     """Most characters of a store's error that are shown."""
-    control_snapshot_every: int = 64
-    """Changes from one snapshot in the control topic to the next."""
-    control_read_timeout_s: float = 30.0
-    """Deadline for reading the control topic to its end."""
-    control_poll_s: float = 0.5
-    """Longest wait of one poll of the control topic."""
-    control_marker_poll_s: float = 0.02
-    """The same while it is read to its end."""
-    control_poll_records: int = 1000
-    """Most records of one poll of the control topic."""
-    control_outcome_reads: int = 5
-    """How often a writer reads the control topic to learn whether its change was made."""
-    control_finish_attempts: int = 10
-    """How often the second change of a load is tried while changes of other models come first."""
-    control_listen_s: float = 2.5
-    """Time in which each process is heard that follows the control topic."""
-    control_change_timeout_s: float = 600.0
-    """Longest wait of a call that loads or unloads a model for the processes to follow."""
-    control_silent_s: float = 10.0
-    """Silence after which such a process is taken for ended."""
-    control_retry_first_s: float = 0.1
-    """Pause after the first failed reading of the repository after a change; later ones double."""
-    control_retry_max_s: float = 30.0
-    """Longest of these pauses."""
     cache_lock_timeout_s: float = 600.0
     """Longest wait for another process of this machine that downloads."""
     cache_lock_interval_s: float = 0.05
@@ -588,6 +564,35 @@ class ModelTuning(Struct, frozen=True):
     """Maximum number of blocks of a CUDA kernel: more than enough to fill any GPU; each thread then
     handles several elements.
     """
+
+
+class ControlTuning(Struct, frozen=True):
+    """Tuning values of `headrace.control`."""
+
+    snapshot_every: int = 64
+    """Changes from one snapshot in the control topic to the next."""
+    read_timeout_s: float = 30.0
+    """Deadline for reading the control topic to its end."""
+    poll_s: float = 0.5
+    """Longest wait of one poll of the control topic."""
+    marker_poll_s: float = 0.02
+    """The same while it is read to its end."""
+    poll_records: int = 1000
+    """Most records of one poll of the control topic."""
+    outcome_reads: int = 5
+    """How often a writer reads the control topic to learn whether its change was made."""
+    finish_attempts: int = 10
+    """How often the second change of a load is tried while changes of other models come first."""
+    listen_s: float = 2.5
+    """Time in which each process is heard that follows the control topic."""
+    change_timeout_s: float = 600.0
+    """Longest wait of a call that loads or unloads a model for the processes to follow."""
+    silent_s: float = 10.0
+    """Silence after which such a process is taken for ended."""
+    retry_first_s: float = 0.1
+    """Pause after the first failed reading of the repository after a change; later ones double."""
+    retry_max_s: float = 30.0
+    """Longest of these pauses."""
 
 
 class SchemaTuning(Struct, frozen=True):
@@ -1111,6 +1116,7 @@ class Tuning(Struct, frozen=True):
     kafka: KafkaTuning = KafkaTuning()
     memory: MemoryTuning = MemoryTuning()
     models: ModelTuning = ModelTuning()
+    control: ControlTuning = ControlTuning()
     schemas: SchemaTuning = SchemaTuning()
     claims: ClaimTuning = ClaimTuning()
     ingest: IngestTuning = IngestTuning()

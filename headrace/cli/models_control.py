@@ -310,7 +310,7 @@ async def _make_change(
 ) -> ChangeOutcome:
     author = Author(given.who or f"{user_name()}@{socket.gethostname()}", given.reason)
     async with open_log(settings, tuning) as log:
-        return await ModelChanges(log, settings, tuning.models).make(
+        return await ModelChanges(log, settings, tuning).make(
             choose,
             author,
             wait_s=given.timeout_s if given.wait else None,

@@ -37,7 +37,7 @@ from headrace.models.wanted import (
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.control import ControlRecord, WantedModel
 from headrace.protocol.events import UnreadyVersion
-from headrace.tuning import TUNING, ModelTuning
+from headrace.tuning import TUNING, Tuning
 
 Choose: TypeAlias = Callable[[Sequence[ControlRecord]], Change]
 """Returns the change, given all records so far."""
@@ -101,13 +101,14 @@ class ModelChanges:
         self,
         log_: Log,
         settings: Settings,
-        tuning: ModelTuning = TUNING.models,
+        tuning: Tuning = TUNING,
         followed: Callable[[], Followed | None] | None = None,
     ) -> None:
         self._log = log_
         self._settings = settings
-        self._tuning = tuning
-        self._topic = ControlTopic(log_, settings, tuning)
+        self._tuning = tuning.control
+        self._repository_tuning = tuning.models
+        self._topic = ControlTopic(log_, settings, tuning.control)
         self._followed = followed
         self._writing = asyncio.Lock()  # changes of one process must not overtake each other
 
@@ -138,7 +139,7 @@ class ModelChanges:
             state = fold(records := await self._topic.read())
             change = choose(records)
             await self._check(state.models, change.apply(state.models))
-            snapshots = self._tuning.control_snapshot_every
+            snapshots = self._tuning.snapshot_every
             record = make_record(change, state, author, "", _now_ms(), snapshots)
             return ChangeOutcome(record, state.generation, {}, False)
         if wait_s is None:
@@ -238,7 +239,7 @@ class ModelChanges:
         Raises:
             ConfigurationError: it cannot be read.
         """
-        repository = open_repository(self._settings, self._tuning)
+        repository = open_repository(self._settings, self._repository_tuning)
         return await run_on_daemon_thread(repository.list_versions)
 
     async def _write(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
@@ -260,8 +261,8 @@ class ModelChanges:
             ChangeOvertaken: the model itself was changed, or too many attempts were overtaken.
         """
         tuning = self._tuning
-        pauses = Pauses(Backoff(tuning.control_retry_first_s, tuning.control_retry_max_s))
-        for _ in range(tuning.control_finish_attempts - 1):
+        pauses = Pauses(Backoff(tuning.retry_first_s, tuning.retry_max_s))
+        for _ in range(tuning.finish_attempts - 1):
             try:
                 return await self._write(choose, author)
             except ModelChanged:
@@ -296,7 +297,7 @@ class ModelChanges:
         Raises:
             ChangeRefused: there is no such model, or its configuration cannot be used.
         """
-        repository = open_repository(self._settings, self._tuning)
+        repository = open_repository(self._settings, self._repository_tuning)
         try:
             return [*map(str, repository.select(model, overrides))]
         except ConfigurationError as error:

@@ -22,7 +22,7 @@ from headrace.models.wanted import Deployment, FormerNames, Wanted, find_request
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.control import ControlRecord
 from headrace.telemetry.logs import Event
-from headrace.tuning import TUNING, ModelTuning
+from headrace.tuning import TUNING, ControlTuning
 
 log = structlog.get_logger(__name__)
 
@@ -65,11 +65,11 @@ class ControlFollower:
     """
 
     def __init__(
-        self, topic: ControlTopic, models: FollowingModels, tuning: ModelTuning = TUNING.models
+        self, topic: ControlTopic, models: FollowingModels, tuning: ControlTuning = TUNING.control
     ) -> None:
         self._topic = topic
         self._models = models
-        self._pauses = Pauses(Backoff(tuning.control_retry_first_s, tuning.control_retry_max_s))
+        self._pauses = Pauses(Backoff(tuning.retry_first_s, tuning.retry_max_s))
         self._stack = AsyncExitStack()
         self._reader: ControlReader | None = None
         self._changed = asyncio.Event()

@@ -14,7 +14,7 @@ from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import NOT_CONTROLLED, UnreadyVersion
 from headrace.topics import Topic
-from headrace.tuning import TUNING, ModelTuning
+from headrace.tuning import TUNING, ControlTuning
 
 
 class ProcessReport(NamedTuple):
@@ -44,7 +44,7 @@ class Processes:
         reports: the last one of each process that is not silent, by its name.
     """
 
-    def __init__(self, reader: Consumer, tuning: ModelTuning = TUNING.models) -> None:
+    def __init__(self, reader: Consumer, tuning: ControlTuning = TUNING.control) -> None:
         self._reader = reader
         self._tuning = tuning
         self.reports: dict[str, ProcessReport] = {}
@@ -63,12 +63,10 @@ class Processes:
         """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        heard_s = self._since_s + self._tuning.control_listen_s
+        heard_s = self._since_s + self._tuning.listen_s
         deadline_s = max(heard_s, start_s + limit_s)
         while True:
-            polled = await self._reader.poll(
-                self._tuning.control_poll_s, self._tuning.control_poll_records
-            )
+            polled = await self._reader.poll(self._tuning.poll_s, self._tuning.poll_records)
             for records in polled.values():
                 for record in records:
                     self._apply(record.value, loop.time())
@@ -82,7 +80,7 @@ class Processes:
     def _forget_silent(self, now_s: float) -> None:
         """Forget processes that have ended; each that runs is heard every second."""
         for name, heard_s in list(self._heard_s.items()):
-            if now_s - heard_s > self._tuning.control_silent_s:
+            if now_s - heard_s > self._tuning.silent_s:
                 del self._heard_s[name], self.reports[name]
 
     def _apply(self, value: bytes | None, now_s: float) -> None:
@@ -106,7 +104,7 @@ class Processes:
 
 @asynccontextmanager
 async def open_processes(
-    log: Log, settings: Settings, tuning: ModelTuning = TUNING.models
+    log: Log, settings: Settings, tuning: ControlTuning = TUNING.control
 ) -> AsyncIterator[Processes]:
     """Listen to the processes from now on.
 

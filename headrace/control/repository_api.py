@@ -25,7 +25,7 @@ from headrace.models.index import (
     describe_index,
 )
 from headrace.models.wanted import Author, ChangeRefused
-from headrace.tuning import TUNING, ModelTuning
+from headrace.tuning import TUNING, Tuning
 
 _CONFIG, _FILE, _DEPENDENTS = "config", "file:", "unload_dependents"
 
@@ -53,11 +53,11 @@ class ControlledRepository(RepositoryIndex):
         settings: Settings,
         models: ShownModels,
         followed: Callable[[], Followed | None],
-        tuning: ModelTuning = TUNING.models,
+        tuning: Tuning = TUNING,
     ) -> None:
         super().__init__(models, settings.models.mode)
         self._changes = ModelChanges(log_, settings, tuning, followed)
-        self._timeout_s = tuning.control_change_timeout_s
+        self._timeout_s = tuning.control.change_timeout_s
 
     async def index(self, *, ready_only: bool) -> list[IndexEntry]:
         """Return the versions of the repository; only loaded ones if it is unavailable.

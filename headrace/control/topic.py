@@ -27,7 +27,7 @@ from headrace.protocol.codec.control import decode_control, encode_control
 from headrace.protocol.control import ControlRecord
 from headrace.telemetry.logs import Event
 from headrace.topics import Topic
-from headrace.tuning import TUNING, ModelTuning
+from headrace.tuning import TUNING, ControlTuning
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ class ControlReader:
     """Reads the control topic from its beginning; see `open_reader`."""
 
     def __init__(
-        self, reader: Consumer, partition: TopicPartition, tuning: ModelTuning = TUNING.models
+        self, reader: Consumer, partition: TopicPartition, tuning: ControlTuning = TUNING.control
     ) -> None:
         self._reader = reader
         self._partition = partition
@@ -69,7 +69,7 @@ class ControlReader:
             UnknownFormat: a later release wrote one of them.
         """
         records: list[ControlRecord] = []
-        limit_s = self._tuning.control_read_timeout_s
+        limit_s = self._tuning.read_timeout_s
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + limit_s
         end = (await self._reader.end_offsets([self._partition]))[self._partition]
@@ -78,7 +78,7 @@ class ControlReader:
             if loop.time() > deadline_s:
                 raise LogUnavailable(f"{self._partition}: not read to its end within {limit_s:g} s")
             # Behind the last record stands the marker of its transaction, which ends no poll.
-            records += await self.poll(self._tuning.control_marker_poll_s)
+            records += await self.poll(self._tuning.marker_poll_s)
         return records
 
     async def poll(self, timeout_s: float | None = None) -> list[ControlRecord]:
@@ -93,7 +93,7 @@ class ControlReader:
         """
         tuning = self._tuning
         polled = await self._reader.poll(
-            tuning.control_poll_s if timeout_s is None else timeout_s, tuning.control_poll_records
+            tuning.poll_s if timeout_s is None else timeout_s, tuning.poll_records
         )
         return [
             each
@@ -133,12 +133,14 @@ class ControlTopic:
         tuning: deadlines, and how often there is a snapshot.
     """
 
-    def __init__(self, log_: Log, settings: Settings, tuning: ModelTuning = TUNING.models) -> None:
+    def __init__(
+        self, log_: Log, settings: Settings, tuning: ControlTuning = TUNING.control
+    ) -> None:
         self._log = log_
         self._tuning = tuning
         self._partition = TopicPartition(settings.topic(Topic.CONTROL), 0)
         self._transactional_id = f"{settings.namespace}.control"
-        self._backoff = Backoff(tuning.control_retry_first_s, tuning.control_retry_max_s)
+        self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
 
     async def require(self) -> None:
         """Check that the topic exists.
@@ -209,7 +211,7 @@ class ControlTopic:
                     author,
                     change_id,
                     now_ms,
-                    self._tuning.control_snapshot_every,
+                    self._tuning.snapshot_every,
                 )
                 if record is not None:
                     written = NewRecord(None, encode_control(record))
@@ -229,7 +231,7 @@ class ControlTopic:
             LogUnavailable: the record is not there (yet).
         """
         records: Sequence[ControlRecord] = ()
-        for attempt in range(self._tuning.control_outcome_reads):
+        for attempt in range(self._tuning.outcome_reads):
             records = await self.read()
             for record in records:
                 if record.change_id == change_id:

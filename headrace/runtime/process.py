@@ -79,7 +79,7 @@ class Announcements:
         self._stages = stages
         self._tuning = tuning.transport
         self.versions = AnnouncedVersions(
-            stages, settings.models.min_ready, tuning.models.control_silent_s
+            stages, settings.models.min_ready, tuning.control.silent_s
         )
 
     async def send(
@@ -181,7 +181,7 @@ class Pipeline:
         )
         catalog = self.models.catalog
         self.repository: RepositoryIndex = (
-            ControlledRepository(log_, settings, catalog, self._followed, tuning.models)
+            ControlledRepository(log_, settings, catalog, self._followed, tuning)
             if is_controlled(settings)
             else RepositoryIndex(catalog, settings.models.mode)
         )
@@ -285,8 +285,8 @@ class Pipeline:
             await self._serve_stages(stop, None)
             return
         self.health.explain("reading the control topic")
-        topic = ControlTopic(self._log, self._settings, self.tuning.models)
-        async with ControlFollower(topic, self.models, self.tuning.models) as follower:
+        topic = ControlTopic(self._log, self._settings, self.tuning.control)
+        async with ControlFollower(topic, self.models, self.tuning.control) as follower:
             self._generation = lambda: follower.state.generation
             self.state.wanted = lambda: WantedSnapshot(
                 follower.state.generation, self._unready(), follower.is_following

@@ -154,9 +154,7 @@ async def test_ingest_that_starts_during_failed_change_gives_names_their_former_
     ):
         async with serving(settings, log, APART[:1]) as front:
             operator = Operator(settings, log, [*front, *rest])
-            operator.topic = ControlTopic(
-                log, settings, replace(TUNING.models, control_snapshot_every=6)
-            )
+            operator.topic = ControlTopic(log, settings, replace(TUNING.control, snapshot_every=6))
             await operator.change(load("digits", "1"))
             await operator.change(load("digits", "2"))
             await operator.change(set_label("digits", "canary", "2"))

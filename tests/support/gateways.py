@@ -35,7 +35,7 @@ from tests.support.tuning import EAGER
 HOST = "127.0.0.1"
 QUICK_CHANGES = replace(
     EAGER,
-    models=replace(EAGER.models, control_listen_s=0.6),
+    control=replace(EAGER.control, listen_s=0.6),
     transport=replace(EAGER.transport, heartbeat_s=0.1),
 )
 """A process is heard soon, so that a change of its models is answered soon."""

@@ -181,9 +181,7 @@ def test_dry_run_shows_change_and_writes_nothing(
 
 # --- changes that wait ----------------------------------------------------------------------------
 
-HEARD_AT_ONCE = replace(
-    TUNING, models=replace(TUNING.models, control_listen_s=0.0, control_poll_s=0.0)
-)
+HEARD_AT_ONCE = replace(TUNING, control=replace(TUNING.control, listen_s=0.0, poll_s=0.0))
 """What processes announce comes with the first poll, and not within some seconds."""
 
 

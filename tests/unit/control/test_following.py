@@ -32,13 +32,13 @@ from headrace.models.wanted import Deployment as State
 from headrace.protocol.codec.control import UnknownFormat, encode_control
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
-from headrace.tuning import TUNING, ModelTuning
+from headrace.tuning import TUNING, ControlTuning
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 
 SETTINGS = make_settings({})
 CONTROL = TopicPartition(SETTINGS.topic(Topic.CONTROL), 0)
-QUICK = replace(TUNING.models, control_retry_first_s=0.001, control_retry_max_s=0.001)
+QUICK = replace(TUNING.control, retry_first_s=0.001, retry_max_s=0.001)
 ADA = Author("ada")
 
 
@@ -87,7 +87,7 @@ async def new_log() -> MemoryLog:
 
 @asynccontextmanager
 async def following(
-    log: MemoryLog, models: NotingModels, tuning: ModelTuning = QUICK
+    log: MemoryLog, models: NotingModels, tuning: ControlTuning = QUICK
 ) -> AsyncIterator[ControlFollower]:
     """A follower that runs while the context lasts."""
     topic = ControlTopic(log, SETTINGS, tuning)
@@ -126,7 +126,7 @@ async def test_change_is_wanted_and_then_scanned() -> None:
 async def test_change_does_not_wait_until_store_that_is_unavailable_is_tried_again() -> None:
     """It may be about a model of another store."""
     log, models = await new_log(), NotingModels(Scan(("s3 is unavailable",)))
-    patient = replace(QUICK, control_retry_first_s=3600, control_retry_max_s=3600)
+    patient = replace(QUICK, retry_first_s=3600, retry_max_s=3600)
     async with following(log, models, patient):
         await write(log, "a")
         await eventually(lambda: models.failed == 1)
@@ -225,7 +225,7 @@ async def test_missing_topic_is_refused_with_command_that_makes_it() -> None:
 async def test_process_starts_from_oldest_snapshot_where_retention_removed_records() -> None:
     """The snapshot has the records that retention removed; later changes follow as usual."""
     log, models = await new_log(), NotingModels()
-    topic = ControlTopic(log, SETTINGS, replace(QUICK, control_snapshot_every=3))
+    topic = ControlTopic(log, SETTINGS, replace(QUICK, snapshot_every=3))
     for generation, name in enumerate("abcd"):
         await topic.write(load(name, "1"), generation, ADA, 0)
     log.faults.partitions.trim(CONTROL, 1)

@@ -18,7 +18,7 @@ from tests.support.conditions import eventually
 
 SETTINGS = make_settings({})
 TRANSACTIONAL_ID = "headrace.control"
-QUICK = replace(TUNING.models, control_retry_first_s=0.001, control_retry_max_s=0.001)
+QUICK = replace(TUNING.control, retry_first_s=0.001, retry_max_s=0.001)
 
 
 async def new_topic() -> tuple[MemoryLog, ControlTopic]:
