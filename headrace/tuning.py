@@ -642,6 +642,28 @@ class ClaimTuning(Struct, frozen=True):
     """Pauses between attempts while a store is unavailable."""
 
 
+class TransformTuning(Struct, frozen=True):
+    """Tuning values of `headrace.transforms`."""
+
+    interrupt_grace_s: float = 5.0
+    """Time for a transform to end after it was interrupted, before the process ends."""
+    decode_limit_s: float = 60.0
+    """Time to decode a large request in a child process, before the child is killed."""
+    start_s: float = 120.0
+    """Time for a child process of transforms to import what it needs, before it is killed."""
+    starts: int = 20
+    """So many children in a row may end before they are ready, until the payload for which they
+    were started is refused: somebody kills them, or nothing can be imported any more."""
+    restart: Backoff = Backoff(0.05, 5.0)
+    """Pauses before a child process of transforms is replaced; back to the first after a payload
+    that it transformed."""
+    shared_input_bytes: int = 64 * 1024
+    """Inputs of at least this size come from child processes in shared memory, smaller ones through
+    their sockets: a mapping takes whole pages, and a process may have 65,530 of them."""
+    check_s: float = 0.05
+    """Interval at which the thread is looked at while it is between two payloads."""
+
+
 class IngestTuning(Struct, frozen=True):
     """Tuning values of `services.ingest`."""
 
@@ -658,8 +680,6 @@ class IngestTuning(Struct, frozen=True):
     """Interval at which a claim that waits for room looks for it, besides each acknowledgement."""
     inline_record_bytes: int = 16 * 1024
     """Records up to this size become inputs on the event loop, larger payloads on a thread."""
-    interrupt_grace_s: float = 5.0
-    """Time for a transform to end after it was interrupted, before the process ends."""
     transformed_bytes: int = 8 * 1024 * 1024
     """Inputs of this size, made by transforms on the thread, are passed on before others are made:
     an image has many times the bytes of its file."""
@@ -681,21 +701,6 @@ class IngestTuning(Struct, frozen=True):
     inline_texts_bytes: int = 256 * 1024
     """Inputs of BYTES in MessagePack up to this size are checked on the event loop, larger ones on
     a worker: they take 5 ns for each byte."""
-    decode_limit_s: float = 60.0
-    """Time to decode a large request in a child process, before the child is killed."""
-    transform_start_s: float = 120.0
-    """Time for a child process of transforms to import what it needs, before it is killed."""
-    transform_starts: int = 20
-    """So many children in a row may end before they are ready, until the payload for which they
-    were started is refused: somebody kills them, or nothing can be imported any more."""
-    transform_restart: Backoff = Backoff(0.05, 5.0)
-    """Pauses before a child process of transforms is replaced; back to the first after a payload
-    that it transformed."""
-    shared_input_bytes: int = 64 * 1024
-    """Inputs of at least this size come from child processes in shared memory, smaller ones through
-    their sockets: a mapping takes whole pages, and a process may have 65,530 of them."""
-    transform_check_s: float = 0.05
-    """Interval at which the thread is looked at while it is between two payloads."""
 
     far_ahead_requests: int = 4096
     far_ahead_pause_s: float = 40e-6
@@ -1119,6 +1124,7 @@ class Tuning(Struct, frozen=True):
     control: ControlTuning = ControlTuning()
     schemas: SchemaTuning = SchemaTuning()
     claims: ClaimTuning = ClaimTuning()
+    transforms: TransformTuning = TransformTuning()
     ingest: IngestTuning = IngestTuning()
     batcher: BatcherTuning = BatcherTuning()
     executor: ExecutorTuning = ExecutorTuning()

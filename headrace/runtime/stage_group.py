@@ -441,7 +441,7 @@ class _Composition:
             answers.writer(),
             rules,
             self._instruments,
-            tuning,
+            self._tuning,
             self._fetcher,
             self._make_transform_pool(),
         )
@@ -454,10 +454,11 @@ class _Composition:
 
     def _make_transform_pool(self) -> TransformPool:
         """Return the workers of transforms. Raises `ConfigurationError`."""
-        settings, tuning = self._settings, self._tuning.ingest
+        settings, tuning = self._settings, self._tuning.transforms
+        transformed_bytes = self._tuning.ingest.transformed_bytes
         workers = range(settings.ingest.transform_workers)
         if settings.ingest.transform_isolation == "thread":
-            return TransformPool([TransformThread(tuning) for _ in workers], tuning)
+            return TransformPool([TransformThread(tuning) for _ in workers], transformed_bytes)
         children = [
             TransformProcess(
                 settings.delivery.max_attempts,
@@ -467,7 +468,7 @@ class _Composition:
             )
             for _ in workers
         ]
-        return TransformPool(children, tuning)
+        return TransformPool(children, transformed_bytes)
 
     async def _add_executor(
         self, stages: _Stages, producer: Producer, answers: _HasWriters
@@ -506,7 +507,7 @@ class _Composition:
             PostprocessOptions(
                 self._settings.delivery.max_attempts,
                 self._settings.limits.max_in_flight_bytes,
-                self._tuning.ingest,
+                self._tuning.transforms,
             ),
         )
         stages.functions["executor"] = stages.executor.run

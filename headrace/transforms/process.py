@@ -48,7 +48,7 @@ from headrace.transforms.workers import (
     PendingValue,
     apply_transform,
 )
-from headrace.tuning import TUNING, IngestTuning
+from headrace.tuning import TUNING, TransformTuning
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class TransformProcess:
         max_attempts: int,
         max_bytes: int,
         metrics: Metrics,
-        tuning: IngestTuning = TUNING.ingest,
+        tuning: TransformTuning = TUNING.transforms,
     ) -> None:
         if sys.platform != "linux":
             raise ConfigurationError(
@@ -84,7 +84,7 @@ class TransformProcess:
         self._metrics = metrics
         self._tuning = tuning
         self._worker = WorkerThread("transforms")
-        self._pauses = Pauses(tuning.transform_restart)
+        self._pauses = Pauses(tuning.restart)
         self._child: _Child | None = None
         self._closing = threading.Event()
 
@@ -122,7 +122,7 @@ class TransformProcess:
                 # TimeoutError is an OSError. The payload has not been there, so it does not count.
                 failed_starts += 1
                 how = self._replace("start", payload.model, failed_starts)
-                if failed_starts < self._tuning.transform_starts and not self._closing.is_set():
+                if failed_starts < self._tuning.starts and not self._closing.is_set():
                     continue
                 payload.error = Rejected(
                     Code.INTERNAL,
@@ -184,7 +184,7 @@ class TransformProcess:
 class _Child:
     """A child process, for the thread that has started it."""
 
-    def __init__(self, max_bytes: int, tuning: IngestTuning) -> None:
+    def __init__(self, max_bytes: int, tuning: TransformTuning) -> None:
         self._max_bytes = max_bytes
         self._tuning = tuning
         self._keys: weakref.WeakKeyDictionary[ModelVersion, int] = weakref.WeakKeyDictionary()
@@ -198,7 +198,7 @@ class _Child:
     def wait_until_ready(self) -> None:
         """Wait until it has imported what it needs. Raises as `transform` does."""
         if not self._is_ready:
-            self._receive(time.monotonic() + self._tuning.transform_start_s)
+            self._receive(time.monotonic() + self._tuning.start_s)
             self._is_ready = True
 
     def transform(self, payload: PendingValue) -> None:

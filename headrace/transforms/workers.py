@@ -29,7 +29,7 @@ from headrace.protocol.compression import decompress
 from headrace.protocol.headers import JSON, MSGPACK_TYPES, NO_HEADERS
 from headrace.protocol.messages import Envelope, InferenceRequest, InputTensor, Request
 from headrace.transforms.child import WorkerSource
-from headrace.tuning import TUNING, IngestTuning
+from headrace.tuning import TUNING, TransformTuning
 
 
 class PendingValue(ABC):
@@ -207,7 +207,7 @@ class PendingDecoding(PendingValue):
     @property
     def limit_s(self) -> float:
         """See `PendingValue`."""
-        return TUNING.ingest.decode_limit_s
+        return TUNING.transforms.decode_limit_s
 
     def describe_hang(self) -> Rejected:
         """See `PendingValue`."""
@@ -396,16 +396,19 @@ class TransformPool:
 
     Args:
         workers: at least one.
+        transformed_bytes: size of the inputs that one `run` makes.
 
     Attributes:
         workers: the same.
     """
 
     def __init__(
-        self, workers: Sequence[TransformWorker], tuning: IngestTuning = TUNING.ingest
+        self,
+        workers: Sequence[TransformWorker],
+        transformed_bytes: int = TUNING.ingest.transformed_bytes,
     ) -> None:
         self.workers = workers
-        self._tuning = tuning
+        self._transformed_bytes = transformed_bytes
 
     async def run(self, payloads: Sequence[PendingValue]) -> int:
         """Transform payloads until their inputs have `transformed_bytes`; return how many of them,
@@ -416,7 +419,7 @@ class TransformPool:
         Raises:
             Fatal: a transform on a thread did not end when it was interrupted.
         """
-        granted = GrantedPayloads(payloads, self._tuning.transformed_bytes)
+        granted = GrantedPayloads(payloads, self._transformed_bytes)
         if len(self.workers) == 1 or len(payloads) == 1:
             await self.workers[0].run(granted)
             return granted.taken
@@ -434,7 +437,7 @@ class TransformPool:
 class TransformThread:
     """A worker that is a thread, started with its first payload."""
 
-    def __init__(self, tuning: IngestTuning = TUNING.ingest) -> None:
+    def __init__(self, tuning: TransformTuning = TUNING.transforms) -> None:
         self._tuning = tuning
         self._worker = WorkerThread("transforms")
         self._current: tuple[PendingValue, Interruptible] | None = None
@@ -472,7 +475,7 @@ class TransformThread:
         """Return the time until the current payload must be interrupted or the process ended."""
         current, now_s = self._current, time.monotonic()
         if current is None:
-            return self._tuning.transform_check_s
+            return self._tuning.check_s
         payload, code = current
         limit_s = payload.limit_s
         if code.is_interrupted:

@@ -29,7 +29,7 @@ from headrace.transforms.workers import (
     TransformThread,
     TransformWorker,
 )
-from headrace.tuning import TUNING, IngestTuning
+from headrace.tuning import TUNING, TransformTuning
 
 
 class PendingPostprocess(PendingUserCode):
@@ -105,7 +105,7 @@ class PostprocessOptions(NamedTuple):
 
     max_attempts: int = DeliverySettings().max_attempts
     max_bytes: int = LimitSettings().max_in_flight_bytes
-    tuning: IngestTuning = TUNING.ingest
+    tuning: TransformTuning = TUNING.transforms
 
 
 DEFAULT_OPTIONS = PostprocessOptions()

@@ -47,7 +47,7 @@ from headrace.transforms.workers import (
     TransformThread,
 )
 from headrace.transport.channels import SendStream
-from headrace.tuning import TUNING, IngestTuning
+from headrace.tuning import TUNING, Tuning
 
 
 class Incomplete(NamedTuple):
@@ -99,27 +99,29 @@ class IngestService:
         answers: SendStream[list[Request]],
         rules: IngestRules,
         instruments: Instruments,
-        tuning: IngestTuning = TUNING.ingest,
+        tuning: Tuning = TUNING,
         fetcher: ClaimFetcher | None = None,
         transforms: TransformPool | None = None,
     ) -> None:
-        self._tuning = tuning
+        self._tuning = tuning.ingest
         self._source = source
         self._sender = RequestSender(items, answers, source.deferral, instruments)
         self._metrics = instruments.metrics
         # `RequestReader.read` adds the requests that have to wait; `_dispatch` takes them.
         self._incomplete = Incomplete([], [], [])
-        decompressor = InlineDecompressor(rules.limits, tuning)
-        self._workers = transforms or TransformPool([TransformThread(tuning)], tuning)
+        decompressor = InlineDecompressor(rules.limits, tuning.ingest)
+        self._workers = transforms or TransformPool(
+            [TransformThread(tuning.transforms)], tuning.ingest.transformed_bytes
+        )
         self._transforms = TransformWaits(
             self._workers,
             self._on_transformed,
             source.quarantine.gate,
             instruments.metrics,
             instruments.clock,
-            tuning,
+            tuning.ingest,
         )
-        self._schemas = SchemaWaits(self._on_schemas_fetched, instruments.clock)
+        self._schemas = SchemaWaits(self._on_schemas_fetched, instruments.clock, tuning.schemas)
         self._claims: ClaimWaits | None = None
         if fetcher is not None:
             self._claims = ClaimWaits(
@@ -129,7 +131,7 @@ class IngestService:
                 source.tracker.budget,
                 source.freed,
                 instruments.clock,
-                tuning,
+                tuning.ingest,
             )
         self._rules = replace(
             rules,
@@ -139,7 +141,7 @@ class IngestService:
             read_claim=None if fetcher is None else fetcher.read_claim,
             fetch_later=self._incomplete.awaiting_object.append,
         )
-        self._reader = RequestReader(self._rules, decompressor, instruments.clock, tuning)
+        self._reader = RequestReader(self._rules, decompressor, instruments.clock, tuning.ingest)
 
     async def run(self) -> None:
         """Run until the source stops reading, and all that was read has been passed on."""

@@ -189,7 +189,7 @@ async def test_code_that_hangs_in_native_code_on_a_thread_is_found_by_restarts(
     async def all_answered() -> bool:
         return len(await outcomes(settings, log)) == len(requests)
 
-    quick = replace(TUNING, ingest=replace(TUNING.ingest, interrupt_grace_s=0.2))
+    quick = replace(TUNING, transforms=replace(TUNING.transforms, interrupt_grace_s=0.2))
     with shut_gate():
         restarts = await restart_until(all_answered, settings, log, [FUSED], tuning=quick)
 

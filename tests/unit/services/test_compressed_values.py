@@ -81,7 +81,7 @@ async def ingest(
         answers,
         IngestRules(models.catalog, LIMITS),
         make_instruments(StillClock(NOW_US)),
-        tuning,
+        replace(TUNING, ingest=tuning),
     )
     await service.run()
     return items.requests, answers.requests

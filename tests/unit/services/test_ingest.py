@@ -58,7 +58,7 @@ async def ingest(
         answers,
         IngestRules(models.catalog, LimitSettings(), admission),
         instruments,
-        tuning,
+        replace(TUNING, ingest=tuning),
     ).run()
     assert items.closed
     assert answers.closed

@@ -19,7 +19,6 @@ from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
 from headrace.transforms.process import TransformProcess
 from headrace.transforms.workers import TransformPool, TransformThread
-from headrace.tuning import TUNING
 from tests.support.models import add_version, identity, settings_for
 from tests.support.services import RecordSource, counted, delivery, make_instruments
 from tests.support.work import Tray
@@ -61,7 +60,7 @@ async def ingest(
         rules = replace(rules, inline_json_bytes=NEVER, inline_texts_bytes=NEVER)
     pool = TransformPool([TransformThread(), TransformThread()])
     if where == "process":
-        pool = TransformPool([TransformProcess(3, NEVER, instruments.metrics, TUNING.ingest)])
+        pool = TransformPool([TransformProcess(3, NEVER, instruments.metrics)])
     items, answers = Tray(), Tray()
     service = IngestService(
         RecordSource(  # type: ignore[arg-type]  # what is used of it

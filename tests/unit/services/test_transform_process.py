@@ -62,7 +62,7 @@ def transform(payload, content_type):
     rows = int(payload) if payload.isdigit() else 1
     return {"pixels": np.full((rows, 64), len(payload), np.float32)}
 """
-TUNING_HERE = replace(TUNING.ingest, transform_restart=Backoff(0.001, 0.001))
+TUNING_HERE = replace(TUNING.transforms, restart=Backoff(0.001, 0.001))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def pool_of(
     """Child processes, ended when the context is left."""
     metrics = (instruments or make_instruments()).metrics
     children = [TransformProcess(3, max_bytes, metrics, TUNING_HERE) for _ in range(workers)]
-    pool = TransformPool(children, TUNING_HERE)
+    pool = TransformPool(children)
     try:
         yield pool
     finally:

@@ -18,7 +18,7 @@ from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
 from headrace.transforms.workers import PendingTransform, TransformPool, TransformThread
-from headrace.tuning import TUNING, IngestTuning
+from headrace.tuning import TUNING, Tuning
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.python_models import BEGUN, GATE, shut_gate
 from tests.support.services import (
@@ -68,7 +68,7 @@ def repository(tmp_path: Path) -> Path:
 async def ingest(
     repository: Path,
     *payloads: bytes,
-    tuning: IngestTuning = TUNING.ingest,
+    tuning: Tuning = TUNING,
     max_execution_s: float = 0.5,
 ) -> tuple[list[Request], list[Request]]:
     """Those that can run, and those that have ended."""
@@ -117,8 +117,7 @@ async def test_thread_returns_when_inputs_of_some_size_are_made(repository: Path
         )
         for place in range(5)
     ]
-    tuning = replace(TUNING.ingest, transformed_bytes=300)
-    thread = TransformPool([TransformThread(tuning)], tuning)
+    thread = TransformPool([TransformThread()], transformed_bytes=300)
     done = [await thread.run(payloads), await thread.run(payloads[4:])]
     thread.close()
 
@@ -128,7 +127,7 @@ async def test_thread_returns_when_inputs_of_some_size_are_made(repository: Path
 
 async def test_every_payload_is_passed_on_if_few_fit_at_once(repository: Path) -> None:
     """In order, with those that are refused."""
-    tuning = replace(TUNING.ingest, transformed_bytes=300)
+    tuning = replace(TUNING, ingest=replace(TUNING.ingest, transformed_bytes=300))
     able, ended = await ingest(repository, b"a", b"bb", b"wrong", b"dddd", b"eeeee", tuning=tuning)
 
     assert [one.offset for one in able] == [0, 1, 3, 4]
@@ -175,7 +174,7 @@ async def test_transform_that_raises_system_exit_is_refused(repository: Path) ->
 
 async def test_uninterruptible_transform_ends_process(repository: Path) -> None:
     """Native code hears of nothing; what it is at is found by the next owner."""
-    tuning = replace(TUNING.ingest, interrupt_grace_s=0.1)
+    tuning = replace(TUNING, transforms=replace(TUNING.transforms, interrupt_grace_s=0.1))
 
     with shut_gate(), pytest.raises(ExceptionGroup) as raised:
         await ingest(repository, b"waits", tuning=tuning, max_execution_s=0.1)

@@ -137,7 +137,7 @@ class Running:
             self.answers,
             IngestRules(models.catalog, LimitSettings()),
             instruments,
-            tuning,
+            replace(TUNING, ingest=tuning),
         )
 
     @property
@@ -438,7 +438,7 @@ async def test_request_that_is_deferred_after_its_transform_makes_room(models: M
     acks = [assignment.admit(0, 10), assignment.admit(1, 1000)]
     first, second = (transform_of(models, ack) for ack in acks)
     tuning = replace(TUNING.ingest, unknown_input_bytes=0, room_interval_s=0.001)
-    pool = TransformPool([TransformThread(tuning)], tuning)
+    pool = TransformPool([TransformThread()])
     instruments = make_instruments()
     waits = TransformWaits(pool, finish, RunGate(), instruments.metrics, instruments.clock, tuning)
     with closing(pool):
