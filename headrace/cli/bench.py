@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
+from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say
 from headrace.cli.payloads import guess_content_type
@@ -354,7 +355,7 @@ IN_FLIGHT = 1024
     metavar="URL",
     help="URL of a process of the pipeline (telemetry.http_port), to measure its busy cores.",
 )
-@click.option("--json", "in_json", is_flag=True, help="Write JSON.")
+@json_option
 @pass_settings
 def command(
     settings: Settings,

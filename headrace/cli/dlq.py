@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TextIO
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
@@ -220,9 +221,6 @@ def tally_lines(tally: RedriveResult, order: RedriveJob) -> Iterator[str]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-
-
 @click.group()
 def command() -> None:
     """List, show, send again and export requests that could not be served."""
@@ -241,11 +239,11 @@ def command() -> None:
 @json_option
 @pass_settings
 def list_(
-    settings: Settings, selection: DeadLetterSelection, limit: int, pending: bool, as_json: bool
+    settings: Settings, selection: DeadLetterSelection, limit: int, pending: bool, in_json: bool
 ) -> None:
     """List dead letters by time, the newest last, and count them by code."""
     shown, counts = run(_list(settings, selection, limit, pending))
-    if as_json:
+    if in_json:
         listed = {"letters": shown, "counts": dict(counts), "total": counts.total()}
         click.echo(json.dumps(listed, indent=2))
         return
@@ -271,10 +269,10 @@ async def _list(
 @click.argument("position", type=POSITION, metavar="[TOPIC/]PARTITION/OFFSET")
 @json_option
 @pass_settings
-def show(settings: Settings, position: Position, as_json: bool) -> None:
+def show(settings: Settings, position: Position, in_json: bool) -> None:
     """Show one dead letter: its error, its headers, and the request as it can be read."""
     dead_letter, redriven = run(_one(settings, position))
-    if as_json:
+    if in_json:
         click.echo(json.dumps(full(dead_letter, redriven), indent=2))
         return
     for line in paragraphs(dead_letter, redriven):
@@ -326,7 +324,7 @@ def redrive(
     dry_run: bool,
     discard: bool,
     transform: Path | None,
-    as_json: bool,
+    in_json: bool,
 ) -> None:
     """Send dead letters as requests again: those at these positions, or all that are selected.
 
@@ -347,7 +345,7 @@ def redrive(
     remembered = "" if dry_run else "they are remembered, and the same command goes on"
     with progress(remembered) as shown:
         tally = run(_redrive(settings, order, shown))
-    if as_json:
+    if in_json:
         click.echo(json.dumps(_tally(tally, order), indent=2))
     else:
         for line in tally_lines(tally, order):

@@ -15,6 +15,7 @@ from headrace.cli.checks import (
 )
 from headrace.cli.event_loop import run
 from headrace.cli.findings import Finding, Severity
+from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import Invocation, pass_invocation
 from headrace.config import KafkaSettings
@@ -24,16 +25,16 @@ HIDDEN = "**********"
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@json_option
 @pass_invocation
-def command(invocation: Invocation, as_json: bool) -> None:
+def command(invocation: Invocation, in_json: bool) -> None:
     """Find what is wrong, and say how to fix it.
 
     Looks at configuration, broker, topics, models and device. Exit code 1 when one of them is
     wrong; a warning is none.
     """
     findings = _examine(invocation)
-    if as_json:
+    if in_json:
         click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         for finding in findings:

@@ -13,6 +13,7 @@ import click
 
 from headrace.cli import models_control, models_copying, models_packing
 from headrace.cli.event_loop import run
+from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.samples import check_samples
 from headrace.cli.settings import pass_settings
@@ -25,8 +26,6 @@ from headrace.models.repository import compute_checksum
 from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.loading import make_instance
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 
 @click.group()
@@ -53,7 +52,7 @@ command.add_command(models_copying.pull)
 @command.command("list")
 @json_option
 @pass_settings
-def list_models(settings: Settings, as_json: bool) -> None:
+def list_models(settings: Settings, in_json: bool) -> None:
     """List the versions of all models.
 
     Faults that can be found without loading a model are shown, too.
@@ -61,7 +60,7 @@ def list_models(settings: Settings, as_json: bool) -> None:
     entries = [
         entry | {"state": _found(entry["state"])} for entry in _opened(settings).catalog.status()
     ]
-    if as_json:
+    if in_json:
         click.echo(json.dumps(entries, indent=2))
         return
     for entry in entries:
@@ -74,7 +73,7 @@ def list_models(settings: Settings, as_json: bool) -> None:
 @click.argument("model")
 @json_option
 @pass_settings
-def describe(settings: Settings, model: str, as_json: bool) -> None:
+def describe(settings: Settings, model: str, in_json: bool) -> None:
     """Show MODEL's inputs, outputs and settings.
 
     For each version that its settings select, with its checksum.
@@ -84,7 +83,7 @@ def describe(settings: Settings, model: str, as_json: bool) -> None:
     described = [
         _described(version) for version in models.catalog.versions() if version.name == model
     ]
-    if as_json:
+    if in_json:
         click.echo(json.dumps(described, indent=2))
     else:
         for entry in described:
@@ -96,7 +95,7 @@ def describe(settings: Settings, model: str, as_json: bool) -> None:
 @click.argument("model", required=False)
 @json_option
 @pass_settings
-def check(settings: Settings, model: str | None, as_json: bool) -> None:
+def check(settings: Settings, model: str | None, in_json: bool) -> None:
     """Load models, and run them as at warm-up.
 
     MODEL, or all models when none is named. Payloads in samples/ of a version must become inputs,
@@ -114,7 +113,7 @@ def check(settings: Settings, model: str | None, as_json: bool) -> None:
         for entry in models.catalog.status()
         if model in (None, entry["name"])
     ]
-    if as_json:
+    if in_json:
         click.echo(json.dumps(entries, indent=2))
     else:
         for entry in entries:

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from headrace.cli.event_loop import run
-from headrace.cli.options import options_as
+from headrace.cli.options import json_option, options_as
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import invocation, pass_settings, require_broker
 from headrace.config import Settings
@@ -45,8 +45,6 @@ NO_PROCESS = (
     "namespace as here"
 )
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-
 
 class Manner(NamedTuple):
     """Options of each change.
@@ -63,7 +61,7 @@ class Manner(NamedTuple):
     wait: bool
     timeout_s: float
     dry_run: bool
-    as_json: bool
+    in_json: bool
 
 
 _with_manner = options_as(
@@ -215,11 +213,11 @@ def rollback_command(settings: Settings, model: str | None, generation: int, giv
 @click.argument("model", required=False)
 @json_option
 @pass_settings
-def history_command(settings: Settings, model: str | None, as_json: bool) -> None:
+def history_command(settings: Settings, model: str | None, in_json: bool) -> None:
     """Show all changes, or those of MODEL, the oldest first: when, who, what, why."""
     _require_broker(settings)
     records = [record for record in run(_read(settings)) if model is None or model in record.after]
-    if as_json:
+    if in_json:
         click.echo(json.dumps([_entry(record) for record in records], indent=2))
         return
     for record in records:
@@ -230,7 +228,7 @@ def history_command(settings: Settings, model: str | None, as_json: bool) -> Non
 @click.command("status")
 @json_option
 @pass_settings
-def status_command(settings: Settings, as_json: bool) -> None:
+def status_command(settings: Settings, in_json: bool) -> None:
     """Show which versions are wanted, and what each process serves and waits for.
 
     It listens for some seconds to what the processes announce. Exit code 1 when one of them has
@@ -238,7 +236,7 @@ def status_command(settings: Settings, as_json: bool) -> None:
     """
     _require_broker(settings)
     status = run(_status(settings))
-    if as_json:
+    if in_json:
         click.echo(json.dumps(status, indent=2))
     else:
         click.echo(f"generation {status['generation']}")
@@ -272,7 +270,7 @@ def _change(settings: Settings, given: Manner, choose: Choose) -> None:
     tuning = invocation(click.get_current_context()).tuning or TUNING
     outcome = run(_make_change(settings, given, choose, tuning))
     waited = given.wait and not given.dry_run
-    if given.as_json:
+    if given.in_json:
         click.echo(
             json.dumps(
                 {

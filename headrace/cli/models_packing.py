@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
@@ -123,9 +124,9 @@ def _parse_pair(pair: str) -> tuple[str, Any]:
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@json_option
 @pass_settings
-def verify(settings: Settings, model: str | None, as_json: bool) -> None:
+def verify(settings: Settings, model: str | None, in_json: bool) -> None:
     """Compare versions with their manifests, file by file.
 
     All versions of MODEL, or of all models. Exit code 1 when one differs, or lacks a manifest that
@@ -142,7 +143,7 @@ def verify(settings: Settings, model: str | None, as_json: bool) -> None:
         ]
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
-    if as_json:
+    if in_json:
         click.echo(json.dumps([each._asdict() for each in verified], indent=2))
     else:
         for each in verified:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.selection_options import parse_time_ms
 from headrace.cli.settings import pass_settings, require_broker
@@ -20,8 +21,6 @@ from headrace.tools.offsets.resetting import Edge
 from headrace.topics import Topic
 
 SHOWN_RANGES = 4
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 _WITHOUT_BROKER = "the offsets of a log in memory end with its process"
 
@@ -56,14 +55,14 @@ def command() -> None:
 @command.command()
 @json_option
 @pass_settings
-def show(settings: Settings, as_json: bool) -> None:
+def show(settings: Settings, in_json: bool) -> None:
     """Show base, answered ranges above it, end and lag of each partition of `requests`.
 
     The base is what the group has committed: all below it is answered. The lag
     includes the ranges. Exit code 1 when a commit's metadata cannot be read.
     """
     states = run(_show(settings))
-    if as_json:
+    if in_json:
         click.echo(json.dumps(_document(settings, [_described(each) for each in states]), indent=2))
     else:
         click.echo(_heading(settings))
@@ -106,7 +105,7 @@ def reset(
     target: Target,
     partitions: tuple[int, ...],
     dry_run: bool,
-    as_json: bool,
+    in_json: bool,
 ) -> None:
     """Set the base of source partitions, while no stage is running.
 
@@ -115,7 +114,7 @@ def reset(
     again.
     """
     resets = run(_reset(settings, target, partitions, dry_run))
-    if as_json:
+    if in_json:
         described = [_described_reset(each) for each in resets]
         document = _document(settings, described) | {"dry_run": dry_run}
         click.echo(json.dumps(document, indent=2))

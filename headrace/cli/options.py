@@ -26,6 +26,8 @@ ANSWERS_FILE = click.option(
     help="Use the recorded answers in this capture file.",
 )
 
+json_option = click.option("--json", "in_json", is_flag=True, help="Write JSON.")
+
 
 def report_option(text: str) -> Option:
     """Return the option `--report FILE.html`; see `write_report`."""

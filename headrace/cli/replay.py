@@ -13,7 +13,7 @@ import click
 
 from headrace.cli.event_loop import run
 from headrace.cli.lazy_group import LazyGroup
-from headrace.cli.options import options_as
+from headrace.cli.options import json_option, options_as
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import watching
 from headrace.cli.selection_options import (
@@ -120,9 +120,6 @@ def command() -> None:
 
     They are read from a topic or a capture file, up to its current end, without a consumer group.
     """
-
-
-json_option = click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 
 
 # --- counting and saving ----------------------------------------------------------------------

@@ -16,6 +16,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.options import (
     ANSWERS_FILE,
     chosen_answers,
+    json_option,
     options_as,
     report_option,
     write_report,
@@ -353,7 +354,7 @@ class CompareJob(NamedTuple):
 @selection_options
 @options_as(CompareOptions, *COMPARE_OPTIONS)
 @report_option("Write a page with plots and the worst requests.")
-@click.option("--json", "in_json", is_flag=True, help="Write JSON.")
+@json_option
 @pass_settings
 def command(
     settings: Settings,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from headrace.cli.event_loop import run
-from headrace.cli.options import ANSWERS_FILE, chosen_answers, options_as
+from headrace.cli.options import ANSWERS_FILE, chosen_answers, json_option, options_as
 from headrace.cli.output import say
 from headrace.cli.progress import Progress, progress
 from headrace.cli.selection_options import chosen_source, selection_options
@@ -168,7 +168,7 @@ _OPTIONS = (
 @click.command()
 @selection_options
 @options_as(SimulateOptions, *_OPTIONS)
-@click.option("--json", "in_json", is_flag=True, help="Write JSON.")
+@json_option
 @pass_settings
 def command(
     settings: Settings,

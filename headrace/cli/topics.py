@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
@@ -32,8 +33,6 @@ SHOWN = (CLEANUP_POLICY, RETENTION_MS, SEGMENT_MS, MAX_MESSAGE_BYTES, MIN_INSYNC
 
 EMBEDDED = "no broker is configured: the embedded log has its topics already"
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-
 
 @click.group()
 def command() -> None:
@@ -43,7 +42,7 @@ def command() -> None:
 @command.command()
 @json_option
 @pass_settings
-def create(settings: Settings, as_json: bool) -> None:
+def create(settings: Settings, in_json: bool) -> None:
     """Create the topics that are missing.
 
     Topics that exist are left as they are; their faults are shown (exit code 1 if
@@ -51,11 +50,11 @@ def create(settings: Settings, as_json: bool) -> None:
     """
     if settings.kafka is None:
         click.echo(EMBEDDED, err=True)
-        if as_json:
+        if in_json:
             click.echo("{}")
         return
     created, faults = run(_create(settings))
-    if as_json:
+    if in_json:
         click.echo(json.dumps(created))
     else:
         for name, is_new in created.items():
@@ -66,11 +65,11 @@ def create(settings: Settings, as_json: bool) -> None:
 @command.command()
 @json_option
 @pass_settings
-def describe(settings: Settings, as_json: bool) -> None:
+def describe(settings: Settings, in_json: bool) -> None:
     """Show each topic: partitions, settings, writers, readers."""
     existing = run(_describe(settings))
     topics = [_described(settings, topic, existing) for topic in Topic]
-    if as_json:
+    if in_json:
         click.echo(json.dumps(topics, indent=2))
         return
     for topic in topics:
@@ -80,13 +79,13 @@ def describe(settings: Settings, as_json: bool) -> None:
 @command.command()
 @json_option
 @pass_settings
-def check(settings: Settings, as_json: bool) -> None:
+def check(settings: Settings, in_json: bool) -> None:
     """Compare the topics with what they should be.
 
     Exit code 1 when `headrace run` would refuse one of them.
     """
     faults = compare(plan_topics(settings), run(_describe(settings)), required_topics(settings))
-    if as_json:
+    if in_json:
         click.echo(json.dumps([fault._asdict() for fault in faults], indent=2))
         if any(fault.blocking for fault in faults):
             raise Unsuccessful
