@@ -42,11 +42,11 @@ def start_child(
         start_new_session=True,
     )
     if niceness:
-        give_way(child.pid, niceness)
+        lower_priority(child.pid, niceness)
     return child
 
 
-def give_way(pid: int, niceness: int, proc: Path = Path("/proc")) -> None:
+def lower_priority(pid: int, niceness: int, proc: Path = Path("/proc")) -> None:
     """Give other processes priority over a process and over its session, as far as allowed.
 
     Args:

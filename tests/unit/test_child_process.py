@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.primitives.child_process import give_way, start_child
+from headrace.primitives.child_process import lower_priority, start_child
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
@@ -33,6 +33,6 @@ def test_session_gives_way_where_process_may_not(tmp_path: Path) -> None:
     group.parent.mkdir()
     group.touch()
 
-    give_way(pid, 10, proc=tmp_path)
+    lower_priority(pid, 10, proc=tmp_path)
 
     assert group.read_text(encoding="ascii") == "10"

@@ -19,9 +19,9 @@ from headrace.log.kafka.errors import answered, broker_error
 from headrace.log.kafka.record_batches import (
     RecordSet,
     UnreadableBatch,
-    careful_records,
     guarded_records,
     is_intact,
+    parse_records,
     plain_batch,
 )
 from headrace.log.kafka.topic_cache import TopicCache
@@ -208,4 +208,4 @@ class DirectFetch:
         except UnreadableBatch:
             raise
         except Exception:  # noqa: BLE001  # whatever the parser in C could not read
-            return list(careful_records(content))
+            return list(parse_records(content))

@@ -33,12 +33,12 @@ from headrace.log.kafka._aiokafka import (
 )
 from headrace.log.kafka.record_batches import (
     DEFAULT_DECOMPRESSED_BYTES,
-    CarefulRecord,
+    ParsedRecord,
     RecordSet,
     UnreadableBatch,
-    careful_records,
     guarded_records,
     is_intact,
+    parse_records,
     plain_batch,
     read_header,
 )
@@ -197,7 +197,7 @@ class UnreadPart:
             records, is_over = self._next_records(most, most_bytes)
         except Exception:  # noqa: BLE001  # whatever the parser in C could not read
             # Start over, behind the records that were already taken from the batch.
-            self._records = self._reread_carefully()
+            self._records = self._reparse()
             records, is_over = self._next_records(most, most_bytes)
         found += [
             _new(
@@ -230,11 +230,11 @@ class UnreadPart:
                 return records, False
         return records, True
 
-    def _reread_carefully(self) -> Iterator[CarefulRecord]:
+    def _reparse(self) -> Iterator[ParsedRecord]:
         """Yield the readable records of the current batch; report the rest as a gap."""
         expected = self.next_fetch_offset
         try:
-            for record in careful_records(self._content):
+            for record in parse_records(self._content):
                 if record.offset >= expected:
                     expected = record.offset + 1
                     yield record

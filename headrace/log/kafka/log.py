@@ -1,4 +1,5 @@
-"""The log on Kafka. Only the modules of this package import aiokafka.
+"""The log on Kafka. Only the modules of this package import aiokafka, and
+`headrace.tools.local_kafka`, which waits for the brokers that it starts.
 
 aiokafka's version is pinned: the adapter relies on the behaviour, and in places on the internals,
 of 0.14.0, where its public interface cannot keep the port's promises. The internals are used in

@@ -4,7 +4,7 @@ aiokafka's parser is in C and reads most batches. It has three limitations. It d
 a bound, so that 20 kB in the log can become gigabytes; so every compressed batch is decompressed
 here, and passed to it as if it had never been compressed. It raises at a header name that is not
 UTF-8, which any client may send. And it rejects a whole batch if one record in it is damaged.
-`careful_records` reads such a batch in Python, slowly, as far as it can be read.
+`parse_records` reads such a batch in Python, slowly, as far as it can be read.
 
 Source of the layouts: "Message Format" in Kafka's documentation, RFC 8878 (zstd), and the frame
 formats of LZ4, snappy-java (xerial) and gzip.
@@ -83,7 +83,7 @@ class BatchHeader(NamedTuple):
     records: int
 
 
-class CarefulRecord(NamedTuple):
+class ParsedRecord(NamedTuple):
     """A record with the same attributes as aiokafka's, as far as they are needed."""
 
     offset: int
@@ -343,7 +343,7 @@ def _too_large(name: str, most_bytes: int, announced: int | None = None) -> Unre
 _DECOMPRESS: Final = {_GZIP: _gzip, _SNAPPY: _snappy, _LZ4: _lz4, _ZSTD: _zstd}
 
 
-# --- parsing with care ------------------------------------------------------------------------
+# --- parsing ----------------------------------------------------------------------------------
 
 
 def read_header(content: memoryview) -> BatchHeader | None:
@@ -351,7 +351,7 @@ def read_header(content: memoryview) -> BatchHeader | None:
     return BatchHeader(*_HEADER.unpack_from(content)) if len(content) >= _HEADER.size else None
 
 
-def careful_records(content: memoryview) -> Iterator[CarefulRecord]:
+def parse_records(content: memoryview) -> Iterator[ParsedRecord]:
     """Yield the records of a batch of format 2 that is not compressed.
 
     A header's name that is not UTF-8 is decoded with `surrogateescape`, so that nothing of it is
@@ -367,10 +367,10 @@ def careful_records(content: memoryview) -> Iterator[CarefulRecord]:
     stamp = header.max_timestamp if header.attributes & _LOG_APPEND_TIME else None
     cursor = _Cursor(content, _HEADER.size)
     for _ in range(header.records):
-        yield _careful_record(cursor, header, stamp)
+        yield _parse_record(cursor, header, stamp)
 
 
-def _careful_record(cursor: _Cursor, header: BatchHeader, stamp: int | None) -> CarefulRecord:
+def _parse_record(cursor: _Cursor, header: BatchHeader, stamp: int | None) -> ParsedRecord:
     length = cursor.varint()
     end = cursor.at + length
     cursor.skip(1)  # attributes, which have no meaning yet
@@ -385,7 +385,7 @@ def _careful_record(cursor: _Cursor, header: BatchHeader, stamp: int | None) -> 
         headers.append((name.decode("utf-8", "surrogateescape"), cursor.nullable()))
     if cursor.at != end:
         raise UnreadableBatch(f"damaged record: expected its end at byte {end}, got {cursor.at}")
-    return CarefulRecord(offset, timestamp if stamp is None else stamp, key, value, headers)
+    return ParsedRecord(offset, timestamp if stamp is None else stamp, key, value, headers)
 
 
 def guarded_records(records: Iterator[Any], content: memoryview) -> Iterator[Any]:
