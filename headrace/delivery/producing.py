@@ -13,7 +13,7 @@ from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
-from headrace.tuning import TUNING, DeliveryTuning
+from headrace.tuning import DeliveryTuning
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,8 @@ async def deliver(
     records: Sequence[NewRecord],
     metrics: Metrics | None = None,
     wanted: Callable[[int], bool] | None = None,
-    tuning: DeliveryTuning = TUNING.delivery,
+    *,
+    tuning: DeliveryTuning,
 ) -> dict[int, Rejected]:
     """Write records of one partition and wait until they are acknowledged.
 
@@ -67,7 +68,8 @@ async def deliver_in_order(
     records: Sequence[NewRecord],
     metrics: Metrics,
     wanted: Callable[[], bool] | None = None,
-    tuning: DeliveryTuning = TUNING.delivery,
+    *,
+    tuning: DeliveryTuning,
 ) -> tuple[int, Rejected] | None:
     """Write records of one partition in order, up to the first refused one.
 

@@ -78,6 +78,7 @@ class Announcements:
         self._topic = settings.topic(Topic.EVENTS)
         self._stages = stages
         self._tuning = tuning.transport
+        self._delivery_tuning = tuning.delivery
         self.versions = AnnouncedVersions(
             stages, settings.models.min_ready, tuning.control.silent_s
         )
@@ -103,6 +104,7 @@ class Announcements:
                 progress,
                 self._tuning,
                 self._stages,
+                self._delivery_tuning,
             ).run()
 
     async def read(self, models: Models) -> None:

@@ -366,7 +366,9 @@ class _Composition:
         settings = self._settings
         if Stage.RESPONDER not in self._here:
             results = settings.topic(Topic.RESULTS)
-            sender = result_sender(producer, results, self._metrics, self._tuning.transport)
+            sender = result_sender(
+                producer, results, self._metrics, self._tuning.transport, self._tuning.delivery
+            )
             stages.functions["write-results"] = sender.run
             return sender
         responses = await self._describe_topic(Topic.RESPONSES)
@@ -381,6 +383,7 @@ class _Composition:
                 self._transaction_timeout_s(),
                 self._putter,
                 settings.answers,
+                self._tuning.delivery,
             ),
             self._instruments,
             self._tuning.responder,
@@ -420,6 +423,7 @@ class _Composition:
                 self._tuning.transport,
                 self._settings.limits.inline_payload_bytes,
                 self._shared_writer,
+                self._tuning.delivery,
             )
             stages.functions["write-items"] = sender.run
             items = sender.writer()
@@ -533,6 +537,7 @@ class _Composition:
             self._metrics,
             self._settings.limits.inline_payload_bytes,
             self._shared_writer,
+            self._tuning.delivery,
         )
         reader = ExecutorEventReader(self._log, await self._describe_topic(Topic.EVENTS), tuning)
         dispatcher = BatchDispatcher(
@@ -583,6 +588,7 @@ class _Composition:
             lambda: sorted(each.partition.partition for each in self._source.tracker.assignments),
             self._models.catalog.servable,
             self._tuning.transport,
+            self._tuning.delivery,
         )
 
     def _transaction_timeout_s(self) -> float:

@@ -33,7 +33,7 @@ from headrace.transport.topic_io import (
     decode_or_ack,
     refuse_oversized,
 )
-from headrace.tuning import TUNING, TransportTuning
+from headrace.tuning import TUNING, DeliveryTuning, TransportTuning
 
 
 class BatchWriter:
@@ -44,6 +44,7 @@ class BatchWriter:
         refused: receives the requests that do not fit into a record, as failures.
         inline_bytes: values from this size on are not written (`refer_to_source`); None writes all.
         shared: where such values are passed to other processes of this machine; None to pass none.
+        tuning: of writes that fail.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class BatchWriter:
         metrics: Metrics | None = None,
         inline_bytes: int | None = None,
         shared: SharedValuesWriter | None = None,
+        tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
+        self._tuning = tuning
         self._shared = shared
         self._inline_bytes = inline_bytes
         self._producer = producer
@@ -79,7 +82,7 @@ class BatchWriter:
                 if values and self._shared is not None:
                     self._shared.put(batch.requests, values, time.monotonic())
         records = [NewRecord(None, encode_batch(batch)) for batch in batches]
-        refused = await deliver(self._producer, target, records, self._metrics)
+        refused = await deliver(self._producer, target, records, self._metrics, tuning=self._tuning)
         for index, batch in enumerate(batches):
             if index not in refused:
                 ack_all([request.ack_handle for request in batch.requests])

@@ -25,7 +25,7 @@ from headrace.protocol.events import Completion, ExecutorEvent, HostedModel, Unr
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.logs import Event
 from headrace.transport.topic_io import log_unreadable
-from headrace.tuning import TUNING, TransportTuning
+from headrace.tuning import TUNING, DeliveryTuning, TransportTuning
 
 log = structlog.get_logger(__name__)
 
@@ -59,6 +59,7 @@ class ExecutorHeartbeat:
         topic: name and number of partitions of the events topic.
         partitions: returns the partitions of `batches` that this process reads now.
         models: returns the versions that are ready now.
+        delivery_tuning: of writes that fail.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class ExecutorHeartbeat:
         partitions: Callable[[], list[int]],
         models: Callable[[], Sequence[ModelVersion]],
         tuning: TransportTuning = TUNING.transport,
+        delivery_tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
         self._tuning = tuning
+        self._delivery_tuning = delivery_tuning
         self._producer = producer
         self._identity = identity
         self._partitions = partitions
@@ -156,7 +159,8 @@ class ExecutorHeartbeat:
             completions=completions,
             leaving=self._closed,
         )
-        await deliver(self._producer, self._target, [NewRecord(self._key, encode_event(event))])
+        record = NewRecord(self._key, encode_event(event))
+        await deliver(self._producer, self._target, [record], tuning=self._delivery_tuning)
 
 
 def _hosted(version: ModelVersion) -> HostedModel:
@@ -180,6 +184,7 @@ class ControlHeartbeat:
         models: returns the versions that are ready now.
         followed: returns the generation, and the wanted versions that are not ready.
         stages: of the process.
+        delivery_tuning: of writes that fail.
     """
 
     def __init__(
@@ -191,7 +196,9 @@ class ControlHeartbeat:
         followed: Callable[[], tuple[int, Sequence[UnreadyVersion]]],
         tuning: TransportTuning = TUNING.transport,
         stages: Sequence[str] = (),
+        delivery_tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
+        self._delivery_tuning = delivery_tuning
         self._stages = [*map(str, stages)]
         self._producer = producer
         self._process = process
@@ -205,8 +212,8 @@ class ControlHeartbeat:
         """Write until cancelled."""
         while True:
             news = self._make_event()
-            value = encode_event(news)
-            await deliver(self._producer, self._target, [NewRecord(self._key, value)])
+            record = NewRecord(self._key, encode_event(news))
+            await deliver(self._producer, self._target, [record], tuning=self._delivery_tuning)
             await self._wait_for_news(news)
 
     async def _wait_for_news(self, last: ExecutorEvent) -> None:

@@ -48,7 +48,7 @@ from headrace.transport.burst_limiter import BurstLimiter
 from headrace.transport.channels import SendStream, Writer, Writers
 from headrace.transport.shared_values import SharedValuesWriter, Value, release_values
 from headrace.transport.source_values import SourceValues
-from headrace.tuning import TUNING, TransportTuning
+from headrace.tuning import TUNING, DeliveryTuning, TransportTuning
 
 log = structlog.get_logger(__name__)
 
@@ -233,6 +233,7 @@ class TopicSender:
             failures to the same topic.
         inline_bytes: values from this size on are not written (`refer_to_source`); None writes all.
         shared: where such values are passed to other processes of this machine; None to pass none.
+        delivery_tuning: of writes that fail.
     """
 
     def __init__(
@@ -247,7 +248,9 @@ class TopicSender:
         tuning: TransportTuning = TUNING.transport,
         inline_bytes: int | None = None,
         shared: SharedValuesWriter | None = None,
+        delivery_tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
+        self._delivery_tuning = delivery_tuning
         self._shared = shared
         self._producer = producer
         self._topic = topic
@@ -328,7 +331,9 @@ class TopicSender:
                 self._shared.put(chunk, values, time.monotonic())
         while chunks:
             records = [NewRecord(None, self._encode(chunk)) for chunk in chunks]
-            refused = await deliver(self._producer, target, records, self._metrics)
+            refused = await deliver(
+                self._producer, target, records, self._metrics, tuning=self._delivery_tuning
+            )
             # Acked only now: `deliver` returns when the log has acknowledged the records.
             ack_all(
                 [
@@ -397,8 +402,9 @@ def item_sender(
     tuning: TransportTuning = TUNING.transport,
     inline_bytes: int | None = None,
     shared: SharedValuesWriter | None = None,
+    delivery_tuning: DeliveryTuning = TUNING.delivery,
 ) -> TopicSender:
-    """Return a sender of `items`; `inline_bytes` and `shared` are as for `TopicSender`."""
+    """Return a sender of `items`; the last three are as for `TopicSender`."""
     return TopicSender(
         producer,
         topic,
@@ -410,6 +416,7 @@ def item_sender(
         tuning,
         inline_bytes,
         shared,
+        delivery_tuning,
     )
 
 
@@ -418,6 +425,7 @@ def result_sender(
     topic: str,
     metrics: Metrics | None = None,
     tuning: TransportTuning = TUNING.transport,
+    delivery_tuning: DeliveryTuning = TUNING.delivery,
 ) -> TopicSender:
     """Return a sender of `results`."""
     return TopicSender(
@@ -428,4 +436,5 @@ def result_sender(
         Stage.EXECUTOR,
         metrics=metrics,
         tuning=tuning,
+        delivery_tuning=delivery_tuning,
     )

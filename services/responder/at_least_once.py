@@ -23,7 +23,7 @@ from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget,
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
-from headrace.tuning import TUNING, ResponderTuning
+from headrace.tuning import TUNING, DeliveryTuning, ResponderTuning
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +62,7 @@ class AtLeastOnce:
 
     Args:
         tasks: group of the tasks that write the answers.
+        delivery_tuning: of writes that fail.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class AtLeastOnce:
         metrics: Metrics,
         tasks: StageTasks,
         tuning: ResponderTuning = TUNING.responder,
+        delivery_tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
+        self._delivery_tuning = delivery_tuning
         self._producer = producer
         self._encoder = encoder
         self._offset_store = offset_store
@@ -161,6 +164,7 @@ class AtLeastOnce:
             records,
             self._metrics,
             lambda index: not requests[index].ack_handle.revoked,
+            tuning=self._delivery_tuning,
         )
         if refused:
             await self._answer_refused(
@@ -194,7 +198,9 @@ class AtLeastOnce:
             for (target, minimal), requests in fallbacks.items():
                 now_us = self._encoder.clock()
                 records = self._encoder.encode_answers(requests, now_us, minimal=minimal)
-                errors = await deliver(self._producer, target, records, self._metrics)
+                errors = await deliver(
+                    self._producer, target, records, self._metrics, tuning=self._delivery_tuning
+                )
                 refused_again += [
                     (requests[index], target, error, minimal) for index, error in errors.items()
                 ]
@@ -204,6 +210,8 @@ class AtLeastOnce:
         self, dead_letters: Mapping[TopicPartition, Sequence[NewRecord]]
     ) -> None:
         for target, records in dead_letters.items():
-            refused = await deliver(self._producer, target, records, self._metrics)
+            refused = await deliver(
+                self._producer, target, records, self._metrics, tuning=self._delivery_tuning
+            )
             if dropped := refused_for_size(target, refused):
                 self._encoder.record_dropped_dead_letters(target, len(dropped))

@@ -26,7 +26,7 @@ from headrace.protocol.messages import Request
 from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
-from headrace.tuning import TUNING, ResponderTuning
+from headrace.tuning import TUNING, DeliveryTuning, ResponderTuning
 
 OrderBy = Literal["none", "key", "partition"]
 AnswerStep = Callable[[int, list[PendingAnswer]], Awaitable[Sequence[PendingAnswer]]]
@@ -236,7 +236,9 @@ class OrderedStep:
         encoder: AnswerEncoder,
         offset_store: OffsetStore,
         metrics: Metrics,
+        tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
+        self._tuning = tuning
         self._producer = producer
         self._encoder = encoder
         self._offset_store = offset_store
@@ -270,7 +272,12 @@ class OrderedStep:
 
         while start < len(records):
             refused = await deliver_in_order(
-                self._producer, target, records[start:], self._metrics, is_assigned
+                self._producer,
+                target,
+                records[start:],
+                self._metrics,
+                is_assigned,
+                tuning=self._tuning,
             )
             if refused is None:
                 break
@@ -281,7 +288,9 @@ class OrderedStep:
             return
         acknowledged_us = clock()
         for where, dead_letters in encoder.encode_dead_letters(requests).items():
-            refused_letters = await deliver(self._producer, where, dead_letters, self._metrics)
+            refused_letters = await deliver(
+                self._producer, where, dead_letters, self._metrics, tuning=self._tuning
+            )
             if dropped := refused_for_size(where, refused_letters):
                 encoder.record_dropped_dead_letters(where, len(dropped))
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
@@ -294,7 +303,9 @@ class OrderedStep:
         while fallback := encoder.choose_fallback(request, target, error, minimal=minimal):
             target, minimal = fallback
             records = encoder.encode_answers([request], encoder.clock(), minimal=minimal)
-            refused = await deliver_in_order(self._producer, target, records, self._metrics)
+            refused = await deliver_in_order(
+                self._producer, target, records, self._metrics, tuning=self._tuning
+            )
             if refused is None:
                 return
             error = refused[1]

@@ -31,7 +31,7 @@ from headrace.services.responder.routing import ReplyTopics, Routes, choose_part
 from headrace.services.responder.transactional import TransactionalStep
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Writer, Writers
-from headrace.tuning import TUNING, ResponderTuning
+from headrace.tuning import TUNING, DeliveryTuning, ResponderTuning
 
 _ReplyTo: TypeAlias = tuple[str | None, int | None, int]
 """The requested reply topic and partition (None if not given), and the source partition."""
@@ -48,6 +48,7 @@ class Delivery(NamedTuple):
         transaction_timeout_s: timeout of a transaction, for exactly once.
         putter: puts large answers into a store; None if all are in their records.
         answers: settings of which answers these are.
+        tuning: of writes that fail.
     """
 
     offset_store: OffsetStore
@@ -57,6 +58,7 @@ class Delivery(NamedTuple):
     transaction_timeout_s: float = TUNING.responder.transaction_timeout_s
     putter: ClaimPutter | None = None
     answers: AnswerSettings = AnswerSettings()
+    tuning: DeliveryTuning = TUNING.delivery
 
 
 class ResponderService:
@@ -116,10 +118,16 @@ class ResponderService:
                 tuning=self._tuning,
             )
         elif delivery.order_by != "none":
-            step = OrderedStep(producer, self._encoder, offset_store, metrics)
+            step = OrderedStep(producer, self._encoder, offset_store, metrics, delivery.tuning)
         else:
             return AtLeastOnce(
-                producer, self._encoder, offset_store, metrics, self._tasks, self._tuning
+                producer,
+                self._encoder,
+                offset_store,
+                metrics,
+                self._tasks,
+                self._tuning,
+                delivery.tuning,
             )
         self._sequencer = PartitionSequencer(
             step,

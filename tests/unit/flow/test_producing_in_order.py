@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.delivery.producing import deliver_in_order
+from headrace.delivery.producing import deliver_in_order as deliver_with
 from headrace.log.errors import RecordRefused, RecordTooLarge, TopicForbidden, UnknownPartition
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
+from tests.support.tuning import QUICK
 from tests.support.visible import visible
 
 ANSWERS = TopicPartition("answers", 0)
 METRICS = Metrics(CollectorRegistry())
+
+deliver_in_order = partial(deliver_with, tuning=QUICK.delivery)
 
 
 @pytest.fixture
