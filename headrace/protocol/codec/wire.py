@@ -28,7 +28,12 @@ from headrace.protocol.ack import AckHandle
 from headrace.protocol.codec import wire_single
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.codec.views import start_in
-from headrace.protocol.codec.wire_single import HeaderList, read_failure, unreadable
+from headrace.protocol.codec.wire_single import (
+    HeaderList,
+    encode_record,
+    read_failure,
+    unreadable,
+)
 from headrace.protocol.headers import NO_HEADERS, is_utf8, parse_envelopes
 from headrace.protocol.messages import (
     NO_BATCH,
@@ -68,7 +73,6 @@ _UNCHECKED = frozenset({"BYTES", "BOOL"})
 """Datatypes whose content must be checked; of others only the size."""
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
-_encode = msgspec.msgpack.Encoder().encode
 _items_decoder = msgspec.msgpack.Decoder(ItemChunkRecord)
 _batch_decoder = msgspec.msgpack.Decoder(ChunkedBatchRecord)
 _results_decoder = msgspec.msgpack.Decoder(ResultChunkRecord)
@@ -227,7 +231,7 @@ def encode_items(requests: Sequence[Request]) -> bytes:
     """Return the value of an `items` record; the requests are one chunk of `divide_items`."""
     if len(requests) == 1 and not requests[0].referenced:
         return wire_single.encode_item(requests[0])
-    return _encode(ItemChunkRecord(**_item_columns(requests)))
+    return encode_record(ItemChunkRecord(**_item_columns(requests)))
 
 
 def decode_items(value: bytes, ack_handle: AckHandle) -> list[Request]:
@@ -248,7 +252,7 @@ def encode_batch(batch: Batch) -> bytes:
     if all(request.item is not None for request in batch.requests):
         return wire_single.encode_batch(batch)  # their records are copied as they are
     columns = [ItemChunkRecord(**each) for each in _batch_columns(batch.requests)]
-    return _encode(
+    return encode_record(
         ChunkedBatchRecord(
             format=max([each.format for each in columns]),
             batch_id=batch.batch_id,
@@ -775,7 +779,7 @@ def encode_results(requests: Sequence[Request]) -> bytes:
     else:
         columns["skipped"] = True
     columns["batch_id"] = _column([request.batch_id for request in requests])
-    return _encode(ResultChunkRecord(**columns))
+    return encode_record(ResultChunkRecord(**columns))
 
 
 def decode_results(value: bytes, ack_handle: AckHandle) -> list[Request]:

@@ -64,7 +64,7 @@ _metadata: BoundedCache[
     tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[TensorMetadata, ...]
 ] = BoundedCache(_TUNING.cached_output_metadata)
 
-_encode = msgspec.msgpack.Encoder().encode
+encode_record = msgspec.msgpack.Encoder().encode
 _item_decoder = msgspec.msgpack.Decoder(ItemRecord)
 _batch_decoder = msgspec.msgpack.Decoder(BatchRecord)
 _result_decoder = msgspec.msgpack.Decoder(ResultRecord)
@@ -75,7 +75,7 @@ _result_decoder = msgspec.msgpack.Decoder(ResultRecord)
 
 def encode_item(request: Request) -> bytes:
     """Return the value of an `items` record."""
-    return _encode(_item(request))
+    return encode_record(_item(request))
 
 
 def decode_item(value: bytes, ack_handle: AckHandle) -> Request:
@@ -102,7 +102,7 @@ def encode_batch(batch: Batch) -> bytes:
         else:
             formed_us = request.batch.formed_us
         items.append(msgspec.Raw(item))
-    return _encode(
+    return encode_record(
         _RawBatchRecord(
             batch_id=batch.batch_id, reason=batch.reason, formed_us=formed_us, items=items
         )
@@ -174,7 +174,7 @@ def encode_result(request: Request) -> bytes:
     failure = request.failure
     value = request.value if request.keeps_value else None
     raw_names = _raw_names(request.headers)
-    return _encode(
+    return encode_record(
         ResultRecord(
             origin=_origin(request),
             key=request.key,
