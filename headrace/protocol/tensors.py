@@ -127,14 +127,15 @@ def check_tensor(
         Rejected: `INVALID_TENSOR`: see `check_shape`; or the number of bytes does not match the
             shape, a `BOOL` is neither 0 nor 1, or the lengths within `BYTES` do not match.
     """
-    size_bytes = _NUMBER_SIZES.get(datatype, 0)
-    for size in shape:
-        if size < 1:
-            break
-        size_bytes *= size
-    else:
-        if size_bytes and size_bytes == len(content) and len(shape) <= MAX_RANK:
-            return  # the usual tensor: no further checks
+    if len(shape) <= MAX_RANK:  # the product of more sizes may be a number of megabytes
+        size_bytes = _NUMBER_SIZES.get(datatype, 0)
+        for size in shape:
+            if size < 1:
+                break
+            size_bytes *= size
+        else:
+            if size_bytes and size_bytes == len(content):
+                return  # the usual tensor: no further checks
     count = check_shape(datatype, shape, where)
     itemsize = DATATYPES[datatype].itemsize
     if not itemsize:

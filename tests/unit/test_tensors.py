@@ -89,6 +89,21 @@ def test_huge_dimensions_are_shown_short_in_errors() -> None:
     assert message == "inputs[0].shape: expected less than 2^63 bytes, got FP32 [2^64 or more]"
 
 
+class Uncounted(int):
+    """A size that must not be multiplied."""
+
+    def __rmul__(self, other: int) -> int:
+        raise AssertionError(f"multiplied by {other}")
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "BOOL", "BYTES"])
+def test_shape_of_too_many_dimensions_is_refused_before_sizes_are_multiplied(datatype: str) -> None:
+    """The product of 100,000 sizes is a number of megabytes, which takes a minute."""
+    message = refusal(datatype, [Uncounted(2**62)] * 100_000, bytes(8))
+
+    assert message == f"inputs[0].shape: expected at most {MAX_RANK} dimensions, got 100000"
+
+
 def test_bool_tensor_with_other_bytes_than_0_and_1_is_refused() -> None:
     """Any other byte would be undefined behaviour in a library that reads it as a bool."""
     assert "expected 0 or 1 in each byte of BOOL, got 2" in refusal("BOOL", [3], b"\x00\x02\x01")
