@@ -191,6 +191,11 @@ class ProtocolTuning(Struct, frozen=True):
     counted_value_bytes: int = 65_536
     """Values up to this size are decoded to count their elements for such a text."""
 
+    converted_inline_bytes: int = 32 * 1024
+    """Larger answers in JSON, or with BYTES, are decoded on a thread by a client that has one. So
+    much takes at most 8 ms, which are strings of one character in JSON, and mostly 0.2 ms; a thread
+    costs 0.1 ms.
+    """
     compressed_from_bytes: int = 1024
     """Smaller requests and answers are not compressed."""
     zstd_level: int = 3

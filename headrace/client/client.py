@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -25,10 +26,15 @@ from headrace.config import KafkaSettings, Settings, check_namespace, make_setti
 from headrace.errors import Code, ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.log.port import Log, NewRecord, Record
 from headrace.protocol import headers as envelope
-from headrace.protocol.codec import RECORD, decode_response, encode_request
+from headrace.protocol.codec import (
+    RECORD,
+    answer_takes_long,
+    decode_response,
+    encode_request,
+)
 from headrace.protocol.compression import CODINGS, compress
 from headrace.protocol.headers import HeaderName
-from headrace.protocol.messages import ErrorResponse, Parameter
+from headrace.protocol.messages import ErrorResponse, Parameter, Tensor
 from headrace.runtime.log_factory import open_log
 from headrace.tuning import TUNING
 
@@ -112,6 +118,8 @@ class Client:
             `br`; none by default.
         max_in_flight: most calls in flight at once. It bounds memory: at most this many requests
             and their answers are held.
+        executor: decodes large answers in JSON or with BYTES, which takes up to 0.5 s for 4 MiB;
+            by default the event loop does. The caller shuts it down.
 
     Raises (on entering):
         ConfigurationError: neither a broker nor a log was given, a topic does not exist, or it
@@ -130,6 +138,7 @@ class Client:
         content_type: str = envelope.MSGPACK,
         compression: str = "",
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        executor: Executor | None = None,
     ) -> None:
         if compression and compression not in CODINGS:
             raise ValueError(
@@ -147,6 +156,7 @@ class Client:
         self._reply_partition = reply_partition
         self._content_type = content_type
         self._compression = compression
+        self._executor = executor
         self._permits = asyncio.Semaphore(max_in_flight)
         self._rpc: RpcClient | None = None
         self._claims = ClientClaims(self._settings)
@@ -188,7 +198,7 @@ class Client:
     async def infer(
         self,
         model: str,
-        inputs: Mapping[str, ArrayLike],
+        inputs: Mapping[str, ArrayLike | Tensor],
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         version: str | None = None,
@@ -206,7 +216,8 @@ class Client:
             model: name of the model.
             inputs: arrays by name; shapes include the batch dimension, as in `[1, 64]`. An array is
                 sent with its own dtype. Lists of Python floats are sent as FP32, integers as
-                INT64, booleans as BOOL, `bytes` and `str` as BYTES.
+                INT64, booleans as BOOL, `bytes` and `str` as BYTES. A
+                `headrace.protocol.messages.Tensor`, which has the same name, is sent as it is.
             timeout_s: time for the whole call; it becomes the request's deadline.
             version: model version; by default the model's default version, which is the highest one
                 that is ready, or with the control topic the one that was set.
@@ -224,12 +235,15 @@ class Client:
             ClientClosed: the client is not open, or was closed meanwhile.
             LogUnavailable: the broker did not acknowledge the request.
         """
-        arrays = {name: _array(value) for name, value in inputs.items()}
+        tensors = {
+            name: value if isinstance(value, Tensor) else _array(value)
+            for name, value in inputs.items()
+        }
         content_type = self._content_type
         encode = partial(
             encode_request,
             model=model,
-            inputs=arrays,
+            inputs=tensors,
             version=version,
             id=id,
             parameters=parameters,
@@ -290,11 +304,19 @@ class Client:
                 async with asyncio.timeout(timeout_s) as within, self._permits:
                     request = await self._claims.put(request._replace(headers=about), content_type)
                     answer = await self._claims.fetch(await self._rpc.call(request, until_s))
+                    return await self._decode(answer)
             except TimeoutError:
                 if not within.expired():
                     raise
                 raise InferenceTimeout(f"no answer within {timeout_s:g} s") from None
-            return _response(answer)
+
+    async def _decode(self, answer: Record) -> Response:
+        """Return an answer. Raises `InferenceError` if it is one."""
+        inline_bytes = TUNING.protocol.converted_inline_bytes
+        if self._executor and answer_takes_long(answer.headers, answer.value, inline_bytes):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._executor, _response, answer)
+        return _response(answer)
 
     def _compress(self, request: NewRecord, about: list[tuple[str, bytes | None]]) -> NewRecord:
         """Compress a request's value unless the caller has, and add the headers that say so."""

@@ -15,9 +15,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
-from numpy.typing import NDArray
 
 from headrace.client import Response
 from headrace.errors import Code, Rejected
@@ -45,7 +43,7 @@ from headrace.protocol.messages import (
     Tensor,
     Text,
 )
-from headrace.protocol.tensors import DATATYPES, check_tensor, from_array, to_array
+from headrace.protocol.tensors import DATATYPES, check_tensor, from_array, join_elements
 
 BINARY_SIZE = "binary_data_size"
 BINARY = "binary_data"
@@ -57,7 +55,7 @@ class InferCall(NamedTuple):
     """An inference request as a caller sent it.
 
     Attributes:
-        inputs: arrays by name.
+        inputs: checked tensors by name.
         outputs: names of the requested outputs; None for all.
         parameters: those that the gateway has no use for.
         timeout_us: time that the caller gives in the parameter `timeout`; 0 if it gives none.
@@ -68,7 +66,7 @@ class InferCall(NamedTuple):
     """
 
     id: str | None
-    inputs: dict[str, NDArray[Any]]
+    inputs: dict[str, Tensor]
     outputs: list[str] | None
     parameters: dict[str, Parameter]
     timeout_us: int
@@ -153,16 +151,14 @@ def decode_call(
     except DECODE_ERRORS as error:
         raise faults.refusal(error, bytes(head), faults.JSON) from error
     tail = memoryview(body)[len(head) :]
-    inputs: dict[str, NDArray[Any]] = {}
+    inputs: dict[str, Tensor] = {}
     for number, tensor in enumerate(request.inputs):
         where = f"inputs[{number}]"
         if tensor.name in inputs:
             _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
         content, tail = _content(tensor, tail, where, regions)
         check_tensor(tensor.datatype, tensor.shape, content, where)
-        inputs[tensor.name] = to_array(
-            Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
-        )
+        inputs[tensor.name] = Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
     if len(tail):
         _refuse("body", "no bytes after those of the tensors", f"{len(tail)} more")
     parameters = _checked(request.parameters or {})
@@ -273,15 +269,15 @@ def decode_raw(body: bytes, signature: Signature) -> InferCall:
         shape = [1 if size == -1 else size for size in shape]
         if math.prod(shape) != 1:
             _refuse("body", f"JSON, since {spec.name} has several elements", "a bare tensor")
-        array = np.empty(1, dtype=object)
-        array[0] = body
+        content = join_elements([body])
     else:
         itemsize = DATATYPES[spec.datatype].itemsize
         row_bytes = itemsize * math.prod(size for size in shape if size != -1)
         shape = [len(body) // max(row_bytes, 1) if size == -1 else size for size in shape]
         check_tensor(spec.datatype, shape, body, "body")
-        array = to_array(Tensor(spec.name, spec.datatype, tuple(shape), body))
-    return InferCall(None, {spec.name: array.reshape(shape)}, None, {}, 0, {}, True)
+        content = body
+    tensor = Tensor(spec.name, spec.datatype, tuple(shape), content)
+    return InferCall(None, {spec.name: tensor}, None, {}, 0, {}, True)
 
 
 def _refuse(where: str, expected: str, got: object) -> NoReturn:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace.client import Response
@@ -38,6 +38,11 @@ class Conversions:
         self._tuning = tuning
         self._use_regions = use_regions
         self._threads = ThreadPoolExecutor(tuning.conversion_threads, "gateway-conversion")
+
+    @property
+    def threads(self) -> Executor:
+        """The threads, for what converts beside this."""
+        return self._threads
 
     def close(self) -> None:
         """End the threads, after what they have begun."""

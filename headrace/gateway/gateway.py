@@ -240,7 +240,12 @@ class Gateway:
             limits.max_connections, limits.header_timeout_s, limits.idle_timeout_s
         )
         self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes, self._limits)
-        self._client = Client(log=log_, settings=settings, max_in_flight=limits.max_in_flight)
+        self._client = Client(
+            log=log_,
+            settings=settings,
+            max_in_flight=limits.max_in_flight,
+            executor=self.conversions.threads,
+        )
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.client import Response
 from headrace.errors import Code, Rejected
@@ -33,7 +32,13 @@ from headrace.gateway.shared_memory import (
 )
 from headrace.protocol.codec.faults import shown
 from headrace.protocol.messages import MAX_INPUTS, MAX_OUTPUTS, Parameter, Tensor
-from headrace.protocol.tensors import DATATYPES, check_shape, check_tensor, from_array, to_array
+from headrace.protocol.tensors import (
+    DATATYPES,
+    check_shape,
+    check_tensor,
+    from_array,
+    join_elements,
+)
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -69,12 +74,12 @@ def decode_call(request: ModelInferRequest, regions: RegionAccess = NO_REGIONS) 
     if len(request.outputs) > MAX_OUTPUTS:
         _refuse("outputs", f"at most {MAX_OUTPUTS}", len(request.outputs))
     raw = _raw_contents(request)
-    inputs: dict[str, NDArray[Any]] = {}
+    inputs: dict[str, Tensor] = {}
     for number, tensor in enumerate(request.inputs):
         where = f"inputs[{number}]"
         if tensor.name in inputs:
             _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
-        inputs[tensor.name] = _array(tensor, raw, where, regions)
+        inputs[tensor.name] = _tensor(tensor, raw, where, regions)
     classes, places = _requested_forms(request, regions)
     parameters = _parameters(request.parameters, "parameters")
     return InferCall(
@@ -128,25 +133,25 @@ def _requested_forms(
     return classes, places
 
 
-def _array(
+def _tensor(
     tensor: ModelInferRequest.InferInputTensor,
     raw: Iterator[bytes] | None,
     where: str,
     regions: RegionAccess,
-) -> NDArray[Any]:
-    """Return the elements of an input: of shared memory, the next raw ones, or `contents`."""
+) -> Tensor:
+    """Return an input with the elements of shared memory, the next raw ones, or `contents`."""
     place = take_place(_parameters(tensor.parameters, f"{where}.parameters"), where)
     if place is None and raw is None:
-        return _array_of_contents(tensor, where)
+        return _tensor_of_contents(tensor, where)
     if tensor.HasField("contents"):
         _refuse(where, "contents, raw_input_contents or shared memory", "several")
     content = regions.read(place, where) if place else next(raw or iter(()), b"")
     check_tensor(tensor.datatype, tensor.shape, content, where)
-    return to_array(Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content))
+    return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
 
 
-def _array_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) -> NDArray[Any]:
-    """Return the elements of an input that is not raw, in their own dtype and shape."""
+def _tensor_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) -> Tensor:
+    """Return an input that is not raw."""
     count = check_shape(tensor.datatype, tensor.shape, where)
     field = _CONTENTS.get(tensor.datatype, "raw_input_contents")
     found = [each.name for each, _ in tensor.contents.ListFields()]
@@ -156,6 +161,9 @@ def _array_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) -
     if len(elements) != count:
         expected = f"{count} elements for {tensor.datatype} {list(tensor.shape)}"
         _refuse(f"{where}.contents", expected, len(elements), Code.INVALID_TENSOR)
+    if tensor.datatype == "BYTES":
+        content = join_elements(elements, where)
+        return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
     dtype = DATATYPES[tensor.datatype].dtype
     array = np.fromiter(elements, _WIDER.get(field, dtype), count)
     if array.dtype != dtype:
@@ -165,7 +173,7 @@ def _array_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) -
             place = f"{where}.contents.{field}[{wrong[0]}]"
             _refuse(place, tensor.datatype, array[wrong[0]], Code.INVALID_TENSOR)
         array = narrow
-    return array.reshape(tuple(tensor.shape))
+    return from_array(tensor.name, array.reshape(tuple(tensor.shape)))
 
 
 def _parameters(found: Mapping[str, InferParameter], where: str) -> dict[str, Parameter]:

@@ -24,7 +24,7 @@ from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, shown
 from headrace.protocol.codec.json_data import BASE64, ENCODING, bytes_to_data, data_to_bytes
 from headrace.protocol.messages import Tensor
-from headrace.protocol.tensors import check_shape, from_array, to_array
+from headrace.protocol.tensors import check_shape, from_array
 
 _B64: Final = "b64"
 
@@ -82,11 +82,11 @@ def decode_predict(body: bytes, signature: Signature) -> PredictCall:
         values: Mapping[str, Any] = _columns(request.instances or [], signature)
     else:
         values = _named(request.inputs, signature, "inputs")
-    arrays = {
-        spec.name: _array(spec, values[spec.name], "instances" if by_row else "inputs")
+    tensors = {
+        spec.name: _tensor(spec, values[spec.name], "instances" if by_row else "inputs")
         for spec in signature.inputs
     }
-    return PredictCall(InferCall(None, arrays, None, {}, 0, {}, False), by_row)
+    return PredictCall(InferCall(None, tensors, None, {}, 0, {}, False), by_row)
 
 
 def _columns(instances: list[Any], signature: Signature) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _named(value: Any, signature: Signature, where: str) -> Mapping[str, Any]:
     raise _mismatch(where, f"an object of {', '.join(names)}", got)
 
 
-def _array(spec: TensorSpec, value: Any, where: str) -> NDArray[Any]:
+def _tensor(spec: TensorSpec, value: Any, where: str) -> Tensor:
     where = f"{where}.{spec.name}"
     data = value if isinstance(value, list) else [value]
     shape: list[int] = []
@@ -121,7 +121,7 @@ def _array(spec: TensorSpec, value: Any, where: str) -> NDArray[Any]:
         check_shape(spec.datatype, shape, where)  # which bounds the depth
         data, encoding = _all_base64(data, len(shape)), BASE64
     content = data_to_bytes(spec.datatype, shape, data, encoding, where)
-    return to_array(Tensor(spec.name, spec.datatype, tuple(shape), content)).reshape(shape)
+    return Tensor(spec.name, spec.datatype, tuple(shape), content)
 
 
 def _all_base64(value: Any, depth: int) -> Any:

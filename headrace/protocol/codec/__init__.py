@@ -8,7 +8,13 @@
 - `json_data` and `faults`: tensors in JSON, and msgspec's errors as Headrace's.
 """
 
-from headrace.protocol.codec.client import RECORD, Answer, decode_response, encode_request
+from headrace.protocol.codec.client import (
+    RECORD,
+    Answer,
+    answer_takes_long,
+    decode_response,
+    encode_request,
+)
 from headrace.protocol.codec.json_data import bytes_to_data
 from headrace.protocol.codec.requests import (
     callers_id,
@@ -39,6 +45,7 @@ __all__ = [
     "RECORD",
     "Answer",
     "ChunkLimits",
+    "answer_takes_long",
     "bytes_to_data",
     "callers_id",
     "check_value",

@@ -41,7 +41,7 @@ _encode_json = msgspec.json.Encoder().encode
 def encode_request(
     content_type: str,
     model: str,
-    inputs: Mapping[str, NDArray[Any]],
+    inputs: Mapping[str, NDArray[Any] | Tensor],
     *,
     version: str | None = None,
     id: str | None = None,
@@ -53,7 +53,7 @@ def encode_request(
     Args:
         content_type: `application/msgpack` or `application/json`.
         model: name of the model.
-        inputs: arrays by name; shapes include the batch dimension.
+        inputs: arrays, or checked tensors of these names; shapes include the batch dimension.
         version: model version; None for the newest.
         id: the caller's own identifier of the request.
         parameters: parameters of the request.
@@ -63,7 +63,10 @@ def encode_request(
         Rejected: `INVALID_TENSOR`: an array has a dtype that the protocol does not know.
         ValueError: unknown content type.
     """
-    tensors = [from_array(name, array) for name, array in inputs.items()]
+    tensors = [
+        value if isinstance(value, Tensor) else from_array(name, value)
+        for name, value in inputs.items()
+    ]
     wanted = None if outputs is None else [RequestedOutput(name=name) for name in outputs]
     fields: dict[str, Any] = {
         "model_name": model,
@@ -177,6 +180,26 @@ def decode_response(
         return ErrorResponse(id=body.id, error=body.error, error_details=details)
     outputs = {tensor.name: to_array(tensor) for tensor in tensors}
     return Answer(body.model_name, body.model_version, body.id, outputs, body.parameters)
+
+
+def answer_takes_long(
+    headers: Sequence[tuple[str, bytes | None]], value: bytes | memoryview | None, inline_bytes: int
+) -> bool:
+    """Return True if an answer would take `decode_response` long: one of more than `inline_bytes`
+    that is compressed, or in JSON, or has an output of BYTES.
+    """
+    if value is None or len(value) <= inline_bytes:
+        return False
+    envelope = parse_envelope(headers, 0, 0)
+    if envelope.content_encoding or envelope.content_type == JSON:
+        return True
+    if envelope.content_type not in MSGPACK_TYPES or HeaderName.RECORD_OF in dict(headers):
+        return False
+    try:
+        outputs = _decode_msgpack(value).outputs
+    except DECODE_ERRORS:
+        return False
+    return any(output.datatype == "BYTES" for output in outputs)
 
 
 def _element(value: bytes) -> NDArray[Any]:

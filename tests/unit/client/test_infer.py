@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from headrace.client import Client
+from headrace.client import Client, InferenceError
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.partitioner import partition_for_key
 from headrace.log.port import Record
-from tests.support.responder import Responder, header
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import join_elements
+from headrace.tuning import TUNING
+from tests.support.responder import Responder, answer, header
 
+MANY = TUNING.protocol.converted_inline_bytes // 4 + 1
+"""Empty elements of BYTES, or numbers, in a large answer."""
 PIXELS = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
@@ -201,3 +208,62 @@ def test_namespace_that_names_no_topic_is_refused() -> None:
     """A namespace with characters that Kafka does not allow is a configuration error."""
     with pytest.raises(ConfigurationError, match="got 'no spaces'"):
         Client("127.0.0.1:9092", namespace="no spaces")
+
+
+async def test_checked_tensor_is_sent_as_it_is(client: Client, responder: Responder) -> None:
+    """No element of it becomes an object, so that a large one takes no time."""
+    content = join_elements([b"a", b"", b"\xff"])
+    tensor = Tensor("text", "BYTES", (3, 1), content)
+    response = await client.infer("m", {"text": tensor})
+
+    assert body(responder.seen[0])["inputs"] == [
+        {"name": "text", "datatype": "BYTES", "shape": [3, 1], "data": content}
+    ]
+    assert response.outputs["text"].tolist() == [[b"a"], [b""], [b"\xff"]]
+
+
+class CountingThreads(ThreadPoolExecutor):
+    """Threads that count what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.given = 0
+
+    def submit(self, *args: Any, **options: Any) -> Future[Any]:
+        self.given += 1
+        return super().submit(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("array", "given"),
+    [
+        (np.full(MANY, b"", dtype=object), 1),
+        (np.full(1, b"", dtype=object), 0),
+        (np.zeros(MANY, np.float32), 0),
+    ],
+    ids=["many texts", "one text", "many numbers"],
+)
+async def test_only_large_answer_of_texts_is_decoded_by_executor(
+    log: MemoryLog, settings: Settings, responder: Responder, array: Any, given: int
+) -> None:
+    """Its elements would hold the event loop; numbers are a view of the record."""
+    with CountingThreads() as threads:
+        async with Client(log=log, settings=settings, executor=threads) as client:
+            response = await client.infer("m", {"x": array})
+
+    np.testing.assert_array_equal(response.outputs["x"], array)
+    assert threads.given == given
+
+
+async def test_error_in_large_answer_is_raised_from_executor(
+    log: MemoryLog, settings: Settings, responder: Responder
+) -> None:
+    """Lengths that do not fit the answer are found where it is decoded."""
+    output = {"name": "y", "datatype": "BYTES", "shape": [2 * MANY], "data": bytes(4 * MANY)}
+    responder.script = lambda record: [answer(outputs=[output])]
+    with CountingThreads() as threads:
+        async with Client(log=log, settings=settings, executor=threads) as client:
+            with pytest.raises(InferenceError, match="bytes for the lengths of BYTES"):
+                await client.infer("m", {"x": PIXELS})
+
+    assert threads.given == 1
