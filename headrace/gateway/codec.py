@@ -21,9 +21,11 @@ from headrace.client import Response
 from headrace.errors import Code, Rejected
 from headrace.gateway.classification import take_class_count
 from headrace.gateway.shared_memory import (
+    NO_PLACES,
     NO_REGIONS,
     REGION,
     Place,
+    Places,
     RegionAccess,
     parameters_of,
     take_place,
@@ -102,6 +104,19 @@ class InferRequest(Struct, kw_only=True):
     outputs: Annotated[list[RequestedOutput], Meta(max_length=MAX_OUTPUTS)] | None = None
 
 
+class _Named(Struct):
+    """The part of an input or output that says where it is."""
+
+    parameters: Parameters | None = None
+
+
+class _NamedPlaces(Struct):
+    """The part of an inference request that says where its tensors are."""
+
+    inputs: Annotated[list[_Named], Meta(max_length=MAX_INPUTS)]
+    outputs: Annotated[list[_Named], Meta(max_length=MAX_OUTPUTS)] | None = None
+
+
 class InferOutput(Struct, kw_only=True, omit_defaults=True):
     """One output: its elements are in `data`, or follow the JSON (`binary_data_size`)."""
 
@@ -123,6 +138,7 @@ class InferResponse(Struct, kw_only=True, omit_defaults=True):
 
 
 _decode = msgspec.json.Decoder(InferRequest).decode
+_decode_places = msgspec.json.Decoder(_NamedPlaces).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -175,6 +191,37 @@ def decode_call(
         classes=classes,
         places=places,
     )
+
+
+def find_places(body: bytes, json_bytes: int | None = None) -> Places:
+    """Return the places in shared memory that a body names, as `decode_call` uses them. There are
+    none in a body that `decode_call` refuses as a whole.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`: see `headrace.gateway.shared_memory.take_place`.
+    """
+    head = body if json_bytes is None else memoryview(body)[:json_bytes]
+    if not may_name_places(bytes(head)):
+        return NO_PLACES
+    try:
+        request = _decode_places(head)
+    except DECODE_ERRORS:
+        return NO_PLACES
+    return Places(_places_of(request.inputs, "inputs"), _places_of(request.outputs, "outputs"))
+
+
+def may_name_places(head: bytes) -> bool:
+    """Return whether a tensor may be in shared memory; JSON can write any name with a backslash."""
+    return REGION.encode() in head or b"\\" in head
+
+
+def _places_of(tensors: Sequence[_Named] | None, kind: str) -> list[tuple[Place, str]]:
+    found = []
+    for number, tensor in enumerate(tensors or ()):
+        where = f"{kind}[{number}]"
+        if place := take_place(dict(tensor.parameters or {}), where):
+            found.append((place, where))
+    return found
 
 
 def _content(

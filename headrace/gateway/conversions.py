@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from headrace.client import Response
-from headrace.gateway.codec import InferCall
+from headrace.gateway.codec import InferCall, may_name_places
+from headrace.gateway.shared_memory import Places, RegionAccess, StagedAccess
 from headrace.tuning import GatewayTuning
 
 T = TypeVar("T")
@@ -30,8 +32,8 @@ class Conversions:
     Args:
         tuning: what is large.
         use_regions: tensors may be in shared memory. Regions are read, written, counted and
-            unregistered on the event loop alone, so requests are decoded, and answers encoded,
-            there as well.
+            unregistered on the event loop alone, before a request is decoded on a thread and after
+            an answer is encoded there.
     """
 
     def __init__(self, tuning: GatewayTuning, *, use_regions: bool) -> None:
@@ -54,6 +56,51 @@ class Conversions:
             return convert()
         return await asyncio.get_running_loop().run_in_executor(self._threads, convert)
 
+    async def decode(
+        self,
+        decode: Callable[[RegionAccess], InferCall],
+        find_places: Callable[[], Places],
+        regions: RegionAccess,
+        *,
+        takes_long: bool,
+    ) -> InferCall:
+        """Return what a function makes of a request, which runs on a thread if it takes long.
+
+        Args:
+            decode: makes the call, of inputs that may be in shared memory.
+            find_places: returns where they are, also on the thread.
+            regions: touched on the event loop only.
+            takes_long: whether decoding does.
+
+        Raises:
+            Rejected: see the functions, and `RegionAccess`.
+            Unavailable: the inputs are too large together with what is under way.
+        """
+        if not takes_long:
+            return decode(regions)
+        if self._use_regions:
+            staged = StagedAccess(regions)
+            staged.load(await self.run(find_places, takes_long=True))
+            regions = staged
+        return await self.run(partial(decode, regions), takes_long=True)
+
+    async def encode(
+        self, encode: Callable[[RegionAccess], T], regions: RegionAccess, *, takes_long: bool
+    ) -> T:
+        """Return what a function makes of an answer, which runs on a thread if it takes long.
+
+        Outputs are written to their places in shared memory on the event loop.
+
+        Raises:
+            Rejected: see the function, and `RegionAccess.write`.
+        """
+        if not takes_long:
+            return encode(regions)
+        staged = StagedAccess(regions)
+        encoded = await self.run(partial(encode, staged), takes_long=True)
+        staged.store()
+        return encoded
+
     def inflating_takes_long(self, compressed: bytes) -> bool:
         """Return True for more than a bomb needs to hold up the event loop."""
         return len(compressed) > self._tuning.inflated_inline_bytes
@@ -70,28 +117,37 @@ class Conversions:
             json_bytes: the size of the JSON; None if it is all of the body.
         """
         inline_bytes = self._tuning.converted_inline_bytes
-        if self._use_regions or len(body) <= inline_bytes:
-            return False
+        if len(body) <= inline_bytes:
+            return self._use_regions and may_name_places(body) and _may_have_texts(body)
         if json_bytes is None or json_bytes > inline_bytes:
             return True
-        # Tensors of fixed sizes are not looked at. JSON can write any name with a backslash.
-        head = body[:json_bytes]
-        return b"BYTES" in head or b"\\" in head
+        return _may_have_texts(body[:json_bytes])  # tensors of fixed sizes are not looked at
 
-    def parsing_takes_long(self, message: bytes, *, by_element: bool) -> bool:
-        """Return whether decoding an inference request over gRPC takes long."""
+    def parsing_takes_long(
+        self, message: bytes, *, by_element: bool, texts_in_regions: bool = False
+    ) -> bool:
+        """Return whether decoding an inference request over gRPC takes long.
+
+        Args:
+            message: the request.
+            by_element: see `headrace.gateway.grpc_codec.is_decoded_by_element`.
+            texts_in_regions: see `headrace.gateway.grpc_codec.has_texts_in_regions`.
+        """
         is_large = len(message) > self._tuning.converted_inline_bytes
-        return is_large and by_element and not self._use_regions
+        return (is_large and by_element) or (self._use_regions and texts_in_regions)
 
     def encoding_takes_long(self, answer: Response, call: InferCall | None) -> bool:
         """Return whether encoding an answer takes long; without a call all of it is JSON."""
-        if self._use_regions:
-            return False
         elements = sum(
             array.size
             for name, array in answer.outputs.items()
             if call is None
             or array.dtype.hasobject
-            or not call.binary.get(name, call.binary_by_default)
+            or not (name in call.places or call.binary.get(name, call.binary_by_default))
         )
         return elements > self._tuning.encoded_inline_elements
+
+
+def _may_have_texts(head: bytes) -> bool:
+    """Return whether a tensor may have BYTES; JSON can write any name with a backslash."""
+    return b"BYTES" in head or b"\\" in head

@@ -8,8 +8,9 @@ Inference Protocol, gRPC (https://github.com/kserve/open-inference-protocol), an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from headrace.gateway.shared_memory import (
     NO_REGIONS,
     REGION,
     Place,
+    Places,
     RegionAccess,
     parameters_of,
     take_place,
@@ -56,6 +58,9 @@ _CONTENTS = {
 }
 """The field of `InferTensorContents` for each datatype; FP16 and BF16 have none."""
 
+_Tensor: TypeAlias = (
+    ModelInferRequest.InferInputTensor | ModelInferRequest.InferRequestedOutputTensor
+)
 _WIDER = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint32)}
 """Dtype of the elements in fields that hold several datatypes."""
 
@@ -100,8 +105,40 @@ def is_decoded_by_element(request: ModelInferRequest) -> bool:
     are not raw, and those of BYTES.
     """
     return not request.raw_input_contents or any(
-        tensor.datatype == "BYTES" for tensor in request.inputs
+        tensor.datatype == "BYTES" for tensor in islice(request.inputs, MAX_INPUTS)
     )
+
+
+def has_texts_in_regions(request: ModelInferRequest) -> bool:
+    """Return True if an input of BYTES is in shared memory, which the message does not show the
+    size of.
+    """
+    return any(
+        tensor.datatype == "BYTES" and REGION in tensor.parameters
+        for tensor in islice(request.inputs, MAX_INPUTS)
+    )
+
+
+def find_places(request: ModelInferRequest) -> Places:
+    """Return the places in shared memory that a request names, as `decode_call` uses them.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`: see `headrace.gateway.shared_memory.take_place`; or a
+            parameter has no value.
+    """
+    return Places(
+        _places_of(islice(request.inputs, MAX_INPUTS), "inputs"),
+        _places_of(islice(request.outputs, MAX_OUTPUTS), "outputs"),
+    )
+
+
+def _places_of(tensors: Iterable[_Tensor], kind: str) -> list[tuple[Place, str]]:
+    found = []
+    for number, tensor in enumerate(tensors):
+        where = f"{kind}[{number}]"
+        if place := take_place(_parameters(tensor.parameters, f"{where}.parameters"), where):
+            found.append((place, where))
+    return found
 
 
 def _raw_contents(request: ModelInferRequest) -> Iterator[bytes] | None:

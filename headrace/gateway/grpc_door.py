@@ -48,7 +48,13 @@ from headrace.gateway.grpc_calls import (
     refusal_of_error,
     text_of,
 )
-from headrace.gateway.grpc_codec import decode_call, encode_answer, is_decoded_by_element
+from headrace.gateway.grpc_codec import (
+    decode_call,
+    encode_answer,
+    find_places,
+    has_texts_in_regions,
+    is_decoded_by_element,
+)
 from headrace.gateway.grpc_models import GrpcModels
 from headrace.protocol.headers import HeaderName
 from headrace.telemetry.logs import Event
@@ -272,9 +278,15 @@ class GrpcDoor:
                 request = parse_message(messages.ModelInferRequest, message)
                 regions = gateway.access(counted)
                 by_element = is_decoded_by_element(request)
-                call = await conversions.run(
-                    partial(decode_call, request, regions),
-                    takes_long=conversions.parsing_takes_long(message, by_element=by_element),
+                call = await conversions.decode(
+                    partial(decode_call, request),
+                    partial(find_places, request),
+                    regions,
+                    takes_long=conversions.parsing_takes_long(
+                        message,
+                        by_element=by_element,
+                        texts_in_regions=has_texts_in_regions(request),
+                    ),
                 )
                 call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one
                 await self._groups.join()  # before the time left is read
@@ -287,8 +299,9 @@ class GrpcDoor:
                 headers = gateway.record_headers(span, caller, found.get)
                 answer = await gateway.infer(model, version, call, urgency, headers)
                 span.answered(answer)
-                encoded = await conversions.run(
-                    partial(encode_answer, answer, call, regions),
+                encoded = await conversions.encode(
+                    partial(encode_answer, answer, call),
+                    regions,
                     takes_long=conversions.encoding_takes_long(answer, call),
                 )
             status = grpc.StatusCode.OK

@@ -40,7 +40,7 @@ from headrace.gateway.bodies import (
     VersionStatus,
     VersionStatusText,
 )
-from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
+from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer, find_places
 from headrace.gateway.gateway import (
     CONFLICT,
     MAX_TIMEOUT_MS,
@@ -419,8 +419,10 @@ class InferencePaths:
                 if json_bytes == 0:
                     call = decode_raw(body, _find_version(self._gateway, request).signature)
                 else:
-                    call = await conversions.run(
-                        partial(decode_call, body, json_bytes, regions),
+                    call = await conversions.decode(
+                        partial(decode_call, body, json_bytes),
+                        partial(find_places, body, json_bytes),
+                        regions,
                         takes_long=conversions.decoding_takes_long(body, json_bytes),
                     )
                 wanted = _require_accepted(accept, (JSON, OCTETS))
@@ -434,8 +436,9 @@ class InferencePaths:
             if is_whole and (payload := answer.payload):
                 headers = _typed(payload.content_type)
                 return await self._compressed(request, payload.content, headers)
-            body, json_bytes = await conversions.run(
-                partial(encode_answer, answer, call, regions),
+            body, json_bytes = await conversions.encode(
+                partial(encode_answer, answer, call),
+                regions,
                 takes_long=conversions.encoding_takes_long(answer, call),
             )
             headers = _typed(JSON)

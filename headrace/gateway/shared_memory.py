@@ -177,6 +177,16 @@ class Regions:
         return region
 
 
+class Places(NamedTuple):
+    """The places that a request names, each with its path in the request."""
+
+    inputs: list[tuple[Place, str]]
+    outputs: list[tuple[Place, str]]
+
+
+NO_PLACES = Places([], [])
+
+
 class RegionAccess:
     """The regions as one request uses them.
 
@@ -188,14 +198,60 @@ class RegionAccess:
     def __init__(self, regions: Regions, count: Callable[[int], None]) -> None:
         self._regions = regions
         self._count = count
-        self.check = regions.check
-        self.write = regions.write
+
+    def check(self, place: Place, where: str) -> None:
+        """See `Regions.check`."""
+        self._regions.check(place, where)
 
     def read(self, place: Place, where: str) -> bytes:
         """Count the bytes of a place, and return them; see `Regions.read`."""
         self._regions.check(place, where)
         self._count(place.byte_size)
         return self._regions.read(place, where)
+
+    def write(self, place: Place, content: bytes | memoryview, where: str) -> None:
+        """See `Regions.write`."""
+        self._regions.write(place, content, where)
+
+
+class StagedAccess(RegionAccess):
+    """The regions for a conversion on a thread, where they must not be touched.
+
+    What the conversion reads is read before, and what it writes is written afterwards, both on the
+    event loop.
+    """
+
+    def __init__(self, access: RegionAccess) -> None:
+        self._access = access
+        self._contents: dict[tuple[Place, str], bytes] = {}
+        self._written: list[tuple[Place, bytes | memoryview, str]] = []
+
+    def load(self, places: Places) -> None:
+        """Read the inputs at their places, and check those of the outputs.
+
+        Raises:
+            Rejected, Unavailable: see `RegionAccess`.
+        """
+        for place, where in places.inputs:
+            self._contents[place, where] = self._access.read(place, where)
+        for place, where in places.outputs:
+            self._access.check(place, where)
+
+    def store(self) -> None:
+        """Write what was written. Raises `Rejected`, see `Regions.write`."""
+        for place, content, where in self._written:
+            self._access.write(place, content, where)
+
+    def check(self, place: Place, where: str) -> None:
+        """Do nothing: `load` has checked it."""
+
+    def read(self, place: Place, where: str) -> bytes:
+        """Return what `load` has read."""
+        return self._contents[place, where]
+
+    def write(self, place: Place, content: bytes | memoryview, where: str) -> None:
+        """Keep the bytes for `store`."""
+        self._written.append((place, content, where))
 
 
 NO_REGIONS = RegionAccess(Regions(), lambda _: None)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from headrace.client import Response
-from headrace.gateway.codec import InferCall, decode_call
+from headrace.errors import Rejected
+from headrace.gateway import grpc_codec
+from headrace.gateway.codec import (
+    EncodedAnswer,
+    InferCall,
+    decode_call,
+    encode_answer,
+    find_places,
+)
 from headrace.gateway.conversions import Conversions
 from headrace.gateway.grpc_codec import is_decoded_by_element
 from headrace.gateway.open_inference_pb2 import InferTensorContents, ModelInferRequest
+from headrace.gateway.shared_memory import Place, Places, RegionAccess
 from headrace.tuning import TUNING
 
 LARGE = TUNING.gateway.converted_inline_bytes + 1
@@ -24,6 +35,14 @@ MANY = TUNING.gateway.encoded_inline_elements + 1
 def conversions() -> Iterator[Conversions]:
     """Those of a gateway without shared memory."""
     opened = Conversions(TUNING.gateway, use_regions=False)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def regional() -> Iterator[Conversions]:
+    """Those of a gateway with shared memory."""
+    opened = Conversions(TUNING.gateway, use_regions=True)
     yield opened
     opened.close()
 
@@ -104,11 +123,148 @@ def test_answer_takes_long_unless_it_is_binary_numbers(conversions: Conversions)
     assert not conversions.encoding_takes_long(answer_of(np.zeros(MANY - 1)), json)
 
 
-def test_nothing_that_touches_regions_leaves_thread_of_loop() -> None:
-    """They are unregistered there, which closes their files."""
-    conversions = Conversions(TUNING.gateway, use_regions=True)
+class NotedAccess(RegionAccess):
+    """Zeros at each place; notes what is done, and whether on the thread of the test."""
 
-    assert not conversions.decoding_takes_long(b" " * LARGE)
-    assert not conversions.parsing_takes_long(bytes(LARGE), by_element=True)
-    assert not conversions.encoding_takes_long(answer_of(np.zeros(MANY)), None)
-    conversions.close()
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str, bool]] = []
+        self._thread = threading.get_ident()
+
+    def _note(self, what: str, where: str) -> None:
+        self.done.append((what, where, threading.get_ident() == self._thread))
+
+    def check(self, place: Place, where: str) -> None:
+        self._note("check", where)
+
+    def read(self, place: Place, where: str) -> bytes:
+        self._note("read", where)
+        return bytes(place.byte_size)
+
+    def write(self, place: Place, content: bytes | memoryview, where: str) -> None:
+        self._note("write", where)
+
+
+def place_of(size: int) -> dict[str, str | int]:
+    """Parameters of a tensor in shared memory."""
+    return {"shared_memory_region": "r", "shared_memory_byte_size": size}
+
+
+def http_request(size: int) -> tuple[Callable[..., InferCall], Callable[[], Places]]:
+    """How a body is decoded whose second input is of so many bytes in shared memory."""
+    given = {"name": "a", "datatype": "BYTES", "shape": [1], "data": ["a" * LARGE]}
+    read = {"name": "b", "datatype": "FP32", "shape": [size // 4], "parameters": place_of(size)}
+    written = {"name": "y", "parameters": place_of(4)}
+    body = msgspec.json.encode({"inputs": [given, read], "outputs": [written]})
+    return partial(decode_call, body, None), partial(find_places, body)
+
+
+def grpc_request(size: int) -> tuple[Callable[..., InferCall], Callable[[], Places]]:
+    """The same of a message."""
+    parameters = {
+        "shared_memory_region": {"string_param": "r"},
+        "shared_memory_byte_size": {"int64_param": size},
+    }
+    contents = {"bytes_contents": [b"a" * LARGE]}
+    request = ModelInferRequest(
+        inputs=[
+            {"name": "a", "datatype": "BYTES", "shape": [1], "contents": contents},
+            {"name": "b", "datatype": "FP32", "shape": [size // 4], "parameters": parameters},
+        ],
+        outputs=[{"name": "y", "parameters": parameters}],
+    )
+    return partial(grpc_codec.decode_call, request), partial(grpc_codec.find_places, request)
+
+
+@pytest.mark.parametrize("request_", [http_request, grpc_request], ids=["http", "grpc"])
+async def test_large_request_is_decoded_on_thread_and_its_regions_read_on_loop(
+    regional: Conversions, request_: Callable[[int], Any]
+) -> None:
+    """Regions are unregistered on the event loop, which closes their files."""
+    decode, places = request_(8)
+    regions = NotedAccess()
+    threads: list[int] = []
+
+    def noted(given: RegionAccess) -> InferCall:
+        threads.append(threading.get_ident())
+        made: InferCall = decode(given)
+        return made
+
+    call = await regional.decode(noted, places, regions, takes_long=True)
+
+    assert regions.done == [("read", "inputs[1]", True), ("check", "outputs[0]", True)]
+    assert threads != [threading.get_ident()]
+    assert bytes(call.inputs["b"].data) == bytes(8)
+    assert list(call.places) == ["y"]
+
+
+@pytest.mark.parametrize("request_", [http_request, grpc_request], ids=["http", "grpc"])
+async def test_region_of_wrong_size_is_refused_from_thread(
+    regional: Conversions, request_: Callable[[int], Any]
+) -> None:
+    """The error is that of a decoding on the event loop."""
+    decode, places = request_(9)
+    with pytest.raises(Rejected) as expected:
+        decode(NotedAccess())
+    with pytest.raises(Rejected) as refused:
+        await regional.decode(decode, places, NotedAccess(), takes_long=True)
+
+    assert refused.value.message == expected.value.message
+    assert "8 bytes for FP32 [2], got 9 bytes" in refused.value.message
+
+
+async def test_large_answer_is_encoded_on_thread_and_written_to_regions_on_loop(
+    regional: Conversions,
+) -> None:
+    """The answer says where its outputs are."""
+    call = call_for(binary=False)._replace(places={"y": Place("r", 0, 4 * MANY)})
+    answer = answer_of(np.full(MANY, b"", dtype=object))
+    regions = NotedAccess()
+    threads: list[int] = []
+
+    def encode(given: RegionAccess) -> EncodedAnswer:
+        threads.append(threading.get_ident())
+        return encode_answer(answer, call, given)
+
+    assert regional.encoding_takes_long(answer, call)
+    encoded = await regional.encode(encode, regions, takes_long=True)
+
+    (output,) = msgspec.json.decode(encoded.body)["outputs"]
+    assert output["parameters"] == place_of(4 * MANY)
+    assert regions.done == [("write", "output y", True)]
+    assert threads != [threading.get_ident()]
+
+
+def test_what_takes_long_does_not_depend_on_shared_memory(
+    conversions: Conversions, regional: Conversions
+) -> None:
+    """Callers send large bodies to a gateway with shared memory as well."""
+    for each in (conversions, regional):
+        assert each.decoding_takes_long(b" " * LARGE)
+        assert each.parsing_takes_long(bytes(LARGE), by_element=True)
+        assert each.encoding_takes_long(answer_of(np.zeros(MANY)), None)
+
+
+def test_small_request_takes_long_if_texts_may_be_in_region(
+    conversions: Conversions, regional: Conversions
+) -> None:
+    """Its size does not show theirs; numbers are not looked at."""
+    place = {"name": "x", "datatype": "BYTES", "shape": [1], "parameters": place_of(8)}
+    texts = msgspec.json.encode({"inputs": [place]})
+    numbers = texts.replace(b"BYTES", b"FP32")
+    escaped = texts.replace(b"_", rb"\u005f").replace(b"B", rb"\u0042")
+
+    assert [regional.decoding_takes_long(each) for each in (texts, numbers, escaped)] == [
+        True,
+        False,
+        True,
+    ]
+    assert regional.parsing_takes_long(b"", by_element=True, texts_in_regions=True)
+    assert not conversions.decoding_takes_long(texts)
+    assert not conversions.parsing_takes_long(b"", by_element=True, texts_in_regions=True)
+
+
+def test_output_of_numbers_in_region_is_not_encoded_by_element(regional: Conversions) -> None:
+    """Its bytes are written as they are."""
+    call = call_for(binary=False)._replace(places={"y": Place("r", 0, 8 * MANY)})
+
+    assert not regional.encoding_takes_long(answer_of(np.zeros(MANY)), call)
