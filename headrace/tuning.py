@@ -1097,8 +1097,8 @@ class GatewayTuning(Struct, frozen=True):
     5 ms.
     """
     inflated_inline_bytes: int = 1024
-    """Compressed bodies of more bytes are decompressed on a thread: so many may become 1 MiB, which
-    takes 6 ms.
+    """Bodies of more bytes in gzip or deflate are decompressed on a thread: so many may become 1
+    MiB, which takes 6 ms. Those in br and zstd always are.
     """
     compressed_from_bytes: int = 1024
     """Smaller answers are not compressed for callers that accept that."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 from headrace.client import Response
 from headrace.gateway.codec import InferCall, may_name_places
 from headrace.gateway.shared_memory import Places, RegionAccess, StagedAccess
+from headrace.protocol.compression import BROTLI, ZSTD
 from headrace.tuning import GatewayTuning
 
 T = TypeVar("T")
@@ -101,9 +102,11 @@ class Conversions:
         staged.store()
         return encoded
 
-    def inflating_takes_long(self, compressed: bytes) -> bool:
-        """Return True for more than a bomb needs to hold up the event loop."""
-        return len(compressed) > self._tuning.inflated_inline_bytes
+    def inflating_takes_long(self, compressed: bytes, coding: str) -> bool:
+        """Return True for more than a bomb needs to hold up the event loop, which in br and zstd
+        are a few bytes.
+        """
+        return coding in (BROTLI, ZSTD) or len(compressed) > self._tuning.inflated_inline_bytes
 
     def deflating_takes_long(self, plain: bytes) -> bool:
         """Return whether compressing takes long."""

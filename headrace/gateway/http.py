@@ -292,7 +292,7 @@ class HttpBodies:
         with _damage_as_unreadable():
             plain = await conversions.run(
                 partial(decompress, body, coding, limit, "body"),
-                takes_long=conversions.inflating_takes_long(body),
+                takes_long=conversions.inflating_takes_long(body, coding),
             )
         counted.add(max(0, len(plain) - len(body)))
         return plain

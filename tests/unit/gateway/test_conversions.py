@@ -76,6 +76,24 @@ async def test_only_long_conversion_leaves_thread_of_loop(
     assert (thread != threading.get_ident()) == takes_long
 
 
+@pytest.mark.parametrize(
+    ("coding", "size", "takes_long"),
+    [
+        ("br", 18, True),
+        ("zstd", 18, True),
+        ("gzip", TUNING.gateway.inflated_inline_bytes, False),
+        ("gzip", TUNING.gateway.inflated_inline_bytes + 1, True),
+        ("deflate", TUNING.gateway.inflated_inline_bytes, False),
+        ("deflate", TUNING.gateway.inflated_inline_bytes + 1, True),
+    ],
+)
+def test_compressed_body_takes_long_by_what_it_may_become(
+    conversions: Conversions, coding: str, size: int, takes_long: bool
+) -> None:
+    """A few bytes of br or zstd may become 16 MiB; those of gzip become 1,000 times as many."""
+    assert conversions.inflating_takes_long(bytes(size), coding) == takes_long
+
+
 def test_json_takes_long_by_its_size(conversions: Conversions) -> None:
     """Elements are made one by one."""
     assert conversions.decoding_takes_long(b" " * LARGE)
