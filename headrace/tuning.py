@@ -1096,6 +1096,14 @@ class GatewayTuning(Struct, frozen=True):
     """Answers with more elements in JSON, or of BYTES, are encoded on a thread: so many take up to
     5 ms.
     """
+    unchecked_message_bytes: int = 32 * 1024
+    """The number of parts of larger messages over gRPC is checked before they are parsed: so much
+    is parsed in 1 ms, whatever is in it.
+    """
+    max_other_fields: int = 16
+    """Most fields of such a message, or of an input or output, besides its repeated ones: it has
+    three, and newer clients may know more. The most parts together are walked in 18 ms.
+    """
     inflated_inline_bytes: int = 1024
     """Bodies of more bytes in gzip or deflate are decompressed on a thread: so many may become 1
     MiB, which takes 6 ms. Those in br and zstd always are.

@@ -22,7 +22,9 @@ from headrace.gateway.gateway import (
     UNSUPPORTED,
     ErrorAnswer,
 )
-from headrace.tuning import GatewayTuning
+from headrace.gateway.grpc_parts import INFER_PARTS, OTHER_PARTS, check_parts
+from headrace.gateway.open_inference_pb2 import ModelInferRequest
+from headrace.tuning import TUNING, GatewayTuning
 
 DETAILS = "grpc-status-details-bin"
 PUSHBACK = "grpc-retry-pushback-ms"
@@ -57,12 +59,19 @@ class Refusal(NamedTuple):
     metadata: tuple[tuple[str, str | bytes], ...]
 
 
-def parse_message(kind: type[M], message: bytes) -> M:
-    """Return the message in bytes that a caller sent. Raises `Rejected` if it is none.
+def parse_message(
+    kind: type[M], message: bytes, unchecked_bytes: int = TUNING.gateway.unchecked_message_bytes
+) -> M:
+    """Return the message in bytes that a caller sent.
+
+    A larger one than `unchecked_bytes` is refused before it is parsed if it has too many parts.
+    Raises `Rejected` for that, and if the bytes are no such message.
 
     The methods take bytes and call this, because gRPC would call a message that cannot be parsed an
     internal error, which is its caller's fault.
     """
+    if len(message) > unchecked_bytes:
+        check_parts(message, INFER_PARTS if kind is ModelInferRequest else OTHER_PARTS)
     try:
         return kind.FromString(message)
     except DecodeError as error:

@@ -33,7 +33,7 @@ from headrace.gateway.shared_memory import (
     take_place,
 )
 from headrace.protocol.codec.faults import shown
-from headrace.protocol.messages import MAX_INPUTS, MAX_OUTPUTS, Parameter, Tensor
+from headrace.protocol.messages import MAX_INPUTS, MAX_OUTPUTS, MAX_PARAMETERS, Parameter, Tensor
 from headrace.protocol.tensors import (
     DATATYPES,
     check_shape,
@@ -74,10 +74,7 @@ def decode_call(request: ModelInferRequest, regions: RegionAccess = NO_REGIONS) 
     Raises:
         Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the message.
     """
-    if len(request.inputs) > MAX_INPUTS:
-        _refuse("inputs", f"at most {MAX_INPUTS}", len(request.inputs))
-    if len(request.outputs) > MAX_OUTPUTS:
-        _refuse("outputs", f"at most {MAX_OUTPUTS}", len(request.outputs))
+    check_counts(request)
     raw = _raw_contents(request)
     inputs: dict[str, Tensor] = {}
     for number, tensor in enumerate(request.inputs):
@@ -98,6 +95,20 @@ def decode_call(request: ModelInferRequest, regions: RegionAccess = NO_REGIONS) 
         classes=classes,
         places=places,
     )
+
+
+def check_counts(request: ModelInferRequest) -> None:
+    """Refuse a message with more inputs, outputs or parameters than a request can have.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`.
+    """
+    if len(request.inputs) > MAX_INPUTS:
+        _refuse("inputs", f"at most {MAX_INPUTS}", len(request.inputs))
+    if len(request.outputs) > MAX_OUTPUTS:
+        _refuse("outputs", f"at most {MAX_OUTPUTS}", len(request.outputs))
+    if len(request.parameters) > MAX_PARAMETERS:
+        _refuse("parameters", f"at most {MAX_PARAMETERS}", len(request.parameters))
 
 
 def is_decoded_by_element(request: ModelInferRequest) -> bool:
@@ -123,8 +134,8 @@ def find_places(request: ModelInferRequest) -> Places:
     """Return the places in shared memory that a request names, as `decode_call` uses them.
 
     Raises:
-        Rejected: `INVALID_REQUEST`: see `headrace.gateway.shared_memory.take_place`; or a
-            parameter has no value.
+        Rejected: `INVALID_REQUEST`: see `headrace.gateway.shared_memory.take_place`; or there are
+            too many parameters, or one has no value.
     """
     return Places(
         _places_of(islice(request.inputs, MAX_INPUTS), "inputs"),
@@ -214,6 +225,8 @@ def _tensor_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) 
 
 
 def _parameters(found: Mapping[str, InferParameter], where: str) -> dict[str, Parameter]:
+    if len(found) > MAX_PARAMETERS:
+        _refuse(where, f"at most {MAX_PARAMETERS}", len(found))
     parameters: dict[str, Parameter] = {}
     for name, parameter in found.items():
         choice = parameter.WhichOneof("parameter_choice")

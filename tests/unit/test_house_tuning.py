@@ -88,6 +88,7 @@ FACTS = {
     "headrace/protocol/codec/faults.py": {"_MAX_SHOWN"},
     "headrace/gateway/gateway.py": {"MAX_TIMEOUT_MS"},
     "headrace/gateway/http.py": {"CALLER_GONE"},
+    "headrace/gateway/grpc_parts.py": {"_MAX_VARINT_BYTES"},  # of Protobuf's encoding
     "headrace/access/tokens.py": {"_LEAST_RSA_BITS"},  # RFC 7518, section 3.3
     "headrace/protocol/codec/responses.py": {"_FIXED_MAP"},
     "headrace/protocol/headers.py": {

@@ -9,7 +9,12 @@ import pytest
 
 from headrace.client import Response
 from headrace.errors import Rejected
-from headrace.gateway.grpc_codec import decode_call, encode_answer
+from headrace.gateway.grpc_codec import (
+    decode_call,
+    encode_answer,
+    find_places,
+    is_decoded_by_element,
+)
 from headrace.gateway.open_inference_pb2 import ModelInferRequest
 from headrace.protocol.messages import Parameter
 from headrace.protocol.tensors import DATATYPES, from_array, to_array
@@ -26,6 +31,7 @@ FIELDS = {
 }
 ONE = {"name": "x", "datatype": "INT8", "shape": [2], "contents": {"int_contents": [-128, 127]}}
 RAW = {"name": "x", "datatype": "INT8", "shape": [2]}
+MANY = {str(number): {"bool_param": True} for number in range(65)}
 IN_REGION = {
     "shared_memory_region": {"string_param": "r"},
     "shared_memory_byte_size": {"int64_param": 8},
@@ -119,6 +125,21 @@ def test_parameters_of_answer_keep_their_types() -> None:
     assert message.id == "id"
 
 
+def test_most_parameters_are_read() -> None:
+    """As many as over HTTP."""
+    parameters = dict(list(MANY.items())[:64])
+
+    assert len(decode_call(request_of(ONE, parameters=parameters)).parameters) == 64
+
+
+def test_inputs_beyond_limit_are_not_looked_at() -> None:
+    """A message of 16 MiB may have eight million of them."""
+    request = request_of(*[RAW] * 64, {**RAW, "datatype": "BYTES"}, raw_input_contents=[b"12"])
+
+    assert not is_decoded_by_element(request)
+    assert len(find_places(request_of(*[{**RAW, "parameters": IN_REGION}] * 65)).inputs) == 64
+
+
 BAD_REQUESTS = {
     "both forms": (request_of(ONE, raw_input_contents=[b"12"]), "got several"),
     "fewer raw contents": (request_of(RAW, {**RAW, "name": "y"}, raw_input_contents=[b"12"]), "2"),
@@ -146,6 +167,15 @@ BAD_REQUESTS = {
     "too many dimensions": (request_of({**ONE, "shape": [1] * 100}), "dimensions"),
     "too many inputs": (request_of(*[RAW] * 10_000), "at most 64"),
     "too many outputs": (request_of(ONE, outputs=[{"name": "y"}] * 257), "at most 256"),
+    "too many parameters": (request_of(ONE, parameters=MANY), "parameters: expected at most 64"),
+    "too many parameters of input": (
+        request_of({**ONE, "parameters": MANY}),
+        r"inputs\[0\].parameters: expected at most 64, got 65",
+    ),
+    "too many parameters of output": (
+        request_of(ONE, outputs=[{"name": "y", "parameters": MANY}]),
+        r"outputs\[0\].parameters: expected at most 64, got 65",
+    ),
     "the same input twice": (request_of(ONE, ONE), "each name once"),
     "broken lengths": (
         request_of({**RAW, "datatype": "BYTES"}, raw_input_contents=[b"\xff\xff\xff\xff1234"]),
