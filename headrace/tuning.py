@@ -592,6 +592,8 @@ class ControlTuning(Struct, frozen=True):
     """Time in which each process is heard that follows the control topic."""
     change_timeout_s: float = 600.0
     """Longest wait of a call that loads or unloads a model for the processes to follow."""
+    config_characters: int = 64 * 1024
+    """Longest configuration that a call sends with a load: so much is read in 0.1 s."""
     silent_s: float = 10.0
     """Silence after which such a process is taken for ended."""
     retry_first_s: float = 0.1

@@ -8,6 +8,7 @@ Extension".
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,7 @@ class ControlledRepository(RepositoryIndex):
         super().__init__(models, settings.models.mode)
         self._changes = ModelChanges(log_, settings, tuning, followed)
         self._timeout_s = tuning.control.change_timeout_s
+        self._most_characters = tuning.control.config_characters
 
     async def index(self, *, ready_only: bool) -> list[IndexEntry]:
         """Return the versions of the repository; only loaded ones if it is unavailable.
@@ -94,7 +96,8 @@ class ControlledRepository(RepositoryIndex):
 
         Raises:
             Overtaken: another change was made first.
-            Rejected: `INVALID_REQUEST`: a parameter has no counterpart, or the model is not there;
+            Rejected: `INVALID_REQUEST`: a parameter has no counterpart or is too large, or the
+                model is not there;
                 `MODEL_FAILED`: it cannot be loaded, and everything is as before;
                 `DEADLINE_EXCEEDED`: not all processes have loaded it in time.
             Retriable: the log or the repository is unavailable.
@@ -108,8 +111,12 @@ class ControlledRepository(RepositoryIndex):
                 raise _wrong_parameter(name, f"{_CONFIG} alone", "another one")
             if not isinstance(value, str):
                 raise _wrong_parameter(name, "JSON in a string", type(value).__name__)
+            if len(value) > self._most_characters:
+                expected = f"at most {self._most_characters} characters"
+                raise _wrong_parameter(name, expected, str(len(value)))
             text = value
-        overrides = _read_overrides(text, model) if text else {}
+        # Protobuf reads JSON in Python, which takes a second for 1 MB.
+        overrides = await asyncio.to_thread(_read_overrides, text, model) if text else {}
         with _errors_of_calls():
             await self._changes.load_selected(
                 model, overrides, Author(who, "repository API"), self._limit_s(timeout_s)

@@ -1,0 +1,58 @@
+"""Configurations that callers send with a load."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from headrace.config import make_settings
+from headrace.control.repository_api import ControlledRepository
+from headrace.errors import Rejected
+from headrace.log.memory import MemoryLog
+from headrace.tuning import TUNING
+
+
+class NoModels:
+    """A process without models."""
+
+    def status(self) -> list[dict[str, Any]]:
+        return []
+
+
+class CountingThreads(ThreadPoolExecutor):
+    """Threads that count what they are given."""
+
+    given = 0
+
+    def submit(self, *args: Any, **options: Any) -> Future[Any]:
+        self.given += 1
+        return super().submit(*args, **options)
+
+
+@pytest.fixture
+def repository() -> ControlledRepository:
+    """That of a process whose models calls change."""
+    return ControlledRepository(MemoryLog(), make_settings({}), NoModels(), lambda: None)
+
+
+async def test_configuration_is_read_beside_event_loop(repository: ControlledRepository) -> None:
+    """Protobuf reads JSON in Python, which takes a second for 1 MB."""
+    threads = CountingThreads(1)
+    asyncio.get_running_loop().set_default_executor(threads)
+    with pytest.raises(Rejected, match=r"parameters\.config: name: expected digits, got x"):
+        await repository.load("digits", {"config": '{"name": "x"}'}, "anyone")
+
+    assert threads.given == 1
+
+
+async def test_large_configuration_is_refused_unread(repository: ControlledRepository) -> None:
+    """The sentence has the limit, and not that this is no JSON."""
+    most = TUNING.models.control_config_characters
+    expected = rf"parameters\.config: expected at most {most} characters, got {most + 1}"
+    with pytest.raises(Rejected, match=expected):
+        await repository.load("digits", {"config": "x" * (most + 1)}, "anyone")
+    with pytest.raises(Rejected, match="Expecting value"):
+        await repository.load("digits", {"config": "x" * most}, "anyone")
