@@ -1076,6 +1076,8 @@ class GatewayTuning(Struct, frozen=True):
     """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
     """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
+    shown_names: int = 8
+    """Names of a wrong object in `:predict` that its error repeats."""
     max_idle_callers: int = 10_000
     """Limit of the callers without a request under way whose rates are remembered, at 400 bytes
     each; callers with requests under way are at most `gateway.max_in_flight`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ from headrace.protocol.codec.faults import DECODE_ERRORS, shown
 from headrace.protocol.codec.json_data import BASE64, ENCODING, bytes_to_data, data_to_bytes
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import check_shape, from_array
+from headrace.tuning import TUNING
 
 _B64: Final = "b64"
 
@@ -104,8 +106,16 @@ def _named(value: Any, signature: Signature, where: str) -> Mapping[str, Any]:
         return value
     if len(names) == 1 and not (isinstance(value, dict) and value.keys() != {_B64}):
         return {names[0]: value}
-    got = f"one of {', '.join(map(shown, value))}" if isinstance(value, dict) else shown(value)
+    got = _shown_names(value) if isinstance(value, dict) else shown(value)
     raise _mismatch(where, f"an object of {', '.join(names)}", got)
+
+
+def _shown_names(value: Mapping[str, Any], most: int = TUNING.gateway.shown_names) -> str:
+    if not value:
+        return "an empty object"
+    names = ", ".join(map(shown, islice(value, most)))
+    rest = f" and {len(value) - most} more" if len(value) > most else ""
+    return f"one of {names}{rest}"
 
 
 def _tensor(spec: TensorSpec, value: Any, where: str) -> Tensor:
