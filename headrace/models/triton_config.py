@@ -213,6 +213,9 @@ def _read_dynamic_batching(batching: ModelDynamicBatching) -> Iterator[tuple[str
     # by `delivery.order`, which is a setting of the deployment.
     known = ("preferred_batch_size", "max_queue_delay_microseconds")
     _require_defaults("dynamic_batching", batching, *known)
+    for size in batching.preferred_batch_size:
+        if size < 1:
+            raise ValueError(_wrong("dynamic_batching.preferred_batch_size", "1 or more", size))
     yield "max_queue_delay_ms", batching.max_queue_delay_microseconds / 1000
 
 

@@ -231,6 +231,14 @@ def test_json_of_load_has_only_keys_of_its_fields(text: str, expected: dict[str,
         ('{"sequence_batching": {}, "runtime": "x"}', "sequence_batching: has no counterpart"),
         ('{"runtime": "x", "backend": "python"}', "backend: expected onnxruntime, got python"),
         ("[" * 100_000, "too many levels"),
+        (
+            '{"dynamic_batching": {"preferred_batch_size": [4, -1]}}',
+            "dynamic_batching.preferred_batch_size: expected 1 or more, got -1",
+        ),
+        (
+            '{"dynamic_batching": {"preferred_batch_size": [0]}}',
+            "dynamic_batching.preferred_batch_size: expected 1 or more, got 0",
+        ),
     ],
 )
 def test_json_of_load_is_refused_by_field(text: str, told: str) -> None:
