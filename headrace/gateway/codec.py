@@ -33,7 +33,7 @@ from headrace.gateway.shared_memory import (
 from headrace.models.signature import Signature
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, shown
-from headrace.protocol.codec.json_data import ENCODING, bytes_to_data, data_to_bytes
+from headrace.protocol.codec.json_data import ENCODING, bytes_to_data, data_to_bytes, text_to_bytes
 from headrace.protocol.messages import (
     MAX_INPUTS,
     MAX_OUTPUTS,
@@ -46,6 +46,7 @@ from headrace.protocol.messages import (
     Text,
 )
 from headrace.protocol.tensors import DATATYPES, check_tensor, from_array, join_elements
+from headrace.tuning import TUNING
 
 BINARY_SIZE = "binary_data_size"
 BINARY = "binary_data"
@@ -95,6 +96,12 @@ class InferInput(Struct, kw_only=True):
     parameters: Parameters | None = None
 
 
+class _InferInputText(InferInput):
+    """One input whose `data` is still JSON text."""
+
+    data: msgspec.Raw | UnsetType = UNSET
+
+
 class InferRequest(Struct, kw_only=True):
     """The JSON of an inference request."""
 
@@ -102,6 +109,14 @@ class InferRequest(Struct, kw_only=True):
     parameters: Parameters | None = None
     inputs: Annotated[list[InferInput], Meta(max_length=MAX_INPUTS)]
     outputs: Annotated[list[RequestedOutput], Meta(max_length=MAX_OUTPUTS)] | None = None
+
+
+class _LargeInferRequest(InferRequest):
+    """A large request, whose inputs are converted in parts."""
+
+    inputs: Annotated[  # type: ignore[assignment]  # nothing is ever appended
+        list[_InferInputText], Meta(max_length=MAX_INPUTS)
+    ]
 
 
 class _Named(Struct):
@@ -138,6 +153,7 @@ class InferResponse(Struct, kw_only=True, omit_defaults=True):
 
 
 _decode = msgspec.json.Decoder(InferRequest).decode
+_decode_large = msgspec.json.Decoder(_LargeInferRequest).decode
 _decode_places = msgspec.json.Decoder(_NamedPlaces).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -146,7 +162,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def decode_call(
-    body: bytes, json_bytes: int | None = None, regions: RegionAccess = NO_REGIONS
+    body: bytes,
+    json_bytes: int | None = None,
+    regions: RegionAccess = NO_REGIONS,
+    part_bytes: int = TUNING.protocol.payload_part_bytes,
 ) -> InferCall:
     """Decode the body of an inference request.
 
@@ -155,6 +174,7 @@ def decode_call(
         json_bytes: the size of the JSON (`Inference-Header-Content-Length`); None if it is all of
             the body.
         regions: of shared memory, in which tensors may be.
+        part_bytes: larger JSON is converted so many bytes at a time.
 
     Raises:
         Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the body.
@@ -162,17 +182,31 @@ def decode_call(
     if json_bytes is not None and json_bytes > len(body):
         _refuse("Inference-Header-Content-Length", f"at most the body's {len(body)}", json_bytes)
     head = body if json_bytes is None else memoryview(body)[:json_bytes]
+    is_large = len(head) > part_bytes
+    request: InferRequest
     try:
-        request = _decode(head)
+        request = _decode_large(head) if is_large else _decode(head)
     except DECODE_ERRORS as error:
         raise faults.refusal(error, bytes(head), faults.JSON) from error
-    tail = memoryview(body)[len(head) :]
+    try:
+        return _call_of(request, memoryview(body)[len(head) :], regions, part_bytes)
+    except DECODE_ERRORS:
+        if not is_large:
+            raise
+        # A text has no value in Python. Raised again by this call, with its path.
+        return decode_call(body, json_bytes, regions, len(head))
+
+
+def _call_of(
+    request: InferRequest, tail: memoryview, regions: RegionAccess, part_bytes: int
+) -> InferCall:
+    """Return the call of a request, whose binary tensors are in the tail."""
     inputs: dict[str, Tensor] = {}
     for number, tensor in enumerate(request.inputs):
         where = f"inputs[{number}]"
         if tensor.name in inputs:
             _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
-        content, tail = _content(tensor, tail, where, regions)
+        content, tail = _content(tensor, tail, where, regions, part_bytes)
         check_tensor(tensor.datatype, tensor.shape, content, where)
         inputs[tensor.name] = Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
     if len(tail):
@@ -225,7 +259,7 @@ def _places_of(tensors: Sequence[_Named] | None, kind: str) -> list[tuple[Place,
 
 
 def _content(
-    tensor: InferInput, tail: memoryview, where: str, regions: RegionAccess
+    tensor: InferInput, tail: memoryview, where: str, regions: RegionAccess, part_bytes: int
 ) -> tuple[bytes | memoryview, memoryview]:
     """Return the raw bytes of an input, and what is left of the bytes after the JSON."""
     parameters = dict(tensor.parameters or {})
@@ -239,8 +273,10 @@ def _content(
         return regions.read(place, where), tail
     if size is None:
         encoding = parameters.get(ENCODING)
-        content = data_to_bytes(tensor.datatype, tensor.shape, tensor.data, encoding, where)
-        return content, tail
+        datatype, shape, data = tensor.datatype, tensor.shape, tensor.data
+        if isinstance(data, msgspec.Raw):
+            return text_to_bytes(datatype, shape, data, encoding, where, part_bytes), tail
+        return data_to_bytes(datatype, shape, data, encoding, where), tail
     if type(size) is not int or not 0 <= size <= len(tail):
         expected = f"an integer, at most the {len(tail)} bytes that are left of the body"
         _refuse(f"{where}.parameters.{BINARY_SIZE}", expected, shown(size))

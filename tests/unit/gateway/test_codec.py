@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.client import Response
-from headrace.errors import Rejected
+from headrace.errors import Code, Rejected
 from headrace.gateway.codec import decode_call, decode_raw, encode_answer
 from headrace.models.signature import TensorSpec, make_signature
 from headrace.protocol.tensors import DATATYPES, from_array, to_array
@@ -188,3 +188,67 @@ def test_bare_tensor_of_wrong_size_is_refused(
     signature = make_signature(specs, [TensorSpec("y", "FP32", (-1, 2))])
     with pytest.raises(Rejected, match=told):
         decode_raw(body, signature)
+
+
+TEXTS: dict[str, Any] = {
+    **{each: [1, 2.5, -3e2, 0] for each in ("FP16", "FP32", "FP64")},
+    "INT8": [1, -128, 127, 0],
+    "UINT64": [0, 2**64 - 1, 1, 2],
+    "BOOL": [True, False, False, True],
+    "BYTES": ["a", "", '"],[\\', "é\n"],
+}
+WRONG: dict[str, Any] = {
+    "null": None,
+    "object": {"a": [1]},
+    "no array": 1,
+    "too few": [1],
+    "too many": [1, 2, 3, 4, 5],
+    "empty arrays": [[], [], [], []],
+    "objects": [{}, {}, {}, {}],
+    "half nested": [[1, 2], 3, 4],
+    "ragged": [[1, 2, 3], [4]],
+    "too deep": [[[1], [2]], [[3], [4]]],
+    "other types": [1, "a", True, 2.5],
+    "range before type": [300, 1, "a", 1],
+    "not finite": ["NaN", "Infinity", "-Infinity", 1e39],
+    "too large": [1, 1e300, 1, 1e300],
+    "no base64": ["!", "YQ==", "", "a"],
+}
+
+
+def outcome(body: bytes, part_bytes: int) -> object:
+    """What becomes of a body that is converted in parts of so many bytes."""
+    try:
+        return decode_call(body, part_bytes=part_bytes)
+    except Rejected as error:
+        return error.code, error.message
+
+
+@pytest.mark.parametrize("part_bytes", [1, 4, 9, 30])
+@pytest.mark.parametrize("datatype", TEXTS)
+@pytest.mark.parametrize("parameters", [{}, {"encoding": "base64"}, {"encoding": "hex"}])
+def test_json_in_parts_is_decoded_or_refused_as_whole(
+    datatype: str, part_bytes: int, parameters: dict[str, str]
+) -> None:
+    """Flat and nested data, right and wrong, with the same sentence."""
+    flat = TEXTS[datatype]
+    right = {"flat": flat, "nested": [flat[:2], flat[2:]], "empty": []}
+    for case, data in {**right, **WRONG}.items():
+        for shape in ([2, 2], [4], [0], [2**40, 2**40], [1] * 17, []):
+            tensor = {"datatype": datatype, "shape": shape, "parameters": parameters}
+            texts = [msgspec.json.encode(data), msgspec.json.format(msgspec.json.encode(data))]
+            for text in [*texts, texts[0].replace(b"[1,", b"[1e400,"), texts[0] + b"e400"]:
+                body = encoded({"name": "y", **tensor, "data": msgspec.Raw(text)}, id="i")
+
+                assert outcome(body, part_bytes) == outcome(body, len(body)), (case, shape, text)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 10, 1000])
+@pytest.mark.parametrize("text", [rb'["a", "\ud800"]', b'["a", "\xff"]', b'["a", 1e999]'])
+def test_large_json_without_value_in_python_is_refused(text: bytes, part_bytes: int) -> None:
+    """The parser of the whole and that of a part tell it in other words."""
+    tensor = {"name": "y", "datatype": "BYTES", "shape": [2], "data": msgspec.Raw(text)}
+    with pytest.raises(Rejected) as refused:
+        decode_call(encoded(tensor), part_bytes=part_bytes)
+
+    assert refused.value.code in (Code.INVALID_REQUEST, Code.INVALID_TENSOR)
