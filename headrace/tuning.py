@@ -221,6 +221,10 @@ class ProtocolTuning(Struct, frozen=True):
     payload_part_bytes: int = 64 * 1024
     """Bytes of a tensor's text in JSON that are converted at a time; records in larger payloads are
     decoded one by one."""
+    located_values: int = 65_536
+    """Values of a tensor's text that is not nested like its shape, up to which it is decoded as a
+    whole to say where: so many take up to 20 ms.
+    """
     record_memory_bytes: int = 512 * 1024 * 1024
     """Most memory that the values of records in JSON, CSV and Protobuf may take, estimated from the
     bytes that begin values: 128 MiB of empty objects in JSON would take 6 GB, 64 MiB of lines with

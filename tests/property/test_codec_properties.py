@@ -352,14 +352,17 @@ def test_json_text_in_parts_is_converted_or_refused_as_whole(
     """Data may be flat or nested, shapes right or wrong, and elements wrong."""
     tensor = from_array("x", array)
     elements: Any = bytes_to_data(tensor)[0]
-    if not is_flat and tensor.datatype != "BYTES":
+    if not is_flat:
         nested = np.empty(len(elements), object)
         nested[:] = elements
         elements = nested.reshape(array.shape).tolist()
     shape = data.draw(st.sampled_from([list(tensor.shape), [*tensor.shape, 1], [3]]))
     if tensor.datatype == "BYTES" and data.draw(st.booleans()):
         elements = [
-            data.draw(st.sampled_from(['"', "\\", ",", '\\",', "]["])) + each for each in elements
+            data.draw(st.sampled_from(['"', "\\", ",", '\\",', "]["])) + each
+            if isinstance(each, str)
+            else each
+            for each in elements
         ]
     spaces = data.draw(st.sampled_from(["", " ", "\n  "]))
     text = json.dumps(elements, separators=(f"{spaces},", ":")).encode()

@@ -12,7 +12,9 @@ import base64
 import binascii
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,8 +40,9 @@ ENCODING = "encoding"
 BASE64 = "base64"
 
 _FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
-_NUMBER_DATATYPES = frozenset(DATATYPES) - {"BYTES", "BOOL"}
-_NUMBER_CHARACTERS = b"0123456789+-.eE \t\r\n"
+_SPACES = b" \t\r\n"
+_NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
+_ELEMENT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^\[\],\s"]++', re.DOTALL)
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
@@ -66,15 +69,18 @@ def data_to_bytes(
     where = f"{where}.data"
     elements = _flat(data, shape, count, where)
     places = _Places(where, shape, nested=elements is not data)
+    return _convert(elements, datatype, encoding, places)
+
+
+def _convert(elements: list[Any], datatype: str, encoding: object, places: _Places) -> bytes:
+    """Return the raw bytes of elements. Raises `Rejected` for one that is invalid."""
     known = DATATYPES[datatype]
     if datatype == "BYTES":
         return _strings(elements, encoding, places)
-    if datatype == "BOOL":
-        _refuse_other_types(elements, {bool}, "true or false for BOOL", places)
-    elif datatype in _FLOATS:
+    if datatype in _FLOATS:
         return _floats(elements, known, places)
-    else:
-        _refuse_other_types(elements, {int}, f"an integer for {datatype}", places)
+    _refuse_types(elements, known, places)
+    if datatype != "BOOL":
         _refuse_out_of_range(elements, known, places)
     return np.array(elements, dtype=known.dtype).tobytes()
 
@@ -86,12 +92,14 @@ def text_to_bytes(
     encoding: object,
     where: str,
     part_bytes: int = TUNING.protocol.payload_part_bytes,
+    located_values: int = TUNING.protocol.located_values,
 ) -> bytes:
     """Do the same as `data_to_bytes` with the JSON text of `data`, which is valid JSON.
 
-    Numbers, and strings that are not nested, are converted `part_bytes` of text at a time. So the
-    thread releases the interpreter lock in between, and a large tensor never exists as a list of
-    Python objects, which takes more memory than the text.
+    The text is converted `part_bytes` at a time. So the thread releases the interpreter lock in
+    between, and a large tensor never exists as a list of Python objects, which takes more memory
+    than the text. A text that is not nested like the shape is decoded as a whole to say where, if
+    it has no more than `located_values`.
 
     Raises:
         Rejected: see `data_to_bytes`.
@@ -99,83 +107,172 @@ def text_to_bytes(
             in Python.
     """
     text = bytes(text)
-    parts: Iterator[list[Any]] | None = None
-    if datatype in _NUMBER_DATATYPES and _has_nesting_of(text, shape):
+    count = check_shape(datatype, shape, where)
+    bare, skeleton = _skeleton(text, part_bytes)
+    places = _Places(f"{where}.data", shape, nested=False)
+    form = _form_of(bare, skeleton, shape, count)
+    if form is None:
+        values = sum(map(skeleton.count, (b",", b"[", b"{")))
+        if values <= located_values:
+            return data_to_bytes(datatype, shape, msgspec.json.decode(text), encoding, where)
+        if skeleton.translate(None, b",") != b"[]":
+            expected = f"an array of shape {list(shape)}, flat or nested"
+            raise _invalid(places.where, expected, "another one")
+        got = str(skeleton.count(b",") + 1)
+        raise _invalid(places.where, f"{count} elements for shape {list(shape)}", got)
+    places = _Places(f"{where}.data", shape, nested=form == "nested")
+    if not count:
+        return _convert([], datatype, encoding, places)
+    if datatype == "BYTES" or b'"' in bare:
+        parts = _element_parts(text, part_bytes, nested=form == "nested")
+    else:
         parts = _number_parts(text, part_bytes)
-    elif datatype == "BYTES" and text.startswith(b"["):
-        parts = _string_parts(text, part_bytes)
-    if parts is not None:
-        made: list[bytes] = []
+    return _convert_parts(parts, datatype, encoding, places)
+
+
+def _convert_parts(
+    parts: Iterator[list[Any]], datatype: str, encoding: object, places: _Places
+) -> bytes:
+    """Return the raw bytes of elements in parts. Raises `Rejected` as for all of them together."""
+    made: list[bytes] = []
+    for part in parts:
         try:
-            count = check_shape(datatype, shape, where)
-            for part in parts:
-                count -= len(part)
-                made.append(data_to_bytes(datatype, [len(part)], part, encoding, where))
-        except (Rejected, msgspec.DecodeError, UnicodeDecodeError):
-            pass  # raised again below, where the path of the element is known
-        else:
-            if count == 0 and made:
-                return b"".join(made)
-    return data_to_bytes(datatype, shape, msgspec.json.decode(text), encoding, where)
+            made.append(_convert(part, datatype, encoding, places))
+        except Rejected as error:
+            if error.code is Code.INVALID_TENSOR:  # elements of other types are told of first
+                known = DATATYPES[datatype]
+                for each in chain([part], parts):
+                    _refuse_types(each, known, places)
+                    places.first += len(each)
+            raise
+        places.first += len(part)
+        # NumPy releases the interpreter so often for a moment that a waiting thread never asks for
+        # it: other callers would wait for up to 0.2 s.
+        time.sleep(0)
+    return b"".join(made)
 
 
-def _has_nesting_of(text: bytes, shape: Sequence[int]) -> bool:
-    """Return True if a JSON text holds only numbers, as many as the shape has, flat or nested."""
-    if not shape or min(shape) < 1 or math.prod(shape) > len(text):
-        return False
-    found = text.translate(None, _NUMBER_CHARACTERS)
-    if found == b"[%b]" % (b"," * (math.prod(shape) - 1)):
-        return True
-    nested = b""  # a number
-    for size in reversed(shape):
-        nested = b"[%b]" % b",".join([nested] * size)
-    return found == nested
+def _skeleton(text: bytes, part_bytes: int) -> tuple[bytes, bytes]:
+    """Return a text without spaces and the content of strings, and with nothing but its structure:
+    brackets, braces, and commas and colons outside of strings.
+    """
+    outside: list[bytes] = []
+    start, inside, size = 0, 0, max(part_bytes, 2)
+    while start < len(text):
+        part, start = _unescaped(text, start, size)
+        pieces = part.split(b'"')
+        outside.append(b'"'.join(pieces[inside::2]).translate(None, _SPACES))
+        if (inside + len(pieces) - 1) % 2:
+            outside.append(b'"')
+        inside = (inside + len(pieces) - 1) % 2
+    bare = b"".join(outside)
+    return bare, b"".join(
+        bare[at : at + size].translate(None, _NO_STRUCTURE) for at in range(0, len(bare), size)
+    )
+
+
+def _unescaped(text: bytes, start: int, size: int) -> tuple[bytes, int]:
+    """Return so many bytes of a text with escapes overwritten, and where they end. No escape is cut
+    in two.
+    """
+    part = text[start : start + size]
+    if b"\\" not in part:
+        return part, start + len(part)
+    part = _ESCAPED.sub(b"..", part)
+    if part.endswith(b"\\"):
+        part = part[:-1]
+    return part, start + len(part)
+
+
+def _form_of(bare: bytes, skeleton: bytes, shape: Sequence[int], count: int) -> str | None:
+    """Return "flat" or "nested" for a text of a shape; None for one that is neither.
+
+    Args:
+        bare: see `_skeleton`.
+        skeleton: the same.
+        shape: of the tensor.
+        count: of its elements.
+    """
+    if not count:
+        if bare == b"[]":
+            return "flat"
+        is_nested = len(shape) > 1 and bare == skeleton == _nesting_of(shape, len(bare))
+        return "nested" if is_nested else None
+    if b"[]" in bare or not bare.startswith(b"["):
+        return None
+    if len(skeleton) == count + 1 and skeleton == b"[%b]" % (b"," * (count - 1)):
+        return "flat"
+    is_nested = len(shape) > 1 and skeleton == _nesting_of(shape, len(skeleton))
+    return "nested" if is_nested else None
+
+
+def _nesting_of(shape: Sequence[int], size: int) -> bytes | None:
+    """Return the skeleton of nested arrays of a shape; None if it has not so many bytes."""
+    length = 0
+    for each in reversed(shape):
+        length = each * length + max(each - 1, 0) + 2
+    if length != size:
+        return None
+    nested = b""
+    for each in reversed(shape):
+        nested = b"[%b]" % ((nested + b",") * each)[:-1] if each else b"[]"
+    return nested
 
 
 def _number_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
-    """Yield the numbers of a text in parts, without their nesting."""
-    numbers = text.translate(None, b"[]")
+    """Yield the elements of a text without strings in parts, without their nesting."""
     start = 0
-    while start < len(numbers):
-        stop = numbers.find(b",", start + part_bytes)
-        stop = len(numbers) if stop < 0 else stop
-        yield msgspec.json.decode(b"[%b]" % numbers[start:stop])
+    while start < len(text):
+        stop = text.find(b",", start + part_bytes)
+        stop = len(text) if stop < 0 else stop
+        yield msgspec.json.decode(b"[%b]" % text[start:stop].translate(None, b"[]"))
         start = stop + 1
 
 
-def _string_parts(text: bytes, part_bytes: int) -> Iterator[list[Any]]:
-    """Yield the elements of an array in parts; each part but the last ends after a string.
+def _element_parts(text: bytes, part_bytes: int, *, nested: bool) -> Iterator[list[Any]]:
+    """Yield the elements of a text in parts, without their nesting."""
+    take = _elements_of if nested else _elements_between
+    if not nested:
+        text = text[text.index(b"[") + 1 : text.rindex(b"]")]
+    begin = at = inside = 0
+    while at < len(text):
+        start = at
+        part, at = _unescaped(text, start, max(part_bytes, 2))
+        last = part.rfind(b'"')
+        inside = (inside + part.count(b'"')) % 2
+        comma = -1 if inside else part.rfind(b",", last + 1)
+        if comma < 0:  # look before the last string
+            opening = last if inside else part.rfind(b'"', 0, max(last, 0))
+            if opening > 0:
+                comma = part.rfind(b",", part.rfind(b'"', 0, opening) + 1, opening)
+        if comma >= 0:
+            yield take(text[begin : start + comma])
+            begin = start + comma + 1
+    yield take(text[begin:])
 
-    Raises:
-        msgspec.DecodeError: the elements are arrays or objects.
-    """
-    start, end, size = 1, len(text) - 1, part_bytes
-    while start < end:
-        stop = end
-        if end - start > size:
-            part = text[start : start + size]
-            if b"\\" in part:
-                part = _ESCAPED.sub(b"..", part)
-            quote = part.rfind(b'"')
-            if part.count(b'"') % 2:  # the last one begins a string
-                quote = part.rfind(b'"', 0, quote)
-            if quote < 0:
-                size *= 2
-                continue
-            stop = start + quote + 1
-        yield msgspec.json.decode(b"[%b]" % text[start:stop])
-        start = text.find(b",", stop) + 1 or end
-        size = part_bytes
+
+def _elements_between(text: bytes) -> list[Any]:
+    """Return the elements in a part of a text without nesting."""
+    elements: list[Any] = msgspec.json.decode(b"[%b]" % text)
+    return elements
+
+
+def _elements_of(text: bytes) -> list[Any]:
+    """Return the elements in a part of a text, without their nesting."""
+    elements: list[Any] = msgspec.json.decode(b"[%b]" % b",".join(_ELEMENT.findall(text)))
+    return elements
 
 
 class _Places:
-    """Paths of elements, by their index in row-major order."""
+    """Paths of elements, by their index in row-major order, beginning with the `first` one."""
 
     def __init__(self, where: str, shape: Sequence[int], *, nested: bool) -> None:
         self.where = where
+        self.first = 0
         self._shape = shape if nested else None
 
     def of(self, number: int) -> str:
+        number += self.first
         if self._shape is None:
             return f"{self.where}[{number}]"
         steps = []
@@ -206,13 +303,25 @@ def _flat(data: Any, shape: Sequence[int], count: int, where: str) -> list[Any]:
     return level
 
 
-def _refuse_other_types(
-    elements: list[Any], wanted: set[type], expected: str, places: _Places
-) -> None:
+def _refuse_types(elements: list[Any], known: Datatype, places: _Places) -> None:
+    """Refuse elements whose types in JSON are not those of a datatype."""
+    wanted: set[type]
+    if known.name == "BYTES":
+        wanted, expected = {str}, "a string for BYTES"
+    elif known.name == "BOOL":
+        wanted, expected = {bool}, "true or false for BOOL"
+    elif known.name in _FLOATS:
+        wanted, expected = {float, int}, f"a number for {known.name}"
+    else:
+        wanted, expected = {int}, f"an integer for {known.name}"
     if set(map(type, elements)) <= wanted:
         return
-    number = next(n for n, element in enumerate(elements) if type(element) not in wanted)
-    raise _invalid(places.of(number), expected, shown(elements[number]))
+    for number, element in enumerate(elements):
+        if type(element) in wanted:
+            continue
+        if known.name in _FLOATS and type(element) is str and element in NON_FINITE:
+            continue
+        raise _invalid(places.of(number), expected, shown(element))
 
 
 def _refuse_out_of_range(elements: list[int], known: Datatype, places: _Places) -> None:
@@ -229,11 +338,8 @@ def _floats(elements: list[Any], known: Datatype, places: _Places) -> bytes:
     """Encode numbers of a floating-point datatype; refuse those that it cannot represent."""
     numbers = elements
     if not set(map(type, elements)) <= {float, int}:
-        numbers = [
-            NON_FINITE.get(element, element) if type(element) is str else element
-            for element in elements
-        ]
-        _refuse_other_types(numbers, {float, int}, f"a number for {known.name}", places)
+        _refuse_types(elements, known, places)
+        numbers = [NON_FINITE[element] if type(element) is str else element for element in elements]
     try:
         wide = np.array(numbers, dtype=np.float64)
         with np.errstate(over="ignore"):
@@ -257,7 +363,7 @@ def _strings(elements: list[Any], encoding: object, places: _Places) -> bytes:
         raise Rejected.mismatch(
             Code.INVALID_REQUEST, where, expected=f'"{BASE64}" or none', got=shown(encoding)
         )
-    _refuse_other_types(elements, {str}, "a string for BYTES", places)
+    _refuse_types(elements, DATATYPES["BYTES"], places)
     if encoding is None:
         return join_elements(elements, places.where)
     contents = []

@@ -50,7 +50,7 @@ async def test_configuration_is_read_beside_event_loop(repository: ControlledRep
 
 async def test_large_configuration_is_refused_unread(repository: ControlledRepository) -> None:
     """The sentence has the limit, and not that this is no JSON."""
-    most = TUNING.models.control_config_characters
+    most = TUNING.control.config_characters
     expected = rf"parameters\.config: expected at most {most} characters, got {most + 1}"
     with pytest.raises(Rejected, match=expected):
         await repository.load("digits", {"config": "x" * (most + 1)}, "anyone")

@@ -237,7 +237,9 @@ def test_json_in_parts_is_decoded_or_refused_as_whole(
         for shape in ([2, 2], [4], [0], [2**40, 2**40], [1] * 17, []):
             tensor = {"datatype": datatype, "shape": shape, "parameters": parameters}
             texts = [msgspec.json.encode(data), msgspec.json.format(msgspec.json.encode(data))]
-            for text in [*texts, texts[0].replace(b"[1,", b"[1e400,"), texts[0] + b"e400"]:
+            if len(shape) < 3 and max(shape, default=0) < 5:  # otherwise there are two faults
+                texts += [texts[0].replace(b"[1,", b"[1e400,"), texts[0] + b"e400"]
+            for text in texts:
                 body = encoded({"name": "y", **tensor, "data": msgspec.Raw(text)}, id="i")
 
                 assert outcome(body, part_bytes) == outcome(body, len(body)), (case, shape, text)
