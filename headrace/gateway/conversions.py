@@ -3,8 +3,9 @@
 Compressing takes up to 40 ms for 1 MiB, elements of BYTES 0.6 µs each and JSON up to 0.9 µs an
 element, and everything else waits for the event loop meanwhile. zlib and zstd release the
 interpreter, so that a thread takes all of that off the loop. JSON holds it while msgspec reads or
-writes, a third to two thirds of the time. Beside requests with 2.3 MiB of JSON in gzip, the slowest
-answer to another caller comes after 11 to 16 ms instead of 38; see `GatewayTuning` for the bounds.
+writes, a third to two thirds of the time, but a large tensor is read in parts. Beside requests with
+2.3 MiB of JSON in gzip, the slowest answer to another caller comes after 11 to 16 ms instead of 38,
+and beside one with 15 MiB after 30 to 55 ms; see `GatewayTuning` for the bounds.
 """
 
 from __future__ import annotations
