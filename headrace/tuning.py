@@ -1051,7 +1051,13 @@ class GatewayTuning(Struct, frozen=True):
     max_streams: int = 1024
     """Concurrent calls on one gRPC connection; a further one waits at its client."""
     spare_calls: int = 256
-    """gRPC calls beside `gateway.max_in_flight`: health, metadata, and streams that are idle."""
+    """gRPC calls beside `gateway.max_in_flight`, quiet streams and watches: health and metadata."""
+    max_quiet_streams: int = 512
+    """gRPC streams without a request under way; a further one ends the one quiet for longest."""
+    max_watches: int = 512
+    """Watches of the health over gRPC; a further one ends the oldest. gRPC's clients have one on
+    each connection if they are told to check health.
+    """
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
     accepted_at_once: int = 8

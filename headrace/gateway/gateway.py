@@ -94,8 +94,26 @@ class CountedRequest:
         self.size_bytes += size_bytes
 
 
+class HeldBytes:
+    """Bytes of answers that wait for their caller to read them; see `UnderWay.holding`."""
+
+    def __init__(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
+        self.size_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Count the bytes of an answer."""
+        self.size_bytes += size_bytes
+        self._under_way.size_bytes += size_bytes
+
+    def remove(self, size_bytes: int) -> None:
+        """Count the bytes of an answer no longer."""
+        self.add(-size_bytes)
+
+
 class UnderWay:
-    """The requests that the doors have taken and not answered, and the bytes of their bodies.
+    """The requests that the doors have taken and not answered, and the bytes of their bodies and
+    of the answers that wait in streams for their callers.
 
     Args:
         max_requests: a further one is refused.
@@ -144,6 +162,19 @@ class UnderWay:
                 self._callers.end(caller.limited_as, usage, counted.size_bytes)
             if not self.requests:
                 self._is_idle.set()
+
+    @contextmanager
+    def holding(self) -> Iterator[HeldBytes]:
+        """Count bytes of answers that wait for their caller to read them.
+
+        They are never refused: their requests were, by then, within the limits. What is left of
+        them ends with the context.
+        """
+        held = HeldBytes(self)
+        try:
+            yield held
+        finally:
+            self.size_bytes -= held.size_bytes
 
     def add_bytes(self, size_bytes: int) -> None:
         """Count bytes of a request; see `CountedRequest.add`."""

@@ -56,6 +56,7 @@ from headrace.gateway.grpc_codec import (
     is_decoded_by_element,
 )
 from headrace.gateway.grpc_models import GrpcModels
+from headrace.gateway.quiet_calls import EndedQuiet, QuietCall, QuietCalls
 from headrace.protocol.headers import HeaderName
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
@@ -99,6 +100,10 @@ class GrpcDoor:
         self._tuning = gateway.tuning
         self._port = port
         self._groups = CallGroups(gateway.tuning)
+        self._quiet_streams = QuietCalls(
+            "ModelStreamInfer", self._tuning.max_quiet_streams, gateway.settings.idle_timeout_s
+        )
+        self._watches = QuietCalls("Watch", self._tuning.max_watches, None)
         self._server: grpc.aio.Server | None = None
         self._acceptors: CallAcceptors | None = None
         self._stopping = asyncio.Event()
@@ -112,20 +117,22 @@ class GrpcDoor:
     async def __aenter__(self) -> Self:
         settings = self._gateway.settings
         host = settings.grpc_host
-        max_calls = settings.max_in_flight + self._tuning.spare_calls
+        tuning = self._tuning
+        max_calls = settings.max_in_flight + tuning.spare_calls
+        max_quiet = tuning.max_quiet_streams + tuning.max_watches
         are_alike = self._gateway.callers.are_all_alike
         interceptors = [] if are_alike else [_Admission(self._gateway, self._tuning)]
         server = grpc.aio.server(
             interceptors=interceptors,
             options=_options(settings, self._tuning),
-            maximum_concurrent_rpcs=max_calls,
+            maximum_concurrent_rpcs=max_calls + max_quiet,
         )
         infer: _Method = grpc.unary_unary_rpc_method_handler(self._infer)
         if self._tuning.accepted_at_once and can_accept_several():
             self._acceptors = CallAcceptors(
                 server, SERVICE.full_name, "ModelInfer", infer, interceptors, max_calls
             )
-        health = _HealthService(self._is_serving, self._stopping, self._tuning.health_interval_s)
+        health = _HealthService(self._is_serving, self._stopping, self._watches, tuning)
         server.add_generic_rpc_handlers((self._methods(infer), health.methods()))
         _add_reflection(server)
         try:
@@ -213,16 +220,36 @@ class GrpcDoor:
         """Answer each request of a `ModelStreamInfer`, in the order of the requests.
 
         So many are under way at once. An error is the answer to its request alone; the stream ends
-        when its caller ends it, or when the door stops listening.
+        when its caller ends it, when it is quiet for too long, or when the door stops listening.
         """
+        try:
+            async with self._quiet_streams.opened() as call:
+                await self._answer_each(requests, context, call)
+        except EndedQuiet as error:
+            await _end_quiet(context, error, self._tuning.stop_timeout_s)
+        if self._stopping.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway stops; open a new stream")
+
+    async def _answer_each(
+        self, requests: AsyncIterator[bytes], context: Context, call: QuietCall
+    ) -> None:
+        """Answer the requests of a stream until it ends, or the door stops listening."""
         permits = asyncio.Semaphore(self._tuning.requests_per_stream)
         answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+
+        async def take(message: bytes) -> bytes:
+            call.begin()
+            try:
+                answer = await self._take_from_stream(message, context)
+            finally:
+                call.done()
+            held.add(len(answer))
+            return answer
 
         async def read() -> None:
             await permits.acquire()
             async for message in requests:
-                answer = self._take_from_stream(message, context)
-                answers.put_nowait(tasks.create_task(answer, name="grpc-stream-request"))
+                answers.put_nowait(tasks.create_task(take(message), name="grpc-stream-request"))
                 await permits.acquire()
 
         async def read_until_stop() -> None:
@@ -235,13 +262,15 @@ class GrpcDoor:
                 reading.cancel()
             answers.put_nowait(None)
 
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(read_until_stop(), name="grpc-stream")
-            while (answer := await answers.get()) is not None:
-                await context.write(await answer)
-                permits.release()
-        if self._stopping.is_set():
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway stops; open a new stream")
+        with self._gateway.under_way.holding() as held:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(read_until_stop(), name="grpc-stream")
+                while (answer := await answers.get()) is not None:
+                    content = await answer
+                    await _write(context, content)  # until its caller reads, see `QuietCalls`
+                    held.remove(len(content))
+                    call.rest()
+                    permits.release()
 
     async def _take_from_stream(self, message: bytes, context: Context) -> bytes:
         answer = await self._take(message, context, "ModelStreamInfer")
@@ -403,7 +432,7 @@ class _Admission(grpc.aio.ServerInterceptor):
                 await answers
                 return
             async for each in answers:
-                await context.write(each)
+                await _write(context, each)
 
         codecs = (method.request_deserializer, method.response_serializer)
         if not method.response_streaming:
@@ -411,6 +440,29 @@ class _Admission(grpc.aio.ServerInterceptor):
         if method.request_streaming:
             return grpc.stream_stream_rpc_method_handler(answer_stream, *codecs)
         return grpc.unary_stream_rpc_method_handler(answer_stream, *codecs)
+
+
+async def _write(context: Context, answer: Any) -> None:
+    """Write an answer of a stream; cancel the call if its caller is gone.
+
+    gRPC cancels it as well, but maybe later, and logs any other error as one of the server.
+    """
+    try:
+        await context.write(answer)
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
+
+
+async def _end_quiet(context: Context, error: EndedQuiet, timeout_s: float) -> NoReturn:
+    """End a call with the reason why it has to end.
+
+    gRPC sends it after the answers that the caller has not read, and so not at once.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{error}; begin a new call")
+    except TimeoutError:
+        raise asyncio.CancelledError from None  # gRPC logs any other error
 
 
 async def _refuse_caller(refusal: Refusal, _requests: Any, context: Context) -> None:
@@ -436,18 +488,21 @@ class _HealthService:
     Args:
         is_serving: whether a service is ready; None if there is no such service.
         stopping: ends the watches.
-        interval_s: time between two looks at what is watched.
+        watches: bounds them.
+        tuning: has the time between two looks at what is watched.
     """
 
     def __init__(
         self,
         is_serving: Callable[[str], bool | None],
         stopping: asyncio.Event,
-        interval_s: float,
+        watches: QuietCalls,
+        tuning: GatewayTuning,
     ) -> None:
         self._is_serving = is_serving
         self._stopping = stopping
-        self._interval_s = interval_s
+        self._watches = watches
+        self._tuning = tuning
 
     def methods(self) -> grpc.GenericRpcHandler:
         """Return the service's methods."""
@@ -475,16 +530,23 @@ class _HealthService:
 
     async def _watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """Send whether a service is ready, now and at each change, until the door stops."""
+        try:
+            async with self._watches.opened():
+                await self._send_changes(request.service, context)
+        except EndedQuiet as error:
+            await _end_quiet(context, error, self._tuning.stop_timeout_s)
+
+    async def _send_changes(self, service: str, context: Context) -> None:
         sent: int | None = None
         while True:
-            status = self._status(request.service)
+            status = self._status(service)
             if status != sent:
-                await context.write(health_pb2.HealthCheckResponse(status=status))
+                await _write(context, health_pb2.HealthCheckResponse(status=status))
                 sent = status
             if self._stopping.is_set():
                 return
             try:
-                async with asyncio.timeout(self._interval_s):
+                async with asyncio.timeout(self._tuning.health_interval_s):
                     await self._stopping.wait()
             except TimeoutError:
                 continue

@@ -632,7 +632,11 @@ GATEWAY = (
         "Inference requests that a gateway has taken and not answered.",
     ),
     MetricSpec(
-        "headrace_gateway_in_flight_bytes", "gauge", (), "The bytes of their bodies, decompressed."
+        "headrace_gateway_in_flight_bytes",
+        "gauge",
+        (),
+        "The bytes of their bodies, decompressed, and of answers in gRPC streams that wait for "
+        "their callers to read them.",
     ),
     MetricSpec(
         "headrace_gateway_late_answers",

@@ -1,0 +1,172 @@
+"""Streams and watches over gRPC whose callers are silent, do not read, or go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec.structs import replace
+
+from headrace.gateway import open_inference_pb2 as messages
+from headrace.tuning import TUNING
+from tests.support.conditions import eventually
+from tests.support.gateways import add_identities
+from tests.support.grpc_callers import caller_of
+from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
+
+LARGE = 3 * 1024 * 1024
+"""Bytes of a tensor: a few are more than gRPC takes from a sender whose receiver does not read."""
+COUNT = 6
+UNLIMITED = ("grpc.max_receive_message_length", -1)
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Path:
+    """A repository with models that return what they get."""
+    add_identities(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[Path]:
+    """A repository with a model whose runs wait for `GATE`."""
+    add_gated_model(tmp_path)
+    with shut_gate():
+        yield tmp_path
+
+
+def large() -> messages.ModelInferRequest:
+    """A request with a large answer."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [LARGE // 8, 2]}
+    content = np.zeros(LARGE, "u1").tobytes()
+    return messages.ModelInferRequest(
+        model_name="FP32", inputs=[tensor], raw_input_contents=[content]
+    )
+
+
+def gated_request() -> messages.ModelInferRequest:
+    contents = messages.InferTensorContents(fp32_contents=[1.0])
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "contents": contents}
+    return messages.ModelInferRequest(model_name="gated", inputs=[tensor])
+
+
+async def _read_all(stream: Any, read: list[Any]) -> None:
+    while (answer := await stream.read()) is not grpc.aio.EOF:
+        read.append(answer)
+
+
+async def test_answers_that_nobody_reads_count_as_bytes(identities: Path) -> None:
+    """Until they are written; their requests have ended by then."""
+    async with caller_of(identities, UNLIMITED) as (served, caller):
+        stream = caller.stream()
+        for _ in range(COUNT):
+            await stream.write(large())
+        await eventually(lambda: served.counted("OK") == COUNT)
+        unread = served.doors.snapshot()
+        for _ in range(COUNT):
+            await stream.read()
+        await eventually(lambda: served.doors.snapshot().size_bytes == 0)
+        await stream.done_writing()
+
+        assert await stream.code() is grpc.StatusCode.OK
+    assert unread.requests == 0
+    assert unread.size_bytes >= LARGE
+
+
+async def test_stream_that_nobody_reads_is_ended(identities: Path) -> None:
+    """Its answers are dropped, and its caller learns why after those that were on their way."""
+    async with caller_of(identities, UNLIMITED, idle_timeout_s=0.5) as (served, caller):
+        stream = caller.stream()
+        for _ in range(COUNT):
+            await stream.write(large())
+        await eventually(lambda: served.counted("OK") == COUNT)
+        await eventually(lambda: served.doors.snapshot().size_bytes == 0)
+        read: list[Any] = []
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await _read_all(stream, read)
+
+    assert 0 < len(read) < COUNT
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_silent_stream_ends_and_busy_one_stays(gated: Path) -> None:
+    """The time begins again with each answer."""
+    async with caller_of(gated, idle_timeout_s=0.2) as (_, caller):
+        silent, busy = caller.stream(), caller.stream()
+        await busy.write(gated_request())
+        await eventually(BEGUN.is_set)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await silent.read()
+        GATE.set()
+        answer = await busy.read()
+        busy.cancel()
+
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "expected a message within 0.2 s, got none" in str(error.value.details())
+    assert answer.infer_response.model_name == "gated"
+
+
+async def test_stream_over_limit_replaces_the_one_quiet_for_longest(gated: Path) -> None:
+    """One with a request under way is not quiet."""
+    GATE.set()
+    two = replace(TUNING.gateway, max_quiet_streams=2)
+    async with caller_of(gated, tuning=two) as (_, caller):
+        streams = []
+        for _ in range(3):
+            streams.append(caller.stream())
+            await streams[-1].write(gated_request())
+            await streams[-1].read()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await streams[0].read()
+        for each in streams[1:]:
+            await each.write(gated_request())
+            await each.read()
+            each.cancel()
+
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "expected at most 2 quiet ones, got one more" in str(error.value.details())
+
+
+async def test_watches_of_one_caller_leave_room_for_others(gated: Path) -> None:
+    """Checks are answered beside any number of watches, and a new watch ends the oldest."""
+    two = replace(TUNING.gateway, max_watches=2, max_quiet_streams=1, spare_calls=1)
+    async with caller_of(gated, tuning=two, max_in_flight=1) as (_, caller):
+        stub = health_pb2_grpc.HealthStub(caller.channel)
+        request = health_pb2.HealthCheckRequest()
+        watches: list[Any] = []
+        for _ in range(8):
+            watches.append(stub.Watch(request))
+            await watches[-1].read()
+        ended = await asyncio.gather(*(each.code() for each in watches[:-2]))
+        checked = await stub.Check(request)
+        open_ = [each.done() for each in watches[-2:]]
+        for each in watches:
+            each.cancel()
+
+    assert set(ended) == {grpc.StatusCode.UNAVAILABLE}
+    assert checked.status == health_pb2.HealthCheckResponse.SERVING
+    assert open_ == [False, False]
+
+
+async def test_stream_cancelled_while_answer_is_written_logs_no_error(
+    identities: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its caller is gone, which is no fault of the server; the requests of others go on."""
+    async with caller_of(identities, UNLIMITED) as (served, caller):
+        stream = caller.stream()
+        for _ in range(COUNT):
+            await stream.write(large())
+        await eventually(lambda: served.counted("OK") == COUNT)
+        stream.cancel()
+        await eventually(lambda: served.doors.snapshot().size_bytes == 0)
+        answer = await caller.infer(large())
+
+    assert answer.model_name == "FP32"
+    assert [each for each in caplog.records if each.levelname == "ERROR"] == []
+    assert "Traceback" not in capfd.readouterr().err
