@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import structlog
 
@@ -24,7 +24,7 @@ from headrace.gateway.conversions import Conversions
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpan, ServerSpans
 from headrace.gateway.statistics import Statistics
-from headrace.log.port import Log
+from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
 from headrace.protocol.headers import ALL_HEADERS, MAX_HEADER_BYTES, MAX_PRIORITY, HeaderName
 from headrace.telemetry.health import Health
@@ -33,6 +33,7 @@ from headrace.telemetry.http_listener import Connections
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import GatewaySnapshot
+from headrace.topics import Topic
 from headrace.tuning import TUNING, GatewayTuning
 
 log = structlog.get_logger(__name__)
@@ -194,6 +195,26 @@ class UnderWay:
             await asyncio.sleep(silence_s)
 
 
+class _HeardLog:
+    """A log that knows how long ago the reader that it opened last has heard of a broker."""
+
+    def __init__(self, log_: Log) -> None:
+        self._log = log_
+        self._reader: Consumer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    def reader(self, partitions: Sequence[TopicPartition]) -> Consumer:
+        """See the port."""
+        self._reader = self._log.reader(partitions)
+        return self._reader
+
+    def last_contact_s(self) -> float:
+        """Return the seconds since the last contact; 0.0 before a reader is opened."""
+        return 0.0 if self._reader is None else self._reader.last_contact_s()
+
+
 _CREDENTIALS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 _NOT_FORWARDED = ALL_HEADERS | _CREDENTIALS
 _NOT_FORWARDED_PREFIXES = ("content-", "grpc-", "x-replay-")
@@ -271,8 +292,10 @@ class Gateway:
             limits.max_connections, limits.header_timeout_s, limits.idle_timeout_s
         )
         self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes, self._limits)
+        self._log = _HeardLog(log_)
+        self._responses = settings.topic(Topic.RESPONSES)
         self._client = Client(
-            log=log_,
+            log=cast("Log", self._log),
             settings=settings,
             max_in_flight=limits.max_in_flight,
             executor=self.conversions.threads,
@@ -300,6 +323,8 @@ class Gateway:
             {reason: self._limits.refused[reason] for reason in Reason},
             len(self.connections),
             self.connections.closed_early,
+            self._responses,
+            self._log.last_contact_s(),
         )
 
     @property

@@ -150,13 +150,16 @@ class GatewaySnapshot(NamedTuple):
     """State of the gateway of a process.
 
     Attributes:
-        requests: taken and not answered; `size_bytes` is the size of their bodies.
+        requests: taken and not answered; `size_bytes` is the size of their bodies, and of answers
+            in streams that wait for their callers.
         late_answers: answers that were dropped because their callers had stopped waiting.
         regions: of shared memory that callers have registered.
         callers: whose requests are counted against limits of their own.
         limited: number of requests that such a limit refused, by limit.
         connections: open ones of the door for HTTP.
         connections_closed: number of those that the limits of connections closed.
+        topic: of the answers that it reads.
+        last_contact_s: seconds since the log's last answer; 0 before the gateway is open.
     """
 
     requests: int
@@ -167,3 +170,5 @@ class GatewaySnapshot(NamedTuple):
     limited: Mapping[str, int]
     connections: int
     connections_closed: int
+    topic: str
+    last_contact_s: float

@@ -124,11 +124,11 @@ class ProcessState:
         return next(filter(None, faults), "")
 
     def _find_silent_broker(self) -> str:
-        for snapshot in self.sources:
-            source = snapshot()
-            if source.last_contact_s > self._tuning.broker_silence_s:
-                return f"the broker was last heard of {source.last_contact_s:.0f} s ago"
-        return ""
+        readers = _readers([snapshot() for snapshot in self.sources], self.gateway())
+        silent_s = max((each.last_contact_s for each in readers), default=0.0)
+        if silent_s <= self._tuning.broker_silence_s:
+            return ""
+        return f"the broker was last heard of {silent_s:.0f} s ago"
 
     def _find_stalled_source(self) -> str:
         for snapshot in self.sources:
@@ -201,6 +201,13 @@ class ProcessState:
         }
 
 
+def _readers(
+    sources: Sequence[SourceSnapshot], gateway: GatewaySnapshot | None
+) -> list[SourceSnapshot | GatewaySnapshot]:
+    """Return what reads topics; in a process with a gateway alone, only that does."""
+    return [*sources] if gateway is None else [*sources, gateway]
+
+
 def _source_entry(source: SourceSnapshot) -> dict[str, Any]:
     return {
         **source._asdict(),
@@ -230,7 +237,6 @@ _SOURCE_GAUGES = {
     "time_to_drain_seconds": "time_to_drain_s",
     "stalled_seconds": "stalled_s",
     "assigning_seconds": "assigning_s",
-    "log_last_contact_seconds": "last_contact_s",
 }
 _PARTITION_GAUGES = {
     "consumer_lag_records": "lag_records",
@@ -274,6 +280,9 @@ class StateGauges(Collector):
         """Return the current samples, for a scrape; runs on the event loop."""
         sources = [snapshot() for snapshot in self._state.sources]
         yield from _source_gauges(sources)
+        gateway = self._state.gateway()
+        heard = [((each.topic,), each.last_contact_s) for each in _readers(sources, gateway)]
+        yield _gauge("log_last_contact_seconds", heard)
         yield from _partition_gauges(sources)
         yield from self._process_gauges()
         yield self._device_gauge()
@@ -287,7 +296,6 @@ class StateGauges(Collector):
         )
         yield from self._memory_gauges()
         yield self._suppressed_counter()
-        gateway = self._state.gateway()
         if gateway is not None:
             yield from _gateway_metrics(gateway)
 
