@@ -1035,6 +1035,8 @@ class RuntimeTuning(Struct, frozen=True):
     """Largest body of a request."""
     http_accept_retry_s: float = 1.0
     """Pause while the process has no file descriptor or memory for another connection."""
+    http_least_bytes_per_s: float = 64 * 1024
+    """Clients that read a large answer more slowly are cut off, `idle_timeout_s` after its time."""
     http_stop_timeout_s: float = 1.0
     """Time for open requests to end when the server stops."""
     http_access: AccessTuning = AccessTuning()

@@ -209,6 +209,8 @@ class HttpDoor:
         """Suspend the idle timer of the connection, and end it after the answer in a drain."""
         with self._connections.answering(request.transport):
             response = await handler(request)
+        if isinstance(response, web.Response):
+            self._connections.sending(request.transport, response.content_length or 0)
         if self._gateway.draining.is_set():
             response.force_close()
         return response

@@ -262,6 +262,7 @@ class Connections:
             the TLS handshake included.
         idle_timeout_s: from an answer to the end of the next request's head.
         accept_retry_s: pause while the process has no file descriptor or memory for a connection.
+        least_bytes_per_s: slower clients are cut off while they read a large answer.
     """
 
     def __init__(
@@ -270,11 +271,13 @@ class Connections:
         header_timeout_s: float,
         idle_timeout_s: float,
         accept_retry_s: float = TUNING.runtime.http_accept_retry_s,
+        least_bytes_per_s: float = TUNING.runtime.http_least_bytes_per_s,
     ) -> None:
         self._max_connections = max_connections
         self._header_timeout_s = header_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._accept_retry_s = accept_retry_s
+        self._least_bytes_per_s = least_bytes_per_s
         self._open: set[HttpConnection] = set()
         self._make: MakeProtocol = asyncio.Protocol
         self._tls: ssl.SSLContext | None = None
@@ -363,6 +366,19 @@ class Connections:
         finally:
             if connection in self._open:
                 self._wait(connection, self._idle_timeout_s)
+
+    def sending(self, transport: asyncio.Transport | None, size_bytes: int) -> None:
+        """Give a connection the time to read an answer of so many bytes before it counts as idle.
+
+        How much of an answer has been sent is not known with TLS, where all of it is in buffers.
+        """
+        connection = None if transport is None else transport.get_protocol()
+        if not isinstance(connection, HttpConnection):
+            return
+        timer = self._timers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+            self._wait(connection, self._idle_timeout_s + size_bytes / self._least_bytes_per_s)
 
     async def close(self) -> None:
         """End all connections."""
