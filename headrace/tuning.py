@@ -1055,7 +1055,9 @@ class GatewayTuning(Struct, frozen=True):
     spare_calls: int = 256
     """gRPC calls beside `gateway.max_in_flight`, quiet streams and watches: health and metadata."""
     max_quiet_streams: int = 512
-    """gRPC streams without a request under way; a further one ends the one quiet for longest."""
+    """gRPC streams of one method without a request under way; a further one ends the one that has
+    been quiet for longest.
+    """
     max_watches: int = 512
     """Watches of the health over gRPC; a further one ends the oldest. gRPC's clients have one on
     each connection if they are told to check health.
@@ -1087,7 +1089,9 @@ class GatewayTuning(Struct, frozen=True):
     least_timeout_s: float = 0.001
     """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
-    """Limit of an error's text over gRPC, where it is a header; headers are limited to 8 KiB."""
+    """Limit of an error's text over gRPC, where it is a header, in which each byte that is not
+    printable ASCII takes three characters. Headers are limited to 8 KiB.
+    """
     shown_names: int = 8
     """Names of a wrong object in `:predict` that its error repeats."""
     max_idle_callers: int = 10_000

@@ -130,12 +130,25 @@ def refusal_of_error(answer: ErrorAnswer, tuning: GatewayTuning) -> Refusal:
     if status is None:
         known = grpc.StatusCode
         status = known.UNAVAILABLE if answer.retriable else known.INTERNAL
-    message = answer.message[: tuning.error_characters]
+    message = _beginning_of(answer.message, tuning.error_characters)
     wait_ms = -1
     if answer.retriable:
         wait_ms = answer.retry_after_ms or tuning.retry_after_s * 1000
     details = _details(answer, status, message, wait_ms)
     return Refusal(status, message, ((PUSHBACK, str(wait_ms)), (DETAILS, details)))
+
+
+def _beginning_of(text: str, limit: int) -> str:
+    """Return what of a text gRPC encodes in so many characters: each byte that is not printable
+    ASCII takes three.
+    """
+    size = 0
+    for index, character in enumerate(text[:limit]):
+        is_plain = " " <= character <= "~" and character != "%"
+        size += 1 if is_plain else 3 * len(character.encode(errors="replace"))
+        if size > limit:
+            return text[:index]
+    return text[:limit]
 
 
 def _details(answer: ErrorAnswer, status: grpc.StatusCode, message: str, wait_ms: int) -> bytes:

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from inspect import isasyncgen
 from typing import Any, NoReturn, Self, TypeAlias
 
 import grpc
@@ -100,9 +99,9 @@ class GrpcDoor:
         self._tuning = gateway.tuning
         self._port = port
         self._groups = CallGroups(gateway.tuning)
-        self._quiet_streams = QuietCalls(
-            "ModelStreamInfer", self._tuning.max_quiet_streams, gateway.settings.idle_timeout_s
-        )
+        limit, idle_timeout_s = self._tuning.max_quiet_streams, gateway.settings.idle_timeout_s
+        self._quiet_streams = QuietCalls("ModelStreamInfer", limit, idle_timeout_s)
+        self._quiet_reflections = QuietCalls("ServerReflectionInfo", limit, idle_timeout_s)
         self._watches = QuietCalls("Watch", self._tuning.max_watches, None)
         self._server: grpc.aio.Server | None = None
         self._acceptors: CallAcceptors | None = None
@@ -119,7 +118,7 @@ class GrpcDoor:
         host = settings.grpc_host
         tuning = self._tuning
         max_calls = settings.max_in_flight + tuning.spare_calls
-        max_quiet = tuning.max_quiet_streams + tuning.max_watches
+        max_quiet = 2 * tuning.max_quiet_streams + tuning.max_watches
         are_alike = self._gateway.callers.are_all_alike
         interceptors = [] if are_alike else [_Admission(self._gateway, self._tuning)]
         server = grpc.aio.server(
@@ -133,8 +132,9 @@ class GrpcDoor:
                 server, SERVICE.full_name, "ModelInfer", infer, interceptors, max_calls
             )
         health = _HealthService(self._is_serving, self._stopping, self._watches, tuning)
-        server.add_generic_rpc_handlers((self._methods(infer), health.methods()))
-        _add_reflection(server)
+        server.add_generic_rpc_handlers(
+            (self._methods(infer), health.methods(), self._reflection_methods())
+        )
         try:
             address = f"[{host}]:{self._port}" if ":" in host else f"{host or '[::]'}:{self._port}"
             certificates = self._gateway.certificates
@@ -206,6 +206,35 @@ class GrpcDoor:
             **GrpcModels(self._gateway).methods(),
         }
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
+    # --- reflection ---------------------------------------------------------------------------
+
+    def _reflection_methods(self) -> grpc.GenericRpcHandler:
+        service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+        method = partial(self._reflect, _reflection())
+        handler: _Method = grpc.stream_stream_rpc_method_handler(method)
+        return grpc.method_handlers_generic_handler(
+            service.full_name, {"ServerReflectionInfo": handler}
+        )
+
+    async def _reflect(
+        self, reflecting: Any, requests: AsyncIterator[bytes], context: Context
+    ) -> None:
+        """Answer each request of a `ServerReflectionInfo`."""
+
+        async def parsed() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+            async for message in requests:
+                yield parse_message(reflection_pb2.ServerReflectionRequest, message)
+
+        try:
+            async with self._quiet_reflections.opened() as call:
+                async for answer in reflecting.ServerReflectionInfo(parsed(), context):
+                    await _write(context, answer.SerializeToString())
+                    call.rest()
+        except EndedQuiet as error:
+            await _end_quiet(context, error, self._tuning.stop_timeout_s)
+        except Rejected as error:
+            await context.abort(*refusal_of_error(answer_of_error(error), self._tuning))
 
     # --- inference ----------------------------------------------------------------------------
 
@@ -427,19 +456,13 @@ class _Admission(grpc.aio.ServerInterceptor):
         async def answer_stream(sent: Any, context: Context) -> None:
             await admit(context)
             begin = method.stream_stream if method.request_streaming else method.unary_stream
-            answers = begin(sent, context)
-            if not isasyncgen(answers):
-                await answers
-                return
-            async for each in answers:
-                await _write(context, each)
+            await begin(sent, context)
 
-        codecs = (method.request_deserializer, method.response_serializer)
         if not method.response_streaming:
-            return grpc.unary_unary_rpc_method_handler(answer, *codecs)
+            return grpc.unary_unary_rpc_method_handler(answer)
         if method.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(answer_stream, *codecs)
-        return grpc.unary_stream_rpc_method_handler(answer_stream, *codecs)
+            return grpc.stream_stream_rpc_method_handler(answer_stream)
+        return grpc.unary_stream_rpc_method_handler(answer_stream)
 
 
 async def _write(context: Context, answer: Any) -> None:
@@ -506,42 +529,45 @@ class _HealthService:
 
     def methods(self) -> grpc.GenericRpcHandler:
         """Return the service's methods."""
-        kinds = {
-            "request_deserializer": health_pb2.HealthCheckRequest.FromString,
-            "response_serializer": health_pb2.HealthCheckResponse.SerializeToString,
-        }
         return grpc.method_handlers_generic_handler(
             health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
             {
-                "Check": grpc.unary_unary_rpc_method_handler(self._check, **kinds),
-                "Watch": grpc.unary_stream_rpc_method_handler(self._watch, **kinds),
+                "Check": grpc.unary_unary_rpc_method_handler(self._check),
+                "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
             },
         )
 
-    async def _check(
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
+    async def _check(self, message: bytes, context: Context) -> bytes:
         """Return whether a service is ready."""
-        status = self._status(request.service)
+        service = await self._parse(message, context)
+        status = self._status(service)
         if status == _SERVICE_UNKNOWN:
-            message = f'service: expected {SERVICE.full_name} or "", got "{request.service[:80]}"'
-            await context.abort(grpc.StatusCode.NOT_FOUND, message)
-        return health_pb2.HealthCheckResponse(status=status)
+            expected = f'service: expected {SERVICE.full_name} or ""'
+            await context.abort(grpc.StatusCode.NOT_FOUND, f'{expected}, got "{service[:80]}"')
+        return _health_of(status)
 
-    async def _watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+    async def _watch(self, message: bytes, context: Context) -> None:
         """Send whether a service is ready, now and at each change, until the door stops."""
+        service = await self._parse(message, context)
         try:
             async with self._watches.opened():
-                await self._send_changes(request.service, context)
+                await self._send_changes(service, context)
         except EndedQuiet as error:
             await _end_quiet(context, error, self._tuning.stop_timeout_s)
+
+    async def _parse(self, message: bytes, context: Context) -> str:
+        """Return the name of the service in a message; end the call if it cannot be read."""
+        try:
+            return str(parse_message(health_pb2.HealthCheckRequest, message).service)
+        except Rejected as error:
+            await context.abort(*refusal_of_error(answer_of_error(error), self._tuning))
 
     async def _send_changes(self, service: str, context: Context) -> None:
         sent: int | None = None
         while True:
             status = self._status(service)
             if status != sent:
-                await _write(context, health_pb2.HealthCheckResponse(status=status))
+                await _write(context, _health_of(status))
                 sent = status
             if self._stopping.is_set():
                 return
@@ -558,15 +584,20 @@ class _HealthService:
         return _SERVING if serving else _NOT_SERVING
 
 
-def _add_reflection(server: grpc.aio.Server) -> None:
-    """Let tools such as grpcurl ask for the services and their messages."""
+def _health_of(status: health_pb2.HealthCheckResponse.ServingStatus) -> bytes:
+    content: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+    return content
+
+
+def _reflection() -> reflection.ReflectionServicer:
+    """Return what tells tools such as grpcurl of the services and their messages."""
     pool = messages.DESCRIPTOR.pool
     others = (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)
     for each in others:
         pool.AddSerializedFile(each.serialized_pb)
     names = [SERVICE.full_name]
     names += [service.full_name for each in others for service in each.services_by_name.values()]
-    reflection.enable_server_reflection(names, server, pool=_SymbolPool(pool))
+    return reflection.aio.ReflectionServicer(names, pool=_SymbolPool(pool))
 
 
 class _SymbolPool:

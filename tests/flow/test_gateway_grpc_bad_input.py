@@ -263,6 +263,44 @@ async def test_bad_requests_are_told_what_is_wrong(repository: Path) -> None:
     assert not wrong
 
 
+UNREADABLE = {
+    "check": ("/grpc.health.v1.Health/Check", "grpc.health.v1.HealthCheckRequest"),
+    "watch": ("/grpc.health.v1.Health/Watch", "grpc.health.v1.HealthCheckRequest"),
+    "reflection": (
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "grpc.reflection.v1alpha.ServerReflectionRequest",
+    ),
+}
+"""Methods of the services beside inference, and the messages that they expect."""
+
+
+@pytest.mark.parametrize("method", UNREADABLE)
+async def test_unreadable_message_to_service_beside_inference_is_its_callers_fault(
+    repository: Path, method: str
+) -> None:
+    """The sentence names the message that was expected."""
+    path, expected = UNREADABLE[method]
+    async with caller_of(repository) as (_, caller):
+        begin: Any = caller.channel.stream_stream(path)
+        call = begin()
+        await call.write(b"\xff\xff")
+        await call.done_writing()
+        status, told = await call.code(), await call.details()
+
+    assert status is grpc.StatusCode.INVALID_ARGUMENT
+    assert told == f"message: expected {expected}, got other bytes"
+
+
+async def test_long_name_outside_of_ascii_keeps_status_of_its_error(repository: Path) -> None:
+    """As a header the sentence is three times as long as its bytes, and headers have a limit."""
+    async with caller_of(repository) as (_, caller):
+        call = caller.call("ModelMetadata", messages.ModelMetadataRequest(name="\U0001f600" * 1000))
+        status, told = await call.code(), await call.details()
+
+    assert status is grpc.StatusCode.NOT_FOUND
+    assert told.startswith("model_name: expected one of")
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     """A frame of HTTP/2 (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
