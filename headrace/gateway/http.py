@@ -401,7 +401,7 @@ class InferencePaths:
             body = await self._bodies.read(request, counted)
             content_type = _content_type(request)
             regions = gateway.access(counted)
-            json_bytes = read_number(JSON_BYTES, request.headers.get(JSON_BYTES), 0, len(body))
+            json_bytes = read_number(JSON_BYTES, _only(request, JSON_BYTES), 0, len(body))
             accept = _accepted(request)
             call: InferCall | None = None
             is_whole = False
@@ -687,6 +687,20 @@ def _find_version(gateway: Gateway, request: web.Request) -> ModelVersion:
 
 
 # --- headers and codings ------------------------------------------------------------------------
+
+
+def _only(request: web.Request, name: str) -> str | None:
+    """Return the value of a header; None if it is absent.
+
+    Raises:
+        Rejected: it was sent with different values, of which a proxy may take another one.
+    """
+    values = request.headers.getall(name, ())
+    if len(set(values)) > 1:
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST, f"header {name}", expected="one value", got=f"{len(values)}"
+        )
+    return values[0] if values else None
 
 
 def _content_type(request: web.Request) -> str:

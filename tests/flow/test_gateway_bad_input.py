@@ -571,6 +571,21 @@ async def test_bad_header_or_body_behind_it_is_refused(tmp_path: Path) -> None:
         assert not wrong
 
 
+@pytest.mark.parametrize(("second", "status"), [(len(HEAD) + 1, 400), (len(HEAD), 200)])
+async def test_size_of_json_twice_is_refused_unless_it_is_the_same(
+    tmp_path: Path, second: int, status: int
+) -> None:
+    """A proxy in front might go by another one than the gateway."""
+    given = [("Content-Type", "application/json")]
+    given += [(JSON_BYTES, str(size)) for size in (len(HEAD), second)]
+    async with digits_and_texts(tmp_path) as served:
+        response = await served.post(INFER, HEAD + ROW, headers=given)
+
+    assert response.status == status
+    if status == 400:
+        assert response.json["error"] == f"header {JSON_BYTES}: expected one value, got 2"
+
+
 LYING_TEXTS = {
     "nothing": (b"", "at least 8 bytes"),
     "half a length": (b"\1\0", "at least 8 bytes"),
