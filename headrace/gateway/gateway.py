@@ -20,7 +20,7 @@ from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, ConfigurationError, Rejected, Retriable
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
-from headrace.gateway.conversions import Conversions
+from headrace.gateway.dropped_work import DroppingConversions
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpan, ServerSpans
 from headrace.gateway.statistics import Statistics
@@ -286,7 +286,7 @@ class Gateway:
             self.files.append(self.certificates)
         self.draining = asyncio.Event()
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
-        self.conversions = Conversions(tuning, use_regions=self.has_shared_memory)
+        self.conversions = DroppingConversions(tuning, use_regions=self.has_shared_memory)
         self._limits = CallerLimits(tuning.max_idle_callers)
         self.connections = Connections(
             limits.max_connections, limits.header_timeout_s, limits.idle_timeout_s
