@@ -163,7 +163,7 @@ def _errors_of_calls() -> Iterator[None]:
     except ChangeOvertaken as error:
         raise Overtaken(str(error)) from error
     except ChangeRefused as error:
-        raise Rejected(Code.INVALID_REQUEST, str(error)) from error
+        raise Rejected(Code.INVALID_REQUEST, "; ".join(str(error).splitlines())) from error
     except ConfigurationError as error:
         raise RepositoryUnavailable(str(error)) from error
 

@@ -195,6 +195,17 @@ async def test_change_without_login_is_refused_though_index_is_open(
     assert index.status == 200
 
 
+async def test_configuration_with_several_faults_is_refused_in_one_line(repository: Path) -> None:
+    """It is the caller's fault, and a sentence with line breaks is hard to find in logs."""
+    config = {"version_policy": {"specific": {"versions": [-1]}}}
+    async with gateway_of(repository, mode="explicit", **ANYONE) as served:
+        status, body = await post(served.http, "load", {"config": json.dumps(config)})
+
+    assert (status, body["error_details"]["code"]) == (400, "INVALID_REQUEST")
+    assert "versions.0: expected at least 1, got -1; " in body["error"]
+    assert "\n" not in body["error"]
+
+
 async def test_version_that_cannot_be_loaded_leaves_everything_as_before(repository: Path) -> None:
     """The call fails with the reason, which the history has as well; the old ones serve."""
     async with gateway_of(repository, mode="explicit", **ANYONE) as served:
