@@ -1065,8 +1065,8 @@ class GatewayTuning(Struct, frozen=True):
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
     accepted_at_once: int = 8
-    """gRPC calls that are requested from gRPC's core at once, and so may be accepted in one turn of
-    the event loop; with 0, one call is accepted after the other.
+    """gRPC calls of one method that are requested from gRPC's core at once, and so may be accepted
+    in one turn of the event loop; with 0, one call is accepted after the other.
     """
     grouped_pause_s: float = 0.001
     """A gRPC call that waits for others goes on after so long without a further call."""

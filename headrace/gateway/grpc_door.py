@@ -79,6 +79,8 @@ _SERVERS_FAULTS = frozenset(
 )
 """Statuses that make the span of a call an error, by OpenTelemetry's conventions for gRPC."""
 
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -104,7 +106,7 @@ class GrpcDoor:
         self._quiet_reflections = QuietCalls("ServerReflectionInfo", limit, idle_timeout_s)
         self._watches = QuietCalls("Watch", self._tuning.max_watches, None)
         self._server: grpc.aio.Server | None = None
-        self._acceptors: CallAcceptors | None = None
+        self._acceptors: list[CallAcceptors] = []
         self._stopping = asyncio.Event()
         self._closing = asyncio.Event()  # GOAWAY was sent
 
@@ -126,14 +128,33 @@ class GrpcDoor:
             options=_options(settings, self._tuning),
             maximum_concurrent_rpcs=max_calls + max_quiet,
         )
-        infer: _Method = grpc.unary_unary_rpc_method_handler(self._infer)
-        if self._tuning.accepted_at_once and can_accept_several():
-            self._acceptors = CallAcceptors(
-                server, SERVICE.full_name, "ModelInfer", infer, interceptors, max_calls
-            )
         health = _HealthService(self._is_serving, self._stopping, self._watches, tuning)
+        infer: _Method = grpc.unary_unary_rpc_method_handler(self._infer)
+        stream: _Method = grpc.stream_stream_rpc_method_handler(self._infer_stream)
+        reflect: _Method = grpc.stream_stream_rpc_method_handler(
+            partial(self._reflect, _reflection())
+        )
+        if tuning.accepted_at_once and can_accept_several():
+            # gRPC counts a call until its caller has taken its end, which may be never. Those that
+            # can be quiet are counted apart, so that they do not take the place of others.
+            quiet = tuning.max_quiet_streams
+            self._acceptors = [
+                CallAcceptors(server, service, method, handler, interceptors, limit)
+                for service, method, handler, limit in (
+                    (SERVICE.full_name, "ModelInfer", infer, max_calls),
+                    (SERVICE.full_name, "ModelStreamInfer", stream, max_calls + quiet),
+                    (_REFLECTION, "ServerReflectionInfo", reflect, 2 * quiet),
+                    (_HEALTH, "Watch", health.watch, 2 * tuning.max_watches),
+                )
+            ]
         server.add_generic_rpc_handlers(
-            (self._methods(infer), health.methods(), self._reflection_methods())
+            (
+                self._methods(infer, stream),
+                health.methods(),
+                grpc.method_handlers_generic_handler(
+                    _REFLECTION, {"ServerReflectionInfo": reflect}
+                ),
+            )
         )
         try:
             address = f"[{host}]:{self._port}" if ":" in host else f"{host or '[::]'}:{self._port}"
@@ -149,8 +170,9 @@ class GrpcDoor:
             ) from error
         await server.start()
         self._server = server
-        if self._acceptors is not None:
-            self._acceptors.start(self._tuning.accepted_at_once)
+        for each in self._acceptors:
+            each.start(self._tuning.accepted_at_once)
+        if self._acceptors:
             self._gateway.health.watch_live(self._fault)
         log.info(Event.GATEWAY_LISTENING, host=host, grpc_port=self._port)
         return self
@@ -160,8 +182,8 @@ class GrpcDoor:
         if self._server is not None:
             await self._server.stop(self._tuning.stop_timeout_s)
             self._server = None
-        if self._acceptors is not None:
-            await self._acceptors.join(self._tuning.stop_timeout_s)
+        for each in self._acceptors:
+            await each.join(self._tuning.stop_timeout_s)
 
     async def stop_listening(self) -> None:
         """Refuse further calls as retriable, and close the connections once none is under way.
@@ -190,32 +212,24 @@ class GrpcDoor:
 
     def _fault(self) -> str:
         """Return why calls are no longer accepted; empty if they are, or in a stop."""
-        if self._stopping.is_set() or self._acceptors is None:
+        if self._stopping.is_set():
             return ""
-        return self._acceptors.fault()
+        return next(filter(None, (each.fault() for each in self._acceptors)), "")
 
     def _is_serving(self, service: str) -> bool | None:
         """Return whether a service is ready; None if there is no such service."""
         return self._gateway.health.ready if service in ("", SERVICE.full_name) else None
 
-    def _methods(self, infer: _Method) -> grpc.GenericRpcHandler:
+    def _methods(self, infer: _Method, stream: _Method) -> grpc.GenericRpcHandler:
         """Return the service's methods, which take bytes and return bytes: see `parse_message`."""
         methods: dict[str, Any] = {
             "ModelInfer": infer,
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._infer_stream),
+            "ModelStreamInfer": stream,
             **GrpcModels(self._gateway).methods(),
         }
         return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
 
     # --- reflection ---------------------------------------------------------------------------
-
-    def _reflection_methods(self) -> grpc.GenericRpcHandler:
-        service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-        method = partial(self._reflect, _reflection())
-        handler: _Method = grpc.stream_stream_rpc_method_handler(method)
-        return grpc.method_handlers_generic_handler(
-            service.full_name, {"ServerReflectionInfo": handler}
-        )
 
     async def _reflect(
         self, reflecting: Any, requests: AsyncIterator[bytes], context: Context
@@ -484,8 +498,10 @@ async def _end_quiet(context: Context, error: EndedQuiet, timeout_s: float) -> N
     try:
         async with asyncio.timeout(timeout_s):
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{error}; begin a new call")
-    except TimeoutError:
-        raise asyncio.CancelledError from None  # gRPC logs any other error
+    except grpc.aio.AbortError:
+        raise
+    except (TimeoutError, grpc.aio.BaseError):  # its caller does not read, or has gone
+        raise asyncio.CancelledError from None
 
 
 async def _refuse_caller(refusal: Refusal, _requests: Any, context: Context) -> None:
@@ -495,7 +511,7 @@ async def _refuse_caller(refusal: Refusal, _requests: Any, context: Context) -> 
 def _group_of(method: str) -> ApiGroup:
     """Return the group of a method by its full name."""
     _, service, name = method.rsplit("/", 2) if method.count("/") == 2 else ("", "", "")
-    if service == health_pb2.DESCRIPTOR.services_by_name["Health"].full_name:
+    if service == _HEALTH:
         return ApiGroup.HEALTH
     if name in ("ServerLive", "ServerReady", "ModelReady"):
         return ApiGroup.HEALTH
@@ -526,15 +542,13 @@ class _HealthService:
         self._stopping = stopping
         self._watches = watches
         self._tuning = tuning
+        self.watch: _Method = grpc.unary_stream_rpc_method_handler(self._watch)
 
     def methods(self) -> grpc.GenericRpcHandler:
         """Return the service's methods."""
         return grpc.method_handlers_generic_handler(
-            health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-            {
-                "Check": grpc.unary_unary_rpc_method_handler(self._check),
-                "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
-            },
+            _HEALTH,
+            {"Check": grpc.unary_unary_rpc_method_handler(self._check), "Watch": self.watch},
         )
 
     async def _check(self, message: bytes, context: Context) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from msgspec.structs import replace
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
-from tests.support.gateways import add_identities
+from tests.support.gateways import Served, add_identities
 from tests.support.grpc_callers import caller_of
 from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
 
@@ -61,6 +63,10 @@ async def _read_all(stream: Any, read: list[Any]) -> None:
         read.append(answer)
 
 
+def _is_answered(served: Served, stream: Any, before: float) -> bool:
+    return stream.done() or served.counted("OK") > before
+
+
 async def test_answers_that_nobody_reads_count_as_bytes(identities: Path) -> None:
     """Until they are written; their requests have ended by then."""
     async with caller_of(identities, UNLIMITED) as (served, caller):
@@ -93,6 +99,31 @@ async def test_stream_that_nobody_reads_is_ended(identities: Path) -> None:
 
     assert 0 < len(read) < COUNT
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_ended_streams_that_nobody_reads_leave_room_for_others(
+    identities: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each counts until its caller takes its end: streams have a count of their own."""
+    few = replace(TUNING.gateway, max_watches=1, max_quiet_streams=1, spare_calls=1)
+    limits: dict[str, Any] = {"idle_timeout_s": 0.3, "max_in_flight": 3}
+    async with caller_of(identities, UNLIMITED, tuning=few, **limits) as (served, caller):
+        stub = health_pb2_grpc.HealthStub(caller.channel)
+        streams: list[Any] = []
+        for _ in range(8):
+            streams.append(caller.stream())
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # beyond that count
+                for _ in range(3):
+                    answered = served.counted("OK")
+                    await streams[-1].write(large())
+                    await eventually(partial(_is_answered, served, streams[-1], answered))
+        await eventually(lambda: served.doors.snapshot().size_bytes == 0)
+        checked = await stub.Check(health_pb2.HealthCheckRequest())
+        for each in streams:
+            each.cancel()
+
+    assert [each for each in caplog.records if each.levelname == "ERROR"] == []
+    assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_silent_stream_ends_and_busy_one_stays(gated: Path) -> None:
