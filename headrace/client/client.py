@@ -176,6 +176,12 @@ class Client:
         """Return why answers can no longer be read; empty if they can."""
         return self._rpc.fault() if self._rpc else ""
 
+    def last_contact_s(self) -> float:
+        """Return the seconds since a broker last answered the reader of answers; 0.0 before the
+        client is entered.
+        """
+        return self._rpc.last_contact_s() if self._rpc else 0.0
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             log = self._log

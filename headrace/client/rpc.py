@@ -86,6 +86,7 @@ class ReplyReader:
         self._waiting: dict[bytes, OnReply] = {}
         self._futures: dict[bytes, asyncio.Future[Record]] = {}
         self._arrived = asyncio.Event()
+        self._consumer: Consumer | None = None
         self._stopping = False
         self._failure: BaseException | None = None
         self._stack = AsyncExitStack()
@@ -99,6 +100,10 @@ class ReplyReader:
         """Return why replies can no longer be read; empty if they can."""
         return "" if self._failure is None else f"answers can no longer be read: {self._failure}"
 
+    def last_contact_s(self) -> float:
+        """Return the seconds since a broker last answered the reader; 0.0 before it is entered."""
+        return self._consumer.last_contact_s() if self._consumer else 0.0
+
     async def __aenter__(self) -> Self:
         """Start reading; after this returns, no reply to a later request can be missed."""
         async with AsyncExitStack() as stack:
@@ -109,6 +114,7 @@ class ReplyReader:
             # user's own block raises into an exception group.
             task = asyncio.create_task(self._read(consumer), name="replies")
             stack.push_async_callback(self._join, task)
+            self._consumer = consumer
             self._stack = stack.pop_all()
         return self
 
@@ -268,6 +274,10 @@ class RpcClient:
     def fault(self) -> str:
         """Return why answers can no longer be read; empty if they can."""
         return self._replies.fault() if self._replies else ""
+
+    def last_contact_s(self) -> float:
+        """Return the seconds since a broker last answered the reader; 0.0 before it is entered."""
+        return self._replies.last_contact_s() if self._replies else 0.0
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

@@ -53,10 +53,23 @@ class Conversions:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, convert: Callable[[], T], *, takes_long: bool) -> T:
-        """Return what a function makes, which runs on a thread if it takes long."""
+        """Return what a function makes, which runs on a thread if it takes long.
+
+        If this is cancelled before the thread comes to it, it is dropped with the body that it
+        holds. The queue of the threads would keep it, and no limit would count it.
+        """
         if not takes_long:
             return convert()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, convert)
+        waiting = [convert]
+        del convert
+
+        def work() -> T:
+            return waiting.pop()()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            waiting.clear()
 
     async def decode(
         self,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import structlog
 
@@ -20,11 +20,11 @@ from headrace.config import GatewaySettings, Settings
 from headrace.errors import Code, ConfigurationError, Rejected, Retriable
 from headrace.gateway.classification import classify
 from headrace.gateway.codec import InferCall
-from headrace.gateway.dropped_work import DroppingConversions
+from headrace.gateway.conversions import Conversions
 from headrace.gateway.shared_memory import RegionAccess, Regions
 from headrace.gateway.spans import ServerSpan, ServerSpans
 from headrace.gateway.statistics import Statistics
-from headrace.log.port import Consumer, Log, TopicPartition
+from headrace.log.port import Log
 from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
 from headrace.protocol.headers import ALL_HEADERS, MAX_HEADER_BYTES, MAX_PRIORITY, HeaderName
 from headrace.telemetry.health import Health
@@ -195,26 +195,6 @@ class UnderWay:
             await asyncio.sleep(silence_s)
 
 
-class _HeardLog:
-    """A log that knows how long ago the reader that it opened last has heard of a broker."""
-
-    def __init__(self, log_: Log) -> None:
-        self._log = log_
-        self._reader: Consumer | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._log, name)
-
-    def reader(self, partitions: Sequence[TopicPartition]) -> Consumer:
-        """See the port."""
-        self._reader = self._log.reader(partitions)
-        return self._reader
-
-    def last_contact_s(self) -> float:
-        """Return the seconds since the last contact; 0.0 before a reader is opened."""
-        return 0.0 if self._reader is None else self._reader.last_contact_s()
-
-
 _CREDENTIALS = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 _NOT_FORWARDED = ALL_HEADERS | _CREDENTIALS
 _NOT_FORWARDED_PREFIXES = ("content-", "grpc-", "x-replay-")
@@ -286,16 +266,15 @@ class Gateway:
             self.files.append(self.certificates)
         self.draining = asyncio.Event()
         self.regions = Regions(self.settings.shared_memory, tuning.max_regions)
-        self.conversions = DroppingConversions(tuning, use_regions=self.has_shared_memory)
+        self.conversions = Conversions(tuning, use_regions=self.has_shared_memory)
         self._limits = CallerLimits(tuning.max_idle_callers)
         self.connections = Connections(
             limits.max_connections, limits.header_timeout_s, limits.idle_timeout_s
         )
         self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes, self._limits)
-        self._log = _HeardLog(log_)
         self._responses = settings.topic(Topic.RESPONSES)
         self._client = Client(
-            log=cast("Log", self._log),
+            log=log_,
             settings=settings,
             max_in_flight=limits.max_in_flight,
             executor=self.conversions.threads,
@@ -324,7 +303,7 @@ class Gateway:
             len(self.connections),
             self.connections.closed_early,
             self._responses,
-            self._log.last_contact_s(),
+            self._client.last_contact_s(),
         )
 
     @property

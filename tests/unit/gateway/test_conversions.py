@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headrace.client import Response
 from headrace.errors import Rejected
@@ -26,6 +29,7 @@ from headrace.gateway.grpc_codec import is_decoded_by_element
 from headrace.gateway.open_inference_pb2 import InferTensorContents, ModelInferRequest
 from headrace.gateway.shared_memory import Place, Places, RegionAccess
 from headrace.tuning import TUNING
+from tests.support.conditions import eventually
 
 LARGE = TUNING.gateway.converted_inline_bytes + 1
 MANY = TUNING.gateway.encoded_inline_elements + 1
@@ -286,3 +290,40 @@ def test_output_of_numbers_in_region_is_not_encoded_by_element(regional: Convers
     call = call_for(binary=False)._replace(places={"y": Place("r", 0, 8 * MANY)})
 
     assert not regional.encoding_takes_long(answer_of(np.zeros(MANY)), call)
+
+
+class Body:
+    """A body to which there can be a weak reference."""
+
+    size = 3
+
+
+async def test_cancelled_conversion_holds_nothing_while_threads_are_busy() -> None:
+    """Its caller has gone; another one that waits as long is converted."""
+    conversions = Conversions(replace(TUNING.gateway, conversion_threads=1), use_regions=False)
+    begun, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        release.wait()
+
+    async def convert() -> int:
+        body = Body()
+        known.append(weakref.ref(body))
+        return await conversions.run(lambda: body.size, takes_long=True)
+
+    known: list[weakref.ref[Body]] = []
+    busy = asyncio.create_task(conversions.run(block, takes_long=True))
+    await eventually(begun.is_set)
+    waiting = [asyncio.create_task(convert()) for _ in range(2)]
+    await eventually(lambda: len(known) == 2)
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    del waiting[0]  # it knows its frames by the error
+    left = [each() is not None for each in known]
+    release.set()
+
+    assert left == [False, True]
+    assert await waiting[0] == Body.size
+    await busy
+    conversions.close()
