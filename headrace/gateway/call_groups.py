@@ -1,7 +1,7 @@
 """Groups of gRPC calls: under load, calls wait a moment for others and go on together.
 
-grpc.aio accepts one call in a turn of the event loop. Each would pass the stages in a chunk of its
-own, and a chunk costs the stages as much as dozens of requests (decision 29).
+In a turn of the event loop gRPC hands over a few calls at most. They would pass the stages in a
+chunk of their own, which costs the stages as much as dozens of requests (decision 29).
 """
 
 from __future__ import annotations
