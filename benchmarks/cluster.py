@@ -27,10 +27,14 @@ POLL_RECORDS = 10_000
 
 
 class Cluster:
-    """One local Kafka node, and a client for everything that is not measured."""
+    """One local Kafka node, and a client for everything that is not measured.
 
-    def __init__(self) -> None:
-        self._kafka = LocalKafka()
+    Args:
+        properties: of the node; None for Kafka's defaults.
+    """
+
+    def __init__(self, properties: Mapping[str, str] | None = None) -> None:
+        self._kafka = LocalKafka(properties=properties)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:

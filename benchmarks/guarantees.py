@@ -1,6 +1,7 @@
 """Latency of both delivery guarantees, in one process and in three, for digits on a local broker.
 
     python -m benchmarks.guarantees
+    python -m benchmarks.guarantees --coordinator-linger-ms 0     one process only; not recorded
 
 One request at a time, and Poisson arrivals at 500 and at 5,000 a second; a time counts from when a
 request was due. The broker has answered transactions for a minute before, since a Java process that
@@ -11,6 +12,7 @@ is in docs/performance.md.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import click
@@ -29,6 +31,7 @@ RATES_PER_S = (500.0, 5000.0)
 SECONDS = 5.0
 WARM_RATE_PER_S, WARM_S = 2000.0, 60.0
 ROUNDS = 3
+LINGER = "group.coordinator.append.linger.ms"
 APART = ("ingest", "batcher,executor", "responder")
 
 ONCE = headrace_as("one process, exactly once", delivery="exactly_once")
@@ -64,11 +67,13 @@ class Found(msgspec.Struct):
         return f"alone {median(self.alone_ms):.1f} ms; {rates}"
 
 
-async def measure() -> dict[str, Found]:
-    """Measure all divisions alternately, on one broker."""
+async def measure(
+    forms: Sequence[Contestant], properties: Mapping[str, str] | None
+) -> dict[str, Found]:
+    """Measure all divisions alternately, on one broker with these properties."""
     subject = SUBJECTS["digits"](SCRATCH)
-    found = {form.name: Found() for form in FORMS}
-    async with Cluster() as cluster:
+    found = {form.name: Found() for form in forms}
+    async with Cluster(properties) as cluster:
 
         async def run(form: Contestant, rates_per_s: tuple[float, ...], seconds: float) -> Found:
             name = f"guarantees.{secrets.token_hex(4)}"
@@ -80,7 +85,7 @@ async def measure() -> dict[str, Found]:
 
         await run(ONCE, (WARM_RATE_PER_S,), WARM_S)
         for _ in range(ROUNDS):
-            for form in FORMS:
+            for form in forms:
                 one, all_ = await run(form, RATES_PER_S, SECONDS), found[form.name]
                 all_.alone_ms += one.alone_ms
                 for runs, more in zip(all_.rates, one.rates, strict=True):
@@ -89,8 +94,18 @@ async def measure() -> dict[str, Found]:
     return found
 
 
+@click.command()
+@click.option("--coordinator-linger-ms", type=int, help=f"{LINGER} of the broker.")
+def main(coordinator_linger_ms: int | None) -> None:
+    """Measure, and record it unless the broker is another than by default."""
+    if coordinator_linger_ms is None:
+        found = uvloop.run(measure(FORMS, None))
+        record(RESULTS / "guarantees.json", {"machine": describe_machine(), "forms": found})
+    else:
+        found = uvloop.run(measure(FORMS[:2], {LINGER: str(coordinator_linger_ms)}))
+    for name, each in found.items():
+        click.echo(f"{name}: {each.told()}", err=True)
+
+
 if __name__ == "__main__":
-    forms = uvloop.run(measure())
-    record(RESULTS / "guarantees.json", {"machine": describe_machine(), "forms": forms})
-    for name, found in forms.items():
-        click.echo(f"{name}: {found.told()}", err=True)
+    main()
