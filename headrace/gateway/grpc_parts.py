@@ -63,10 +63,7 @@ def check_parts(
     Raises:
         Rejected: `INVALID_REQUEST`, with the part.
     """
-    try:
-        _check_fields(memoryview(message), parts, "", most_others)
-    except IndexError:  # it ends within a field: the parser says so
-        return
+    _check_fields(memoryview(message), parts, "", most_others)
 
 
 def _check_fields(content: memoryview, parts: Parts, where: str, most_others: int) -> None:
@@ -91,31 +88,34 @@ def _check_fields(content: memoryview, parts: Parts, where: str, most_others: in
 def _fields(content: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Yield the number and the content of each field; only strings and messages have one.
 
-    The fields of a group come by themselves. Ends where a message is damaged.
-
-    Raises:
-        IndexError: the message ends within a field.
+    What is in a group, which no request has, comes with the number 0: to the parser it is no part
+    of the message. Ends where the message is damaged: the parser says so.
     """
-    at = 0
+    at = groups = 0
     while at < len(content):
-        tag, at = _varint(content, at)
-        start = at
-        match tag & 7:
-            case 0:  # a number of variable size
-                _, at = _varint(content, at)
-                start = at
-            case 1:  # a number of 8 bytes
-                at = start = at + 8
-            case 2:  # bytes, text, or a message
-                size, start = _varint(content, at)
-                at = start + size
-            case 3 | 4:  # the start or the end of a group
-                pass
-            case 5:  # a number of 4 bytes
-                at = start = at + 4
-            case _:
-                return
-        yield tag >> 3, content[start:at]
+        try:
+            tag, at = _varint(content, at)
+            start = at
+            match tag & 7:
+                case 0:  # a number of variable size
+                    _, at = _varint(content, at)
+                    start = at
+                case 1:  # a number of 8 bytes
+                    at = start = at + 8
+                case 2:  # bytes, text, or a message
+                    size, start = _varint(content, at)
+                    at = start + size
+                case 3:  # the start of a group
+                    groups += 1
+                case 4:  # the end of a group
+                    groups -= 1
+                case 5:  # a number of 4 bytes
+                    at = start = at + 4
+                case _:
+                    return
+        except IndexError:
+            return
+        yield 0 if groups else tag >> 3, content[start:at]
 
 
 def _varint(content: memoryview, at: int) -> tuple[int, int]:

@@ -38,6 +38,18 @@ MANY = {
     "names": (infer("model_name") * 17, "message: expected at most 16 other fields"),
     "unknown fields": (b"".join(map(bytes, ([n << 3, 1] for n in range(9, 16)))) * 3, "at most 16"),
     "groups": (b"\x7b\x7c" * 9, "at most 16 other fields"),
+    "fields of group": (
+        b"\x7b" + infer("inputs") * 16,
+        "message: expected at most 16 other fields",
+    ),
+    "inputs after group with damage": (
+        b"\x7b" + infer("inputs", b"\x80") + b"\x7c" + infer("inputs") * 65,
+        "inputs: expected at most 64",
+    ),
+    "inputs after input with damage": (
+        infer("inputs", b"\x80") + infer("inputs") * 64,
+        "inputs: expected at most 64",
+    ),
     "fixed numbers": ((b"\x79" + bytes(8) + b"\x7d" + bytes(4)) * 9, "at most 16 other fields"),
     "parameters of input": (
         infer("inputs") + infer("inputs", field(INPUT["parameters"].number, b"") * 65),
