@@ -182,19 +182,12 @@ def decode_call(
     if json_bytes is not None and json_bytes > len(body):
         _refuse("Inference-Header-Content-Length", f"at most the body's {len(body)}", json_bytes)
     head = body if json_bytes is None else memoryview(body)[:json_bytes]
-    is_large = len(head) > part_bytes
     request: InferRequest
     try:
-        request = _decode_large(head) if is_large else _decode(head)
+        request = _decode_large(head) if len(head) > part_bytes else _decode(head)
     except DECODE_ERRORS as error:
         raise faults.refusal(error, bytes(head), faults.JSON) from error
-    try:
-        return _call_of(request, memoryview(body)[len(head) :], regions, part_bytes)
-    except DECODE_ERRORS:
-        if not is_large:
-            raise
-        # A text has no value in Python. Raised again by this call, with its path.
-        return decode_call(body, json_bytes, regions, len(head))
+    return _call_of(request, memoryview(body)[len(head) :], regions, part_bytes)
 
 
 def _call_of(

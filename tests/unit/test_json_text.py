@@ -91,3 +91,30 @@ def test_long_strings_of_escapes_are_converted_in_parts() -> None:
         for part_bytes in range(1, 40):
             made = text_to_bytes("BYTES", shape, encoded, None, "x", part_bytes, 0)
             assert made == data_to_bytes("BYTES", shape, element, None, "x")
+
+
+@pytest.mark.parametrize("located_values", [0, MANY])
+@pytest.mark.parametrize(
+    ("shape", "text", "told"),
+    [
+        ([4], b"[1,2,3,1e999]", "x.data[3]: expected a value in range, got number out of range"),
+        ([2, 2], b"[[1,2],[-1e999,4]]", "x.data[1][0]: expected a value in range"),
+        ([2], b'["a", "\xff"]', "value: expected UTF-8 in every string, got byte 0xff"),
+        ([2], b'["%b", 1e999]' % (b"a" * 50), "x.data[1]: expected a value in range"),
+    ],
+)
+def test_text_without_value_in_python_is_refused_with_its_path(
+    shape: list[int], text: bytes, told: str, located_values: int
+) -> None:
+    """The parser finds it in a part of the text."""
+    assert refusal("BYTES" if b'"' in text else "FP32", shape, text, located_values).startswith(
+        told
+    )
+
+
+def test_value_out_of_range_in_other_nesting_is_told_with_its_path() -> None:
+    """The text is decoded as a whole to say where."""
+    text = b'[[0],{"a":[1e999]}]'
+
+    assert refusal("FP32", [2], text, MANY).startswith("x.data[1][...][0]: expected a value in")
+    assert refusal("FP32", [2], b"1e999", MANY).startswith("x.data: expected a value in range")

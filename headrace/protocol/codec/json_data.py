@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 
 from headrace.errors import Code, Rejected
-from headrace.protocol.codec.faults import shown
+from headrace.protocol.codec import faults
+from headrace.protocol.codec.faults import DECODE_ERRORS, shown
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import (
     DATATYPES,
@@ -43,6 +44,7 @@ _FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
 _SPACES = b" \t\r\n"
 _NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
 _ELEMENT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[^\[\],\s"]++', re.DOTALL)
+_INDEX = re.compile(r"\[(\d+)\]")
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
@@ -102,9 +104,8 @@ def text_to_bytes(
     it has no more than `located_values`.
 
     Raises:
-        Rejected: see `data_to_bytes`.
-        msgspec.DecodeError, UnicodeDecodeError: `msgspec.Raw` accepts the text, but it has no value
-            in Python.
+        Rejected: see `data_to_bytes`; or `msgspec.Raw` accepts the text, but it has no value in
+            Python.
     """
     text = bytes(text)
     count = check_shape(datatype, shape, where)
@@ -114,7 +115,11 @@ def text_to_bytes(
     if form is None:
         values = sum(map(skeleton.count, (b",", b"[", b"{")))
         if values <= located_values:
-            return data_to_bytes(datatype, shape, msgspec.json.decode(text), encoding, where)
+            try:
+                data = msgspec.json.decode(text)
+            except DECODE_ERRORS as error:
+                raise _without_value(error, places) from error
+            return data_to_bytes(datatype, shape, data, encoding, where)
         if skeleton.translate(None, b",") != b"[]":
             expected = f"an array of shape {list(shape)}, flat or nested"
             raise _invalid(places.where, expected, "another one")
@@ -135,21 +140,37 @@ def _convert_parts(
 ) -> bytes:
     """Return the raw bytes of elements in parts. Raises `Rejected` as for all of them together."""
     made: list[bytes] = []
-    for part in parts:
-        try:
-            made.append(_convert(part, datatype, encoding, places))
-        except Rejected as error:
-            if error.code is Code.INVALID_TENSOR:  # elements of other types are told of first
-                known = DATATYPES[datatype]
-                for each in chain([part], parts):
-                    _refuse_types(each, known, places)
-                    places.first += len(each)
-            raise
-        places.first += len(part)
-        # NumPy releases the interpreter so often for a moment that a waiting thread never asks for
-        # it: other callers would wait for up to 0.2 s.
-        time.sleep(0)
+    try:
+        for part in parts:
+            try:
+                made.append(_convert(part, datatype, encoding, places))
+            except Rejected as error:
+                if error.code is Code.INVALID_TENSOR:  # elements of other types are told of first
+                    known = DATATYPES[datatype]
+                    for each in chain([part], parts):
+                        _refuse_types(each, known, places)
+                        places.first += len(each)
+                raise
+            places.first += len(part)
+            # NumPy releases the interpreter so often for a moment that a waiting thread never asks
+            # for it: other callers would wait for up to 0.2 s.
+            time.sleep(0)
+    except DECODE_ERRORS as error:
+        raise _without_value(error, places) from error
     return b"".join(made)
+
+
+def _without_value(error: Exception, places: _Places) -> Rejected:
+    """Return the error for a text that has no value in Python, from that of its part."""
+    if not isinstance(error, msgspec.ValidationError):  # it has no path in a small body either
+        return faults.refusal(error, b"", faults.JSON)
+    what, _, path = str(error).partition(" - at ")
+    path = path.strip("`").removeprefix("$")
+    if element := _INDEX.match(path):
+        where = places.of(int(element[1])) + path[element.end() :]
+    else:
+        where = places.where + path
+    return _invalid(where, "a value in range", f"{what[:1].lower()}{what[1:]}")
 
 
 def _skeleton(text: bytes, part_bytes: int) -> tuple[bytes, bytes]:

@@ -190,10 +190,7 @@ def _from_json(
         where = f"inputs[{number}]"
         encoding = (tensor.parameters or {}).get(ENCODING)
         convert = text_to_bytes if is_large else data_to_bytes
-        try:
-            content = convert(tensor.datatype, tensor.shape, tensor.data, encoding, where)
-        except DECODE_ERRORS:  # raised again by this call, with its path
-            return _from_json(value, limits, is_large=False)
+        content = convert(tensor.datatype, tensor.shape, tensor.data, encoding, where)
         total += len(content)
         if total > limits.max_request_bytes:
             raise _too_large("inputs", total, limits)

@@ -254,3 +254,11 @@ def test_large_json_without_value_in_python_is_refused(text: bytes, part_bytes: 
         decode_call(encoded(tensor), part_bytes=part_bytes)
 
     assert refused.value.code in (Code.INVALID_REQUEST, Code.INVALID_TENSOR)
+
+
+def test_large_text_is_never_made_objects_for_a_fault_of_another() -> None:
+    """The first of two `data` is skipped, though its bytes are those of no string."""
+    text = b'["\xff"],"data":[1e999]'
+    tensor = {"name": "y", "datatype": "FP32", "shape": [1], "data": msgspec.Raw(text)}
+    with pytest.raises(Rejected, match=r"^INVALID_TENSOR: inputs\[0\]\.data\[0\]: .* in range"):
+        decode_call(encoded(tensor), part_bytes=1)
