@@ -1120,6 +1120,10 @@ class GatewayTuning(Struct, frozen=True):
     """The number of parts of larger messages over gRPC is checked before they are parsed: so much
     is parsed in 1 ms, whatever is in it.
     """
+    contents_part_elements: int = 65_536
+    """Elements in `contents` over gRPC that are converted at a time, with the interpreter held: so
+    many take 3 ms.
+    """
     max_other_fields: int = 16
     """Most fields of such a message, or of an input or output, besides its repeated ones: it has
     three, and newer clients may know more. The most parts together are walked in 18 ms.

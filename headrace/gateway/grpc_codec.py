@@ -8,6 +8,7 @@ Inference Protocol, gRPC (https://github.com/kserve/open-inference-protocol), an
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NoReturn, TypeAlias
@@ -41,6 +42,7 @@ from headrace.protocol.tensors import (
     from_array,
     join_elements,
 )
+from headrace.tuning import TUNING
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -68,8 +70,17 @@ _WIDER = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint3
 # --- requests ---------------------------------------------------------------------------------
 
 
-def decode_call(request: ModelInferRequest, regions: RegionAccess = NO_REGIONS) -> InferCall:
-    """Return the call in a request message. Tensors may be in `regions` of shared memory.
+def decode_call(
+    request: ModelInferRequest,
+    regions: RegionAccess = NO_REGIONS,
+    part_elements: int = TUNING.gateway.contents_part_elements,
+) -> InferCall:
+    """Return the call in a request message.
+
+    Args:
+        request: the message.
+        regions: of shared memory, in which tensors may be.
+        part_elements: more of them in `contents` are converted so many at a time.
 
     Raises:
         Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the message.
@@ -81,7 +92,7 @@ def decode_call(request: ModelInferRequest, regions: RegionAccess = NO_REGIONS) 
         where = f"inputs[{number}]"
         if tensor.name in inputs:
             _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
-        inputs[tensor.name] = _tensor(tensor, raw, where, regions)
+        inputs[tensor.name] = _tensor(tensor, raw, where, regions, part_elements)
     classes, places = _requested_forms(request, regions)
     parameters = _parameters(request.parameters, "parameters")
     return InferCall(
@@ -186,11 +197,12 @@ def _tensor(
     raw: Iterator[bytes] | None,
     where: str,
     regions: RegionAccess,
+    part_elements: int,
 ) -> Tensor:
     """Return an input with the elements of shared memory, the next raw ones, or `contents`."""
     place = take_place(_parameters(tensor.parameters, f"{where}.parameters"), where)
     if place is None and raw is None:
-        return _tensor_of_contents(tensor, where)
+        return _tensor_of_contents(tensor, where, part_elements)
     if tensor.HasField("contents"):
         _refuse(where, "contents, raw_input_contents or shared memory", "several")
     content = regions.read(place, where) if place else next(raw or iter(()), b"")
@@ -198,7 +210,9 @@ def _tensor(
     return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
 
 
-def _tensor_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) -> Tensor:
+def _tensor_of_contents(
+    tensor: ModelInferRequest.InferInputTensor, where: str, part_elements: int
+) -> Tensor:
     """Return an input that is not raw."""
     count = check_shape(tensor.datatype, tensor.shape, where)
     field = _CONTENTS.get(tensor.datatype, "raw_input_contents")
@@ -210,18 +224,27 @@ def _tensor_of_contents(tensor: ModelInferRequest.InferInputTensor, where: str) 
         expected = f"{count} elements for {tensor.datatype} {list(tensor.shape)}"
         _refuse(f"{where}.contents", expected, len(elements), Code.INVALID_TENSOR)
     if tensor.datatype == "BYTES":
-        content = join_elements(elements, where)
+        content = b"".join(join_elements(part) for part in _parts(elements, part_elements))
         return Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
     dtype = DATATYPES[tensor.datatype].dtype
-    array = np.fromiter(elements, _WIDER.get(field, dtype), count)
-    if array.dtype != dtype:
-        narrow = array.astype(dtype)
-        wrong = np.flatnonzero(narrow != array)
-        if len(wrong):
-            place = f"{where}.contents.{field}[{wrong[0]}]"
-            _refuse(place, tensor.datatype, array[wrong[0]], Code.INVALID_TENSOR)
-        array = narrow
+    array = np.empty(count, dtype)
+    start = 0
+    for part in _parts(elements, part_elements):
+        wide = np.array(part, _WIDER.get(field, dtype))
+        narrow = array[start : start + len(wide)] = wide.astype(dtype, copy=False)
+        if narrow is not wide and len(wrong := np.flatnonzero(narrow != wide)):
+            place = f"{where}.contents.{field}[{start + wrong[0]}]"
+            _refuse(place, tensor.datatype, wide[wrong[0]], Code.INVALID_TENSOR)
+        start += len(wide)
     return from_array(tensor.name, array.reshape(tuple(tensor.shape)))
+
+
+def _parts(elements: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """Yield elements in parts. The thread releases the interpreter lock in between."""
+    for start in range(0, len(elements), most):
+        if start:
+            time.sleep(0)
+        yield elements[start : start + most]
 
 
 def _parameters(found: Mapping[str, InferParameter], where: str) -> dict[str, Parameter]:

@@ -77,6 +77,24 @@ def test_typed_contents_are_read_in_their_datatype(datatype: str) -> None:
     assert found.dtype == DATATYPES[datatype].dtype
 
 
+@pytest.mark.parametrize("datatype", FIELDS)
+@pytest.mark.parametrize("part_elements", [1, 3, 4])
+def test_typed_contents_in_parts_are_those_of_whole(datatype: str, part_elements: int) -> None:
+    """Of a large tensor, other threads run in between."""
+    contents = {FIELDS[datatype]: values_of(datatype).ravel().tolist()}
+    tensor = {"name": "x", "datatype": datatype, "shape": [2, 2], "contents": contents}
+    found = decode_call(request_of(tensor), part_elements=part_elements).inputs["x"]
+
+    np.testing.assert_array_equal(to_array(found), values_of(datatype))
+
+
+def test_element_out_of_range_in_later_part_is_told_with_its_place() -> None:
+    """It is counted from the first element."""
+    request = request_of({**ONE, "contents": {"int_contents": [1, 128]}})
+    with pytest.raises(Rejected, match=r"int_contents\[1\]: expected INT8, got 128"):
+        decode_call(request, part_elements=1)
+
+
 def test_extremes_of_small_integers_are_read() -> None:
     """INT8 comes in 32 bits, and keeps its sign."""
     assert to_array(decode_call(request_of(ONE)).inputs["x"]).tolist() == [-128, 127]
