@@ -188,6 +188,24 @@ def test_large_json_is_refused_as_small(datatype: bytes, element: bytes) -> None
 
 
 @pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (b'"parameters": [], "parameters": null', "parameters: expected object or null, got array"),
+        (b'"name": [], "name": {"a": 1}', "name: expected string, got array"),
+        (b'"name": "", "name": null', "name: expected at least 1 characters, got fewer"),
+    ],
+)
+def test_wrong_value_of_repeated_key_is_refused(fields: bytes, told: str) -> None:
+    """The first one is the wrong one, and the last one is found at its place."""
+    tensor = b'{"name": "x", "datatype": "FP32", "shape": [1], "data": [1], %b}' % fields
+    value = b'{"inputs": [%b]}' % tensor
+    with pytest.raises(Rejected) as error:
+        decode_request(value, Envelope(content_type=JSON, model="m"), LIMITS)
+
+    assert told in error.value.message
+
+
+@pytest.mark.parametrize(
     ("value", "envelope", "found"),
     [
         (msgpack.packb({"id": "r-1", "inputs": 5}), Envelope(), "r-1"),

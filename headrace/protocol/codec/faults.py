@@ -29,6 +29,15 @@ _LENGTH = re.compile(r"Expected `(\w+)` of length (<=|>=) (\d+)")
 _SCALARS = frozenset({"str", "int", "float", "bool"})
 _MAX_SHOWN = 40
 _TUNING = TUNING.protocol
+_TYPES = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "array": list,
+    "object": dict,
+    "bytes": bytes,
+}
 _UNITS = {"str": "characters", "array": "elements", "object": "entries", "bytes": "bytes"}
 
 
@@ -106,7 +115,7 @@ def _misfit(text: str, value: bytes | memoryview, form: Format) -> Rejected:
         bound = "at most" if length[2] == "<=" else "at least"
         expected = f"{bound} {length[3]} {_UNITS[length[1]]}"
         beyond = "more" if length[2] == "<=" else "fewer"
-        return _invalid(where, expected, _length(found, form) or beyond)
+        return _invalid(where, expected, _length(found, length[1], form) or beyond)
     return _invalid(where, "a value in range", f"{what[:1].lower()}{what[1:]}")
 
 
@@ -140,7 +149,10 @@ _Elements = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_OUTPUTS)]
 
 
 def _at(path: str, value: bytes | memoryview, form: Format) -> bytes | memoryview | None:
-    """Return the undecoded value at a path such as `$.inputs[0].shape`; None if there is none."""
+    """Return the undecoded value at a path such as `$.inputs[0].shape`; None if there is none.
+
+    Of a key that is there twice, it may be another value than the one with the fault.
+    """
     found = value
     rest = path[1:]
     try:
@@ -160,11 +172,11 @@ def _at(path: str, value: bytes | memoryview, form: Format) -> bytes | memoryvie
 
 
 def _described(found: bytes | memoryview, kind: str, form: Format) -> str | None:
-    """Describe a small value; None if it is too large or cannot be decoded."""
+    """Describe a small value; None if it is too large, of another kind or cannot be decoded."""
     if len(found) > _TUNING.described_value_bytes:
         return None
     try:
-        value = form.codec.decode(found)
+        value = form.codec.decode(found, type=_TYPES[kind])
     except DECODE_ERRORS:
         return None
     if kind in _SCALARS:
@@ -172,11 +184,12 @@ def _described(found: bytes | memoryview, kind: str, form: Format) -> str | None
     return f"{form.type_names(kind)} of {len(value)} {_UNITS[kind]}"
 
 
-def _length(found: bytes | memoryview | None, form: Format) -> str | None:
+def _length(found: bytes | memoryview | None, kind: str, form: Format) -> str | None:
+    """Return the length of a value; None as for `_described`."""
     if found is None or len(found) > _TUNING.counted_value_bytes:
         return None
     try:
-        return str(len(form.codec.decode(found)))
+        return str(len(form.codec.decode(found, type=_TYPES[kind])))
     except DECODE_ERRORS:
         return None
 
