@@ -25,6 +25,7 @@ from headrace.client.rpc import ClientClosed, RpcClient
 from headrace.config import KafkaSettings, Settings, check_namespace, make_settings
 from headrace.errors import Code, ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.log.port import Log, NewRecord, Record
+from headrace.primitives.executor_calls import call_by
 from headrace.protocol import headers as envelope
 from headrace.protocol.codec import (
     RECORD,
@@ -320,8 +321,7 @@ class Client:
         """Return an answer. Raises `InferenceError` if it is one."""
         inline_bytes = TUNING.protocol.converted_inline_bytes
         if self._executor and answer_takes_long(answer.headers, answer.value, inline_bytes):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, _response, answer)
+            return await call_by(self._executor, partial(_response, answer))
         return _response(answer)
 
     def _compress(self, request: NewRecord, about: list[tuple[str, bytes | None]]) -> NewRecord:

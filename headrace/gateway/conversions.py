@@ -10,7 +10,6 @@ and beside one with 15 MiB after 30 to 55 ms; see `GatewayTuning` for the bounds
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -19,6 +18,7 @@ from typing import TypeVar
 from headrace.client import Response
 from headrace.gateway.codec import InferCall, may_name_places
 from headrace.gateway.shared_memory import Places, RegionAccess, StagedAccess
+from headrace.primitives.executor_calls import call_by
 from headrace.protocol.compression import BROTLI, ZSTD
 from headrace.tuning import GatewayTuning
 
@@ -55,21 +55,11 @@ class Conversions:
     async def run(self, convert: Callable[[], T], *, takes_long: bool) -> T:
         """Return what a function makes, which runs on a thread if it takes long.
 
-        If this is cancelled before the thread comes to it, it is dropped with the body that it
-        holds. The queue of the threads would keep it, and no limit would count it.
+        If this is cancelled before the thread comes to it, the body is dropped: see `call_by`.
         """
         if not takes_long:
             return convert()
-        waiting = [convert]
-        del convert
-
-        def work() -> T:
-            return waiting.pop()()
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            waiting.clear()
+        return await call_by(self._threads, convert)
 
     async def decode(
         self,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from headrace.log.port import Record
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import join_elements
 from headrace.tuning import TUNING
+from tests.support.conditions import eventually
 from tests.support.responder import Responder, answer, header
 
 MANY = TUNING.protocol.converted_inline_bytes // 4 + 1
@@ -267,3 +270,30 @@ async def test_error_in_large_answer_is_raised_from_executor(
                 await client.infer("m", {"x": PIXELS})
 
     assert threads.given == 1
+
+
+class BusyThreads(Executor):
+    """Threads that never come to what they are given, and keep it."""
+
+    def __init__(self) -> None:
+        self.given: list[Callable[[], object]] = []
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        self.given.append(partial(call, *args, **options))
+        return Future()
+
+
+async def test_cancelled_call_leaves_no_answer_to_busy_executor(
+    log: MemoryLog, settings: Settings, responder: Responder
+) -> None:
+    """Nobody waits for it, and nothing counts its bytes."""
+    threads = BusyThreads()
+    async with Client(log=log, settings=settings, executor=threads) as client:
+        call = asyncio.create_task(client.infer("m", {"x": np.full(MANY, b"", dtype=object)}))
+        await eventually(lambda: threads.given)
+        call.cancel()
+        await asyncio.wait([call])
+
+    (decode,) = threads.given
+    with pytest.raises(IndexError):
+        decode()
