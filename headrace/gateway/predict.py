@@ -23,7 +23,13 @@ from headrace.gateway.codec import InferCall
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.codec import faults
 from headrace.protocol.codec.faults import DECODE_ERRORS, shown
-from headrace.protocol.codec.json_data import BASE64, ENCODING, bytes_to_data, data_to_bytes
+from headrace.protocol.codec.json_data import (
+    BASE64,
+    ENCODING,
+    bytes_to_data,
+    count_values,
+    data_to_bytes,
+)
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import check_shape, from_array
 from headrace.tuning import TUNING
@@ -58,20 +64,27 @@ class PredictResponse(Struct, kw_only=True):
     outputs: Any = UNSET
 
 
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode = msgspec.json.Decoder(PredictRequest).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def decode_predict(body: bytes, signature: Signature) -> PredictCall:
+def decode_predict(
+    body: bytes, signature: Signature, most_values: int = TUNING.gateway.max_predict_values
+) -> PredictCall:
     """Decode a request: `instances`, one value for each row, or `inputs`, one for each input.
 
     A value is an object by the names of the inputs, or bare if the model has a single input.
     Elements of BYTES are strings, or `{"b64": …}` with base64.
 
     Raises:
-        Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the body.
+        Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the body; `TOO_LARGE`: it
+            has more values than `most_values`.
     """
     try:
+        if len(body) > most_values:  # each takes a byte or more
+            _check_json(body)
+            _check_values(count_values(body), most_values)
         request = _decode(body)
     except DECODE_ERRORS as error:
         raise faults.refusal(error, body, faults.JSON) from error
@@ -89,6 +102,13 @@ def decode_predict(body: bytes, signature: Signature) -> PredictCall:
         for spec in signature.inputs
     }
     return PredictCall(InferCall(None, tensors, None, {}, 0, {}, False), by_row)
+
+
+def _check_values(values: int, most: int) -> None:
+    """Refuse a body of too many values, which would all be objects of Python at once."""
+    if values > most:
+        expected = f"at most {most} values (commas and opening brackets)"
+        raise Rejected.mismatch(Code.TOO_LARGE, "body", expected=expected, got=str(values))
 
 
 def _columns(instances: list[Any], signature: Signature) -> dict[str, Any]:

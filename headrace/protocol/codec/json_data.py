@@ -113,8 +113,7 @@ def text_to_bytes(
     places = _Places(f"{where}.data", shape, nested=False)
     form = _form_of(bare, skeleton, shape, count)
     if form is None:
-        values = sum(map(skeleton.count, (b",", b"[", b"{")))
-        if values <= located_values:
+        if _values_in(skeleton) <= located_values:
             try:
                 data = msgspec.json.decode(text)
             except DECODE_ERRORS as error:
@@ -133,6 +132,18 @@ def text_to_bytes(
     else:
         parts = _number_parts(text, part_bytes)
     return _convert_parts(parts, datatype, encoding, places)
+
+
+def count_values(text: bytes, part_bytes: int = TUNING.protocol.payload_part_bytes) -> int:
+    """Return about how many values a valid JSON text has: its commas and opening brackets outside
+    of strings. No value is made.
+    """
+    _, skeleton = _skeleton(text, part_bytes)
+    return _values_in(skeleton)
+
+
+def _values_in(skeleton: bytes) -> int:
+    return sum(map(skeleton.count, (b",", b"[", b"{")))
 
 
 def _convert_parts(
