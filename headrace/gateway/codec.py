@@ -221,11 +221,8 @@ def _call_of(
 
 
 def find_places(body: bytes, json_bytes: int | None = None) -> Places:
-    """Return the places in shared memory that a body names, as `decode_call` uses them. There are
-    none in a body that `decode_call` refuses as a whole.
-
-    Raises:
-        Rejected: `INVALID_REQUEST`: see `headrace.gateway.shared_memory.take_place`.
+    """Return the places in shared memory that a body names, as `decode_call` uses them: those
+    before one for which it refuses the body, and none if it does so as a whole.
     """
     head = body if json_bytes is None else memoryview(body)[:json_bytes]
     if not may_name_places(bytes(head)):
@@ -246,7 +243,11 @@ def _places_of(tensors: Sequence[_Named] | None, kind: str) -> list[tuple[Place,
     found = []
     for number, tensor in enumerate(tensors or ()):
         where = f"{kind}[{number}]"
-        if place := take_place(dict(tensor.parameters or {}), where):
+        try:
+            place = take_place(dict(tensor.parameters or {}), where)
+        except Rejected:  # unless there is another fault before it, `decode_call` says so
+            break
+        if place:
             found.append((place, where))
     return found
 

@@ -142,11 +142,8 @@ def has_texts_in_regions(request: ModelInferRequest) -> bool:
 
 
 def find_places(request: ModelInferRequest) -> Places:
-    """Return the places in shared memory that a request names, as `decode_call` uses them.
-
-    Raises:
-        Rejected: `INVALID_REQUEST`: see `headrace.gateway.shared_memory.take_place`; or there are
-            too many parameters, or one has no value.
+    """Return the places in shared memory that a request names, as `decode_call` uses them: those
+    before one for which it refuses the request.
     """
     return Places(
         _places_of(islice(request.inputs, MAX_INPUTS), "inputs"),
@@ -158,7 +155,11 @@ def _places_of(tensors: Iterable[_Tensor], kind: str) -> list[tuple[Place, str]]
     found = []
     for number, tensor in enumerate(tensors):
         where = f"{kind}[{number}]"
-        if place := take_place(_parameters(tensor.parameters, f"{where}.parameters"), where):
+        try:
+            place = take_place(_parameters(tensor.parameters, f"{where}.parameters"), where)
+        except Rejected:  # unless there is another fault before it, `decode_call` says so
+            break
+        if place:
             found.append((place, where))
     return found
 

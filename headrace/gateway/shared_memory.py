@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypedDict
 
-from headrace.errors import Code, Rejected
+from headrace.errors import Code, Rejected, Retriable
 from headrace.protocol.codec.faults import shown
 from headrace.protocol.messages import MAX_NAME_LENGTH, Parameter
 from headrace.tuning import TUNING
@@ -218,24 +218,30 @@ class StagedAccess(RegionAccess):
     """The regions for a conversion on a thread, where they must not be touched.
 
     What the conversion reads is read before, and what it writes is written afterwards, both on the
-    event loop.
+    event loop. An error is raised where the conversion comes to its place: a fault before that is
+    told of first.
     """
 
     def __init__(self, access: RegionAccess) -> None:
         self._access = access
         self._contents: dict[tuple[Place, str], bytes] = {}
+        self._refused: dict[tuple[Place, str], Rejected | Retriable] = {}
         self._written: list[tuple[Place, bytes | memoryview, str]] = []
 
     def load(self, places: Places) -> None:
-        """Read the inputs at their places, and check those of the outputs.
-
-        Raises:
-            Rejected, Unavailable: see `RegionAccess`.
-        """
+        """Read the inputs at their places, and check those of the outputs, up to one refused."""
         for place, where in places.inputs:
-            self._contents[place, where] = self._access.read(place, where)
+            try:
+                self._contents[place, where] = self._access.read(place, where)
+            except (Rejected, Retriable) as error:
+                self._refused[place, where] = error
+                return
         for place, where in places.outputs:
-            self._access.check(place, where)
+            try:
+                self._access.check(place, where)
+            except Rejected as error:
+                self._refused[place, where] = error
+                return
 
     def store(self) -> None:
         """Write what was written. Raises `Rejected`, see `Regions.write`."""
@@ -243,10 +249,13 @@ class StagedAccess(RegionAccess):
             self._access.write(place, content, where)
 
     def check(self, place: Place, where: str) -> None:
-        """Do nothing: `load` has checked it."""
+        """Raise what `load` has found."""
+        if error := self._refused.get((place, where)):
+            raise error
 
     def read(self, place: Place, where: str) -> bytes:
-        """Return what `load` has read."""
+        """Return what `load` has read, or raise what it has found."""
+        self.check(place, where)
         return self._contents[place, where]
 
     def write(self, place: Place, content: bytes | memoryview, where: str) -> None:

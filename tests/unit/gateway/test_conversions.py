@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.client import Response
-from headrace.errors import Rejected
+from headrace.errors import Code, Rejected
 from headrace.gateway import grpc_codec
 from headrace.gateway.codec import (
     EncodedAnswer,
@@ -232,6 +232,63 @@ async def test_region_of_wrong_size_is_refused_from_thread(
 
     assert refused.value.message == expected.value.message
     assert "8 bytes for FP32 [2], got 9 bytes" in refused.value.message
+
+
+class RefusingAccess(NotedAccess):
+    """Refuses each place."""
+
+    def check(self, place: Place, where: str) -> None:
+        raise Rejected(Code.INVALID_REQUEST, f"{where} refused")
+
+    def read(self, place: Place, where: str) -> bytes:
+        raise Rejected(Code.INVALID_REQUEST, f"{where} refused")
+
+
+@pytest.mark.parametrize("place", [place_of(4), {"shared_memory_region": "r"}])
+async def test_fault_before_that_of_region_is_told_first(
+    regional: Conversions, place: dict[str, str | int]
+) -> None:
+    """Whether the region or its description is at fault, as in a decoding on the event loop."""
+    wrong = {"name": "a", "datatype": "FP32", "shape": [1], "data": ["a" * LARGE]}
+    tensor = {"name": "b", "datatype": "FP32", "shape": [1], "parameters": place}
+    body = msgspec.json.encode({"inputs": [wrong, tensor], "outputs": [tensor | {"name": "y"}]})
+    message = ModelInferRequest(
+        inputs=[
+            {"name": "a", "datatype": "FP32", "shape": [2]},
+            {
+                "name": "b",
+                "parameters": {
+                    key: {"string_param": value} if type(value) is str else {"int64_param": value}
+                    for key, value in place.items()
+                },
+            },
+        ]
+    )
+    for decode, places, told in (
+        (partial(decode_call, body, None), partial(find_places, body), "a number for FP32"),
+        (
+            partial(grpc_codec.decode_call, message),
+            partial(grpc_codec.find_places, message),
+            "2 elements for FP32",
+        ),
+    ):
+        with pytest.raises(Rejected, match=told):
+            await regional.decode(decode, places, RefusingAccess(), takes_long=True)
+
+
+@pytest.mark.parametrize("request_", [http_request, grpc_request], ids=["http", "grpc"])
+async def test_refusal_of_region_is_raised_from_thread(
+    regional: Conversions, request_: Callable[[int], Any]
+) -> None:
+    """For an input, and for an output if only that is refused."""
+
+    class RefusingOutputs(RefusingAccess):
+        read = NotedAccess.read
+
+    decode, places = request_(8)
+    for regions, told in ((RefusingAccess(), "inputs.1"), (RefusingOutputs(), "outputs.0")):
+        with pytest.raises(Rejected, match=f"{told}. refused"):
+            await regional.decode(decode, places, regions, takes_long=True)
 
 
 async def test_large_answer_is_encoded_on_thread_and_written_to_regions_on_loop(
