@@ -1094,9 +1094,10 @@ class GatewayTuning(Struct, frozen=True):
     """
     shown_names: int = 8
     """Names of a wrong object in `:predict` that its error repeats."""
-    max_predict_values: int = 262_144
-    """Most values in the JSON of `:predict`, which are decoded as a whole: so many take up to 0.1 s
-    and 30 MB. An image of 224 x 224 pixels has 201,000, its arrays and commas counted.
+    max_predict_values: int = 1_048_576
+    """Most values in the JSON of `:predict`, which are decoded as a whole: so many hold the
+    interpreter for 0.2 to 0.3 s. They are five images of 224 x 224 pixels, which have 201,000 each,
+    their arrays and commas counted.
     """
     max_idle_callers: int = 10_000
     """Limit of the callers without a request under way whose rates are remembered, at 400 bytes
