@@ -1121,14 +1121,20 @@ class GatewayTuning(Struct, frozen=True):
     """Answers with more elements in JSON, or of BYTES, are encoded on a thread: so many take up to
     5 ms.
     """
-    unchecked_message_bytes: int = 32 * 1024
-    """The number of parts of larger messages over gRPC is checked before they are parsed: so much
-    is parsed in 1 ms, whatever is in it.
-    """
     contents_part_elements: int = 65_536
     """Elements in `contents` over gRPC that are converted at a time, with the interpreter held: so
     many take 3 ms.
     """
+    unchecked_message_bytes: int = 32 * 1024
+    """The number of parts of larger messages over gRPC is checked before they are parsed: so much
+    is parsed in 1 ms, whatever is in it.
+    """
+    max_contents_values: int = 32_768
+    """Most strings, and numbers that are not packed, in all `contents` of such a message: so many
+    are walked in 20 ms.
+    """
+    max_contents_integers: int = 1024 * 1024
+    """Most packed integers and booleans in them: so many are parsed in 15 ms."""
     max_other_fields: int = 16
     """Most fields of such a message, or of an input or output, besides its repeated ones: it has
     three, and newer clients may know more. The most parts together are walked in 18 ms.

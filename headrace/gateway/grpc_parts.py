@@ -1,8 +1,9 @@
 """Limits of the parts of a message over gRPC, checked before it is parsed.
 
 Protobuf makes an object of each part, and holds the interpreter meanwhile: 16 MiB of empty inputs
-take 0.5 s and 0.5 GB. A message that can have so many is walked by its fields, only as far as one
-within the limits goes. Source: https://protobuf.dev/programming-guides/encoding/.
+take 0.5 s and 0.5 GB, and of small integers 0.2 s and 0.2 GB. A message that can have so many is
+walked by its fields, only as far as one within the limits goes. Source:
+https://protobuf.dev/programming-guides/encoding/.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Final, NamedTuple, NoReturn
 
 from headrace.errors import Code, Rejected
 from headrace.protocol.messages import MAX_INPUTS, MAX_OUTPUTS, MAX_PARAMETERS, MAX_RANK
-from headrace.tuning import TUNING
+from headrace.tuning import TUNING, GatewayTuning
 
 _MAX_VARINT_BYTES = 10
+_NOT_LAST = bytes(range(0x80, 0x100))
+"""Bytes of a number of variable size but its last one."""
 
 
 class _Part(NamedTuple):
@@ -37,10 +40,13 @@ Parts = Mapping[int, _Part]
 
 _SHAPE = _Part("shape", MAX_RANK, most_bytes=MAX_RANK * _MAX_VARINT_BYTES)
 _PARAMETERS = _Part("parameters", MAX_PARAMETERS)
+_CONTENTS = _Part("contents", 1)
+_INTEGERS = frozenset({1, 2, 3, 4, 5})
+"""The fields of `contents` with numbers of variable size; those of fixed size are only copied."""
 INFER_PARTS: Final[Parts] = MappingProxyType(
     {
         4: _PARAMETERS,
-        5: _Part("inputs", MAX_INPUTS, {3: _SHAPE, 4: _PARAMETERS}),
+        5: _Part("inputs", MAX_INPUTS, {3: _SHAPE, 4: _PARAMETERS, 5: _CONTENTS}),
         6: _Part("outputs", MAX_OUTPUTS, {2: _PARAMETERS}),
         7: _Part("raw_input_contents", MAX_INPUTS),
     }
@@ -50,39 +56,65 @@ OTHER_PARTS: Final[Parts] = MappingProxyType({3: _PARAMETERS})
 """Those of the other requests."""
 
 
-def check_parts(
-    message: bytes, parts: Parts, most_others: int = TUNING.gateway.max_other_fields
-) -> None:
+def check_parts(message: bytes, parts: Parts, tuning: GatewayTuning = TUNING.gateway) -> None:
     """Refuse a message with more parts than a request can have. One that is damaged is not refused.
 
     Args:
         message: the bytes of it.
         parts: its repeated fields.
-        most_others: fields of the message, or of an input or output, that are not among them.
+        tuning: the limits of other fields, and of `contents`.
 
     Raises:
         Rejected: `INVALID_REQUEST`, with the part.
     """
-    _check_fields(memoryview(message), parts, "", most_others)
+    _Walk(tuning).check_fields(memoryview(message), parts, "")
 
 
-def _check_fields(content: memoryview, parts: Parts, where: str, most_others: int) -> None:
-    others = 0
-    counts = dict.fromkeys(parts, 0)
-    for number, field in _fields(content):
-        part = parts.get(number)
-        if part is None:
-            others += 1
-            if others > most_others:
-                _refuse(where.removesuffix(".") or "message", f"at most {most_others} other fields")
-            continue
-        counts[number] += 1
-        if counts[number] > part.most or (part.most_bytes and len(field) > part.most_bytes):
-            _refuse(f"{where}{part.name}", f"at most {part.most}")
-        if part.parts is not None:
-            _check_fields(
-                field, part.parts, f"{where}{part.name}[{counts[number] - 1}].", most_others
-            )
+class _Walk:
+    """Walks a message, and counts what is in all `contents` of it."""
+
+    def __init__(self, tuning: GatewayTuning) -> None:
+        self._tuning = tuning
+        self._values = 0
+        self._integers = 0
+
+    def check_fields(self, content: memoryview, parts: Parts, where: str) -> None:
+        others = 0
+        most_others = self._tuning.max_other_fields
+        counts = dict.fromkeys(parts, 0)
+        for number, field in _fields(content):
+            part = parts.get(number)
+            if part is None or part is _CONTENTS:
+                others += 1
+                if others > most_others:
+                    place = where.removesuffix(".") or "message"
+                    _refuse(place, f"at most {most_others} other fields")
+                if part is _CONTENTS:
+                    self._check_contents(field, f"{where}{part.name}")
+                continue
+            counts[number] += 1
+            if counts[number] > part.most or (part.most_bytes and len(field) > part.most_bytes):
+                _refuse(f"{where}{part.name}", f"at most {part.most}")
+            if part.parts is not None:
+                place = f"{where}{part.name}[{counts[number] - 1}]."
+                self.check_fields(field, part.parts, place)
+
+    def _check_contents(self, content: memoryview, where: str) -> None:
+        most_values = self._tuning.max_contents_values
+        most_integers = self._tuning.max_contents_integers
+        for number, field in _fields(content):
+            self._values += 1
+            if self._values > most_values:
+                expected = f"at most {most_values} strings and unpacked numbers in all inputs"
+                _refuse(where, f"{expected}, or raw_input_contents")
+            if number not in _INTEGERS:
+                continue
+            for start in range(0, len(field), most_integers + 1):
+                part = bytes(field[start : start + most_integers + 1])
+                self._integers += len(part.translate(None, _NOT_LAST))
+                if self._integers > most_integers:
+                    expected = f"at most {most_integers} integers and booleans in all inputs"
+                    _refuse(where, f"{expected}, or raw_input_contents")
 
 
 def _fields(content: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import Rejected
 from headrace.gateway.grpc_calls import parse_message
+from headrace.gateway.grpc_parts import INFER_PARTS, check_parts
 from headrace.gateway.open_inference_pb2 import (
+    InferTensorContents,
     ModelInferRequest,
     ModelMetadataRequest,
     RepositoryModelLoadRequest,
 )
+from headrace.tuning import TUNING
 
 INPUT = ModelInferRequest.InferInputTensor.DESCRIPTOR.fields_by_name
 INFER = ModelInferRequest.DESCRIPTOR.fields_by_name
@@ -81,6 +85,50 @@ def test_large_message_of_many_parts_is_refused_before_it_is_parsed(
     """The damage behind the parts is not found."""
     with pytest.raises(Rejected, match=f"{told}.*, got more"):
         parse_message(ModelInferRequest, message + DAMAGED, unchecked_bytes=0)
+
+
+PACKED = {
+    "bool_contents": 1,
+    "int_contents": -1,
+    "int64_contents": 2**60,
+    "uint_contents": 1,
+    "uint64_contents": 300,
+}
+LISTS = InferTensorContents.DESCRIPTOR.fields_by_name
+CONTENTS = {
+    "strings": ([{"bytes_contents": [b"a", b""]}] * 2, "at most 3 strings"),
+    **{name: ([{name: [each] * 5}] * 2, "at most 9 integers") for name, each in PACKED.items()},
+}
+
+
+@pytest.mark.parametrize(("contents", "told"), CONTENTS.values(), ids=CONTENTS.keys())
+def test_large_message_of_many_elements_is_refused(contents: list[Any], told: str) -> None:
+    """They are counted in all inputs together; one fewer is accepted."""
+    limits = replace(TUNING.gateway, max_contents_values=3, max_contents_integers=9)
+    request = ModelInferRequest(inputs=[{"contents": each} for each in contents])
+    with pytest.raises(Rejected, match=rf"inputs\[1\]\.contents: expected {told}.*, got more"):
+        check_parts(request.SerializeToString(), INFER_PARTS, limits)
+    (field,) = contents[0]
+    getattr(request.inputs[0].contents, field).pop()
+    check_parts(request.SerializeToString(), INFER_PARTS, limits)
+
+
+def test_packed_floats_and_raw_contents_are_not_counted() -> None:
+    """They are only copied."""
+    limits = replace(TUNING.gateway, max_contents_values=2, max_contents_integers=0)
+    contents = {"fp32_contents": [1.0] * 100, "fp64_contents": [1.0] * 100}
+    request = ModelInferRequest(inputs=[{"contents": contents}], raw_input_contents=[b"a" * 100])
+
+    check_parts(request.SerializeToString(), INFER_PARTS, limits)
+
+
+def test_unpacked_numbers_of_contents_are_counted_one_by_one() -> None:
+    """Each is a field, as a string is."""
+    limits = replace(TUNING.gateway, max_contents_values=3)
+    number = bytes([LISTS["int_contents"].number << 3, 1])
+    message = infer("inputs", field(INPUT["contents"].number, number * 4))
+    with pytest.raises(Rejected, match="at most 3 strings and unpacked numbers"):
+        check_parts(message, INFER_PARTS, limits)
 
 
 @pytest.mark.parametrize("kind", [ModelMetadataRequest, RepositoryModelLoadRequest])
