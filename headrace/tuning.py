@@ -1053,7 +1053,9 @@ class GatewayTuning(Struct, frozen=True):
     max_streams: int = 1024
     """Concurrent calls on one gRPC connection; a further one waits at its client."""
     spare_calls: int = 256
-    """gRPC calls beside `gateway.max_in_flight`, quiet streams and watches: health and metadata."""
+    """gRPC calls beside `gateway.max_in_flight`, quiet streams and watches: so many of each method
+    of health and metadata.
+    """
     max_quiet_streams: int = 512
     """gRPC streams of one method without a request under way; a further one ends the one that has
     been quiet for longest.
@@ -1062,6 +1064,17 @@ class GatewayTuning(Struct, frozen=True):
     """Watches of the health over gRPC; a further one ends the oldest. gRPC's clients have one on
     each connection if they are told to check health.
     """
+    max_waiting_calls: int = 1024
+    """gRPC calls of one method whose message has not come, or whose caller has not taken the end; a
+    further one cancels the one that has waited longest. Most wait for a few turns of the event
+    loop.
+    """
+    end_timeout_s: float = 10.0
+    """A gRPC call is cancelled if its caller does not take its end within so long, and a second
+    more for each `end_bytes_per_s` of its answer.
+    """
+    end_bytes_per_s: float = 64 * 1024
+    """Clients that read a large answer over gRPC more slowly are cut off."""
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
     accepted_at_once: int = 8

@@ -4,19 +4,23 @@ grpc.aio accepts one call after the other: a task requests the next call from gR
 waits for that task, begins the call, and starts the next such task. That takes three turns of the
 event loop for each call, however many wait in the core. `CallAcceptors` has several requests
 outstanding, each in a task of its own that begins the call itself (decision 29).
+
+It also bounds what grpc.aio waits for without an end: a caller that does not send its message, or
+does not take its answer. `make_server` returns a server that leaves such calls to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
+from grpc._cython import cygrpc
+from grpc.aio import _server as aio_server
 
 from headrace.errors import describe_error
+from headrace.tuning import GatewayTuning
 
 PRIVATE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "_handle_rpc": (
@@ -32,6 +36,21 @@ PRIVATE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 """Functions of `grpc._cython.cygrpc` with their parameters, as grpcio 1.85 has them."""
 
 
+SERVER_PARAMETERS: Final = (
+    "self",
+    "thread_pool",
+    "generic_handlers",
+    "interceptors",
+    "options",
+    "maximum_concurrent_rpcs",
+    "compression",
+)
+"""Those of `grpc.aio._server.Server`, which passes all but the last to `AioServer`."""
+
+OVER_LIMIT: Final = "Concurrent RPC limit exceeded!"
+"""As grpc.aio says it."""
+
+
 def can_accept_several() -> bool:
     """Return whether the installed release of grpcio has the private names with their parameters.
 
@@ -39,22 +58,71 @@ def can_accept_several() -> bool:
     """
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
         return False
-    for name, parameters in PRIVATE_NAMES.items():
-        code = getattr(getattr(cygrpc, name, None), "__code__", None)
+    functions = [
+        (getattr(cygrpc, name, None), parameters) for name, parameters in PRIVATE_NAMES.items()
+    ]
+    functions.append((aio_server.Server.__init__, SERVER_PARAMETERS))
+    for function, parameters in functions:
+        code = getattr(function, "__code__", None)
         if code is None or code.co_varnames[: code.co_argcount] != parameters:
             return False
     return True
 
 
+class _AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]
+    """Its own loop takes no call of a registered method: those are for `CallAcceptors`."""
+
+    async def _request_registered_call(self, _method: bytes) -> None:
+        await asyncio.Event().wait()  # until the loop of the server ends, which cancels this
+
+
+class _Server(aio_server.Server):
+    def __init__(
+        self,
+        interceptors: Collection[grpc.aio.ServerInterceptor],
+        options: Collection[tuple[str, int]],
+        max_calls: int,
+    ) -> None:
+        self._loop = cygrpc.get_working_loop()
+        self._server = _AcceptingServer(
+            self._loop, None, (), tuple(interceptors), tuple(options), max_calls
+        )
+
+
+def make_server(
+    interceptors: Collection[grpc.aio.ServerInterceptor],
+    options: Collection[tuple[str, int]],
+    max_calls: int,
+) -> grpc.aio.Server:
+    """Return a server that leaves the methods of `CallAcceptors` to them.
+
+    Args:
+        interceptors: see `grpc.aio.server`.
+        options: channel arguments.
+        max_calls: calls of all other methods that may be under way.
+    """
+    server: Any = _Server(interceptors, options, max_calls)
+    made: grpc.aio.Server = server
+    return made
+
+
 class CallAcceptors:
-    """Accepts the calls of one method, beside the loop of its server.
+    """Accepts the calls of one method.
+
+    Those that wait for their callers do not count: calls whose message has not come, and calls
+    whose handler has ended. Such a call is cancelled when its time is over, or when there are too
+    many of them and it has waited longest.
 
     Args:
         server: the server, before it starts; the method is registered with it.
         service, method: names of the service and of its method.
         handler: handler of the method.
         interceptors: interceptors of the server.
-        max_calls: calls that may be under way; further ones are refused as grpc.aio refuses them.
+        max_calls: calls that may be handled at once; further ones are refused as grpc.aio refuses
+            them.
+        max_untaken_bytes: of the answers that wait for their callers.
+        message_timeout_s: time for the message of a call.
+        tuning: has the limit of calls that wait, and the time for the end of a call.
     """
 
     def __init__(
@@ -65,15 +133,25 @@ class CallAcceptors:
         handler: Any,
         interceptors: Collection[grpc.aio.ServerInterceptor],
         max_calls: int,
+        max_untaken_bytes: int,
+        message_timeout_s: float,
+        tuning: GatewayTuning,
     ) -> None:
         server.add_registered_method_handlers(service, {method: handler})
+        self.handler = handler
+        self.message_timeout_s = message_timeout_s
+        self.tuning = tuning
         self._server = server._server  # type: ignore[attr-defined]
         self._method = f"/{service}/{method}"
-        self._resolver = SimpleNamespace(resolve_handler=lambda _details: handler)
         self._interceptors = tuple(interceptors)
         self._max_calls = max_calls
+        self._max_untaken_bytes = max_untaken_bytes
         self._acceptors: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[None]] = set()
+        self._handled = 0
+        self._waiting: dict[_Call, None] = {}
+        """Longest-waiting first."""
+        self._untaken_bytes = 0
 
     def start(self, count: int) -> None:
         """Accept `count` calls at a time, from now until the server stops."""
@@ -103,20 +181,164 @@ class CallAcceptors:
             if left:
                 await asyncio.wait(left, timeout=timeout_s)
 
+    def begin_handling(self) -> bool:
+        """Count a call as handled; False if there are too many."""
+        if self._handled >= self._max_calls:
+            return False
+        self._handled += 1
+        return True
+
+    def end_handling(self) -> None:
+        """Count a call no longer as handled."""
+        self._handled -= 1
+
+    def add_waiting(self, call: _Call) -> None:
+        """Count a call that waits for its caller, and drop those that have waited longest."""
+        self._waiting[call] = None
+        self._untaken_bytes += call.untaken_bytes
+        while (
+            len(self._waiting) > self.tuning.max_waiting_calls
+            or self._untaken_bytes > self._max_untaken_bytes
+        ) and (longest := next(iter(self._waiting))) is not call:
+            longest.drop()
+
+    def remove_waiting(self, call: _Call) -> None:
+        """Count a call no longer as one that waits for its caller."""
+        if call in self._waiting:
+            del self._waiting[call]
+            self._untaken_bytes -= call.untaken_bytes
+
     async def _accept(self) -> None:
-        loop, method = asyncio.get_running_loop(), self._method
+        method = self._method.encode()
         while self._server.is_running():
             try:
-                state = await self._server._request_registered_call(method.encode())
+                state = await cygrpc.AioServer._request_registered_call(self._server, method)
             except cygrpc._RequestCallError:
                 continue
-            is_over_limit = len(self._calls) >= self._max_calls
-            handling = cygrpc._handle_rpc(
-                method, self._resolver, self._interceptors, state, loop, is_over_limit
-            )
-            call = loop.create_task(
-                cygrpc._schedule_rpc_coro(handling, state, loop, method),
-                name="grpc-call",
-            )
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+            task = _Call(self).start(self._method, self._interceptors, state)
+            del state  # a call that is dropped ends with its last reference
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+
+class _Call:
+    """A call: waits for its message, is handled, and waits until its caller has taken its end."""
+
+    def __init__(self, acceptors: CallAcceptors) -> None:
+        self.untaken_bytes = 0
+        self._acceptors = acceptors
+        self._outer: asyncio.Task[None] | None = None
+        self._inner: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_handled = self._has_ended = self._is_dropped = False
+
+    def start(
+        self, method: str, interceptors: tuple[grpc.aio.ServerInterceptor, ...], state: Any
+    ) -> asyncio.Task[None]:
+        """Begin the call; the task ends when its caller has taken its end, or has gone."""
+        loop = asyncio.get_running_loop()
+        handling = cygrpc._handle_rpc(method, self, interceptors, state, loop, False)
+        running = self._run(handling)
+        outer: asyncio.Task[None] = loop.create_task(
+            cygrpc._schedule_rpc_coro(running, state, loop, method), name="grpc-call"
+        )
+        outer.add_done_callback(self._done)
+        self._outer = outer
+        self._wait(self._acceptors.message_timeout_s)
+        return outer
+
+    def resolve_handler(self, _details: object) -> Any:
+        """Return the handler of the method, as grpc.aio asks for it."""
+        handler = self._acceptors.handler
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(self._answer)
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._answer_stream)
+        return grpc.unary_stream_rpc_method_handler(self._answer_stream)
+
+    def end(self, untaken_bytes: int = 0) -> None:
+        """Begin the time in which the caller has to take the end of the call."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._stop_waiting()
+        if self._is_handled:
+            self._is_handled = False
+            self._acceptors.end_handling()
+        if self._outer is None or not self._outer.done():
+            self.untaken_bytes = untaken_bytes
+            tuning = self._acceptors.tuning
+            self._wait(tuning.end_timeout_s + untaken_bytes / tuning.end_bytes_per_s)
+
+    def drop(self) -> None:
+        """Cancel the call: gRPC's core then frees it, and resets it at its caller."""
+        self._stop_waiting()
+        self._is_dropped = True
+        if self._inner is not None and self._outer is not None:
+            self._inner.cancel()
+            self._outer.cancel()
+
+    async def _run(self, handling: Any) -> None:
+        self._inner = asyncio.current_task()
+        if self._is_dropped:
+            self.drop()
+        try:
+            await handling
+        finally:
+            self.end()
+
+    async def _answer(self, message: bytes, context: Any) -> Any:
+        content = b""
+        await self._begin(context)
+        try:
+            content = await self._acceptors.handler.unary_unary(message, _Context(context, self))
+        finally:
+            self.end(len(content))
+        return content
+
+    async def _answer_stream(self, sent: Any, context: Any) -> None:
+        await self._begin(context)
+        handler = self._acceptors.handler
+        begin = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        try:
+            await begin(sent, _Context(context, self))
+        finally:
+            self.end()
+
+    async def _begin(self, context: Any) -> None:
+        """Begin to handle the call, or refuse it."""
+        self._stop_waiting()
+        self._is_handled = self._acceptors.begin_handling()
+        if not self._is_handled:
+            self.end()
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, OVER_LIMIT)
+
+    def _wait(self, timeout_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.drop)
+        self._acceptors.add_waiting(self)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._acceptors.remove_waiting(self)
+
+    def _done(self, _task: asyncio.Task[None]) -> None:
+        self._stop_waiting()
+
+
+class _Context:
+    """The context of a call, whose end begins where it is aborted: that waits for the caller."""
+
+    def __init__(self, context: Any, call: _Call) -> None:
+        self._context = context
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def abort(self, *arguments: Any) -> NoReturn:
+        """Abort the call, see `grpc.aio.ServicerContext.abort`."""
+        self._call.end()
+        await self._context.abort(*arguments)
+        raise AssertionError("a call that was aborted went on")

@@ -36,7 +36,7 @@ from headrace.gateway.gateway import (
     answer_of_error,
     read_priority,
 )
-from headrace.gateway.grpc_accepting import CallAcceptors, can_accept_several
+from headrace.gateway.grpc_accepting import CallAcceptors, can_accept_several, make_server
 from headrace.gateway.grpc_calls import (
     Context,
     Refusal,
@@ -123,39 +123,52 @@ class GrpcDoor:
         max_quiet = 2 * tuning.max_quiet_streams + tuning.max_watches
         are_alike = self._gateway.callers.are_all_alike
         interceptors = [] if are_alike else [_Admission(self._gateway, self._tuning)]
-        server = grpc.aio.server(
-            interceptors=interceptors,
-            options=_options(settings, self._tuning),
-            maximum_concurrent_rpcs=max_calls + max_quiet,
-        )
+        options = _options(settings, tuning)
         health = _HealthService(self._is_serving, self._stopping, self._watches, tuning)
-        infer: _Method = grpc.unary_unary_rpc_method_handler(self._infer)
-        stream: _Method = grpc.stream_stream_rpc_method_handler(self._infer_stream)
         reflect: _Method = grpc.stream_stream_rpc_method_handler(
             partial(self._reflect, _reflection())
         )
+        services: dict[str, dict[str, _Method]] = {
+            SERVICE.full_name: self._methods(),
+            _HEALTH: health.methods(),
+            _REFLECTION: {"ServerReflectionInfo": reflect},
+        }
         if tuning.accepted_at_once and can_accept_several():
-            # gRPC counts a call until its caller has taken its end, which may be never. Those that
-            # can be quiet are counted apart, so that they do not take the place of others.
-            quiet = tuning.max_quiet_streams
+            server = make_server(interceptors, options, tuning.spare_calls)
+            # Each method has a count of its own, so that none takes the place of another.
+            limits = {
+                "ModelInfer": max_calls,
+                "ModelStreamInfer": max_calls + tuning.max_quiet_streams,
+                "ServerReflectionInfo": 2 * tuning.max_quiet_streams,
+                "Watch": 2 * tuning.max_watches,
+            }
             self._acceptors = [
-                CallAcceptors(server, service, method, handler, interceptors, limit)
-                for service, method, handler, limit in (
-                    (SERVICE.full_name, "ModelInfer", infer, max_calls),
-                    (SERVICE.full_name, "ModelStreamInfer", stream, max_calls + quiet),
-                    (_REFLECTION, "ServerReflectionInfo", reflect, 2 * quiet),
-                    (_HEALTH, "Watch", health.watch, 2 * tuning.max_watches),
+                CallAcceptors(
+                    server,
+                    service,
+                    method,
+                    handler,
+                    interceptors,
+                    max_calls=limits.get(method, tuning.spare_calls),
+                    max_untaken_bytes=settings.max_in_flight_bytes,
+                    message_timeout_s=settings.body_timeout_s,
+                    tuning=tuning,
                 )
+                for service, methods in services.items()
+                for method, handler in methods.items()
             ]
-        server.add_generic_rpc_handlers(
-            (
-                self._methods(infer, stream),
-                health.methods(),
-                grpc.method_handlers_generic_handler(
-                    _REFLECTION, {"ServerReflectionInfo": reflect}
-                ),
+        else:
+            server = grpc.aio.server(
+                interceptors=interceptors,
+                options=options,
+                maximum_concurrent_rpcs=max_calls + max_quiet,
             )
-        )
+            server.add_generic_rpc_handlers(
+                [
+                    grpc.method_handlers_generic_handler(service, methods)
+                    for service, methods in services.items()
+                ]
+            )
         try:
             address = f"[{host}]:{self._port}" if ":" in host else f"{host or '[::]'}:{self._port}"
             certificates = self._gateway.certificates
@@ -220,14 +233,13 @@ class GrpcDoor:
         """Return whether a service is ready; None if there is no such service."""
         return self._gateway.health.ready if service in ("", SERVICE.full_name) else None
 
-    def _methods(self, infer: _Method, stream: _Method) -> grpc.GenericRpcHandler:
+    def _methods(self) -> dict[str, Any]:
         """Return the service's methods, which take bytes and return bytes: see `parse_message`."""
-        methods: dict[str, Any] = {
-            "ModelInfer": infer,
-            "ModelStreamInfer": stream,
+        return {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._infer_stream),
             **GrpcModels(self._gateway).methods(),
         }
-        return grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
 
     # --- reflection ---------------------------------------------------------------------------
 
@@ -542,14 +554,13 @@ class _HealthService:
         self._stopping = stopping
         self._watches = watches
         self._tuning = tuning
-        self.watch: _Method = grpc.unary_stream_rpc_method_handler(self._watch)
 
-    def methods(self) -> grpc.GenericRpcHandler:
+    def methods(self) -> dict[str, Any]:
         """Return the service's methods."""
-        return grpc.method_handlers_generic_handler(
-            _HEALTH,
-            {"Check": grpc.unary_unary_rpc_method_handler(self._check), "Watch": self.watch},
-        )
+        return {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
+        }
 
     async def _check(self, message: bytes, context: Context) -> bytes:
         """Return whether a service is ready."""

@@ -19,13 +19,15 @@ from headrace.gateway import open_inference_pb2 as messages
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, add_identities
-from tests.support.grpc_callers import caller_of
+from tests.support.grpc_callers import SERVICE, caller_of
 from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
 
 LARGE = 3 * 1024 * 1024
 """Bytes of a tensor: a few are more than gRPC takes from a sender whose receiver does not read."""
 COUNT = 6
 UNLIMITED = ("grpc.max_receive_message_length", -1)
+APART = (UNLIMITED, ("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0))
+"""Options of a channel with a connection of its own, which takes little that is not read."""
 
 
 @pytest.fixture
@@ -123,6 +125,34 @@ async def test_ended_streams_that_nobody_reads_leave_room_for_others(
             each.cancel()
 
     assert [each for each in caplog.records if each.levelname == "ERROR"] == []
+    assert checked.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_answers_of_calls_that_nobody_reads_leave_room_for_others(identities: Path) -> None:
+    """They count no longer once their requests have ended, whoever accepted them."""
+    few = replace(TUNING.gateway, max_watches=1, max_quiet_streams=1, spare_calls=1)
+    async with (
+        caller_of(identities, UNLIMITED, tuning=few, max_in_flight=1) as (served, caller),
+        grpc.aio.insecure_channel(served.grpc, options=APART) as channel,
+    ):
+        begin: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelInfer")
+        stalled = []
+        for _ in range(8):
+            stalled.append(begin(iter([large().SerializeToString()])))
+            await eventually(lambda: served.counted("OK") == len(stalled))
+        small = messages.ModelInferRequest(
+            model_name="FP32",
+            inputs=[{"name": "x", "datatype": "FP32", "shape": [1, 2]}],
+            raw_input_contents=[bytes(8)],
+        )
+        answer = await caller.infer(small)
+        checked = await health_pb2_grpc.HealthStub(caller.channel).Check(
+            health_pb2.HealthCheckRequest()
+        )
+        for each in stalled:
+            each.cancel()
+
+    assert answer.raw_output_contents == [bytes(8)]
     assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 

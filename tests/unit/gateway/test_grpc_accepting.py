@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
+from msgspec.structs import replace
 
-from headrace.gateway.grpc_accepting import CallAcceptors, can_accept_several
+from headrace.gateway.grpc_accepting import CallAcceptors, can_accept_several, make_server
+from headrace.tuning import TUNING
 from tests.support.conditions import DEADLINE_S, eventually
 
 SERVICE, METHOD = "test.Echo", "Echo"
 MOST_CALLS = 2
+MIB = 1024 * 1024
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.max_receive_message_length", -1))
+"""Options of a channel that takes less than a MiB of an answer that is not read."""
 
 
 class Echo:
@@ -30,19 +35,66 @@ class Echo:
 
 
 @asynccontextmanager
-async def served(echo: Echo) -> AsyncIterator[tuple[grpc.aio.Channel, CallAcceptors]]:
-    """Serve the method, with few calls at once in each of the two ways of accepting."""
-    server = grpc.aio.server(maximum_concurrent_rpcs=MOST_CALLS)
+async def served(
+    echo: Echo,
+    end_timeout_s: float = DEADLINE_S,
+    message_timeout_s: float = DEADLINE_S,
+    max_untaken_bytes: int = 2**30,
+    max_waiting_calls: int = TUNING.gateway.max_waiting_calls,
+) -> AsyncIterator[tuple[grpc.aio.Channel, CallAcceptors]]:
+    """Serve the method, with few calls at once."""
+    server = make_server((), (), MOST_CALLS)
     handler = grpc.unary_unary_rpc_method_handler(echo.answer)  # type: ignore[var-annotated]
-    acceptors = CallAcceptors(server, SERVICE, METHOD, handler, (), MOST_CALLS)
+    acceptors = CallAcceptors(
+        server,
+        SERVICE,
+        METHOD,
+        handler,
+        (),
+        MOST_CALLS,
+        max_untaken_bytes,
+        message_timeout_s,
+        replace(
+            TUNING.gateway,
+            max_waiting_calls=max_waiting_calls,
+            end_timeout_s=end_timeout_s,
+            end_bytes_per_s=2.0**30,
+        ),
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     acceptors.start(4)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    target = f"127.0.0.1:{port}"
+    async with grpc.aio.insecure_channel(target, options=SMALL_WINDOW) as channel:
         yield channel, acceptors
     await server.stop(DEADLINE_S)
     await acceptors.join(DEADLINE_S)
     assert not [each for each in asyncio.all_tasks() if each.get_name().startswith("grpc-")]
+
+
+def unread(channel: grpc.aio.Channel, *messages: bytes) -> Any:
+    """Begin a call whose answer is not read, and whose caller would send further messages."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        for each in messages:
+            yield each
+        await asyncio.Event().wait()
+
+    call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")
+    return call(sent(), timeout=DEADLINE_S)
+
+
+def open_calls() -> int:
+    return sum(each.get_name() == "grpc-call" for each in asyncio.all_tasks())
+
+
+async def end_of(call: Any) -> grpc.StatusCode:
+    """Read a call until it ends; before that its caller does not learn of a reset."""
+    with suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    code: grpc.StatusCode = await call.code()
+    return code
 
 
 def test_pinned_grpcio_has_every_private_name() -> None:
@@ -82,3 +134,73 @@ async def test_acceptors_that_have_ended_are_a_fault() -> None:
         fault = acceptors.fault()
     assert fault == ""
     assert acceptors.fault() == "gRPC calls are no longer accepted: the server has ended"
+
+
+async def test_every_call_is_counted_and_none_passes_by() -> None:
+    """The loop of the server itself takes none of them."""
+    echo = Echo()
+    async with served(echo) as (channel, _):
+        call: Any = channel.unary_unary(f"/{SERVICE}/{METHOD}")
+        calls = [call(b"", timeout=DEADLINE_S) for _ in range(40)]
+        await eventually(lambda: sum(each.done() for each in calls) == 40 - MOST_CALLS)
+        echo.gate.set()
+        codes = [await each.code() for each in calls]
+
+    assert echo.begun == codes.count(grpc.StatusCode.OK) == MOST_CALLS
+
+
+async def test_answers_nobody_takes_leave_room_for_others() -> None:
+    """A call whose handler has ended does not count, and the longest-waiting ones are dropped."""
+    echo = Echo()
+    echo.gate.set()
+    async with served(echo, max_waiting_calls=MOST_CALLS) as (channel, _):
+        stalled = []
+        for _ in range(3 * MOST_CALLS):
+            stalled.append(unread(channel, bytes(MIB)))
+            await eventually(lambda: echo.begun == len(stalled))
+        first = [await end_of(each) for each in stalled[:MOST_CALLS]]
+        call: Any = channel.unary_unary(f"/{SERVICE}/{METHOD}")
+        answer = await call(b"other", timeout=DEADLINE_S)
+        for each in stalled:
+            each.cancel()
+
+    assert answer == b"other"
+    assert set(first) == {grpc.StatusCode.CANCELLED}
+
+
+async def test_answer_nobody_takes_is_dropped_after_its_time() -> None:
+    """The core of gRPC resets the stream, which frees the answer."""
+    echo = Echo()
+    echo.gate.set()
+    async with served(echo, end_timeout_s=0.1) as (channel, _):
+        call = unread(channel, bytes(MIB))
+        await eventually(lambda: echo.begun == 1)
+        await eventually(lambda: not open_calls())
+        code = await end_of(call)
+
+    assert (echo.begun, code) == (1, grpc.StatusCode.CANCELLED)
+
+
+async def test_answers_of_too_many_bytes_drop_the_one_waiting_longest() -> None:
+    """The newest one may have any size."""
+    echo = Echo()
+    echo.gate.set()
+    async with served(echo, max_untaken_bytes=MIB) as (channel, _):
+        first = unread(channel, bytes(MIB))
+        await eventually(lambda: echo.begun == 1)
+        second = unread(channel, bytes(2 * MIB))
+        await eventually(lambda: echo.begun == 2)
+        code = await end_of(first)
+        answer = await second.read()
+
+    assert code is grpc.StatusCode.CANCELLED
+    assert len(answer) == 2 * MIB
+
+
+async def test_call_without_message_is_dropped_after_its_time() -> None:
+    """Such calls do not count as handled."""
+    echo = Echo()
+    async with served(echo, message_timeout_s=0.1) as (channel, _):
+        code = await end_of(unread(channel))
+
+    assert (echo.begun, code) == (0, grpc.StatusCode.CANCELLED)
