@@ -1077,6 +1077,10 @@ class GatewayTuning(Struct, frozen=True):
     """Clients that read a large answer over gRPC more slowly are cut off."""
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
+    unread_bytes_per_stream: int = 16 * 1024 * 1024
+    """Further requests of a gRPC stream are read only while those under way and the answers that
+    its caller has not read have no more bytes.
+    """
     accepted_at_once: int = 8
     """gRPC calls of one method that are requested from gRPC's core at once, and so may be accepted
     in one turn of the event loop; with 0, one call is accepted after the other.

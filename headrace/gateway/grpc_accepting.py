@@ -120,7 +120,7 @@ class CallAcceptors:
         interceptors: interceptors of the server.
         max_calls: calls that may be handled at once; further ones are refused as grpc.aio refuses
             them.
-        max_untaken_bytes: of the answers that wait for their callers.
+        max_untaken_bytes: of what is kept for the answers that wait for their callers.
         message_timeout_s: time for the message of a call.
         tuning: has the limit of calls that wait, and the time for the end of a call.
     """
@@ -256,8 +256,11 @@ class _Call:
             return grpc.stream_stream_rpc_method_handler(self._answer_stream)
         return grpc.unary_stream_rpc_method_handler(self._answer_stream)
 
-    def end(self, untaken_bytes: int = 0) -> None:
-        """Begin the time in which the caller has to take the end of the call."""
+    def end(self, answer_bytes: int = 0, message_bytes: int = 0) -> None:
+        """Begin the time in which the caller has to take the end of the call.
+
+        Until then grpc.aio keeps the message and the answer, and its core another copy of that.
+        """
         if self._has_ended:
             return
         self._has_ended = True
@@ -266,9 +269,9 @@ class _Call:
             self._is_handled = False
             self._acceptors.end_handling()
         if self._outer is None or not self._outer.done():
-            self.untaken_bytes = untaken_bytes
+            self.untaken_bytes = message_bytes + 2 * answer_bytes
             tuning = self._acceptors.tuning
-            self._wait(tuning.end_timeout_s + untaken_bytes / tuning.end_bytes_per_s)
+            self._wait(tuning.end_timeout_s + answer_bytes / tuning.end_bytes_per_s)
 
     def drop(self) -> None:
         """Cancel the call: gRPC's core then frees it, and resets it at its caller."""
@@ -293,7 +296,7 @@ class _Call:
         try:
             content = await self._acceptors.handler.unary_unary(message, _Context(context, self))
         finally:
-            self.end(len(content))
+            self.end(len(content), len(message))
         return content
 
     async def _answer_stream(self, sent: Any, context: Any) -> None:

@@ -55,7 +55,7 @@ from headrace.gateway.grpc_codec import (
     is_decoded_by_element,
 )
 from headrace.gateway.grpc_models import GrpcModels
-from headrace.gateway.quiet_calls import EndedQuiet, QuietCall, QuietCalls
+from headrace.gateway.quiet_calls import EndedQuiet, QuietCall, QuietCalls, Room
 from headrace.protocol.headers import HeaderName
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Attributes
@@ -102,7 +102,10 @@ class GrpcDoor:
         self._port = port
         self._groups = CallGroups(gateway.tuning)
         limit, idle_timeout_s = self._tuning.max_quiet_streams, gateway.settings.idle_timeout_s
-        self._quiet_streams = QuietCalls("ModelStreamInfer", limit, idle_timeout_s)
+        max_unread_bytes = gateway.settings.max_in_flight_bytes // 2  # the rest is for others
+        self._quiet_streams = QuietCalls(
+            "ModelStreamInfer", limit, idle_timeout_s, max_unread_bytes
+        )
         self._quiet_reflections = QuietCalls("ServerReflectionInfo", limit, idle_timeout_s)
         self._watches = QuietCalls("Watch", self._tuning.max_watches, None)
         self._server: grpc.aio.Server | None = None
@@ -291,6 +294,7 @@ class GrpcDoor:
         """Answer the requests of a stream until it ends, or the door stops listening."""
         permits = asyncio.Semaphore(self._tuning.requests_per_stream)
         answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        room = Room(self._tuning.unread_bytes_per_stream)
 
         async def take(message: bytes) -> bytes:
             call.begin()
@@ -299,13 +303,17 @@ class GrpcDoor:
             finally:
                 call.done()
             held.add(len(answer))
+            room.take(len(answer) - len(message))
+            call.hold(len(answer))
             return answer
 
         async def read() -> None:
             await permits.acquire()
             async for message in requests:
+                room.take(len(message))
                 answers.put_nowait(tasks.create_task(take(message), name="grpc-stream-request"))
                 await permits.acquire()
+                await room.wait()
 
         async def read_until_stop() -> None:
             stopping = asyncio.create_task(self._stopping.wait(), name="grpc-stream-stop")
@@ -324,6 +332,8 @@ class GrpcDoor:
                     content = await answer
                     await _write(context, content)  # until its caller reads, see `QuietCalls`
                     held.remove(len(content))
+                    room.take(-len(content))
+                    call.read(len(content))
                     call.rest()
                     permits.release()
 

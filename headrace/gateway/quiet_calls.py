@@ -13,6 +13,27 @@ class EndedQuiet(Retriable):
     """The call was quiet for too long, or for longest among too many."""
 
 
+class Room:
+    """Room for bytes; there is some until their limit is passed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left_bytes = limit_bytes
+        self._is_free = asyncio.Event()
+        self._is_free.set()
+
+    def take(self, size_bytes: int) -> None:
+        """Take room for bytes; give it back if negative."""
+        self._left_bytes -= size_bytes
+        if self._left_bytes < 0:
+            self._is_free.clear()
+        else:
+            self._is_free.set()
+
+    async def wait(self) -> None:
+        """Return once there is room."""
+        await self._is_free.wait()
+
+
 class QuietCalls:
     """The quiet calls of one kind, so that they cannot take the place of all others.
 
@@ -20,10 +41,22 @@ class QuietCalls:
         name: of one such call, for errors.
         limit: of quiet calls; a further one ends the one that has been quiet longest.
         timeout_s: a call ends when it has been quiet for so long; None for never.
+        max_unread_bytes: of the answers that wait in all calls; more end the call whose caller has
+            not read for longest, quiet or not. None for no limit.
     """
 
-    def __init__(self, name: str, limit: int, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        timeout_s: float | None,
+        max_unread_bytes: int | None = None,
+    ) -> None:
         self._name = name
+        self._max_unread_bytes = max_unread_bytes
+        self._unread: dict[QuietCall, int] = {}
+        """Longest-unread first."""
+        self._unread_bytes = 0
         self._limit = limit
         self._timeout_s = timeout_s
         self._quiet: dict[QuietCall, None] = {}
@@ -48,6 +81,7 @@ class QuietCalls:
                     yield call
                 finally:
                     self.remove(call)
+                    self._forget_unread(call)
         except TimeoutError:
             if not timeout.expired():
                 raise
@@ -70,6 +104,30 @@ class QuietCalls:
     def remove(self, call: QuietCall) -> None:
         """Count a call no longer as quiet."""
         self._quiet.pop(call, None)
+
+    def add_unread(self, call: QuietCall, size_bytes: int) -> None:
+        """Count bytes of an answer that waits for its caller to read it."""
+        if call.reason:
+            return
+        self._unread[call] = self._unread.get(call, 0) + size_bytes
+        self._unread_bytes += size_bytes
+        limit = self._max_unread_bytes
+        while limit is not None and self._unread_bytes > limit:
+            longest = next(iter(self._unread))
+            self._forget_unread(longest)
+            self.remove(longest)
+            longest.end(f"{self._name}: expected at most {limit} unread bytes in all, got more")
+
+    def remove_unread(self, call: QuietCall, size_bytes: int) -> None:
+        """Count bytes that were read; the others of the call have just begun to wait."""
+        left = self._unread.get(call, 0) - size_bytes
+        self._forget_unread(call)
+        if left > 0:
+            self._unread[call] = left
+            self._unread_bytes += left
+
+    def _forget_unread(self, call: QuietCall) -> None:
+        self._unread_bytes -= self._unread.pop(call, 0)
 
 
 class QuietCall:
@@ -100,6 +158,14 @@ class QuietCall:
         """Begin the time of a quiet call again: something was read or written."""
         if not self._under_way and not self.reason:
             self._calls.add(self)
+
+    def hold(self, size_bytes: int) -> None:
+        """Count bytes of an answer until they are read; see `QuietCalls.add_unread`."""
+        self._calls.add_unread(self, size_bytes)
+
+    def read(self, size_bytes: int) -> None:
+        """Count bytes of an answer no longer."""
+        self._calls.remove_unread(self, size_bytes)
 
     def end(self, reason: str) -> None:
         """Cancel the call."""

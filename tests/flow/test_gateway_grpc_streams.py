@@ -65,6 +65,12 @@ async def _read_all(stream: Any, read: list[Any]) -> None:
         read.append(answer)
 
 
+async def _write_all(stream: Any) -> None:
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended
+        for _ in range(COUNT):
+            await stream.write(large())
+
+
 def _is_answered(served: Served, stream: Any, before: float) -> bool:
     return stream.done() or served.counted("OK") > before
 
@@ -101,6 +107,21 @@ async def test_stream_that_nobody_reads_is_ended(identities: Path) -> None:
 
     assert 0 < len(read) < COUNT
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_streams_that_read_nothing_do_not_take_bytes_of_others(identities: Path) -> None:
+    """The one that has not read for longest ends when all have half of the bytes unread."""
+    async with caller_of(identities, UNLIMITED, max_in_flight_bytes=4 * LARGE) as (served, caller):
+        stream = caller.stream()
+        writing = asyncio.create_task(_write_all(stream))
+        await eventually(lambda: served.counted("OK") > 1)
+        await eventually(lambda: served.doors.snapshot().size_bytes == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await _read_all(stream, [])
+        await asyncio.wait([writing])
+
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "unread bytes" in str(error.value.details())
 
 
 async def test_ended_streams_that_nobody_reads_leave_room_for_others(

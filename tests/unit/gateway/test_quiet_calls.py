@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.gateway.quiet_calls import EndedQuiet, QuietCall, QuietCalls
+from headrace.gateway.quiet_calls import EndedQuiet, QuietCall, QuietCalls, Room
 
 
 async def _stay_open(calls: QuietCalls, opened: asyncio.Queue[QuietCall]) -> None:
@@ -79,3 +79,41 @@ async def test_call_that_has_to_end_is_not_kept_by_a_request() -> None:
         with pytest.raises(EndedQuiet):
             await first
         assert len(calls) == 1
+
+
+async def test_unread_bytes_over_limit_end_the_call_unread_for_longest() -> None:
+    """Also while a request of it is under way; what was read counts no longer."""
+    calls = QuietCalls("Call", limit=3, timeout_s=None, max_unread_bytes=10)
+    opened: asyncio.Queue[QuietCall] = asyncio.Queue()
+    tasks = []
+    held = []
+    for _ in range(2):
+        tasks.append(asyncio.create_task(_stay_open(calls, opened)))
+        held.append(await opened.get())
+        held[-1].begin()
+        held[-1].hold(5)
+    held[0].read(1)
+    async with calls.opened() as other:
+        other.hold(2)
+        with pytest.raises(EndedQuiet, match="at most 10 unread bytes in all"):
+            await tasks[1]
+
+    assert not tasks[0].done()
+    tasks[0].cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_room_ends_beyond_its_limit_and_begins_again_below() -> None:
+    """What passes the limit is taken: its size is known only then."""
+    room = Room(3)
+    room.take(3)
+    await room.wait()
+    room.take(4)
+    waiting = asyncio.create_task(room.wait())
+    room.take(-3)
+    await asyncio.wait([waiting], timeout=0)
+    is_full = not waiting.done()
+    room.take(-1)
+    await waiting
+
+    assert is_full
