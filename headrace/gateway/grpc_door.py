@@ -257,13 +257,22 @@ class GrpcDoor:
 
         try:
             async with self._quiet_reflections.opened() as call:
-                async for answer in reflecting.ServerReflectionInfo(parsed(), context):
-                    await _write(context, answer.SerializeToString())
-                    call.rest()
+                ending = asyncio.create_task(self._end_at_stop(call), name="grpc-reflection-stop")
+                try:
+                    async for answer in reflecting.ServerReflectionInfo(parsed(), context):
+                        await _write(context, answer.SerializeToString())
+                        call.rest()
+                finally:
+                    ending.cancel()
         except EndedQuiet as error:
             await _end_quiet(context, error, self._tuning.stop_timeout_s)
         except Rejected as error:
             await context.abort(*refusal_of_error(answer_of_error(error), self._tuning))
+
+    async def _end_at_stop(self, call: QuietCall) -> None:
+        """End a call when the door stops listening."""
+        await self._stopping.wait()
+        call.end("the gateway stops")
 
     # --- inference ----------------------------------------------------------------------------
 

@@ -473,6 +473,21 @@ async def test_drain_answers_open_stream_and_ends_it(gated: Path) -> None:
     assert "new stream" in (error.value.details() or "")
 
 
+async def test_drain_ends_open_reflection(repository: Path) -> None:
+    """Its caller is told to begin another one, elsewhere."""
+    async with gateway_of(repository, grpc_port=0) as served:
+        channel = grpc.aio.insecure_channel(served.grpc)
+        stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        await stream.read()
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stream.read()
+    await channel.close()
+
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "the gateway stops" in (error.value.details() or "")
+
+
 async def _open_gate_when_draining(served: Served) -> None:
     await eventually(lambda: not served.pipeline.health.ready)
     GATE.set()
