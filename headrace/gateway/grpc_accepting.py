@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -237,7 +238,8 @@ class _Call:
     ) -> asyncio.Task[None]:
         """Begin the call; the task ends when its caller has taken its end, or has gone."""
         loop = asyncio.get_running_loop()
-        handling = cygrpc._handle_rpc(method, self, interceptors, state, loop, False)
+        methods = SimpleNamespace(resolve_handler=self._counted)
+        handling = cygrpc._handle_rpc(method, methods, interceptors, state, loop, False)
         running = self._run(handling)
         outer: asyncio.Task[None] = loop.create_task(
             cygrpc._schedule_rpc_coro(running, state, loop, method), name="grpc-call"
@@ -247,8 +249,8 @@ class _Call:
         self._wait(self._acceptors.message_timeout_s)
         return outer
 
-    def resolve_handler(self, _details: object) -> Any:
-        """Return the handler of the method, as grpc.aio asks for it."""
+    def _counted(self, _details: object) -> Any:
+        """Return the handler of the method, which counts the call."""
         handler = self._acceptors.handler
         if not handler.response_streaming:
             return grpc.unary_unary_rpc_method_handler(self._answer)
