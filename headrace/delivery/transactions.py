@@ -112,7 +112,7 @@ class _PartitionProducer:
 
 
 class _Part:
-    """What one partition commits in its next transaction.
+    """The records and offsets that one partition commits in its next transaction.
 
     Attributes:
         woken: set when it is its turn to commit what waits, or when it has ended.

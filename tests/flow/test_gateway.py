@@ -7,7 +7,7 @@ import gzip
 import re
 import zlib
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.logs import read
 from tests.support.models import add_version, digits, identity
-from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
+from tests.support.python_models import BEGUN, GATE
 from tests.support.tree import ROOT
 
 PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
@@ -171,14 +171,6 @@ def test_base_path_of_other_form_is_refused(path: str) -> None:
     """It begins with a slash and does not end with one."""
     with pytest.raises(ConfigurationError, match=r"gateway\.base_path"):
         make_settings({"gateway": {"base_path": path}})
-
-
-@pytest.fixture
-def gated(tmp_path: Path) -> Iterator[Path]:
-    """A repository with a model that doubles `x`, and whose runs wait for `GATE`."""
-    add_gated_model(tmp_path)
-    with shut_gate():
-        yield tmp_path
 
 
 def number(value: float) -> dict[str, object]:

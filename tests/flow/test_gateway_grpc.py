@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tests.support.gateways import Served, gateway_of
 from tests.support.grpc_callers import SERVICE, Caller, caller_of, pixels
 from tests.support.logs import read
 from tests.support.models import add_version, digits
-from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
+from tests.support.python_models import BEGUN, GATE
 
 OK, NO, UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -41,14 +40,6 @@ def repository(tmp_path: Path) -> Path:
     """A repository with `digits`, whose scores for 64 ones are 64 times 0 to 9."""
     add_version(tmp_path, "digits", 1, digits())
     return tmp_path
-
-
-@pytest.fixture
-def gated(tmp_path: Path) -> Iterator[Path]:
-    """A repository with a model that doubles `x`, and whose runs wait for `GATE`."""
-    add_gated_model(tmp_path)
-    with shut_gate():
-        yield tmp_path
 
 
 def number(value: float, **fields: Any) -> messages.ModelInferRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, add_identities
 from tests.support.grpc_callers import SERVICE, caller_of
-from tests.support.python_models import BEGUN, GATE, add_gated_model, shut_gate
+from tests.support.python_models import BEGUN, GATE
 
 LARGE = 3 * 1024 * 1024
 """Bytes of a tensor: a few are more than gRPC takes from a sender whose receiver does not read."""
@@ -35,14 +34,6 @@ def identities(tmp_path: Path) -> Path:
     """A repository with models that return what they get."""
     add_identities(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def gated(tmp_path: Path) -> Iterator[Path]:
-    """A repository with a model whose runs wait for `GATE`."""
-    add_gated_model(tmp_path)
-    with shut_gate():
-        yield tmp_path
 
 
 def large() -> messages.ModelInferRequest:

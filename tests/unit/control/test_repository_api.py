@@ -34,7 +34,7 @@ class CountingThreads(ThreadPoolExecutor):
 
 @pytest.fixture
 def repository() -> ControlledRepository:
-    """That of a process whose models calls change."""
+    """The repository API of a process whose models may be changed by calls."""
     return ControlledRepository(MemoryLog(), make_settings({}), NoModels(), lambda: None)
 
 

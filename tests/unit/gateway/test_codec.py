@@ -217,7 +217,7 @@ WRONG: dict[str, Any] = {
 
 
 def outcome(body: bytes, part_bytes: int) -> object:
-    """What becomes of a body that is converted in parts of so many bytes."""
+    """Decode a body in parts of so many bytes; return the call, or the error."""
     try:
         return decode_call(body, part_bytes=part_bytes)
     except Rejected as error:

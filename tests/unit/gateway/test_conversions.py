@@ -37,7 +37,7 @@ MANY = TUNING.gateway.encoded_inline_elements + 1
 
 @pytest.fixture
 def conversions() -> Iterator[Conversions]:
-    """Those of a gateway without shared memory."""
+    """The conversions of a gateway without shared memory."""
     opened = Conversions(TUNING.gateway, use_regions=False)
     yield opened
     opened.close()
@@ -45,7 +45,7 @@ def conversions() -> Iterator[Conversions]:
 
 @pytest.fixture
 def regional() -> Iterator[Conversions]:
-    """Those of a gateway with shared memory."""
+    """The conversions of a gateway with shared memory."""
     opened = Conversions(TUNING.gateway, use_regions=True)
     yield opened
     opened.close()
