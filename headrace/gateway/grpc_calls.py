@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 import grpc
@@ -21,9 +23,11 @@ from headrace.gateway.gateway import (
     UNAVAILABLE,
     UNSUPPORTED,
     ErrorAnswer,
+    Unavailable,
 )
 from headrace.gateway.grpc_parts import INFER_PARTS, OTHER_PARTS, check_parts
 from headrace.gateway.open_inference_pb2 import ModelInferRequest
+from headrace.gateway.quiet_calls import EndedQuiet
 from headrace.tuning import TUNING, GatewayTuning
 
 DETAILS = "grpc-status-details-bin"
@@ -49,6 +53,35 @@ _STATUS = {
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 M = TypeVar("M", bound=Message)
+
+
+class Drain:
+    """The end of a door, which refuses further calls as retriable.
+
+    Args:
+        refusal_s: longest time until a call is refused.
+
+    Attributes:
+        begun: the door listens no longer.
+        goaway_sent: GOAWAY was sent.
+    """
+
+    def __init__(self, refusal_s: float) -> None:
+        self.begun = asyncio.Event()
+        self.goaway_sent = asyncio.Event()
+        self._refusal_s = refusal_s
+
+    async def refuse(self) -> NoReturn:
+        """Raise `Unavailable` once GOAWAY was sent, or after `refusal_s`.
+
+        A caller that tries again at once has then read GOAWAY and opens a connection, to another
+        gateway. If it were refused at once it would send call after call here, one of which would
+        meet GOAWAY and be cancelled.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._refusal_s):
+                await self.goaway_sent.wait()
+        raise Unavailable("the gateway stops; expected this call at another one")
 
 
 class Refusal(NamedTuple):
@@ -79,6 +112,31 @@ def parse_message(
         raise Rejected.mismatch(
             Code.INVALID_REQUEST, "message", expected=name, got="other bytes"
         ) from error
+
+
+async def write_answer(context: Context, answer: Any) -> None:
+    """Write an answer of a stream; cancel the call if its caller is gone.
+
+    gRPC cancels it as well, but maybe later, and logs any other error as one of the server.
+    """
+    try:
+        await context.write(answer)
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
+
+
+async def end_quiet(context: Context, error: EndedQuiet, timeout_s: float) -> NoReturn:
+    """End a call with the reason why it has to end.
+
+    gRPC sends it after the answers that the caller has not read, and so not at once.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{error}; begin a new call")
+    except grpc.aio.AbortError:
+        raise
+    except (TimeoutError, grpc.aio.BaseError):  # its caller does not read, or has gone
+        raise asyncio.CancelledError from None
 
 
 def text_of(value: str | bytes | None) -> str | None:

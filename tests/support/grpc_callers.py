@@ -11,11 +11,11 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from headrace.gateway import grpc_door
+from headrace.gateway import grpc_inference
 from headrace.gateway import open_inference_pb2 as messages
 from tests.support.gateways import Served, gateway_of
 
-SERVICE = grpc_door.SERVICE
+SERVICE = grpc_inference.SERVICE
 RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))
 """Options of a channel that tries again soon after its server has ended."""
 
