@@ -114,6 +114,18 @@ def parse_message(
         ) from error
 
 
+async def begin_answers(context: Context) -> None:
+    """Send the initial metadata of a call that stays open; cancel it if its caller is gone.
+
+    gRPC would send them with the first answer, and again with the end of the call if the caller has
+    not read that answer: then the call could not be ended with a reason.
+    """
+    try:
+        await context.send_initial_metadata(())
+    except grpc.aio.BaseError:
+        raise asyncio.CancelledError from None
+
+
 async def write_answer(context: Context, answer: Any) -> None:
     """Write an answer of a stream; cancel the call if its caller is gone.
 

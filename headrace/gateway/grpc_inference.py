@@ -16,7 +16,7 @@ from typing import Any, Final
 import grpc
 
 from headrace.access.callers import ApiGroup, Caller
-from headrace.errors import Rejected
+from headrace.errors import Rejected, drop_tracebacks
 from headrace.gateway import open_inference_pb2 as messages
 from headrace.gateway.call_groups import CallGroups
 from headrace.gateway.gateway import Gateway, answer_of_error, read_priority
@@ -24,6 +24,7 @@ from headrace.gateway.grpc_calls import (
     Context,
     Drain,
     Refusal,
+    begin_answers,
     credentials_of,
     end_quiet,
     parse_message,
@@ -104,8 +105,13 @@ class GrpcInference:
         """
         try:
             async with self._quiet_streams.opened() as call:
+                await begin_answers(context)
                 await self._answer_each(requests, context, call)
+        except asyncio.CancelledError as error:
+            drop_tracebacks(error)  # a frame of the task group refers to it, others to the answers
+            raise
         except EndedQuiet as error:
+            drop_tracebacks(error)
             await end_quiet(context, error, self._tuning.stop_timeout_s)
         if self._drain.begun.is_set():
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway stops; open a new stream")

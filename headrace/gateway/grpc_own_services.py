@@ -20,6 +20,7 @@ from headrace.errors import Rejected
 from headrace.gateway.gateway import answer_of_error
 from headrace.gateway.grpc_calls import (
     Context,
+    begin_answers,
     end_quiet,
     parse_message,
     refusal_of_error,
@@ -80,6 +81,7 @@ class GrpcHealth:
         service = await self._parse(message, context)
         try:
             async with self._watches.opened():
+                await begin_answers(context)
                 await self._send_changes(service, context)
         except EndedQuiet as error:
             await end_quiet(context, error, self._tuning.stop_timeout_s)
@@ -152,6 +154,7 @@ class GrpcReflection:
 
         try:
             async with self._quiet.opened() as call:
+                await begin_answers(context)
                 ending = asyncio.create_task(self._end_at_stop(call), name="grpc-reflection-stop")
                 try:
                     async for answer in self._servicer.ServerReflectionInfo(parsed(), context):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,12 @@ from tests.support.python_models import BEGUN, GATE
 LARGE = 3 * 1024 * 1024
 """Bytes of a tensor: a few are more than gRPC takes from a sender whose receiver does not read."""
 COUNT = 6
-UNLIMITED = ("grpc.max_receive_message_length", -1)
-APART = (UNLIMITED, ("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0))
-"""Options of a channel with a connection of its own, which takes little that is not read."""
+SMALL_WINDOW = (("grpc.max_receive_message_length", -1), ("grpc.http2.bdp_probe", 0))
+"""Options of a channel that takes little of what is not read: otherwise as much as the time between
+two of its messages lets it estimate.
+"""
+APART = (*SMALL_WINDOW, ("grpc.use_local_subchannel_pool", 1))
+"""The same with a connection of its own."""
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ def _is_answered(served: Served, stream: Any, before: float) -> bool:
 
 async def test_answers_that_nobody_reads_count_as_bytes(identities: Path) -> None:
     """Until they are written; their requests have ended by then."""
-    async with caller_of(identities, UNLIMITED) as (served, caller):
+    async with caller_of(identities, *SMALL_WINDOW) as (served, caller):
         stream = caller.stream()
         for _ in range(COUNT):
             await stream.write(large())
@@ -86,7 +90,7 @@ async def test_answers_that_nobody_reads_count_as_bytes(identities: Path) -> Non
 
 async def test_stream_that_nobody_reads_is_ended(identities: Path) -> None:
     """Its answers are dropped, and its caller learns why after those that were on their way."""
-    async with caller_of(identities, UNLIMITED, idle_timeout_s=0.5) as (served, caller):
+    async with caller_of(identities, *SMALL_WINDOW, idle_timeout_s=0.5) as (served, caller):
         stream = caller.stream()
         for _ in range(COUNT):
             await stream.write(large())
@@ -98,11 +102,15 @@ async def test_stream_that_nobody_reads_is_ended(identities: Path) -> None:
 
     assert 0 < len(read) < COUNT
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "expected a message within 0.5 s, got none" in str(error.value.details())
 
 
 async def test_streams_that_read_nothing_do_not_take_bytes_of_others(identities: Path) -> None:
     """The one that has not read for longest ends when all have half of the bytes unread."""
-    async with caller_of(identities, UNLIMITED, max_in_flight_bytes=4 * LARGE) as (served, caller):
+    async with caller_of(identities, *SMALL_WINDOW, max_in_flight_bytes=4 * LARGE) as (
+        served,
+        caller,
+    ):
         stream = caller.stream()
         writing = asyncio.create_task(_write_all(stream))
         await eventually(lambda: served.counted("OK") > 1)
@@ -121,7 +129,7 @@ async def test_ended_streams_that_nobody_reads_leave_room_for_others(
     """Each counts until its caller takes its end: streams have a count of their own."""
     few = replace(TUNING.gateway, max_watches=1, max_quiet_streams=1, spare_calls=1)
     limits: dict[str, Any] = {"idle_timeout_s": 0.3, "max_in_flight": 3}
-    async with caller_of(identities, UNLIMITED, tuning=few, **limits) as (served, caller):
+    async with caller_of(identities, *SMALL_WINDOW, tuning=few, **limits) as (served, caller):
         stub = health_pb2_grpc.HealthStub(caller.channel)
         streams: list[Any] = []
         for _ in range(8):
@@ -140,11 +148,40 @@ async def test_ended_streams_that_nobody_reads_leave_room_for_others(
     assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "quiet"])
+async def test_ended_stream_keeps_no_answer_until_garbage_is_collected(
+    identities: Path, is_cancelled: bool
+) -> None:
+    """Its error refers to no frame that refers to the error."""
+    gc.collect()
+    gc.disable()
+    try:
+        timeout_s = 60.0 if is_cancelled else 0.3
+        limits = {"idle_timeout_s": timeout_s}
+        async with caller_of(identities, *SMALL_WINDOW, **limits) as (served, caller):
+            stream = caller.stream()
+            for _ in range(COUNT):
+                await stream.write(large())
+            await eventually(lambda: served.counted("OK") == COUNT)
+            if is_cancelled:
+                stream.cancel()
+            await eventually(lambda: served.doors.snapshot().size_bytes == 0)
+            await eventually(lambda: not requests_of_streams())
+    finally:
+        gc.enable()
+
+
+def requests_of_streams() -> list[asyncio.Task[Any]]:
+    """Tasks of requests, with their answers, that something refers to."""
+    tasks = [each for each in gc.get_objects() if isinstance(each, asyncio.Task)]
+    return [each for each in tasks if each.get_name() == "grpc-stream-request"]
+
+
 async def test_answers_of_calls_that_nobody_reads_leave_room_for_others(identities: Path) -> None:
     """They count no longer once their requests have ended, whoever accepted them."""
     few = replace(TUNING.gateway, max_watches=1, max_quiet_streams=1, spare_calls=1)
     async with (
-        caller_of(identities, UNLIMITED, tuning=few, max_in_flight=1) as (served, caller),
+        caller_of(identities, *SMALL_WINDOW, tuning=few, max_in_flight=1) as (served, caller),
         grpc.aio.insecure_channel(served.grpc, options=APART) as channel,
     ):
         begin: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelInfer")
@@ -231,7 +268,7 @@ async def test_stream_cancelled_while_answer_is_written_logs_no_error(
     identities: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its caller is gone, which is no fault of the server; the requests of others go on."""
-    async with caller_of(identities, UNLIMITED) as (served, caller):
+    async with caller_of(identities, *SMALL_WINDOW) as (served, caller):
         stream = caller.stream()
         for _ in range(COUNT):
             await stream.write(large())
