@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tools.dashboard.grafana import dashboard
 from tools.dashboard.operation_rows import ENDS, PARTITIONS, PROCESSES, READING
-from tools.dashboard.traffic_rows import BATCHES, GLANCE, REQUESTS
+from tools.dashboard.traffic_rows import BATCHES, GATEWAYS, GLANCE, REQUESTS
 
 FILE = Path(__file__).parents[2] / "deploy" / "grafana" / "headrace.json"
-ROWS = (GLANCE, REQUESTS, BATCHES, READING, PARTITIONS, ENDS, PROCESSES)
+ROWS = (GLANCE, REQUESTS, GATEWAYS, BATCHES, READING, PARTITIONS, ENDS, PROCESSES)
 
 
 def text() -> str:

@@ -1,4 +1,4 @@
-"""The rows about requests: how many, how fast, in which batches, on which models."""
+"""The rows about requests: how many, how fast, at which doors, in which batches and models."""
 
 from __future__ import annotations
 
@@ -157,6 +157,70 @@ REQUESTS = Row(
             ),
         ),
     ),
+)
+
+GATEWAYS = Row(
+    "Gateways",
+    (
+        Panel(
+            "Requests by door",
+            "Whatever their status.",
+            "reqps",
+            (Query(rate("headrace_gateway_requests", "door"), "{{door}}"),),
+        ),
+        Panel(
+            "Statuses that are errors",
+            "499 and CANCELLED: the caller had gone.",
+            "reqps",
+            (
+                Query(
+                    rate("headrace_gateway_requests", "door, status", 'status!~"200|OK"'),
+                    "{{door}} {{status}}",
+                ),
+            ),
+            stack="normal",
+        ),
+        Panel(
+            "Time at a door",
+            "From the head of a request until its answer is ready. Refusals count and take no "
+            "time: many of them lower the median.",
+            "s",
+            quantiles("headrace_gateway_duration_seconds", "door"),
+            logarithmic=True,
+        ),
+        Panel(
+            "Requests under way, and connections",
+            "At most gateway.max_in_flight (1,024) requests; the next one gets 503 or UNAVAILABLE. "
+            "Connections are those over HTTP, at most gateway.max_connections (4,096).",
+            "short",
+            (
+                Query(total("headrace_gateway_in_flight_requests", "instance"), "{{instance}}"),
+                Query(
+                    total("headrace_gateway_connections", "instance"), "{{instance}} connections"
+                ),
+            ),
+        ),
+        Panel(
+            "Bytes under way",
+            "Of bodies, and of answers in streams that wait for their callers; at most "
+            "gateway.max_in_flight_bytes.",
+            "bytes",
+            (Query(total("headrace_gateway_in_flight_bytes", "instance"), "{{instance}}"),),
+        ),
+        Panel(
+            "Refused by limits, dropped and closed",
+            "Refused: their callers were over a limit. Late: answers whose callers had gone; when "
+            "requests end with 504 and this stands still, nothing answers. Closed: connections "
+            "over HTTP that were idle or too many.",
+            "ops",
+            (
+                Query(rate("headrace_gateway_limited_requests", "reason"), "refused: {{reason}}"),
+                Query(rate("headrace_gateway_late_answers"), "late answers"),
+                Query(rate("headrace_gateway_connections_closed"), "closed connections"),
+            ),
+        ),
+    ),
+    collapsed=True,
 )
 
 BATCHES = Row(
