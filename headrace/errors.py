@@ -67,6 +67,13 @@ class ConfigurationError(Fatal):
     """The settings, a model's configuration or the command line are wrong (exit code 2)."""
 
 
+class NotLoadableHere(ConfigurationError):
+    """A process cannot load a version of a model whose files and configuration may be right.
+
+    It lacks memory, a device, a package, time or the files, or code of the model has failed.
+    """
+
+
 class Rejected(HeadraceError):
     """One request cannot be served; the error becomes its answer. A model's code may raise it, too.
 

@@ -57,7 +57,9 @@ class AnnouncedVersions:
         if len(ready) < self._min_ready:
             failures = _failures(executors, model, version, generation)
             if failures:
-                return UnreadyVersion(model, version, "; ".join(failures))
+                reason = "; ".join(f"executor {name}: {each.reason}" for name, each in failures)
+                is_rejected = all(each.is_rejected for _, each in failures)
+                return UnreadyVersion(model, version, reason, is_rejected=is_rejected)
             reason = f"announced by {len(ready)} of {self._min_ready} executors: loading"
             return UnreadyVersion(model, version, reason, is_under_way=True)
         if self._has_batcher:
@@ -114,10 +116,10 @@ def _has(event: ExecutorEvent, model: str, version: str, generation: int) -> boo
 
 def _failures(
     events: Sequence[ExecutorEvent], model: str, version: str, generation: int
-) -> list[str]:
-    """Return why executors cannot load a version."""
+) -> list[tuple[str, UnreadyVersion]]:
+    """Return what executors say of a version that they cannot load, with their names."""
     return [
-        f"executor {event.executor}: {each.reason}"
+        (event.executor, each)
         for event in events
         if event.generation >= generation
         for each in event.unready_versions()

@@ -26,7 +26,7 @@ import numpy as np
 
 from headrace.device.port import Block, Memory, Stream, StreamEvent, Widen
 from headrace.device.widening import Widening
-from headrace.errors import ConfigurationError, Fatal
+from headrace.errors import Fatal, NotLoadableHere
 from headrace.tuning import TUNING, ModelTuning
 
 KERNEL_NAME = "widen"
@@ -120,7 +120,7 @@ class CudaDevice:
         tuning: sizes of the kernels' grids.
 
     Raises:
-        ConfigurationError: CuPy is not installed, or there is no such GPU.
+        NotLoadableHere: CuPy is not installed, or there is no such GPU.
     """
 
     shares_memory = False
@@ -132,13 +132,13 @@ class CudaDevice:
             import cupy
             import cupyx
         except ImportError as error:
-            raise ConfigurationError(
+            raise NotLoadableHere(
                 f"{self.name}: expected CuPy, from the extra headrace[gpu]: {error}"
             ) from error
         # CuPy can be imported without a GPU.
         count = cupy.cuda.runtime.getDeviceCount() if cupy.cuda.is_available() else 0
         if number >= count:
-            raise ConfigurationError(f"{self.name}: expected a GPU of this number, got {count}")
+            raise NotLoadableHere(f"{self.name}: expected a GPU of this number, got {count}")
         self._cupy: Any = cupy
         self._cupyx: Any = cupyx
         cupy.cuda.Device(number).use()
@@ -240,4 +240,4 @@ class CudaDevice:
         except (runtime.runtime.CUDARuntimeError, runtime.driver.CUDADriverError) as error:
             raise Fatal(f"{self.name}: {error}") from error
         except (runtime.memory.OutOfMemoryError, runtime.compiler.CompileException) as error:
-            raise ConfigurationError(f"{self.name}: {error}") from error
+            raise NotLoadableHere(f"{self.name}: {error}") from error

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.device.widening import Widening
-from headrace.errors import ConfigurationError
+from headrace.errors import NotLoadableHere
 from headrace.tuning import TUNING
 
 
@@ -168,7 +168,7 @@ def require_memory(device: str, memory: Memory, needs: Mapping[str, int]) -> Non
         needs: bytes, by purpose.
 
     Raises:
-        ConfigurationError: with all figures.
+        NotLoadableHere: with all figures.
     """
     needed = {**needs, "reserve": TUNING.models.device_reserve_bytes}
     total = sum(needed.values())
@@ -176,7 +176,7 @@ def require_memory(device: str, memory: Memory, needs: Mapping[str, int]) -> Non
         return
     parts = ", ".join(f"{name} {_format_mib(size)}" for name, size in needed.items())
     used = ", ".join(f"{name} {_format_mib(size)}" for name, size in memory.used_bytes.items())
-    raise ConfigurationError(
+    raise NotLoadableHere(
         f"memory of {device}: expected {_format_mib(total)} free ({parts}), got "
         f"{_format_mib(memory.free_bytes)} of {_format_mib(memory.total_bytes)}"
         + (f", of which this process uses: {used}" if used else "")

@@ -5,7 +5,7 @@ It answers requests from the event loop's thread. `headrace.models.lifecycle` ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -105,6 +105,7 @@ class ModelEntry:
             replace were unloaded first; the requests wait.
         swap: the change under way in which that happens.
         faults: faults of versions that cannot be opened; under "" that of the model as a whole.
+        rejected: numbers of those that cannot be opened because of their files or configuration.
         wanted_names: numbers of the versions that the control topic names, by label; under "" the
             default. None if it says nothing: the highest version is the default.
         former_names: what these names meant before, the latest first.
@@ -119,6 +120,7 @@ class ModelEntry:
         self.awaited: dict[str, ModelVersion] = {}
         self.swap: Swap | None = None
         self.faults: dict[str, str] = {}
+        self.rejected: Collection[str] = ()
         self.wanted_names: dict[str, str] | None = None
         self.former_names: Mapping[str, Sequence[str]] = {}
         self.names: dict[str, str] = {}

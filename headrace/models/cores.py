@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterable
 
-from headrace.errors import ConfigurationError
+from headrace.errors import NotLoadableHere
 
 
 class Cores:
@@ -47,12 +47,12 @@ class Cores:
             beside: cores to leave out.
 
         Raises:
-            ConfigurationError: there are not enough cores.
+            NotLoadableHere: there are not enough cores.
         """
         with self._lock:
             free = [core for core in self._reserved if core not in beside]
             if count > len(free):
-                raise ConfigurationError(
+                raise NotLoadableHere(
                     f"pinned: expected {count} cores for each instance, apart from those of the "
                     f"others; got {len(free)} of {len(self._reserved)}"
                 )

@@ -111,7 +111,7 @@ class VersionLifecycle:
         """Record that a new version was opened; it has failed if a fault forbids it to serve."""
         self._observer.load_began(version)
         if fault:
-            version.state, version.reason = State.FAILED, fault
+            version.state, version.reason, version.is_rejected = State.FAILED, fault, True
             self._observer.load_ended(version, "failed", fault)
 
     def load(self, model: ModelEntry, added: Sequence[ModelVersion]) -> None:
@@ -166,10 +166,17 @@ class VersionLifecycle:
         if replaced is not None:  # batches name versions by number, which now means the new one
             self.unload(replaced)
 
-    def mark_failed(self, version: ModelVersion, reason: str) -> None:
-        """Record that a version cannot take requests (any more); its predecessor stays."""
+    def mark_failed(self, version: ModelVersion, reason: str, *, is_rejected: bool = False) -> None:
+        """Record that a version cannot take requests (any more); its predecessor stays.
+
+        Args:
+            version: the version.
+            reason: why.
+            is_rejected: because of its files or its configuration.
+        """
         state = version.state
         version.state, version.reason = State.FAILED, self._shorten(reason)
+        version.is_rejected = is_rejected
         self._demanded.discard(version)
         if state in (State.LOADING, State.UNLOADED):
             self._observer.load_ended(version, "failed", version.reason)
@@ -212,6 +219,7 @@ class VersionLifecycle:
         for each in model.end_awaited(version):
             self._observer.load_began(each)
             each.state, each.has_failed_elsewhere = State.LOADING, False
+            each.is_rejected = False
             each.reason = f"loading again, since version {version.version} failed"
 
     def unload(

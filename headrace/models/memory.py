@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.errors import ConfigurationError
+from headrace.errors import NotLoadableHere
 from headrace.models.repository import files_of
 from headrace.primitives.resident_memory import resident_bytes
 
 
-class MemoryShort(ConfigurationError):
+class MemoryShort(NotLoadableHere):
     """A version does not fit the budget; the message has all figures.
 
     Attributes:

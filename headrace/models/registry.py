@@ -215,7 +215,7 @@ class Models:
         for number, fault in opened.faults.items():
             if model.faults.get(number) != fault:
                 self._observer.could_not_open(opened.name, number, fault)
-        model.faults = opened.faults
+        model.faults, model.rejected = opened.faults, opened.rejected
         self.wanted.set_names(opened.name, model)
         if not opened.versions:
             # No version can be opened, so the versions selected before stay.
@@ -306,6 +306,7 @@ class RemoteExecutors:
         elif awaited.reason != version.reason:
             version.reason = awaited.reason
             version.has_failed_elsewhere = not awaited.is_under_way
+            version.is_rejected = awaited.is_rejected
             if version.name in self._catalog.models:
                 self._lifecycle.publish_and_retire(version.name)
 

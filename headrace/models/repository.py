@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace.config import Settings
-from headrace.errors import ConfigurationError, describe_error
+from headrace.errors import ConfigurationError, NotLoadableHere, describe_error
 from headrace.models.backends.python import python_signature
 from headrace.models.config import (
     DeclaredTensor,
@@ -335,7 +335,7 @@ def check_files(found: FoundVersion, config: ModelConfig, *, packed: bool = True
         ConfigurationError: a file is missing, or the checksum or the manifest differs.
     """
     if found.fault:
-        raise ConfigurationError(found.fault)
+        raise NotLoadableHere(found.fault)
     if packed:
         check_version(found.directory, config, found.trust)
     if config.checksum is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError, describe_error
+from headrace.models.load_faults import is_fault_of_model
 from headrace.models.repositories import ModelRepository
 from headrace.models.repository import FoundModel, FoundVersion, WantedModels
 from headrace.models.schema_registry import SchemaRegistry
@@ -51,11 +52,20 @@ class OpenedModel(NamedTuple):
         versions: servable versions, by number; known ones are the same objects.
         faults: reasons why the others are not servable, by number; under "" the fault of the model
             as a whole.
+        rejected: numbers of those whose files or configuration are the reason.
     """
 
     name: str
     versions: dict[str, ModelVersion]
     faults: dict[str, str]
+    rejected: Collection[str] = ()
+
+
+class _Fault(NamedTuple):
+    """Why a version could not be opened, and whether its files or configuration are the reason."""
+
+    text: str
+    is_rejected: bool = False
 
 
 class VersionScanner:
@@ -80,7 +90,7 @@ class VersionScanner:
         self._registry = registry
         self._tuning = tuning
         self._importings: UnfinishedImports = {}
-        self._refused: dict[tuple[str, str], tuple[str, str]] = {}
+        self._refused: dict[tuple[str, str], tuple[str, _Fault]] = {}
         """Stamps and faults of versions that could not be opened, by model and number."""
 
     def scan(
@@ -134,36 +144,48 @@ class VersionScanner:
         return self._repository.shorten(fault)
 
     def _open_model(self, found: FoundModel, known: KnownVersions) -> OpenedModel:
-        importings = self._importings
         versions: dict[str, ModelVersion] = {}
-        faults: dict[str, str] = {}
+        faults: dict[str, _Fault] = {}
         for each in found.versions:
-            key = (found.name, each.version)
-            same, importing = known.get(key), importings.get(key)
+            same = known.get((found.name, each.version))
             if same is not None and same.stamp == each.stamp:
                 versions[each.version] = same
                 continue
-            if importing is not None and importing.is_under_way(each.stamp):
-                faults[each.version] = self.shorten(str(importing.error))
-                continue
-            importings.pop(key, None)
-            stamp, fault = self._refused.get(key, ("", ""))
-            if fault and stamp == each.stamp:
-                faults[each.version] = fault
-                continue
-            try:
-                if self._try_opening is not None and not each.fault:
-                    self._try_opening(found, each, self._tuning)
-                versions[each.version] = ModelVersion(found, each, self._tuning, self._registry)
-            except ConfigurationError as error:
-                faults[each.version] = self.shorten(str(error))
-                if isinstance(error, StillImporting):
-                    importings[key] = UnfinishedImport(each.stamp, error)
-                elif not each.fault:  # its files are there; a store may come back
-                    self._refused[key] = (each.stamp, faults[each.version])
-            except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
-                faults[each.version] = self.shorten(describe_error(error))
-        return OpenedModel(found.name, versions, faults)
+            opened = self._open_version(found, each)
+            if isinstance(opened, _Fault):
+                faults[each.version] = opened
+            else:
+                versions[each.version] = opened
+        return OpenedModel(
+            found.name,
+            versions,
+            {number: fault.text for number, fault in faults.items()},
+            {number for number, fault in faults.items() if fault.is_rejected},
+        )
+
+    def _open_version(self, model: FoundModel, found: FoundVersion) -> ModelVersion | _Fault:
+        importings = self._importings
+        key = (model.name, found.version)
+        importing = importings.get(key)
+        if importing is not None and importing.is_under_way(found.stamp):
+            return _Fault(self.shorten(str(importing.error)))
+        importings.pop(key, None)
+        stamp, refused = self._refused.get(key, ("", None))
+        if refused is not None and stamp == found.stamp:
+            return refused
+        try:
+            if self._try_opening is not None and not found.fault:
+                self._try_opening(model, found, self._tuning)
+            return ModelVersion(model, found, self._tuning, self._registry)
+        except ConfigurationError as error:
+            fault = _Fault(self.shorten(str(error)), is_fault_of_model(error))
+            if isinstance(error, StillImporting):
+                importings[key] = UnfinishedImport(found.stamp, error)
+            elif not found.fault:  # its files are there; a store may come back
+                self._refused[key] = (found.stamp, fault)
+            return fault
+        except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
+            return _Fault(self.shorten(describe_error(error)))
 
 
 def has_retired_version(opened: list[OpenedModel]) -> bool:

@@ -16,17 +16,21 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, NotLoadableHere
+from headrace.models.load_faults import is_fault_of_model, restore_fault
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.primitives.child_process import describe_exit, end_with_parent, start_child
 from headrace.tuning import TUNING, ModelTuning
 
 
 class SignatureReply(msgspec.Struct):
-    """Result of the child process; `fault` says why there is no signature."""
+    """Result of the child process; `fault` says why there is no signature, and `is_of_model` what
+    `headrace.models.load_faults.is_fault_of_model` says of that.
+    """
 
     signature: Signature | None = None
     fault: str = ""
+    is_of_model: bool = False
 
 
 def read_large_signature(path: Path, tuning: ModelTuning = TUNING.models) -> Signature:
@@ -48,18 +52,19 @@ def read_large_signature(path: Path, tuning: ModelTuning = TUNING.models) -> Sig
             output, _ = child.communicate(timeout=tuning.reader_timeout_s)
         except subprocess.TimeoutExpired:
             child.kill()
-            raise ConfigurationError(
+            raise NotLoadableHere(
                 f"{path}: expected it to be read within {tuning.reader_timeout_s:g} s, got no end"
             ) from None
     try:
         reply = msgspec.json.decode(output, type=SignatureReply)
     except msgspec.DecodeError:
-        raise ConfigurationError(
+        raise NotLoadableHere(
             f"{path}: expected the child process to read it, but it ended with "
             f"{describe_exit(child.returncode)}"
         ) from None
     if reply.signature is None:
-        raise ConfigurationError(reply.fault.replace(name, str(path)))
+        fault = reply.fault.replace(name, str(path))
+        raise restore_fault(fault, is_of_model=reply.is_of_model)
     return reply.signature
 
 
@@ -71,7 +76,7 @@ def main(arguments: list[str]) -> None:
     try:
         reply = SignatureReply(read_onnx_signature(Path(path)))
     except ConfigurationError as error:
-        reply = SignatureReply(fault=str(error))
+        reply = SignatureReply(fault=str(error), is_of_model=is_fault_of_model(error))
     sys.stdout.buffer.write(msgspec.json.encode(reply))
 
 

@@ -17,7 +17,14 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
-from headrace.errors import Code, ConfigurationError, HeadraceError, Rejected, describe_error
+from headrace.errors import (
+    Code,
+    ConfigurationError,
+    HeadraceError,
+    NotLoadableHere,
+    Rejected,
+    describe_error,
+)
 from headrace.primitives.worker_thread import WorkerThread
 from headrace.tuning import TUNING
 
@@ -28,7 +35,7 @@ class Interrupted(BaseException):
     """Raised in a thread whose code takes too long; `except Exception` does not catch it."""
 
 
-class StillImporting(ConfigurationError):
+class StillImporting(NotLoadableHere):
     """A file was not imported within its time limit.
 
     Attributes:
@@ -63,7 +70,7 @@ def run_bounded(work: Callable[[], T], path: Path, limit_s: float) -> T:
         except HeadraceError as error:
             errors.append(error)
         except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
-            errors.append(ConfigurationError(f"{path}: {describe_error(error)}"))
+            errors.append(NotLoadableHere(f"{path}: {describe_error(error)}"))
 
     thread = threading.Thread(target=run, name=f"import {path.parent.name}", daemon=True)
     thread.start()
@@ -179,7 +186,7 @@ def load_module(path: Path) -> ModuleType:
     except BaseException as error:  # a user's code may raise anything, SystemExit included
         if not is_of_user_code(error):
             raise
-        raise ConfigurationError(f"{path}: {describe_error(error)}") from error
+        raise NotLoadableHere(f"{path}: {describe_error(error)}") from error
     return module
 
 

@@ -73,6 +73,7 @@ class ModelVersion:
         latency: how long its runs take, as observed by this process.
         reason: why it is not ready, or is ready but replaced; empty otherwise.
         has_failed_elsewhere: it is loading here, but executors of other processes cannot load it.
+        is_rejected: it has failed, here or elsewhere, because of its files or its configuration.
         load_s: how long loading took, from its start until the version was ready; None before that,
             and in a process without an executor.
         loaded_stamp: of the files when the executor began to load them last; empty before that.
@@ -146,7 +147,7 @@ class ModelVersion:
         self.verdict: Verdict | None = None
         self.state = State.LOADING
         self.reason = ""
-        self.has_failed_elsewhere = False
+        self.has_failed_elsewhere = self.is_rejected = False
         self.load_s: float | None = None
         self.loaded_stamp = ""
         self.last_used_us = 0

@@ -284,12 +284,14 @@ class WantedState:
                 if not model.was_read_as(each) or (version is None and not fault):
                     found.append(UnreadyVersion(name, number, NOT_READ, is_under_way=True))
                 elif fault:
-                    found.append(UnreadyVersion(name, number, fault))
+                    is_rejected = number in model.rejected
+                    found.append(UnreadyVersion(name, number, fault, is_rejected=is_rejected))
                 elif version is not None and model.serving.get(number) is not version:
                     is_loading = version.state is State.LOADING
                     reason = version.reason or str(version.state)
                     is_under_way = is_loading and not version.has_failed_elsewhere
-                    found.append(UnreadyVersion(name, number, reason, is_under_way))
+                    is_rejected = version.is_rejected and not is_under_way
+                    found.append(UnreadyVersion(name, number, reason, is_under_way, is_rejected))
         return found
 
     def is_on_its_way(self, name: str, number: str) -> bool:

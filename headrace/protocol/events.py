@@ -26,12 +26,15 @@ class UnreadyVersion(NamedTuple):
         version: its number.
         reason: why it is not ready, for people.
         is_under_way: True if it becomes ready unless something goes wrong; False if it has failed.
+        is_rejected: it has failed because of the model's files or configuration, so that no process
+            can load it; False if the reason is another one, or is not known.
     """
 
     name: str
     version: str
     reason: str
     is_under_way: bool = False
+    is_rejected: bool = False
 
     @property
     def line(self) -> str:
@@ -84,7 +87,8 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     `partitions` are those of `batches` that it reads. An executor without an event for
     `silent_after_ms` may be considered dead. A process that follows the control topic says up to
     which `generation`, which wanted versions are not ready, as `name/version: reason`, which of
-    these have `failed`, as `name/version`, and which `stages` it has.
+    these have `failed`, as `name/version`, which of the failed ones are `rejected` because of the
+    model's files or configuration, and which `stages` it has.
     """
 
     executor: Name
@@ -97,6 +101,7 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
     unready: list[str] = []
     stages: list[str] = []
     failed: list[str] = []
+    rejected: list[str] = []
 
     def unready_versions(self) -> list[UnreadyVersion]:
         """Return the wanted versions that are not ready. The text of a reason has no meaning."""
@@ -104,5 +109,7 @@ class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
         for line in self.unready:
             key, _, reason = line.partition(": ")
             name, _, version = key.rpartition("/")
-            found.append(UnreadyVersion(name, version, reason, key not in self.failed))
+            has_failed = key in self.failed
+            is_rejected = has_failed and key in self.rejected
+            found.append(UnreadyVersion(name, version, reason, not has_failed, is_rejected))
         return found

@@ -233,6 +233,7 @@ class ControlHeartbeat:
             unready=[each.line for each in unready],
             stages=self._stages,
             failed=[each.key for each in unready if not each.is_under_way],
+            rejected=[each.key for each in unready if each.is_rejected],
         )
 
 

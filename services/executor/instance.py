@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import structlog
 
-from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
+from headrace.errors import Fatal, HeadraceError, NotLoadableHere, describe_error
 from headrace.models.backends.port import Arrays, Backend
 from headrace.models.user_code import Interruptible
 from headrace.primitives.worker_thread import Call, WorkerThread
@@ -206,7 +206,7 @@ class Instance:
             await self._end()
             if isinstance(error, HeadraceError) or not isinstance(error, Exception):
                 raise
-            raise ConfigurationError(f"{self._worker.name}: {describe_error(error)}") from error
+            raise NotLoadableHere(f"{self._worker.name}: {describe_error(error)}") from error
         return self
 
     async def _wait_loaded(self) -> None:
@@ -219,7 +219,7 @@ class Instance:
             loading.interrupt(self._worker.thread)
             done, _ = await asyncio.wait([call.done], timeout=self._tuning.cancel_grace_s)
             self._hangs = not done
-            raise ConfigurationError(
+            raise NotLoadableHere(
                 f"{self._worker.name}: expected it to load and warm up within max_load_s = "
                 f"{self._max_load_s:g} s, got no end"
             )

@@ -16,6 +16,7 @@ import structlog
 
 from headrace.errors import ConfigurationError
 from headrace.models.lifecycle import VersionChange
+from headrace.models.load_faults import is_fault_of_model
 from headrace.models.loader import BackendLoader
 from headrace.models.memory import MemoryShort
 from headrace.models.registry import Models
@@ -245,7 +246,8 @@ class ExecutorService:
 
     def _fail(self, version: ModelVersion, error: ConfigurationError) -> None:
         self._report_failed(version, error)
-        self._models.lifecycle.mark_failed(version, str(error))
+        is_of_model = is_fault_of_model(error)
+        self._models.lifecycle.mark_failed(version, str(error), is_rejected=is_of_model)
         self._note_loaded(version)
 
     def _report_failed(self, version: ModelVersion, error: ConfigurationError) -> None:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.config import Settings
-from headrace.errors import ConfigurationError
+from headrace.errors import NotLoadableHere
 from headrace.models.config import ModelConfig
+from headrace.models.load_faults import restore_fault
 from headrace.models.packing.signatures import Trust
 from headrace.models.repository import FoundModel, FoundVersion, check_files
 from headrace.models.user_code import run_on_daemon_thread
@@ -117,16 +118,16 @@ class TrialLoads:
     def _require_not_refused(self, model: FoundModel, found: FoundVersion) -> None:
         refusal = self._refusals.get((model.name, found.version))
         if refusal is not None and refusal.tried == _Tried(found.stamp, model.config, model.reads):
-            raise ConfigurationError(refusal.fault)
+            raise NotLoadableHere(refusal.fault)
 
     def _conclude(self, model: FoundModel, found: FoundVersion, reply: TrialReply | str) -> None:
         """Raise `ConfigurationError` unless the reply says that the trial succeeded."""
         if isinstance(reply, str):
             tried = _Tried(found.stamp, model.config, model.reads)
             self._refusals.add((model.name, found.version), _Refusal(tried, reply))
-            raise ConfigurationError(reply)
+            raise NotLoadableHere(reply)
         if not reply.succeeded:
-            raise ConfigurationError(reply.fault)
+            raise restore_fault(reply.fault, is_of_model=reply.is_of_model)
 
 
 class _Tried(NamedTuple):

@@ -22,6 +22,7 @@ import msgspec
 from headrace.config import SchemaRegistrySettings
 from headrace.errors import HeadraceError, describe_error
 from headrace.models.cores import Cores
+from headrace.models.load_faults import is_fault_of_model
 from headrace.models.loader import BackendLoader
 from headrace.models.repository import FoundModel, FoundVersion
 from headrace.models.schema_registry import SchemaRegistry
@@ -50,10 +51,13 @@ class TrialTask(NamedTuple):
 
 
 class TrialReply(msgspec.Struct):
-    """Outcome of a trial; `fault` says why the version could not be opened or loaded."""
+    """Outcome of a trial; `fault` says why the version could not be opened or loaded, and
+    `is_of_model` what `headrace.models.load_faults.is_fault_of_model` says of that.
+    """
 
     succeeded: bool
     fault: str = ""
+    is_of_model: bool = False
 
 
 async def _try(task: TrialTask) -> TrialReply:
@@ -66,7 +70,8 @@ async def _try(task: TrialTask) -> TrialReply:
             async with make_instance(version, 0, loader, task.executor):
                 pass
     except HeadraceError as error:
-        return TrialReply(succeeded=False, fault=str(error))
+        is_of_model = is_fault_of_model(error)
+        return TrialReply(succeeded=False, fault=str(error), is_of_model=is_of_model)
     except Exception as error:  # noqa: BLE001 - a version may fail in any way
         return TrialReply(succeeded=False, fault=describe_error(error))
     return TrialReply(succeeded=True)

@@ -13,13 +13,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, NotLoadableHere
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
 from headrace.models.cores import available_cores, part_of
 from headrace.models.processing import Appendix, append_nodes
 
 _EXTERNAL_DATA = "session.model_external_initializers_file_folder_path"
 """Folder of tensors in other files, for a model that is not loaded from a path."""
+_ERRORS_OF_MODELS = frozenset(
+    {"InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NotImplemented"}
+)
+"""Names of ONNX Runtime's errors that only the model or its options cause, on whatever machine."""
 _FATAL = 4  # errors are raised as exceptions; ONNX Runtime would also write each to stderr
 
 
@@ -39,10 +43,10 @@ def require_onnx_runtime() -> None:
     """Check that ONNX Runtime is installed. Two packages provide it, so neither is a dependency.
 
     Raises:
-        ConfigurationError: it is not installed; the message has the command that installs it.
+        NotLoadableHere: it is not installed; the message has the command that installs it.
     """
     if importlib.util.find_spec("onnxruntime") is None:
-        raise ConfigurationError(
+        raise NotLoadableHere(
             "ONNX Runtime is not installed: pip install 'headrace[cpu]' "
             "(or 'headrace[gpu]' for CUDA)"
         )
@@ -70,7 +74,8 @@ def open_session(
         stream: stream to run on; None for the session's own.
 
     Raises:
-        ConfigurationError: ONNX Runtime or a provider is missing, or the model cannot be loaded.
+        NotLoadableHere: ONNX Runtime or a provider is missing, or has failed.
+        ConfigurationError: the model, or an option in its configuration, is not valid.
     """
     require_onnx_runtime()
     import onnxruntime
@@ -78,7 +83,7 @@ def open_session(
     wanted = config.execution_providers
     available = onnxruntime.get_available_providers()
     if missing := [name for name in wanted if name not in available]:
-        raise ConfigurationError(
+        raise NotLoadableHere(
             f"{path}: expected {', '.join(missing)} for device {config.device}; the "
             f"installed onnxruntime has {', '.join(available)}"
         )
@@ -101,10 +106,12 @@ def open_session(
             provider_options=[_provider_options(name, config, stream) for name in wanted],
         )
     except Exception as error:  # its errors have no narrower common class
-        raise ConfigurationError(f"{path}: {first_line_of(error)}") from error
+        is_of_model = type(error).__name__ in _ERRORS_OF_MODELS
+        kind = ConfigurationError if is_of_model else NotLoadableHere
+        raise kind(f"{path}: {first_line_of(error)}") from error
     got = session.get_providers()[0]
     if got != wanted[0]:
-        raise ConfigurationError(
+        raise NotLoadableHere(
             f"{path}: expected to run on {wanted[0]} ({config.device}), "
             f"got {got}: the device or a library that it needs is missing"
         )
@@ -117,7 +124,7 @@ def _find_extensions() -> str:
     try:
         import onnxruntime_extensions
     except ImportError as error:
-        raise ConfigurationError(
+        raise NotLoadableHere(
             "extensions: the operators need the package onnxruntime-extensions: "
             "pip install 'headrace[extensions]'"
         ) from error

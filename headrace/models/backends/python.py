@@ -23,7 +23,14 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.config import describe_fault
-from headrace.errors import Code, ConfigurationError, Rejected, Retriable, describe_error
+from headrace.errors import (
+    Code,
+    ConfigurationError,
+    NotLoadableHere,
+    Rejected,
+    Retriable,
+    describe_error,
+)
 from headrace.models.backends.port import (
     Arrays,
     ModelFailed,
@@ -129,7 +136,7 @@ class PythonBackend:
         except BaseException as error:  # a user's code may raise anything
             if not is_of_user_code(error):
                 raise
-            raise ConfigurationError(f"{path}: {describe_error(error)}") from error
+            raise NotLoadableHere(f"{path}: {describe_error(error)}") from error
         if not callable(getattr(model, "run", None)):
             raise ConfigurationError(f"{path}: expected a method run(inputs), got none")
         self._model = model
@@ -145,7 +152,7 @@ class PythonBackend:
         except BaseException as error:  # a user's code may raise anything
             if not is_of_user_code(error):
                 raise
-            raise ConfigurationError(f"{self._directory}: {describe_error(error)}") from error
+            raise NotLoadableHere(f"{self._directory}: {describe_error(error)}") from error
         return WarmUp()
 
     def run(self, inputs: Arrays) -> Arrays:

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
+from headrace.errors import (
+    ConfigurationError,
+    Fatal,
+    HeadraceError,
+    NotLoadableHere,
+    describe_error,
+)
 from headrace.models.backends.port import Arrays, WarmUp
 from headrace.models.config import ModelConfig
 from headrace.models.inputs.ranges import clip_range
@@ -63,7 +69,7 @@ def warm_up(
                     return WarmUp(
                         omitted=f"the model fails with {where}: {text}; {HOW_TO_GIVE_ROWS}"
                     )
-                raise ConfigurationError(f"{directory}: warm-up with {where}: {text}") from error
+                raise NotLoadableHere(f"{directory}: warm-up with {where}: {text}") from error
     return WarmUp()
 
 

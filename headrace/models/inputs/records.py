@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected
 from headrace.models.config import RecordColumn, RecordTransform
 from headrace.models.inputs.avro import INSTALL, AvroContainers, AvroSchema, AvroWriter, is_list
 from headrace.models.inputs.framing import FramedSchemas, Framing
@@ -119,7 +119,7 @@ class Records:
         self.framed: FramedSchemas | None = None
         if config.framing is not None:
             if registry is None:
-                raise ConfigurationError(
+                raise NotLoadableHere(
                     "transform.record.framing: expected schema_registry.url in the settings"
                 )
             self.framed = FramedSchemas(registry, signature.outputs, config.subject, protobuf)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import ConfigurationError, Fatal, describe_error
+from headrace.errors import ConfigurationError, Fatal, NotLoadableHere, describe_error
 from headrace.models.backends.port import Arrays
 from headrace.models.backends.warmup import as_bytes
 from headrace.models.profiling.batch_safety import output_scale, relative_difference
@@ -51,7 +51,7 @@ def check_golden_samples(
         except Fatal:
             raise
         except Exception as error:  # a model may raise anything
-            raise ConfigurationError(f"{path}: the run failed: {describe_error(error)}") from error
+            raise NotLoadableHere(f"{path}: the run failed: {describe_error(error)}") from error
         allowed = tolerance if sample.tolerance is None else sample.tolerance
         for name, expected in sample.outputs.items():
             got = np.asarray(outputs[name])

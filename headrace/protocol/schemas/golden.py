@@ -328,7 +328,9 @@ def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
         ("result-traced", lambda: _traced(_answered(MSGPACK, "FP32"))),
     ):
         yield name, sample("result-record", partial(_result_bytes, make), decode_results)
-    yield "event", GoldenSample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
+    for name, event in (("event", _EVENT), ("event-rejected", _EVENT_WITH_REJECTED)):
+        encode = partial(encode_event, event)
+        yield name, GoldenSample("event-record", MSGPACK, encode, decode_event)
     for name, record in (
         ("control", _CHANGE),
         ("control-snapshot", _CHANGE_WITH_SNAPSHOT),
@@ -361,6 +363,20 @@ _EVENT = ExecutorEvent(
         ),
         Completion(batch_id="b-2", model="alone", version="3"),
     ],
+)
+
+_EVENT_WITH_REJECTED = ExecutorEvent(
+    executor="4711-0a1b2c3d",
+    silent_after_ms=30_000,
+    generation=3,
+    unready=[
+        "sample/1: inputs: expected some of x, as the model has, got y",
+        "sample/2: cuda:0: out of memory",
+        "sample/3: loading",
+    ],
+    stages=["executor"],
+    failed=["sample/1", "sample/2"],
+    rejected=["sample/1"],
 )
 
 

@@ -20,7 +20,7 @@ import structlog
 from numpy.typing import NDArray
 
 from headrace.device.port import Device, Memory, require_memory
-from headrace.errors import ConfigurationError, Fatal
+from headrace.errors import Fatal, NotLoadableHere
 from headrace.models.backends.port import Arrays, Backend, ReusedInputs, StreamBackend
 from headrace.primitives.worker_thread import Call, WorkerThread
 from headrace.protocol.messages import Request
@@ -118,7 +118,7 @@ class BoundRing:
         """Bind every bucket, and run each so many times.
 
         Raises:
-            ConfigurationError: one of the runs failed.
+            NotLoadableHere: one of the runs failed.
         """
         ring = self._ring
         inputs = {name: block.address for name, block in ring.inputs.items()}
@@ -137,7 +137,7 @@ class BoundRing:
         error = slot.error
         self._ring.release(slot)
         if error is not None:
-            raise ConfigurationError(f"{self._name}: a bound run of {rows} rows failed: {error}")
+            raise NotLoadableHere(f"{self._name}: a bound run of {rows} rows failed: {error}")
 
     def gather(self, requests: Sequence[Request], rows: int) -> RingBatch:
         """Copy the requests' rows into a free slot, padded to the next bucket."""

@@ -20,6 +20,7 @@ def event(
     generation: int = 1,
     unready: Sequence[str] = (),
     failed: Sequence[str] = (),
+    rejected: Sequence[str] = (),
 ) -> ExecutorEvent:
     """An announcement of a process with these versions of `digits` ready."""
     return ExecutorEvent(
@@ -33,6 +34,7 @@ def event(
         unready=[*unready],
         stages=[*stages],
         failed=[*failed],
+        rejected=[*rejected],
     )
 
 
@@ -116,6 +118,37 @@ def test_reason_of_failure_may_have_any_text(reason: str) -> None:
     assert announced.awaited("digits", "1", 1) == UnreadyVersion(
         "digits", "1", f"executor e: {reason}", is_under_way=False
     )
+
+
+@pytest.mark.parametrize(
+    ("rejected", "is_rejected"),
+    [([["digits/1"], ["digits/1"]], True), ([["digits/1"], []], False), ([[], []], False)],
+    ids=["by all", "by one", "by none"],
+)
+def test_version_is_rejected_if_all_executors_that_failed_say_so(
+    rejected: list[list[str]], is_rejected: bool
+) -> None:
+    """A release before this one does not say it, and another reason is the operator's matter."""
+    announced = AnnouncedVersions(BATCHER, 1, 10.0)
+    unready = ["digits/1: no"]
+    announced.apply(
+        [
+            event(name, EXECUTOR, unready=unready, failed=["digits/1"], rejected=each)
+            for name, each in zip("ab", rejected, strict=True)
+        ],
+        0.0,
+    )
+    awaited = announced.awaited("digits", "1", 1)
+    assert awaited is not None
+    assert awaited.is_rejected == is_rejected
+
+
+def test_version_that_has_not_failed_is_not_rejected() -> None:
+    """Whatever else an announcement says of it."""
+    [unready] = event(
+        "e", EXECUTOR, unready=["digits/1: no"], rejected=["digits/1"]
+    ).unready_versions()
+    assert unready == UnreadyVersion("digits", "1", "no", is_under_way=True)
 
 
 def test_reason_of_loading_version_may_have_any_text() -> None:

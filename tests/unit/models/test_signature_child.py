@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError
+from headrace.models.load_faults import is_fault_of_model
 from headrace.models.signature import read_onnx_signature
 from headrace.models.signature_child import read_large_signature
 from headrace.tuning import TUNING
@@ -34,14 +35,16 @@ def test_fault_of_file_is_that_of_reading_it_here(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as apart:
         read_large_signature(path, APART)
     assert str(apart.value) == str(here.value)
+    assert is_fault_of_model(apart.value)
 
 
 def test_child_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """The version is refused, and nothing stays behind."""
     path = tmp_path / "model.onnx"
     onnx.save(digits(), path)
-    with pytest.raises(ConfigurationError, match=r"to be read within 0\.001 s, got no end"):
+    with pytest.raises(ConfigurationError, match=r"to be read within 0\.001 s, got no end") as late:
         read_large_signature(path, replace(APART, reader_timeout_s=0.001))
+    assert not is_fault_of_model(late.value)
 
 
 def test_child_that_ends_without_reply_is_reported(

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError
 from headrace.models.config import make_model_config
+from headrace.models.load_faults import is_fault_of_model
 from headrace.models.packing.files import make_manifest, write_manifest
 from headrace.models.registry import Models
 from headrace.models.repository import Repository
@@ -85,6 +86,29 @@ async def test_version_that_fails_in_trial_is_refused_with_reason(
 
     with pytest.raises(ConfigurationError, match=reason):
         await TrialLoads(settings_for(tmp_path), EAGER.executor).try_out(version)
+
+
+@pytest.mark.parametrize(
+    ("load", "run", "is_of_model"),
+    [
+        ("", "def walk", True),
+        ("raise MemoryError", "def run", False),
+        (ENDS["crashes"][0], "def run", False),
+    ],
+    ids=["no run", "no memory", "crash"],
+)
+async def test_trial_says_whether_version_is_at_fault(
+    tmp_path: Path, load: str, run: str, is_of_model: bool
+) -> None:
+    """The errors of the child process have other classes here, and no causes."""
+    version = version_of(tmp_path, load=load)
+    file = version.directory / "model.py"
+    file.write_text(file.read_text().replace("def run", run))
+
+    with pytest.raises(ConfigurationError) as refused:
+        await TrialLoads(settings_for(tmp_path), EAGER.executor).try_out(version)
+
+    assert is_fault_of_model(refused.value) == is_of_model
 
 
 async def test_version_that_crashes_when_unloaded_is_refused(tmp_path: Path) -> None:

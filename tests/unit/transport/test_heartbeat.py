@@ -214,6 +214,7 @@ async def test_announced_versions_are_failed_or_under_way_whatever_their_reasons
     unready = [
         UnreadyVersion("digits", "1", "a hook ended with: loading", is_under_way=False),
         UnreadyVersion("digits", "2", "loading again, since version 1 failed", is_under_way=True),
+        UnreadyVersion("digits", "3", "no ONNX model", is_rejected=True),
     ]
     log = MemoryLog()
     await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
