@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 from headrace.config import Settings
 from headrace.control.processes import Processes, ProcessReport, open_processes
 from headrace.control.topic import ChangeOvertaken, ControlTopic
-from headrace.errors import Code, ConfigurationError, Rejected, Retriable
+from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected, Retriable
 from headrace.log.port import Log
+from headrace.models.load_faults import is_fault_of_model
 from headrace.models.repositories import open_repository
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.wanted import (
@@ -44,10 +45,15 @@ Choose: TypeAlias = Callable[[Sequence[ControlRecord]], Change]
 
 
 class LoadFailed(Rejected):
-    """A version cannot be loaded; the model is wanted again as it was."""
+    """A version cannot be loaded; the model is wanted again as it was.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(Code.MODEL_FAILED, message)
+    Args:
+        message: what failed where.
+        is_callers_fault: the files or the configuration of the model are the reason.
+    """
+
+    def __init__(self, message: str, *, is_callers_fault: bool) -> None:
+        super().__init__(Code.INVALID_REQUEST if is_callers_fault else Code.MODEL_FAILED, message)
 
 
 class NoProcess(Retriable):
@@ -203,7 +209,8 @@ class ModelChanges:
                 try:
                     await self._finish(undo, why)
                 except (ConfigurationError, Retriable) as left:
-                    raise LoadFailed(f"{error.message}; it is still wanted: {left}") from error
+                    message = f"{error.message}; it is still wanted: {left}"
+                    raise LoadFailed(message, is_callers_fault=False) from error
                 raise
             then = _unless_changed(model, added, keep_versions(model, selected))
             _, generation = await self._finish(then, author)
@@ -296,12 +303,14 @@ class ModelChanges:
 
         Raises:
             ChangeRefused: there is no such model, or its configuration cannot be used.
+            NotLoadableHere: the repository cannot be read.
         """
         repository = open_repository(self._settings, self._repository_tuning)
         try:
             return [*map(str, repository.select(model, overrides))]
         except ConfigurationError as error:
-            raise ChangeRefused(repository.shorten(str(error))) from error
+            kind = ChangeRefused if is_fault_of_model(error) else NotLoadableHere
+            raise kind(repository.shorten(str(error))) from error
 
     async def _wait_until_followed(
         self,
@@ -346,10 +355,10 @@ class ModelChanges:
                 for name, process in heard().items()
             }
 
-        def failures() -> list[str]:
+        def failures() -> list[UnreadyVersion]:
             """Return what processes cannot load."""
             return [
-                each.line
+                each
                 for process in heard().values()
                 if process.generation >= generation
                 for each in process.unready
@@ -360,8 +369,11 @@ class ModelChanges:
             lambda: bool(failures()) or (not any(unready().values()) and has_ended()),
             max(0.0, deadline_s - asyncio.get_running_loop().time()),
         )
-        if failures():
-            raise LoadFailed("; ".join(dict.fromkeys(failures())))
+        if failed := failures():
+            raise LoadFailed(
+                "; ".join(dict.fromkeys(each.line for each in failed)),
+                is_callers_fault=all(each.is_rejected for each in failed),
+            )
         if not reports:
             raise NoProcess(
                 f"generation {generation}: no process was heard that runs with "

@@ -97,8 +97,8 @@ class ControlledRepository(RepositoryIndex):
         Raises:
             Overtaken: another change was made first.
             Rejected: `INVALID_REQUEST`: a parameter has no counterpart or is too large, or the
-                model is not there;
-                `MODEL_FAILED`: it cannot be loaded, and everything is as before;
+                model is not there, or its files or configuration cannot be served;
+                `MODEL_FAILED`: it cannot be loaded for another reason. Everything is as before;
                 `DEADLINE_EXCEEDED`: not all processes have loaded it in time.
             Retriable: the log or the repository is unavailable.
         """

@@ -34,6 +34,7 @@ from tests.support.pipelines import serving
 KEY = "an operator's secret"
 LOGIN = {"authorization": f"Bearer {KEY}"}
 ANYONE: dict[str, Any] = {"model_changes": "anyone"}
+SHORT = {"mode": "explicit", "trial_load": False, "memory_bytes": 1}
 CONFIG = """
 backend: "onnxruntime"
 max_batch_size: 8
@@ -65,6 +66,11 @@ def keys(tmp_path: Path) -> str:
         f'[callers.eve]\nsha256 = "{hashes[2]}"\n'
     )
     return str(file)
+
+
+def tensor(name: str, datatype: str, columns: int) -> dict[str, Any]:
+    """An input or output of a configuration of Triton's."""
+    return {"name": name, "data_type": datatype, "dims": [columns]}
 
 
 def topic_of(served: Served) -> ControlTopic:
@@ -217,11 +223,69 @@ async def test_version_that_cannot_be_loaded_leaves_everything_as_before(reposit
         after, last = await wanted_of(served), (await topic_of(served).read())[-1]
         ready = await served.post("/v2/repository/index", b'{"ready": true}')
 
-    assert (status, body["error_details"]["code"]) == (500, "MODEL_FAILED")
+    assert (status, body["error_details"]["code"]) == (400, "INVALID_REQUEST")
     assert "digits/4: " in body["error"]
     assert after == before
     assert (last.action, last.why[:13]) == ("rollback", "load failed: ")
     assert [each["version"] for each in ready.json] == ["2", "3"]
+
+
+ROWS = {"max_batch_size": 8}
+UNFIT = {
+    "name": ({**ROWS, "input": [tensor("pixel", "TYPE_FP32", 64)]}, "missing pixels"),
+    "datatype": ({**ROWS, "input": [tensor("pixels", "TYPE_FP64", 64)]}, "got FP64 [-1, 64]"),
+    "shape": ({**ROWS, "output": [tensor("scores", "TYPE_FP32", 11)]}, "got FP32 [-1, 11]"),
+    "rows": (
+        {"max_batch_size": 0, "input": [tensor("pixels", "TYPE_FP32", 64)]},
+        "pixels: expected FP32 [-1, 64], as the model has, got FP32 [64]",
+    ),
+}
+"""Configurations that do not fit the model, and what the error says of them."""
+
+
+@pytest.mark.parametrize(("config", "sentence"), UNFIT.values(), ids=UNFIT)
+async def test_load_whose_configuration_does_not_fit_is_its_callers_fault(
+    repository: Path, config: dict[str, Any], sentence: str
+) -> None:
+    """400 as in Triton, with the reason; 500 would tell monitoring that the server is at fault."""
+    async with gateway_of(repository, mode="explicit", **ANYONE) as served:
+        status, body = await post(served.http, "load", {"config": json.dumps(config)})
+
+    assert (status, body["error_details"]) == (
+        400,
+        {"code": "INVALID_REQUEST", "retriable": False},
+    )
+    assert "digits/3: " in body["error"]
+    assert sentence in body["error"]
+
+
+async def test_load_over_grpc_whose_configuration_does_not_fit_is_invalid_argument(
+    repository: Path,
+) -> None:
+    """The fault is found by the stages, which are another process than the gateway."""
+    config, sentence = UNFIT["name"]
+    async with (
+        gateway_of(repository, mode="explicit", stages=(), grpc_port=0, **ANYONE) as served,
+        triton_grpc_aio.InferenceServerClient(served.grpc) as client,
+    ):
+        assert isinstance(served.log, MemoryLog)
+        async with serving(served.settings, served.log, [STAGES]):
+            load_ = client.load_model("digits", config=json.dumps(config))
+            status, message = await outcome_of(load_)
+        assert await wanted_of(served) == {}
+
+    assert status == "StatusCode.INVALID_ARGUMENT"
+    assert sentence in message
+
+
+async def test_load_without_memory_for_model_is_fault_of_server(repository: Path) -> None:
+    """Nothing is wrong with the model: the status is that of a server's fault."""
+    short = {"models": {**SHORT, "repository": str(repository)}}
+    async with gateway_of(repository, mode="explicit", sections=short, **ANYONE) as served:
+        status, body = await post(served.http, "load", {})
+
+    assert (status, body["error_details"]["code"]) == (500, "MODEL_FAILED")
+    assert "models.memory_bytes: the version needs" in body["error"]
 
 
 async def test_load_of_loaded_model_reads_its_files_again(repository: Path) -> None:
@@ -323,7 +387,7 @@ async def test_failed_load_is_undone_although_another_model_changes_meanwhile(
         wanted = await wanted_of(served)
 
     status, body = loading.result()
-    assert (status, body["error_details"]["code"]) == (500, "MODEL_FAILED")
+    assert (status, body["error_details"]["code"]) == (400, "INVALID_REQUEST")
     assert "still wanted" not in body["error"]
     assert (wanted["digits"].versions, wanted["digits"].default) == (["1"], "1")
 
@@ -376,11 +440,13 @@ async def test_load_over_gateway_alone_is_answered_when_process_has_loaded(
     assert answer.model_version == "3"
 
 
+NO_SUCH_VERSION = '{"version_policy": {"specific": {"versions": [9]}}}'
 REFUSED = (
     ("load", {"parameters": {"x": "y"}}, "parameters.x: expected config alone"),
     ("load", {"parameters": {"config": 1}}, "parameters.config: expected JSON in a string"),
     ("load", {"parameters": {"config": "[]"}}, "parameters.config: expected an object"),
     ("load", {"parameters": {"config": '{"name": "x"}'}}, "name: expected digits, got x"),
+    ("load", {"parameters": {"config": NO_SUCH_VERSION}}, "expected some of [1, 2, 3], got [9]"),
     ("load", {"parameters": 1}, "parameters: expected"),
     ("unload", {"parameters": {"unload_dependents": 1}}, "expected true or false"),
     ("unload", {"parameters": {"config": "{}"}}, "expected unload_dependents alone"),

@@ -1,0 +1,93 @@
+"""What a load is answered with when processes say that they cannot load a version."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from headrace.control.changing import Followed, LoadFailed, ModelChanges
+from headrace.control.topic import ControlTopic
+from headrace.errors import Code, NotLoadableHere
+from headrace.log.memory import MemoryLog
+from headrace.log.port import NewRecord, TopicPartition
+from headrace.models.wanted import Author, ChangeRefused
+from headrace.protocol.codec.events import encode_event
+from headrace.protocol.events import ExecutorEvent
+from headrace.runtime.topic_plan import plan_topics
+from headrace.topics import Topic
+from headrace.tuning import TUNING
+from tests.support.conditions import eventually
+from tests.support.models import add_version, digits, settings_for
+
+HEARD_AT_ONCE = replace(TUNING, control=replace(TUNING.control, listen_s=0.0, poll_s=0.01))
+NOT_BEGUN = Followed(-1, ())
+KEY = "digits/1"
+
+
+def failing(name: str, *rejected: str) -> ExecutorEvent:
+    """An executor that has failed to load the version; a release before this one rejects none."""
+    return ExecutorEvent(
+        executor=name,
+        silent_after_ms=1000,
+        generation=1,
+        unready=[f"{KEY}: no"],
+        stages=["executor"],
+        failed=[KEY],
+        rejected=[*rejected],
+    )
+
+
+@pytest.mark.parametrize(
+    ("reports", "code"),
+    [
+        ([failing("a", KEY), failing("b", KEY)], Code.INVALID_REQUEST),
+        ([failing("a", KEY), failing("b")], Code.MODEL_FAILED),
+        ([failing("a")], Code.MODEL_FAILED),
+    ],
+    ids=["rejected", "rejected by one", "failed in a former release"],
+)
+async def test_load_is_its_callers_fault_if_all_that_failed_rejected_the_version(
+    tmp_path: Path, reports: list[ExecutorEvent], code: Code
+) -> None:
+    """The text is the same; a report of another reason, or without one, is the server's fault."""
+    add_version(tmp_path, "digits", 1, digits())
+    settings = settings_for(tmp_path)
+    log = MemoryLog()
+    await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+    topic, events = ControlTopic(log, settings), TopicPartition(settings.topic(Topic.EVENTS), 0)
+    changes = ModelChanges(log, settings, HEARD_AT_ONCE, lambda: NOT_BEGUN)
+    loading = changes.load_selected("digits", {}, Author("ada"), 10.0)
+    async with log.producer() as producer:
+        task = asyncio.create_task(loading, name="load")
+        await eventually(topic.read, what="the change")
+        records = [NewRecord(None, encode_event(each)) for each in reports]
+
+        async def has_ended() -> bool:
+            await producer.send(events, records)  # again and again, as processes do
+            return task.done()
+
+        await eventually(has_ended, what="the answer")
+        with pytest.raises(LoadFailed, match=f"^{code}: {KEY}: no$") as failed:
+            await task
+
+    assert failed.value.code == code
+    assert [each.action for each in await topic.read()] == ["load", "rollback"]
+
+
+async def test_load_whose_configuration_cannot_be_read_is_not_refused_as_wrong(
+    tmp_path: Path,
+) -> None:
+    """The file system is at fault, which its caller cannot correct."""
+    version = add_version(tmp_path, "digits", 1, digits())
+    (version.parent / "model.toml").symlink_to("model.toml")  # to itself: it cannot be followed
+    settings = settings_for(tmp_path)
+    log = MemoryLog()
+    await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+    changes = ModelChanges(log, settings, HEARD_AT_ONCE)
+    with pytest.raises(NotLoadableHere, match=r"^digits/model\.toml: "):
+        await changes.load_selected("digits", {}, Author("ada"), 10.0)
+    with pytest.raises(ChangeRefused, match="expected one of the repository"):
+        await changes.load_selected("letters", {}, Author("ada"), 10.0)
