@@ -489,14 +489,16 @@ class GatewaySettings(AccessSettings):
     max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024, le=2**40), NOT_BOOL] = (
         256 * 1024 * 1024
     )
-    """Limit of the decompressed bodies of concurrent requests; further ones are refused."""
+    """Limit of the decompressed bodies of concurrent requests; further ones are refused. And of the
+    answers that wait for their callers, of which those that have waited longest are dropped.
+    """
     max_body_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 16 * 1024 * 1024
     """Limit of one body or gRPC message, decompressed. JSON takes several times the bytes of its
     tensors.
     """
     max_connections: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 4096
     """Limit of the open connections of each door, TLS handshakes included. Over HTTP a further one
-    replaces the one that has waited for a request longest; over gRPC it is refused.
+    replaces the one that has waited for its caller longest; over gRPC it is refused.
     """
     header_timeout_s: Timeout = 10.0
     """Time from the accept of a connection to the end of its first request's head over HTTP, and to

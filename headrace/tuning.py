@@ -1020,7 +1020,7 @@ class RuntimeTuning(Struct, frozen=True):
     """Shortest interval between two log lines about spans that no collector took."""
 
     http_max_connections: int = 100
-    """A further connection replaces the one that has waited for a request longest, or is closed at
+    """A further connection replaces the one that has waited for its client longest, or is closed at
     once if all of them are being answered.
     """
     http_header_timeout_s: float = 10.0
@@ -1035,8 +1035,6 @@ class RuntimeTuning(Struct, frozen=True):
     """Largest body of a request."""
     http_accept_retry_s: float = 1.0
     """Pause while the process has no file descriptor or memory for another connection."""
-    http_least_bytes_per_s: float = 64 * 1024
-    """Clients that read a large answer more slowly are cut off, `idle_timeout_s` after its time."""
     http_stop_timeout_s: float = 1.0
     """Time for open requests to end when the server stops."""
     http_access: AccessTuning = AccessTuning()
@@ -1070,11 +1068,15 @@ class GatewayTuning(Struct, frozen=True):
     loop.
     """
     end_timeout_s: float = 10.0
-    """A gRPC call is cancelled if its caller does not take its end within so long, and a second
-    more for each `end_bytes_per_s` of its answer.
+    """A gRPC call is cancelled, and a connection over HTTP closed, if its caller does not take its
+    end within so long, and a second more for each `end_bytes_per_s` of its answer.
     """
     end_bytes_per_s: float = 64 * 1024
-    """Clients that read a large answer over gRPC more slowly are cut off."""
+    """Clients that read a large answer more slowly are cut off."""
+    answer_part_bytes: int = 64 * 1024
+    """Larger answers over HTTP are written in parts of so many bytes, each once the connection has
+    room: over TLS all that is written is kept a second time, encrypted.
+    """
     requests_per_stream: int = 64
     """Requests of one gRPC stream that are under way at once; further ones are read later."""
     unread_bytes_per_stream: int = 16 * 1024 * 1024

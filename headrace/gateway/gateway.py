@@ -29,7 +29,7 @@ from headrace.models.index import Overtaken, RepositoryIndex, Unsupported
 from headrace.protocol.headers import ALL_HEADERS, MAX_HEADER_BYTES, MAX_PRIORITY, HeaderName
 from headrace.telemetry.health import Health
 from headrace.telemetry.http import ServedModels
-from headrace.telemetry.http_listener import Connections
+from headrace.telemetry.http_listener import AnswerLimits, Connections
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import GatewaySnapshot
@@ -269,7 +269,15 @@ class Gateway:
         self.conversions = Conversions(tuning, use_regions=self.has_shared_memory)
         self._limits = CallerLimits(tuning.max_idle_callers)
         self.connections = Connections(
-            limits.max_connections, limits.header_timeout_s, limits.idle_timeout_s
+            limits.max_connections,
+            limits.header_timeout_s,
+            limits.idle_timeout_s,
+            answers=AnswerLimits(
+                limits.max_in_flight_bytes,
+                tuning.end_timeout_s,
+                tuning.end_bytes_per_s,
+                tuning.answer_part_bytes,
+            ),
         )
         self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes, self._limits)
         self._responses = settings.topic(Topic.RESPONSES)
@@ -302,6 +310,7 @@ class Gateway:
             {reason: self._limits.refused[reason] for reason in Reason},
             len(self.connections),
             self.connections.closed_early,
+            self.connections.untaken_bytes,
             self._responses,
             self._client.last_contact_s(),
         )

@@ -21,6 +21,7 @@ from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
 from headrace.errors import describe_error
+from headrace.primitives.waiting_for_callers import WaitingForCallers
 from headrace.tuning import GatewayTuning
 
 PRIVATE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -146,13 +147,12 @@ class CallAcceptors:
         self._method = f"/{service}/{method}"
         self._interceptors = tuple(interceptors)
         self._max_calls = max_calls
-        self._max_untaken_bytes = max_untaken_bytes
         self._acceptors: list[asyncio.Task[None]] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._handled = 0
-        self._waiting: dict[_Call, None] = {}
-        """Longest-waiting first."""
-        self._untaken_bytes = 0
+        self._waiting: WaitingForCallers[_Call] = WaitingForCallers(
+            max_untaken_bytes, tuning.max_waiting_calls
+        )
 
     def start(self, count: int) -> None:
         """Accept `count` calls at a time, from now until the server stops."""
@@ -195,19 +195,12 @@ class CallAcceptors:
 
     def add_waiting(self, call: _Call) -> None:
         """Count a call that waits for its caller, and drop those that have waited longest."""
-        self._waiting[call] = None
-        self._untaken_bytes += call.untaken_bytes
-        while (
-            len(self._waiting) > self.tuning.max_waiting_calls
-            or self._untaken_bytes > self._max_untaken_bytes
-        ) and (longest := next(iter(self._waiting))) is not call:
+        for longest in self._waiting.add(call, call.untaken_bytes):
             longest.drop()
 
     def remove_waiting(self, call: _Call) -> None:
         """Count a call no longer as one that waits for its caller."""
-        if call in self._waiting:
-            del self._waiting[call]
-            self._untaken_bytes -= call.untaken_bytes
+        self._waiting.remove(call)
 
     async def _accept(self) -> None:
         method = self._method.encode()

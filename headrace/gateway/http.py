@@ -206,13 +206,14 @@ class HttpDoor:
     async def _answer_on_connection(
         self, request: web.Request, handler: Handler
     ) -> web.StreamResponse:
-        """Suspend the idle timer of the connection, and end it after the answer in a drain."""
+        """Suspend the idle timer of the connection until its caller has taken the answer; end it
+        after that in a drain.
+        """
         with self._connections.answering(request.transport):
             response = await handler(request)
-        if isinstance(response, web.Response):
-            self._connections.sending(request.transport, response.content_length or 0)
-        if self._gateway.draining.is_set():
-            response.force_close()
+            if self._gateway.draining.is_set():
+                response.force_close()
+            await self._connections.send(request, response)
         return response
 
     @web.middleware

@@ -13,15 +13,18 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import Payload
 from aiohttp.typedefs import Handler
 
 from headrace.access.callers import Credentials
 from headrace.errors import Fatal
+from headrace.primitives.waiting_for_callers import WaitingForCallers
 from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING
 
@@ -250,6 +253,46 @@ def _names_in(certificate: Mapping[str, Any]) -> tuple[str, ...]:
     return (*names, *(f"CN={name}" for kind, name in subject if kind == "commonName"))
 
 
+class AnswerLimits(NamedTuple):
+    """How much of the answers may wait for the clients to take it, and for how long.
+
+    Attributes:
+        max_bytes: of all answers that wait; the newest one alone may have more.
+        timeout_s: time for an answer to be taken, and a second more for each `bytes_per_s`.
+        part_bytes: an answer is passed to its connection in parts of so many bytes, each once the
+            one before has been taken.
+    """
+
+    max_bytes: int
+    timeout_s: float
+    bytes_per_s: float
+    part_bytes: int
+
+
+class _InParts(Payload):
+    """A body that is written in parts.
+
+    A TLS transport says nothing of what it has passed on to its socket's. That stops taking more
+    when it has a part or two, so that the next parts wait.
+    """
+
+    def __init__(self, body: bytes, part_bytes: int) -> None:
+        super().__init__(body)
+        self._size = len(body)
+        self._part_bytes = part_bytes
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Return the body as text."""
+        return str(self._value, encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Write the parts, each once the one before has been taken."""
+        body = memoryview(self._value)
+        for start in range(0, len(body), self._part_bytes):
+            await writer.write(body[start : start + self._part_bytes])
+            await writer.drain()
+
+
 class Connections:
     """The open connections of a server, each from its accept on, TLS handshakes included.
 
@@ -257,12 +300,12 @@ class Connections:
     so that clients which open connections and send nothing would block health checks.
 
     Args:
-        max_connections: a further one replaces the one that has waited for a request longest.
+        max_connections: a further one replaces the one that has waited for its client longest.
         header_timeout_s: from the accept of a connection to the end of its first request's head,
             the TLS handshake included.
         idle_timeout_s: from an answer to the end of the next request's head.
         accept_retry_s: pause while the process has no file descriptor or memory for a connection.
-        least_bytes_per_s: slower clients are cut off while they read a large answer.
+        answers: limits of those that are sent with `send`; None if none are.
     """
 
     def __init__(
@@ -271,22 +314,32 @@ class Connections:
         header_timeout_s: float,
         idle_timeout_s: float,
         accept_retry_s: float = TUNING.runtime.http_accept_retry_s,
-        least_bytes_per_s: float = TUNING.runtime.http_least_bytes_per_s,
+        answers: AnswerLimits | None = None,
     ) -> None:
         self._max_connections = max_connections
         self._header_timeout_s = header_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._accept_retry_s = accept_retry_s
-        self._least_bytes_per_s = least_bytes_per_s
+        self._answers = answers
         self._open: set[HttpConnection] = set()
         self._make: MakeProtocol = asyncio.Protocol
         self._tls: ssl.SSLContext | None = None
         self._timers: dict[HttpConnection, asyncio.TimerHandle] = {}
-        """Timers of the connections that wait for a request, longest-waiting first."""
+        """Timers of the connections that wait for their clients, to send a request or to take an
+        answer; longest-waiting first.
+        """
+        self._untaken: WaitingForCallers[HttpConnection] = WaitingForCallers(
+            0 if answers is None else answers.max_bytes
+        )
         self.closed_early = 0
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def untaken_bytes(self) -> int:
+        """Size of the answers whose clients have not taken them."""
+        return self._untaken.size_bytes
 
     def start(
         self, sockets: Sequence[socket.socket], make: MakeProtocol, tls: ssl.SSLContext | None
@@ -345,9 +398,7 @@ class Connections:
     def closed(self, connection: HttpConnection) -> None:
         """Forget a connection."""
         self._open.discard(connection)
-        timer = self._timers.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
+        self._stop_waiting(connection)
 
     @contextmanager
     def answering(self, transport: asyncio.Transport | None) -> Iterator[None]:
@@ -358,27 +409,52 @@ class Connections:
         if not isinstance(connection, HttpConnection) or connection not in self._open:
             yield  # closed meanwhile
             return
-        timer = self._timers.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
+        self._stop_waiting(connection)
         try:
             yield
         finally:
+            self._stop_waiting(connection)
             if connection in self._open:
                 self._wait(connection, self._idle_timeout_s)
 
-    def sending(self, transport: asyncio.Transport | None, size_bytes: int) -> None:
-        """Give a connection the time to read an answer of so many bytes before it counts as idle.
+    async def send(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Send an answer, within `answering`; return once its client has taken it, or has gone.
 
-        How much of an answer has been sent is not known with TLS, where all of it is in buffers.
+        While it waits for its client it counts in `untaken_bytes`. Its connection is closed when
+        its time is over, or when it has waited longest and all of them have too many bytes.
         """
+        limits, transport = self._answers, request.transport
         connection = None if transport is None else transport.get_protocol()
-        if not isinstance(connection, HttpConnection):
+        if transport is None or not isinstance(connection, HttpConnection):
+            return  # its client has gone, which aiohttp finds too
+        if limits is None or not isinstance(response, web.Response):
+            return  # aiohttp sends it
+        body = response.body
+        if not isinstance(body, bytes):
+            return  # there is none
+        if len(body) > limits.part_bytes:
+            response.body = _InParts(body, limits.part_bytes)
+        connection.answer_bytes = len(body)
+        try:
+            if transport.get_write_buffer_size():  # writing was paused before: TLS writes as well
+                self.writing_paused(connection)
+            with suppress(ConnectionError):  # aiohttp goes on with the response, and finds it too
+                await response.prepare(request)
+                await response.write_eof()
+        finally:
+            connection.answer_bytes = None
+            response.body = None  # aiohttp has the response until the next request comes
+
+    def writing_paused(self, connection: HttpConnection) -> None:
+        """Begin the time in which a client has to take the answer that is being sent to it."""
+        limits, size_bytes = self._answers, connection.answer_bytes
+        if limits is None or size_bytes is None:
             return
-        timer = self._timers.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-            self._wait(connection, self._idle_timeout_s + size_bytes / self._least_bytes_per_s)
+        if connection in self._timers or connection not in self._open:
+            return
+        self._wait(connection, limits.timeout_s + size_bytes / limits.bytes_per_s)
+        for longest in self._untaken.add(connection, size_bytes):
+            self._expire(longest)
 
     async def close(self) -> None:
         """End all connections."""
@@ -392,6 +468,12 @@ class Connections:
         loop = asyncio.get_running_loop()
         self._timers[connection] = loop.call_later(timeout_s, self._expire, connection)
 
+    def _stop_waiting(self, connection: HttpConnection) -> None:
+        timer = self._timers.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+            self._untaken.remove(connection)
+
     def _expire(self, connection: HttpConnection) -> None:
         self.closed_early += 1
         self._close(connection)
@@ -402,7 +484,11 @@ class Connections:
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection: forwards its events to the protocol of the server, once it is open."""
+    """One connection: forwards its events to the protocol of the server, once it is open.
+
+    Attributes:
+        answer_bytes: size of the answer that is being sent; None while none is.
+    """
 
     def __init__(self, connections: Connections, make: MakeProtocol) -> None:
         self._connections = connections
@@ -410,6 +496,7 @@ class HttpConnection(asyncio.Protocol):
         self._inner: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
         self._opening: asyncio.Task[None] | None = None
+        self.answer_bytes: int | None = None
 
     def open(
         self, accepted: socket.socket, tls: ssl.SSLContext | None, handshake_timeout_s: float
@@ -453,6 +540,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods of asyncio.Transport without deriving from it.
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=1)  # paused until the kernel has taken all
         self._inner = self._make()
         self._inner.connection_made(transport)
 
@@ -471,6 +559,7 @@ class HttpConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         if self._inner is not None:
             self._inner.pause_writing()
+        self._connections.writing_paused(self)
 
     def resume_writing(self) -> None:
         if self._inner is not None:

@@ -675,7 +675,13 @@ GATEWAY = (
         "counter",
         (),
         "Connections of that door that were closed because there were too many, or because no "
-        "request came in time.",
+        "request came in time or an answer was not taken.",
+    ),
+    MetricSpec(
+        "headrace_gateway_untaken_bytes",
+        "gauge",
+        (),
+        "The bytes of the answers over HTTP that wait for their callers to take them.",
     ),
 )
 

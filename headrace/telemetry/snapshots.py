@@ -158,6 +158,7 @@ class GatewaySnapshot(NamedTuple):
         limited: number of requests that such a limit refused, by limit.
         connections: open ones of the door for HTTP.
         connections_closed: number of those that the limits of connections closed.
+        untaken_bytes: size of the answers over HTTP that their callers have not taken.
         topic: of the answers that it reads.
         last_contact_s: seconds since the log's last answer; 0 before the gateway is open.
     """
@@ -170,5 +171,6 @@ class GatewaySnapshot(NamedTuple):
     limited: Mapping[str, int]
     connections: int
     connections_closed: int
+    untaken_bytes: int
     topic: str
     last_contact_s: float

@@ -406,6 +406,7 @@ def _gateway_metrics(gateway: GatewaySnapshot) -> Iterator[GaugeMetricFamily | C
     yield _gauge("gateway_limited_callers", [((), gateway.callers)])
     yield _gauge("gateway_connections", [((), gateway.connections)])
     yield _counter("gateway_connections_closed", [((), gateway.connections_closed)])
+    yield _gauge("gateway_untaken_bytes", [((), gateway.untaken_bytes)])
     yield _counter("gateway_late_answers", [((), gateway.late_answers)])
     limited = [((reason,), count) for reason, count in gateway.limited.items()]
     yield _counter("gateway_limited_requests", limited)

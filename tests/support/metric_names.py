@@ -28,6 +28,7 @@ SHOWN_ONLY_WHEN = {
     "headrace_gateway_limited_callers",
     "headrace_gateway_connections",
     "headrace_gateway_connections_closed",
+    "headrace_gateway_untaken_bytes",
 }
 """Metrics that a process shows only under a condition."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from headrace.errors import Fatal
 from headrace.telemetry.http_listener import (
+    AnswerLimits,
     Connections,
     HttpListener,
     bind,
@@ -24,11 +26,13 @@ from headrace.telemetry.http_listener import (
     reserve,
 )
 from headrace.tools.local_kafka.security import Certificates, make_certificates
-from tests.support.conditions import DEADLINE_S
+from tests.support.conditions import DEADLINE_S, eventually
 
 HOST = "127.0.0.1"
 PLACES = 2
 LONG_S = 3600.0
+LARGE = bytes(range(256)) * 64 * 1024
+UNTAKEN = AnswerLimits(2 * len(LARGE) - 1, LONG_S, 2.0**30, 65536)
 
 Run = Callable[[Coroutine[None, None, None]], None]
 
@@ -60,14 +64,23 @@ def context_of(files: Certificates) -> ssl.SSLContext:
 async def listening(
     connections: Connections, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[HttpListener]:
-    """A server that answers every path with `ok`."""
+    """A server that answers `/large` with more than the kernel buffers, and others with `ok`; on
+    `/behind` that waits behind bytes of something else, of which the kernel takes all but the last.
+    """
 
     async def answer(request: web.Request) -> web.Response:
-        with connections.answering(request.transport):
-            return web.Response(text="ok")
+        transport = request.transport
+        assert transport is not None
+        with connections.answering(transport):
+            while request.path == "/behind" and not transport.get_write_buffer_size():
+                transport.write(bytes(4096))
+            response = web.Response(body=LARGE if request.path == "/large" else b"ok")
+            await connections.send(request, response)
+        return response
 
     application = web.Application()
-    application.router.add_get("/", answer)
+    for path in ("/", "/large", "/behind"):
+        application.router.add_get(path, answer)
     listener = HttpListener("telemetry.http_port", (HOST, 0), connections, tls)
     await listener.start(web.AppRunner(application, access_log=None, shutdown_timeout=0.1))
     try:
@@ -83,6 +96,29 @@ async def body_over_tls(port: int, files: Certificates) -> str:
         client.get(f"https://{HOST}:{port}/", ssl=context) as response,
     ):
         return await response.text()
+
+
+async def ask_on(
+    server: HttpListener, tls: ssl.SSLContext | None = None, path: str = "/large"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for an answer on a connection whose client's kernel buffers little."""
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    narrow.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(narrow, (HOST, server.port))
+    name = None if tls is None else HOST
+    reader, writer = await asyncio.open_connection(sock=narrow, ssl=tls, server_hostname=name)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return reader, writer
+
+
+async def is_whole(reader: asyncio.StreamReader) -> bool:
+    """Return whether the large answer comes whole."""
+    try:
+        await reader.readuntil(b"\r\n\r\n")
+        return await reader.readexactly(len(LARGE)) == LARGE
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return False
 
 
 async def end_of(reader: asyncio.StreamReader) -> None:
@@ -141,6 +177,89 @@ def test_handshake_that_fails_leaves_no_connection(run: Run, files: Certificates
             writer.close()
             assert await body_over_tls(server.port, files) == "ok"
             assert len(connections) <= 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+def test_answers_not_taken_give_way_to_newest(run: Run, files: Certificates, secured: bool) -> None:
+    """One of them is within the limit; what is taken counts no longer, and its connection goes on.
+
+    Then a connection with an answer that is not taken gives way to a further connection.
+    """
+    context = ssl.create_default_context(cafile=str(files.authority)) if secured else None
+
+    async def main() -> None:
+        connections = Connections(PLACES, LONG_S, LONG_S, answers=UNTAKEN)
+        async with listening(connections, context_of(files) if secured else None) as server:
+            first, writer = await ask_on(server, context)
+            await eventually(lambda: connections.untaken_bytes == len(LARGE))
+            second, other = await ask_on(server, context)
+            await eventually(lambda: connections.closed_early == 1)
+            assert connections.untaken_bytes == len(LARGE)
+            assert [await is_whole(each) for each in (first, second)] == [False, True]
+            await eventually(lambda: connections.untaken_bytes == 0)
+            other.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await second.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            other.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await eventually(lambda: connections.untaken_bytes == len(LARGE))
+            more = [await asyncio.open_connection(HOST, server.port) for _ in range(PLACES)]
+            await eventually(lambda: connections.untaken_bytes == 0)
+            assert not await is_whole(second)
+            for each in (writer, other, *(sending for _, sending in more)):
+                each.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+def test_answer_not_taken_ends_with_its_time(run: Run, files: Certificates, secured: bool) -> None:
+    """Its connection is closed, however long it might be idle."""
+    context = ssl.create_default_context(cafile=str(files.authority)) if secured else None
+
+    async def main() -> None:
+        limits = UNTAKEN._replace(timeout_s=0.1)
+        connections = Connections(PLACES, LONG_S, LONG_S, answers=limits)
+        async with listening(connections, context_of(files) if secured else None) as server:
+            reader, writer = await ask_on(server, context)
+            await eventually(lambda: connections.closed_early == 1)
+            assert (len(connections), connections.untaken_bytes) == (0, 0)
+            assert not await is_whole(reader)
+            writer.close()
+
+    run(main())
+
+
+def test_small_answer_behind_other_bytes_counts(run: Run) -> None:
+    """Such as those that TLS itself sends: the connection was paused before the answer."""
+
+    async def main() -> None:
+        connections = Connections(PLACES, LONG_S, LONG_S, answers=UNTAKEN)
+        async with listening(connections) as server:
+            reader, writer = await ask_on(server, path="/behind")
+            await eventually(lambda: connections.untaken_bytes == len(b"ok"))
+            received = b""
+            while not received.endswith(b"ok"):
+                received += await reader.read(65536)
+            assert b"HTTP/1.1 200" in received
+            await eventually(lambda: connections.untaken_bytes == 0)
+            writer.close()
+
+    run(main())
+
+
+def test_idle_connection_keeps_nothing_of_its_answer(run: Run) -> None:
+    """The response has none of it any more, which aiohttp keeps until the next request comes."""
+
+    async def main() -> None:
+        connections = Connections(PLACES, LONG_S, LONG_S, answers=UNTAKEN)
+        async with listening(connections) as server:
+            before = sys.getrefcount(LARGE)
+            reader, writer = await ask_on(server)
+            assert await is_whole(reader)
+            await eventually(lambda: sys.getrefcount(LARGE) == before)
+            assert len(connections) == 1
+            writer.close()
 
     run(main())
 
