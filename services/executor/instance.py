@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import structlog
 
-from headrace.errors import Fatal, HeadraceError, NotLoadableHere, describe_error
+from headrace.errors import Fatal, NotLoadableHere, describe_error
 from headrace.models.backends.port import Arrays, Backend
 from headrace.models.user_code import Interruptible
 from headrace.primitives.worker_thread import Call, WorkerThread
@@ -204,7 +204,7 @@ class Instance:
                 self._blocks = cycle(blocks)
         except BaseException as error:
             await self._end()
-            if isinstance(error, HeadraceError) or not isinstance(error, Exception):
+            if isinstance(error, Fatal) or not isinstance(error, Exception):
                 raise
             raise NotLoadableHere(f"{self._worker.name}: {describe_error(error)}") from error
         return self

@@ -135,8 +135,12 @@ class _Probe:
             )
         try:
             outputs = self._run_model(inputs)
-        except RowsMismatch:
-            raise
+        except RowsMismatch as error:
+            raise _VerdictReachedError(
+                Batching.NOT_BATCHABLE,
+                f"dimension 0 is not the batch: {error}",
+                has_no_batch=True,
+            ) from error
         except BaseException as error:  # a model may raise anything, SystemExit included
             if not is_of_user_code(error):
                 raise
@@ -163,8 +167,6 @@ class _Probe:
                     self._run({name: array[place : place + 1] for name, array in rows.items()})
                     for place in range(rows_per_batch)
                 ]
-            except RowsMismatch as error:
-                raise _make_no_batch_error(error) from error
             except _RunFailedError as error:
                 fault = str(error)
             else:
@@ -177,20 +179,23 @@ class _Probe:
 
     def check_row_count(self) -> None:
         """Check that two rows in give two rows out."""
+        self._run_first(2)
+
+    def _run_first(self, count: int) -> dict[str, Array]:
+        """Run the first rows together; the model is not batchable if it fails."""
         try:
-            self._run({name: array[:2] for name, array in self._rows.items()})
-        except RowsMismatch as error:
-            raise _make_no_batch_error(error) from error
+            return self._run({name: array[:count] for name, array in self._rows.items()})
         except _RunFailedError as error:
             raise _VerdictReachedError(
                 Batching.NOT_BATCHABLE,
-                f"a run of 2 rows failed with {self.seen_with}: {first_line(str(error))}",
+                f"a run of {count} rows failed with {self.seen_with}: {first_line(str(error))}",
             ) from error
 
     def check_leakage(self) -> None:
         """Check for leakage: two rows stay in place while the others are replaced."""
-        self._batched = self._run(self._rows)
-        noise = self._difference_of_repeats(self._batched, self._run(self._rows))
+        count = self._tuning.probe_rows
+        self._batched = self._run_first(count)
+        noise = self._difference_of_repeats(self._batched, self._run_first(count))
         if noise > self.tolerance:
             raise _VerdictReachedError(
                 Batching.NOT_BATCHABLE,
@@ -299,12 +304,6 @@ class _Probe:
                     least, relative_difference(one[name], other[name], self._scales[name]), 5e-324
                 )
         return least
-
-
-def _make_no_batch_error(error: RowsMismatch) -> _VerdictReachedError:
-    return _VerdictReachedError(
-        Batching.NOT_BATCHABLE, f"dimension 0 is not the batch: {error}", has_no_batch=True
-    )
 
 
 def _empty_second_half(array: Array, empty: object) -> Array:

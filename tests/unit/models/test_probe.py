@@ -181,6 +181,28 @@ def test_model_returning_other_row_count_is_unbatchable(tmp_path: Path) -> None:
     assert verdict.reason.startswith("dimension 0 is not the batch: output y: expected 2 rows")
 
 
+def test_model_dropping_rows_by_value_is_unbatchable(tmp_path: Path) -> None:
+    """Ordinary rows all come out again; those with nothing in them do not."""
+    verdict = ask(lambda x: x[x.any(axis=1)], tmp_path)
+    assert verdict.batching is Batching.NOT_BATCHABLE
+    assert verdict.reason.startswith("dimension 0 is not the batch: output y: expected 4 rows")
+    assert verdict.has_no_batch
+
+
+def test_model_failing_with_more_than_two_rows_is_unbatchable(tmp_path: Path) -> None:
+    """Two rows may still share a run where the batch of the probe cannot."""
+
+    def two_rows(x: Any) -> Any:
+        if len(x) > 2:
+            raise ValueError("two rows at most")
+        return x
+
+    verdict = ask(two_rows, tmp_path)
+    assert verdict.batching is Batching.NOT_BATCHABLE
+    assert verdict.reason.startswith("a run of 4 rows failed with made-up inputs: ")
+    assert "two rows at most" in verdict.reason
+
+
 def test_model_of_fixed_dimension_is_not_probed(tmp_path: Path) -> None:
     """The signature says it all."""
     verdict = ask_onnx(models.unbatched(), tmp_path)

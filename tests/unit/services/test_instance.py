@@ -13,7 +13,7 @@ import structlog
 from msgspec.structs import replace
 
 from headrace.errors import ConfigurationError
-from headrace.models.backends.port import Arrays, Backend, WarmUp
+from headrace.models.backends.port import Arrays, Backend, ModelFailed, WarmUp
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor.instance import (
     CutOffError,
@@ -221,7 +221,9 @@ def test_cut_off_between_runs_cancels_nothing() -> None:
     assert runs.is_possible
 
 
-@pytest.mark.parametrize("fault", [SystemExit(1), MemoryError("no room"), StopIteration()])
+@pytest.mark.parametrize(
+    "fault", [SystemExit(1), MemoryError("no room"), StopIteration(), ModelFailed("no output")]
+)
 async def test_any_error_while_loading_is_configuration_error(fault: BaseException) -> None:
     """The process goes on with its other models."""
     backend = Sleeper()
