@@ -156,7 +156,8 @@ class OnnxBackend:
         """Run on addresses that are bound once; the first run on them determines what to bind."""
         if inputs.bound is None:
             outputs = self._run(inputs)
-            inputs.bound = bindings.bind(self._session, inputs, outputs)
+            batched = self._signature.batched  # which the probe may have corrected
+            inputs.bound = bindings.bind(self._session, inputs, outputs, batched=batched)
             return outputs
         if inputs.bound is UNBOUND:
             return self._run(inputs)
@@ -286,16 +287,19 @@ class OutputBindings:
         self._max_bytes = max_bytes
         self._memory = [np.empty(0, np.uint8) for _ in signature.outputs]
 
-    def bind(self, session: Any, inputs: ReusedInputs, outputs: Arrays) -> Binding | str:
+    def bind(
+        self, session: Any, inputs: ReusedInputs, outputs: Arrays, *, batched: bool
+    ) -> Binding | str:
         """Bind a run's inputs, and outputs like those of its unbound run; `UNBOUND` if impossible.
 
         Args:
             session: session of ONNX Runtime, on the CPU.
             inputs: inputs of the run.
             outputs: outputs of the run.
+            batched: dimension 0 of every output is the batch, as large as that of the inputs.
         """
         specs = self._signature.outputs
-        fixed = all(_is_fixed(spec, outputs[spec.name]) for spec in specs)
+        fixed = all(_is_fixed(spec, outputs[spec.name], batched=batched) for spec in specs)
         if not fixed or sum(array.nbytes for array in outputs.values()) > self._max_bytes:
             return UNBOUND
         binding = session.io_binding()
@@ -345,10 +349,10 @@ def bind_device_memory(
     return binding
 
 
-def _is_fixed(spec: TensorSpec, array: NDArray[Any]) -> bool:
+def _is_fixed(spec: TensorSpec, array: NDArray[Any], *, batched: bool) -> bool:
     """Return whether the output's size follows from its declaration, whatever the inputs are."""
-    fits = spec.shape[1:] == array.shape[1:] and spec.shape[:1] in ((-1,), array.shape[:1])
-    return fits and bool(DATATYPES[spec.datatype].itemsize)
+    shape = (*array.shape[:1], *spec.shape[1:]) if batched else spec.shape
+    return shape == array.shape and bool(DATATYPES[spec.datatype].itemsize)
 
 
 def _make_value(spec: TensorSpec, array: NDArray[Any]) -> Any:

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from headrace.models.backends.onnx_runtime import UNBOUND, Binding, OnnxBackend
 from headrace.models.backends.port import ReusedInputs
 from headrace.models.config import make_model_config
-from headrace.models.signature import read_onnx_signature
+from headrace.models.signature import read_onnx_signature, without_batching
 from headrace.protocol.tensors import DATATYPES
 from tests.support import models
 
@@ -98,6 +98,25 @@ def test_output_of_free_shape_is_not_bound(tmp_path: Path) -> None:
     for _ in range(2):
         assert backend.run(inputs)["masked"].shape == (2, 3)
     assert inputs.bound is UNBOUND
+
+
+@pytest.mark.parametrize("size", [4, "n"])
+def test_output_whose_rows_follow_values_is_not_bound(tmp_path: Path, size: int | str) -> None:
+    """Dimension 0 has one size for all runs of the same inputs only where it is the batch."""
+    model = models.make_model(
+        [
+            helper.make_node("Cast", ["x"], ["kept"], to=TensorProto.BOOL),
+            helper.make_node("Compress", ["x", "kept"], ["y"], axis=0),
+        ],
+        [("x", TensorProto.FLOAT, [size])],
+        [("y", TensorProto.FLOAT, ["found"])],
+    )
+    backend = load(tmp_path, model)
+    backend.use_signature(without_batching(backend.signature, "the probe found it"))
+    inputs = placed(x=np.ones(4, np.float32))
+    for values in ([1, 2, 3, 4], [0, 0, 0, 5], [0, 6, 0, 7]):
+        inputs["x"][:] = values
+        assert backend.run(inputs)["y"].tolist() == [value for value in values if value]
 
 
 def test_output_that_is_not_as_declared_is_not_bound(tmp_path: Path) -> None:
