@@ -190,9 +190,10 @@ def _make_input(name: object, value: object) -> InputTensor:
             got=f"{name!r}: {type(value).__name__}",
         )
     tensor = from_array(name, value)
+    # Copied, since the function may reuse its arrays while the request waits for its batch.
     return InputTensor(
         name=name,
         datatype=tensor.datatype,
         shape=list(tensor.shape),
-        data=memoryview(tensor.data),
+        data=memoryview(bytes(tensor.data)),
     )

@@ -128,6 +128,19 @@ def test_faulty_python_transform_refuses_request(tmp_path: Path, body: str, mess
     assert refusal(python_transform(tmp_path, body)) == message
 
 
+def test_python_transform_may_reuse_its_array(tmp_path: Path) -> None:
+    """A request that waits for its batch keeps what was made of its own payload."""
+    body = (
+        "transform.memory = getattr(transform, 'memory', np.zeros((1, 2), np.uint8))\n"
+        "    transform.memory[:] = list(payload)\n"
+        "    return {'x': transform.memory}"
+    )
+    transform = python_transform(tmp_path, body)
+    [first] = transform(b"\x01\x02", "")
+    transform(b"\x03\x04", "")
+    assert bytes(first.data) == b"\x01\x02"
+
+
 def test_refusal_by_python_transform_keeps_its_message(tmp_path: Path) -> None:
     """A transform may refuse with a code of its own."""
     transform = python_transform(
