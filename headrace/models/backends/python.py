@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from headrace.config import describe_fault
@@ -157,7 +158,7 @@ class PythonBackend:
 
     def run(self, inputs: Arrays) -> Arrays:
         try:
-            outputs = self._model.run(dict(inputs))
+            outputs = self._model.run(_protect(inputs))
         except Rejected as error:
             raise take_refusal(error, Code.MODEL_FAILED) from error
         except Retriable:
@@ -190,3 +191,15 @@ class PythonBackend:
         model, self._model = self._model, None
         if hasattr(model, "unload"):
             model.unload()
+
+
+def _protect(inputs: Arrays) -> dict[str, NDArray[Any]]:
+    """Return the inputs with read-only numbers: the arrays may be those of a request, and another
+    run of it has to get the same ones. Arrays of `BYTES` are made anew for each run.
+    """
+    protected = dict(inputs)
+    for name, array in inputs.items():
+        if array.flags.writeable and array.dtype != object:
+            protected[name] = array.view()
+            protected[name].flags.writeable = False
+    return protected

@@ -107,6 +107,19 @@ def test_python_outputs_breaking_signature_are_failure(make: Make, run: str, mes
         backend.run({"x": np.ones((3, 2), np.float32)})
 
 
+def test_numbers_are_read_only_for_python_model(make: Make) -> None:
+    """A run may be repeated with the same arrays: after a transient error, or in half a batch."""
+    backend = make(model("x = inputs['x']; x *= 2; return {'y': x[:, 0]}"))
+    backend.load()
+    given = np.ones((1, 2), np.float32)
+
+    with pytest.raises(ValueError, match="read-only"):
+        backend.run({"x": given})
+
+    assert given.tolist() == [[1, 1]]
+    assert given.flags.writeable
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
