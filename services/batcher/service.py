@@ -141,12 +141,13 @@ class BatcherService:
             self._end_isolation([request])
             self._wake(now_us)
             return
-        request.batch = BatchSummary(now_us)
+        formed_us = now_us + self._batcher.wall_ahead_us
+        request.batch = BatchSummary(formed_us)
         batch_id = f"{self._prefix}-alone-{request.partition}-{request.offset}"
         batch = Batch(batch_id, [request], "alone")
         self._metrics.formed(batch)
         if self._tracing is not None:
-            self._tracing.formed(batch, now_us)
+            self._tracing.formed(batch, formed_us)
         self.batch_queue.put_first((request.model, request.version), batch)
 
     def _cancel(self) -> None:

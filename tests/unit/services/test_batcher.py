@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from headrace.crash_isolation.isolation import Isolated, IsolatedAck
 from headrace.errors import Code, Rejected
+from headrace.log.port import Record
 from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Envelope, Request
 from headrace.services.batcher.service import BatcherService
 from tests.support.conditions import DEADLINE_S, eventually
-from tests.support.services import StillClock, counted, make_instruments
+from tests.support.services import StillClock, counted, make_assignment, make_instruments
 from tests.support.work import NOW_US, Limits, Tray, make_request, receipt_of
 
 KEY = ("digits", "1")
@@ -301,3 +303,19 @@ async def test_cancelled_request_is_answered_and_cancelling_record_is_not() -> N
         batch = await bench.batch_queue.consumer(KEY).pull()
         assert batch is not None
         assert batch.requests == [kept]
+
+
+async def test_request_that_runs_alone_has_its_batch_in_epoch_time() -> None:
+    """As in every other batch: answers and metrics have the time between it and other moments."""
+    assignment = make_assignment()
+    ack_handle = assignment.admit(0, 10)
+    record = Record("headrace.requests", 0, 0, 0, None, b"", ())
+    request = make_request()
+    request.ack_handle = IsolatedAck(Isolated(assignment, record, ack_handle), 0)
+    async with running(limited(Limits()), steady=StillClock(1_000_000)) as bench:
+        await bench.items.send([request])
+        batch = await bench.batch_queue.consumer(KEY).pull()
+
+    assert batch is not None
+    assert batch.reason == "alone"
+    assert request.batch.formed_us == NOW_US
