@@ -140,6 +140,8 @@ class VersionLifecycle:
         """
         self._demanded.discard(version)
         if version.state is State.UNLOADED:
+            if verdict is not None:  # its files were changed meanwhile
+                version.apply_verdict(verdict)
             self._observer.load_ended(version, "ready", "")
             version.state, version.reason = State.READY, self._reason_while_ready(version)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
+from headrace.errors import ConfigurationError
 from headrace.models.answers import BoxAnswers, ClassAnswers, MaskAnswers
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.port import Backend
@@ -20,7 +21,7 @@ from headrace.models.postprocess import Postprocess, PostprocessSource, plan_ret
 from headrace.models.processing import read_output_labels
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.latency import Latency
-from headrace.models.repository import FoundModel, FoundVersion, read_signature
+from headrace.models.repository import FoundModel, FoundVersion, read_signature, stamp_files
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, without_batching
 from headrace.protocol.headers import JSON, is_payload, tensor_types
@@ -56,7 +57,6 @@ class ModelVersion:
         config: configuration of the model.
         signature: signature of this version.
         labels: of the classes of an output, by output; see `output_labels` of the configuration.
-        stamp: changes when a file of the version changes.
         source: what another process makes the same version of. Its signature has been checked,
             so that no keys are needed.
         bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
@@ -98,12 +98,10 @@ class ModelVersion:
         self.name = model.name
         self.version = found.version
         self.directory: Path = found.directory
-        self.stamp = found.stamp
         self.source = (model._replace(versions=()), found._replace(trust=Trust()))
         self.config: ModelConfig = model.config
-        self.signature = add_padding(
-            read_signature(found, model.config, tuning=tuning), model.config
-        )
+        self._found = found
+        self.signature, self._read_stamp = self._read_signature()
         answered = plan_returned(self.signature, self.config.python)
         # Labels may be of an output of the model as well as of one that its postprocess returns.
         labelled = {each.name: each for each in (*self.signature.outputs, *answered.outputs)}
@@ -158,12 +156,41 @@ class ModelVersion:
         elif not self.signature.batched:
             self.apply_verdict(Verdict(Batching.NOT_BATCHABLE, self.signature.unbatched_reason))
 
+    def check_again(self) -> None:
+        """Check the files again if they have changed since they were read. Blocks.
+
+        Raises:
+            ConfigurationError: they are not those of the manifest or the checksum, or have other
+                inputs or outputs.
+        """
+        if stamp_files(self.directory) == self._read_stamp:
+            return
+        (inputs, outputs, *_), stamp = self._read_signature()
+        if (inputs, outputs) != (self.signature.inputs, self.signature.outputs):
+            raise ConfigurationError(
+                f"{self.directory}: expected the inputs and outputs that it had when it was read; "
+                "its files were changed, and have to be read anew"
+            )
+        self._read_stamp = stamp
+
+    def _read_signature(self) -> tuple[Signature, str]:
+        """Check the files; return the signature, and the stamp of the files that it is of."""
+        found, config = self._found, self.config
+        stamp = "" if found.fault else stamp_files(found.directory)
+        signature = read_signature(found, config, tuning=self.tuning)
+        return add_padding(signature, config), stamp
+
     def _binder(self) -> Binder:
         config = self.config
         return Binder(self.signature, config.range, finite=config.finite_inputs, tuning=self.tuning)
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
+
+    @property
+    def stamp(self) -> str:
+        """Changes when a file of the version changes."""
+        return self._found.stamp
 
     @property
     def rewrites_answers(self) -> bool:

@@ -17,6 +17,7 @@ from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.loader import BackendLoader
 from headrace.models.memory import MemoryShort, ModelMemory, loaded_files_bytes
 from headrace.models.repository import files_of, stamp_files
+from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement
 from headrace.services.executor.instance import HostBlockSize, Instance
@@ -88,6 +89,7 @@ class InstanceLoader:
         async with self._turn if in_turn else nullcontext(), AsyncExitStack() as stack:
             began_s = time.monotonic()
             stack.callback(loader.release_cores)
+            await run_on_daemon_thread(version.check_again)
             version.loaded_stamp = await asyncio.to_thread(stamp_files, version.directory)
             size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
             share = await self._fit(

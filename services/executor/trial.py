@@ -91,6 +91,7 @@ class TrialLoads:
         model, found = version.source
         self._require_not_refused(model, found)
         async with self._turn:
+            await run_on_daemon_thread(version.check_again)  # before any of their code runs
             child = self._make_child(model, found, version.tuning, loads=True)
             try:
                 # The child is killed when the thread that started it ends: this one waits for it.

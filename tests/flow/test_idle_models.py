@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from headrace.client import Client, InferenceError, InferenceTimeout
 from headrace.errors import Code
+from headrace.models.repository import compute_checksum
 from headrace.models.version import State
 from headrace.runtime.process import Pipeline
 from headrace.topics import STAGES, Stage
@@ -315,6 +316,38 @@ async def test_model_whose_files_cannot_be_listed_fails_alone(tmp_path: Path) ->
             assert await answers(client, kept)
     assert refused.code == Code.MODEL_NOT_READY
     assert "File name too long" in refused.message
+
+
+async def test_model_whose_files_were_changed_meanwhile_is_checked_again(tmp_path: Path) -> None:
+    """Its checksum was right when it was loaded for the first time."""
+    for name in NAMES:
+        add_model(tmp_path, name, WAIT)
+        with (tmp_path / name / "model.toml").open("a") as config:
+            config.write(f'checksum = "{compute_checksum(tmp_path / name / "1")}"\n')
+    async with serving(tmp_path) as (pipeline, client):
+        (name,) = unloaded(pipeline)
+        with (tmp_path / name / "1" / "model.py").open("a") as file:
+            file.write("# changed")
+        refused = await outcome(client, name)
+        assert states(pipeline)[f"{name}/1"][0] == State.FAILED
+        for kept in {*NAMES} - {name}:
+            assert await answers(client, kept)
+    assert refused.code == Code.MODEL_NOT_READY
+    assert "checksum: expected sha256:" in refused.message
+
+
+async def test_model_with_other_inputs_than_before_is_not_loaded_again(tmp_path: Path) -> None:
+    """Requests that wait were checked against the former ones."""
+    for name in NAMES:
+        add_model(tmp_path, name, WAIT)
+    async with serving(tmp_path) as (pipeline, client):
+        (name,) = unloaded(pipeline)
+        file = tmp_path / name / "1" / "model.py"
+        file.write_text(file.read_text().replace('"x", "FP32", (-1, 1)', '"x", "FP32", (-1, 2)'))
+        refused = await outcome(client, name)
+        assert states(pipeline)[f"{name}/1"][0] == State.FAILED
+    assert refused.code == Code.MODEL_NOT_READY
+    assert "expected the inputs and outputs that it had" in refused.message
 
 
 def make_unlistable(directory: Path) -> None:

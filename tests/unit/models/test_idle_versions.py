@@ -11,6 +11,7 @@ import pytest
 from headrace.errors import Code, Rejected
 from headrace.models.catalog import RequestedVersions
 from headrace.models.index import describe_index
+from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.version import State
 from tests.support.models import add_version, digits
 from tests.unit.models.executor import Executor, refusal
@@ -44,6 +45,15 @@ def test_request_has_it_loaded_again_once(tmp_path: Path) -> None:
     executor.models.lifecycle.mark_ready(found[0])
     assert (found[0].state, found[0].reason) == (State.READY, "")
     assert executor.models.catalog.lookup("digits") is found[0]
+
+
+def test_verdict_on_changed_files_holds(tmp_path: Path) -> None:
+    """The version is probed again if its files were changed while it was not in memory."""
+    executor = unloaded(tmp_path)
+    version = executor.models.catalog.lookup_bound("digits", "1")
+    verdict = Verdict(Batching.NOT_BATCHABLE, "rows leak")
+    executor.models.lifecycle.mark_ready(version, verdict)
+    assert (version.max_batch_size, version.batching_off) == (1, "rows leak")
 
 
 def test_version_that_had_no_room_is_loaded_by_next_request(tmp_path: Path) -> None:
