@@ -780,6 +780,9 @@ class ExecutorTuning(Struct, frozen=True):
     """
     max_half_attempts: int = 3
     """Attempts to run a part of a failed batch, which has been retried as a whole already."""
+    max_waiting_parts: int = 16
+    """While more parts of failed batches wait, no fresh batch is taken; one batch of 1,000 requests
+    that fails has no more than 11 at a time."""
     prefetch_min_run_us: int = 2000
     """Runs shorter than this are not prefetched for: event loop timers have steps of 1 ms."""
     prefetch_lead_us: int = 1000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -93,9 +93,18 @@ class Prefetch:
         self._pulling: asyncio.Task[PreparedBatch | None] | None = None
         self._gathering_us = 0
 
-    def requeue_halves(self, parts: Iterable[Batch]) -> None:
-        """Queue the parts of a failed batch; they alternate with fresh batches."""
-        self._halves.extend(parts)
+    def requeue_halves(self, parts: Sequence[Batch], *, of_part: bool = False) -> None:
+        """Queue the parts of a failed batch; they alternate with fresh batches.
+
+        Args:
+            parts: the parts.
+            of_part: the failed batch was a part itself. Its parts go before all others, so that
+                one failed batch is finished before the next one is halved.
+        """
+        if of_part:
+            self._halves.extendleft(reversed(parts))
+        else:
+            self._halves.extend(parts)
 
     def retry_later(self, run: ModelRun, failure: Failure, now_us: int) -> list[Request] | None:
         """Schedule a retry of a run that failed with a transient error, after a pause that doubles
@@ -136,7 +145,10 @@ class Prefetch:
             return self._pop_due_retry()
         if not self._halves:
             return self._pop_fresh()
-        prepared = self._pop_fresh() if self._fresh_turn else None
+        # While many wait, fresh batches stay in the batcher: only there are they in order, can be
+        # cancelled, and end when their deadlines pass.
+        takes_fresh = self._fresh_turn and len(self._halves) <= self._tuning.max_waiting_parts
+        prepared = self._pop_fresh() if takes_fresh else None
         self._fresh_turn = not self._fresh_turn
         return prepared or _unprepared(self._halves.popleft(), is_fresh=False)
 

@@ -203,7 +203,7 @@ class Worker:
             while (prepared := await self._next(prefetch)) is not None:
                 run = partial(self._run, prefetch, prepared)
                 finished, halves = await enter_and_run(self._quarantine, prepared, run)
-                prefetch.requeue_halves(halves)
+                prefetch.requeue_halves(halves, of_part=not prepared.is_fresh)
                 if finished:
                     self._buffer.add(prepared.batch, finished)
                     if not self._instance.runs_inline:

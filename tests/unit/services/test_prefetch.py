@@ -116,6 +116,28 @@ async def test_halves_and_fresh_batches_alternate() -> None:
         assert [await bench.next_id() for _ in range(5)] == ["x", "a", "y", "b", "z"]
 
 
+async def test_failed_batch_is_finished_before_next_one_is_halved() -> None:
+    """Its requests would otherwise be answered only after all others that fail."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = PrefetchHarness(tasks)
+        bench.prefetch.requeue_halves([batch("x"), batch("y")])
+        bench.prefetch.requeue_halves([batch("later")])
+        assert await bench.next_id() == "x"
+        bench.prefetch.requeue_halves([batch("x.0"), batch("x.1")], of_part=True)
+        assert [await bench.next_id() for _ in range(4)] == ["x.0", "x.1", "y", "later"]
+
+
+async def test_fresh_batches_wait_while_many_parts_do() -> None:
+    """In the batcher they are in order, can be cancelled, and end when their deadlines pass."""
+    most = TUNING.executor.max_waiting_parts
+    async with asyncio.TaskGroup() as tasks:
+        bench = PrefetchHarness(tasks)
+        bench.waiting.extend(batch(name) for name in ("a", "b"))
+        bench.prefetch.requeue_halves([batch(str(number)) for number in range(most + 3)])
+        taken = [await bench.next_id() for _ in range(most + 5)]
+    assert taken[:7] == ["0", "1", "2", "a", "3", "b", "4"]
+
+
 async def test_prefetched_batch_alternates_with_halves() -> None:
     """Between the halves of the one that failed meanwhile."""
     async with asyncio.TaskGroup() as tasks:
