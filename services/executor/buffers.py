@@ -15,11 +15,17 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import Code, Rejected
 from headrace.models.backends.port import Arrays, ReusedInputs
 from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
 from headrace.primitives.bounded_cache import BoundedCache
-from headrace.protocol.messages import IngestedRequest, Request, TensorMetadata, find_runs
+from headrace.protocol.messages import (
+    IngestedRequest,
+    Request,
+    TensorMetadata,
+    find_runs,
+)
 from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -171,19 +177,80 @@ def gather(
 
     The requests are of one shape class. Their rows are copied once, into the block if there is one
     and it takes them; a single request is otherwise not copied.
+
+    Raises:
+        Rejected: see `fit_inputs`.
     """
+    fit_inputs(requests, signature)
     if signature.buckets:
         for request in requests:
             request.restore()
         pad(requests, signature)
+    if len(requests) > 1 and any(-1 in spec.shape[1:] for spec in signature.inputs):
+        _require_equal_rows(requests)
     placed = None if block is None else block.gather(requests)
     if placed is not None:
         return placed
     for request in requests:
         request.restore()
     if len(requests) == 1:
-        return {tensor.name: to_array(tensor) for tensor in requests[0].inputs}
+        (request,) = requests
+        shape = request.inputs[0].shape
+        if signature.batched and shape[:1] != (request.rows,):
+            raise _misfit(f"{request.rows} rows", f"shape {list(shape)}")
+        return {tensor.name: to_array(tensor) for tensor in request.inputs}
     return _join(requests, signature)
+
+
+def fit_inputs(requests: Sequence[IngestedRequest], signature: Signature) -> None:
+    """Bring the inputs of requests into the order of the signature.
+
+    They were checked against a version of the same number. Its files may have been others: those
+    before a reload, or those that the process with ingest has read.
+
+    Raises:
+        Rejected: `MODEL_NOT_READY`: the inputs of one have other names or datatypes.
+    """
+    specs = signature.inputs
+    # Whole columns are compared first: that costs a third of looking at each request.
+    columns = [request.inputs for request in requests]
+    if {*map(len, columns)} == {len(specs)} and all(
+        {inputs[place][0] for inputs in columns} == {spec.name}
+        and {inputs[place][1] for inputs in columns} == {spec.datatype}
+        for place, spec in enumerate(specs)
+    ):
+        return
+    expected = {spec.name: spec.datatype for spec in specs}
+    for request in requests:
+        request.restore()
+        found = {tensor.name: tensor for tensor in request.inputs}
+        if {name: tensor.datatype for name, tensor in found.items()} != expected:
+            got = _list_inputs(tensor[:2] for tensor in request.inputs)
+            raise _misfit(_list_inputs(expected.items()), got)
+        request.inputs = tuple([found[name] for name in expected])
+        request.item = request.places = None  # they name the inputs in the former order
+
+
+def _require_equal_rows(requests: Sequence[IngestedRequest]) -> None:
+    """Refuse requests whose rows have different sizes: they share a shape class by the lengths to
+    which they were padded with other files.
+    """
+    first = [tensor[2][1:] for tensor in requests[0].inputs]
+    for request in requests:
+        if [tensor[2][1:] for tensor in request.inputs] != first:
+            raise _misfit("the same size of a row in all requests of a batch", "others")
+
+
+def _list_inputs(inputs: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"{name} {datatype}" for name, datatype in inputs)
+
+
+def _misfit(expected: str, got: str) -> Rejected:
+    return Rejected(
+        Code.MODEL_NOT_READY,
+        f"inputs: expected {expected}, got {got}",
+        retry_after_ms=TUNING.transport.rebind_retry_after_ms,
+    )
 
 
 def _join(

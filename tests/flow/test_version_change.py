@@ -9,15 +9,19 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
+from headrace.client import Client
 from headrace.config import Settings
 from headrace.protocol.codec import decode_response
 from headrace.protocol.messages import ErrorResponse
 from headrace.runtime.process import Pipeline
 from headrace.topics import Stage
-from tests.support.conditions import eventually
-from tests.support.models import add_version, digits
+from tests.support.conditions import DEADLINE_S, eventually
+from tests.support.models import add_version, digits, make_model
 from tests.support.pipelines import Caller, Grouping, log_for, serving, settings_of
 
 APART: Grouping = [(Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
@@ -143,3 +147,34 @@ async def test_unloaded_version_is_refused_with_retriable_code(
     assert [(each.code, each.retriable, each.stage) for each in details] == [
         ("MODEL_NOT_READY", True, stage)
     ] * 8
+
+
+def difference(*inputs: str) -> onnx.ModelProto:
+    """`y` = `a` - `b`, with the inputs in this order."""
+    return make_model(
+        [helper.make_node("Sub", ["a", "b"], ["y"])],
+        [(name, TensorProto.FLOAT, ["batch", 1]) for name in inputs],
+        [("y", TensorProto.FLOAT, ["batch", 1])],
+    )
+
+
+async def test_inputs_keep_their_names_when_a_file_with_another_order_replaces_one(
+    tmp_path: Path,
+) -> None:
+    """Until ingest has read the file as well, it binds requests to the former order."""
+    directory = add_version(tmp_path, "difference", 1, difference("a", "b"))
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    inputs = {"a": np.array([[5]], np.float32), "b": np.array([[3]], np.float32)}
+    async with (
+        serving(settings, log, APART) as pipelines,
+        Client(log=log, settings=settings) as client,
+    ):
+        executor = pipelines[APART.index((Stage.EXECUTOR,))]
+        before = executor.models.catalog.lookup("difference")
+        onnx.save(difference("b", "a"), directory / "model.onnx")
+        await executor.models.reload()
+        await eventually(lambda: executor.models.catalog.lookup("difference") is not before)
+        calls = [client.infer("difference", inputs, timeout_s=DEADLINE_S) for _ in range(5)]
+        responses = await asyncio.gather(*calls)
+    assert [response.outputs["y"].tolist() for response in responses] == [[[2.0]]] * 5

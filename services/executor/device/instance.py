@@ -25,7 +25,7 @@ from headrace.models.backends.port import Arrays, Backend, ReusedInputs, StreamB
 from headrace.primitives.worker_thread import Call, WorkerThread
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES
-from headrace.services.executor.buffers import copy_rows
+from headrace.services.executor.buffers import copy_rows, fit_inputs
 from headrace.services.executor.device.ring import Ring, RingPlan, Slot, buckets, plan_ring
 from headrace.services.executor.instance import (
     Instance,
@@ -335,6 +335,7 @@ class DeviceInstance(Instance):
         rows = sum(request.rows for request in requests)
         if ring is None or not fresh or rows > ring.max_rows:
             return super().gather(requests, fresh=False)
+        fit_inputs(requests, self._backend.signature)
         return ring.gather(requests, rows)
 
     def submit_next(self, inputs: Arrays, is_in_time: Callable[[], bool]) -> bool:
