@@ -291,12 +291,13 @@ def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) 
             described = _describe_outputs(signature, outputs, request.rows, metadata)
         request.output_metadata = described
         request.output_data = own
-        request.inputs = ()
         wanted = request.wanted
         if wanted is not None:
             request.outputs = tuple([one for one in request.outputs or () if one.name in wanted])
     if signature.buckets:
         cut(requests, signature)
+    for request in requests:  # last: a run whose outputs cannot be divided is repeated in halves
+        request.inputs = ()
 
 
 def _describe_outputs(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from headrace.errors import Code, Rejected
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Request
-from headrace.services.executor.buffers import HostBlock, gather
+from headrace.services.executor.buffers import HostBlock, gather, scatter
 from tests.support.work import make_request
 
 SIGNATURE = make_signature(
@@ -72,6 +72,16 @@ def test_requests_of_different_lengths_are_not_joined(block: HostBlock | None) -
     assert refusal(requests, SIGNATURE, block) == (
         "inputs: expected the same size of a row in all requests of a batch, got others"
     )
+
+
+def test_requests_keep_their_inputs_when_outputs_cannot_be_divided() -> None:
+    """The run has failed then, and each half of the batch is run again."""
+    padded = SIGNATURE._replace(outputs=(TensorSpec("y", "FP32", (-1, -1)),), buckets=(4,))
+    requests = [make_request(inputs={"a": row(1), "b": row(2)}) for _ in range(2)]
+    gather(requests, padded)
+    with pytest.raises(IndexError):
+        scatter(requests, padded, {"y": np.zeros(2, np.float32)})
+    assert [len(request.inputs) for request in requests] == [2, 2]
 
 
 def refusal(requests: list[Request], signature: Signature, block: HostBlock | None) -> str:
