@@ -274,6 +274,9 @@ class Instance:
         block = next(self._blocks) if fresh else None
         return gather(requests, self._backend.signature, block)
 
+    def discard(self, inputs: Arrays) -> None:
+        """Give up the result of `gather`, which is not run."""
+
     def submit_next(self, inputs: Arrays, is_in_time: Callable[[], bool]) -> bool:
         """Queue a run behind the current one; `run` then waits for it. False if not possible.
 

@@ -297,15 +297,18 @@ class Worker:
         )
         if prepared.ended:
             ended = prepared.ended + ended
+        is_split = version.batching_off and len(remaining) > 1 and not prepared.is_started
+        if is_split or len(remaining) != len(prepared.requests):
+            if prepared.arrays is not None:
+                self._instance.discard(prepared.arrays)
+            prepared = prepared._replace(requests=remaining, arrays=None)
         if not remaining:
             return ended, []
-        if version.batching_off and len(remaining) > 1 and not prepared.is_started:
+        if is_split:
             if version.is_undecided:
                 gather = partial(self._instance.gather, fresh=False)
                 await self._sampler().sample(remaining, gather, self._run_watched)
             return ended, split_batch(batch, remaining, "apart")
-        if len(remaining) != len(prepared.requests):
-            prepared = prepared._replace(requests=remaining, arrays=None)
         clock = prepared.clock or self._anchored_clock()
         run = ModelRun(
             batch, remaining, prepared.began_us or clock(), prepared.gathered_us, clock=clock

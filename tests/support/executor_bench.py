@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.crash_isolation.run_gate import RunGate
 from headrace.models.registry import Models
 from headrace.protocol.messages import Batch, Request
 from headrace.protocol.tensors import to_array
 from headrace.services.executor.service import ExecutorService
 from headrace.services.executor.trial import TrialLoads
+from headrace.services.executor.worker import NoQuarantine
 from headrace.transport.channels import BatchQueue, Demand
 from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import eventually
@@ -50,8 +52,14 @@ class ExecutorHarness:
     """A running executor, the batches that it pulls, and its answers."""
 
     def __init__(
-        self, repository: Path, tuning: ExecutorTuning, trials: TrialLoads | None = None
+        self,
+        repository: Path,
+        tuning: ExecutorTuning,
+        trials: TrialLoads | None = None,
+        gate: RunGate | None = None,
     ) -> None:
+        quarantine = NoQuarantine()
+        quarantine.gate = gate or quarantine.gate
         self.models = Models(settings_for(repository), executes=True)
         self.clock = StillClock()
         self.instruments = make_instruments(self.clock)
@@ -63,6 +71,7 @@ class ExecutorHarness:
             self.answers,
             self.models,
             self.instruments,
+            quarantine=quarantine,
             trials=trials,
             tuning=tuning,
         )
@@ -93,9 +102,10 @@ async def running(
     repository: Path,
     tuning: ExecutorTuning = TUNING.executor,
     trials: TrialLoads | None = None,
+    gate: RunGate | None = None,
 ) -> AsyncIterator[ExecutorHarness]:
     """Run the executor until the end of the context, when its batches end."""
-    bench = ExecutorHarness(repository, tuning, trials)
+    bench = ExecutorHarness(repository, tuning, trials, gate)
     bench.models.open()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.executor.run())

@@ -143,6 +143,14 @@ class BoundRing:
         """Copy the requests' rows into a free slot, padded to the next bucket."""
         slot = self._ring.take()
         assert slot is not None, "more than a running batch and the next one"
+        try:
+            self._fill(slot, requests, rows)
+        except BaseException:
+            self._ring.release(slot)
+            raise
+        return RingBatch(slot, rows)
+
+    def _fill(self, slot: Slot, requests: Sequence[Request], rows: int) -> None:
         padding = self._bucket_of[rows - 1] - rows
         for position, (block, tensor) in enumerate(zip(slot.host, self._plan.inputs, strict=True)):
             assert block.array is not None
@@ -150,7 +158,6 @@ class BoundRing:
             copy_rows(requests, position, block.array.data[:stop], self._copy_each_min_bytes)
             if padding:
                 _repeat_last(block.array, stop, tensor.row_bytes, padding)
-        return RingBatch(slot, rows)
 
     def submit(self, batch: RingBatch) -> None:
         """Enqueue the copies and the run of a batch."""
@@ -330,13 +337,19 @@ class DeviceInstance(Instance):
         self._completion_thread.close()
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
-        """See `Instance.gather`; a `fresh` batch takes a slot, so it must be run."""
+        """See `Instance.gather`; a `fresh` batch takes a slot until it has run or is discarded."""
         ring = self._ring
         rows = sum(request.rows for request in requests)
         if ring is None or not fresh or rows > ring.max_rows:
             return super().gather(requests, fresh=False)
         fit_inputs(requests, self._backend.signature)
         return ring.gather(requests, rows)
+
+    def discard(self, inputs: Arrays) -> None:
+        """Give up the result of `gather`, and free its slot."""
+        if isinstance(inputs, RingBatch) and inputs.call is None:
+            assert self._ring is not None
+            self._ring.release(inputs)
 
     def submit_next(self, inputs: Arrays, is_in_time: Callable[[], bool]) -> bool:
         """Enqueue a batch behind the running one; see `Instance.submit_next`."""

@@ -208,6 +208,15 @@ async def test_rows_are_widened_and_outputs_labelled(tmp_path: Path) -> None:
     assert outputs["scores_argmax"].tolist() == plain["scores_argmax"].tolist()
 
 
+async def test_batch_that_cannot_be_gathered_frees_its_slot(tmp_path: Path) -> None:
+    """As that of a request which was checked against another file of the same version."""
+    async with make(tmp_path, models.digits()) as instance:
+        for _ in range(4):
+            with pytest.raises(ValueError, match="structures"):
+                instance.gather(asking(np.ones((1, 32), np.float32)))
+        assert await answer(instance, digits(1)) == [64]
+
+
 async def test_failed_run_raises_and_next_one_works(tmp_path: Path) -> None:
     """Its slot comes back: there are no more than three."""
     indices = [np.array([[value]], np.int64) for value in (99, 99, 99, 99, 2)]

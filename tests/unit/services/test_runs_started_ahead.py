@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from headrace.crash_isolation.run_gate import RunGate
 from headrace.errors import Code
 from headrace.models.profiling.batch_safety import Batching, Verdict
+from headrace.protocol.messages import Request
 from headrace.protocol.tensors import to_array
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
@@ -134,3 +136,31 @@ async def test_batch_gathered_ahead_and_split_frees_its_slot(tmp_path: Path) -> 
     assert [one.failure for one in requests if one.failure] == []
     scores = [to_array((one.outputs or ())[0])[0, 1] for one in requests]
     assert scores == [64.0 * value for value in range(40)]
+
+
+async def test_batch_that_expires_while_it_is_marked_frees_its_slot(tmp_path: Path) -> None:
+    """After unclean ends each run waits for its marker, and its batch was gathered before that.
+
+    A request of three rows runs beside the ring, so that all of its slots are free meanwhile.
+    """
+    add_version(tmp_path, "digits", 1, digits(), "ring = true\nmax_batch_size = 2")
+    row = {"pixels": np.ones((1, 64), np.float32)}
+    batches: list[list[Request]] = []
+    for place in range(5):  # the late ones are in time when they are gathered, not when marked
+        deadline_ms = NOW_US // 1000 + 40 * place + 30
+        late = make_request(inputs=row, deadline_ms=deadline_ms)
+        large = make_request(rows=3, inputs={"pixels": np.ones((3, 64), np.float32)})
+        batches += [[large], [late, make_request(inputs=row)]]
+
+    async def write_marker() -> None:
+        bench.clock.now_us += 20_000
+
+    gate = RunGate(write_marker)
+    gate.is_marking = True
+    async with running(tmp_path, TUNED, gate=gate) as bench:
+        bench.models.catalog.lookup("digits").latency.observe((64,), 1, 50_000)
+        bench.give(*batches)
+        await bench.answered(15)
+
+    codes = [one.failure and one.failure.code for batch in batches for one in batch]
+    assert codes == [None, Code.DEADLINE_EXCEEDED, None] * 5
