@@ -250,6 +250,20 @@ class DynamicBatcher:
         for request in sorted(queue.waiting(), key=lambda one: one.arrived_us):
             self.add(request, request.arrived_us)
 
+    def renew_limits(self, key: ModelKey) -> None:
+        """Apply the limits of a version to the requests that wait for it, if they have changed:
+        the files or the configuration of its number have been loaded anew.
+        """
+        queue = self._queues.get(key)
+        if queue is None or not queue.count:
+            return
+        try:
+            limits = self._limits(*key)
+        except Rejected:
+            return
+        if limits is not queue.limits:
+            self.reassign(key)
+
     # --- batches ------------------------------------------------------------------------------
 
     def next(self, key: ModelKey | None, now_us: int, demand: Demand = IDLE) -> Batch | None:

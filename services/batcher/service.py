@@ -102,10 +102,16 @@ class BatcherService:
         self._changed.set()
 
     def apply_change(self, change: VersionChange) -> None:
-        """Take back the requests that wait for a version that cannot be loaded."""
+        """Take back the requests that wait for a version that cannot be loaded, or apply the limits
+        of one that has replaced another one of its number.
+        """
+        key, now_us = (change.version.name, change.version.version), self._now_us()
+        if change.action == "unload":
+            self._batcher.renew_limits(key)
+            self.batch_queue.notify()
+            self._wake(now_us)
         if change.action not in ("reassign", "refuse"):
             return
-        key, now_us = (change.version.name, change.version.version), self._now_us()
         isolated = [one for batch in self.batch_queue.take_first(key) for one in batch.requests]
         if change.refusal is not None:
             failure = rejection(change.refusal, Stage.BATCHER)

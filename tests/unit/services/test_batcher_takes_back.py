@@ -112,3 +112,30 @@ def test_rebound_request_joins_those_that_wait_for_reloaded_version() -> None:
 
     assert len(versions.batcher) == 2
     assert offsets(versions, NEW) == [waiting.offset, rebound.offset]
+
+
+def test_waiting_requests_get_limits_of_version_that_was_loaded_anew() -> None:
+    """Under load the queue may not be empty for hours, and limits are lowered under load."""
+    versions = Versions(OLD)
+    requests = [request_of() for _ in range(5)]
+    versions.batcher.add_all(requests, NOW_US)
+    versions.limits[OLD] = Limits(max_batch_size=2)
+
+    versions.batcher.renew_limits(OLD)
+
+    batches = [offsets(versions, OLD) for _ in range(3)]
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert [one for batch in batches for one in batch] == [one.offset for one in requests]
+
+
+def test_requests_wait_for_the_last_batches_of_version_that_is_gone() -> None:
+    """Its instances run what waits for it before they are unloaded."""
+    versions = Versions(OLD)
+    request = request_of()
+    versions.batcher.add(request)
+    del versions.limits[OLD]
+
+    versions.batcher.renew_limits(OLD)
+
+    assert versions.batcher.ended == []
+    assert offsets(versions, OLD) == [request.offset]
