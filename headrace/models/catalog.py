@@ -404,17 +404,20 @@ class ModelCatalog:
 
     def publish(self, name: str) -> None:
         """Update the table of `lookup` from the model."""
-        for key in [key for key in self._ready if key[0].partition(LABEL_SIGN)[0] == name]:
-            del self._ready[key]
+        ready = {
+            key: version
+            for key, version in self._ready.items()
+            if key[0].partition(LABEL_SIGN)[0] != name
+        }
         model = self.models.get(name)
-        if model is None:
-            return
-        model.move_names()
-        there = model.bindable
-        for number, version in there.items():
-            self._ready[name, number] = version
-        for label, number in model.names.items():
-            self._ready[f"{name}{LABEL_SIGN}{label}" if label else name, ""] = there[number]
+        if model is not None:
+            model.move_names()
+            there = model.bindable
+            for number, version in there.items():
+                ready[name, number] = version
+            for label, number in model.names.items():
+                ready[f"{name}{LABEL_SIGN}{label}" if label else name, ""] = there[number]
+        self._ready = ready  # at once: other threads look up versions meanwhile
 
     def status(self) -> list[dict[str, Any]]:
         """Return one entry for each version and each fault, for operators."""

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Code, ConfigurationError
+from headrace.models.catalog import ModelCatalog, ModelEntry
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.registry import Models
-from headrace.models.version import State
+from headrace.models.version import ModelVersion, State
 from tests.support.models import add_version, digits, settings_for, unbatched
 from tests.unit.models.executor import Executor, refusal
 
@@ -145,6 +146,32 @@ def test_version_is_not_ready_before_executor_announces_it(tmp_path: Path) -> No
     assert error.retry_after_ms
     executor.load()
     assert executor.models.catalog.lookup("digits", "1").state is State.READY
+
+
+class EntryLookedUp(ModelEntry):
+    """A model that another thread looks up while it is published."""
+
+    def __init__(self, entry: ModelEntry, catalog: ModelCatalog) -> None:
+        vars(self).update(vars(entry))
+        self._catalog = catalog
+        self.found: list[ModelVersion] = []
+
+    def move_names(self) -> None:
+        super().move_names()
+        self.found.append(self._catalog.lookup("digits"))
+
+
+def test_version_is_found_while_its_model_is_published(tmp_path: Path) -> None:
+    """Requests are bound on other threads as well, at any moment of a change."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    version = executor.load()
+    catalog = executor.models.catalog
+    entry = catalog.models["digits"] = EntryLookedUp(catalog.models["digits"], catalog)
+
+    executor.models.lifecycle.publish_and_retire("digits")
+
+    assert {*entry.found} == {version}
 
 
 def test_version_that_fails_is_not_ready_with_reason(tmp_path: Path) -> None:
