@@ -534,6 +534,19 @@ class Log(Entered, Protocol):
         """
         ...
 
+    async def written_ends(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        """Return the offset after the last record of each partition, whether its transaction has
+        ended or not; `Consumer.end_offsets` has the last stable offset instead.
+
+        Raises:
+            LogUnavailable: no answer within the deadline.
+            UnknownPartition: there is no such topic, or it has fewer partitions.
+            LogAuthenticationFailed: we may not read the topic.
+        """
+        ...
+
     async def close(self) -> None:
-        """Release the connections used for administration and by `fetch`."""
+        """Release the connections used for administration, by `fetch` and by `written_ends`."""
         ...

@@ -30,7 +30,7 @@ from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import Operation, Resource, allow_only
 from tests.support.conditions import eventually
 from tests.support.limits import lower_limit
-from tests.support.logs import PATIENT, RecordingListener, polling, read, values
+from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write_to
 
 ROOMY = TopicLimits(limit_bytes=1_000_000, needs_key=False)
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("asyncio_logs_nothing")]
@@ -94,6 +94,27 @@ async def test_transaction_ended_by_broker_keeps_membership(
             await epoch.commit()
         assert isinstance(in_port_words(refused.value, "commit"), Fenced)
         assert await member.is_member()
+
+
+async def test_written_end_is_behind_records_of_open_transaction(
+    kafka: LocalKafka,
+    log: KafkaLog,
+    partitions: tuple[TopicPartition, TopicPartition],
+    unique_name: str,
+) -> None:
+    """The stable end is before them."""
+    answers, _ = partitions
+    undecided = RecordBatch(answers, ROOMY, codec=0, max_bytes=1000, is_transactional=True)
+    undecided.add([NewRecord(None, b"undecided")], 0)
+    async with (
+        log.reader([answers]) as reader,
+        epoch_of(kafka, unique_name, timeout_ms=30_000) as epoch,
+    ):
+        await epoch.write([[undecided]], unique_name, {})
+        await write_to(log, answers, b"later")
+        assert await reader.end_offsets([answers]) == {answers: 0}
+        assert await log.written_ends([answers]) == {answers: 2}
+        await epoch.commit()
 
 
 async def test_removed_member_is_denied_by_group(

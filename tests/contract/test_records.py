@@ -9,7 +9,7 @@ import pytest
 from headrace.log.errors import LogUnavailable, RecordRefused, RecordTooLarge, UnknownPartition
 from headrace.log.port import Log, NewRecord, SentBatch, TopicPartition, Wanted
 from tests.contract.conftest import MakeTopic
-from tests.support.conditions import DEADLINE_S
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import read, values, write, write_to
 
 MEBIBYTE = 1024 * 1024
@@ -334,3 +334,23 @@ async def test_fetch_from_unknown_partition_is_refused(log: Log, make_topic: Mak
     unknown = TopicPartition(partition.topic, 7)
     with pytest.raises(UnknownPartition, match="it has 1 partitions"):
         await log.fetch(unknown, 0, 0, MEBIBYTE)
+
+
+async def test_written_ends_are_behind_last_records(log: Log, make_topic: MakeTopic) -> None:
+    """An empty partition ends at 0, and a transaction's marker takes an offset."""
+    written, sealed, empty = await make_topic(3)
+    await write_to(log, written, b"first", b"second")
+    async with log.transactional_producer(f"{sealed.topic}-t", sealed.topic) as producer:
+        await producer.commit_transaction({sealed: [NewRecord(None, b"sealed")]}, {})
+
+    async def are_behind() -> bool:
+        return await log.written_ends([written, sealed, empty]) == {written: 2, sealed: 2, empty: 0}
+
+    await eventually(are_behind, what="the marker is written")
+
+
+async def test_written_end_of_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
+    """As a fetch from it is."""
+    (partition,) = await make_topic()
+    with pytest.raises(UnknownPartition):
+        await log.written_ends([partition._replace(partition=1)])

@@ -31,6 +31,8 @@ from tests.support.dead_letters import (
     serving,
 )
 from tests.support.logs import RecordingListener, polling, read, write_to
+from tests.support.transactions import leave_transaction_open
+from tests.support.visible import visible
 
 
 async def test_redriven_letter_is_answered_on_its_reply_topic(
@@ -192,6 +194,34 @@ async def test_redrive_after_killed_run_sends_no_letter_twice(tmp_path: Path) ->
 
     assert (next_run.sent.total(), next_run.done_before) == (0, 3)
     assert len(sent) == 3
+
+
+async def test_redrive_after_killed_run_finds_copies_behind_open_transaction(
+    tmp_path: Path,
+) -> None:
+    """Another producer's transaction hides them: nothing is sent before it has ended."""
+    settings = serving(tmp_path, "headrace", 4096)
+    async with MemoryLog(request_timeout_s=0.05) as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 3)
+        await leave_transaction_open(log, TopicPartition("headrace.requests", 1), "streams")
+
+        def from_now_on_no_commit_is_answered(record: NewRecord) -> NewRecord:
+            log.faults.groups.hold_commits()
+            return record
+
+        with pytest.raises(LogUnavailable):
+            await Redrive(
+                log, settings, RedriveJob(transform=from_now_on_no_commit_is_answered)
+            ).run()
+        log.faults.groups.release_commits()
+        with pytest.raises(LogUnavailable, match=r"headrace\.requests/1: .*open transaction"):
+            await Redrive(log, settings, RedriveJob(), decided_within_s=0.0).run()
+        log.faults.transactions.time_out("streams")
+        next_run = await Redrive(log, settings, RedriveJob()).run()
+        sent = await visible(log, "headrace.requests")
+
+    assert (next_run.sent.total(), next_run.done_before) == (0, 3)
+    assert [record.value for record in sent] == [b"v0", b"v1", b"v2"]
 
 
 async def test_two_redrives_at_once_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from headrace.cli.replay import PipelineJob, replay_into_models
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
+from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
 from headrace.tools.replay.capture import CaptureWriter
@@ -22,6 +23,7 @@ from headrace.tools.replay.topic_recording import READ_AHEAD, ReadAhead, open_to
 from tests.support.models import add_version, digits
 from tests.support.models import identity as identity_model
 from tests.support.recordings import START_MS, originals_of, recorded, write_recorded
+from tests.support.transactions import leave_transaction_open
 
 RECORDS = [recorded(number, 3)._replace(topic="source") for number in range(3000)]
 
@@ -122,6 +124,15 @@ class Interrupted(Exception):
     """Ends a run where a test wants it to end."""
 
 
+def ending_at_once(recording: Recording) -> Advanced:
+    """Ends a run when its first records are acknowledged, before its checkpoint knows them."""
+
+    def advanced(records: int, size: int, positions: Mapping[TopicPartition, int]) -> None:
+        raise Interrupted
+
+    return advanced
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 async def test_resumed_replay_neither_loses_nor_repeats_records(
     log: MemoryLog, tmp_path: Path, turns: int
@@ -159,6 +170,30 @@ async def test_resumed_replay_neither_loses_nor_repeats_records(
     )
     assert (replayed.resumed, replayed.run_id) == (True, "first")
     assert again.outcome.records == 0
+
+
+async def test_resumed_replay_finds_copies_behind_open_transaction(
+    log: MemoryLog, tmp_path: Path
+) -> None:
+    """Another producer's transaction hides them: nothing is sent before it has ended."""
+    await leave_transaction_open(log, TopicPartition("target", 0), "streams")
+    source = RecordingSource("source", Selection())
+    job = TopicJob(
+        "target",
+        Unpaced(),
+        Marking("first"),
+        checkpoint=tmp_path / "checkpoint",
+        decided_within_s=0.0,
+    )
+    with pytest.raises(ExceptionGroup):
+        await replay_into_topic(log, source, job, ending_at_once)
+    with pytest.raises(LogUnavailable, match=r"target/0: .*open transaction"):
+        await replay_into_topic(log, source, job, unwatched)
+    log.faults.transactions.time_out("streams")
+    await replay_into_topic(log, source, job, unwatched)
+
+    copies = originals_of(await read(log, "target"))
+    assert Counter(copies) == Counter(map(identity, RECORDS))
 
 
 async def test_replay_to_missing_topic_is_refused(log: MemoryLog) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import cast
 
 from msgspec.structs import replace
@@ -15,7 +16,9 @@ from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer, requests_of
 from headrace.delivery.transactions import PartitionTransactions, TransactionAborted
+from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
+from headrace.log.memory.faults import TransactionFault
 from headrace.log.port import (
     Committed,
     Consumer,
@@ -52,6 +55,16 @@ async def log_with_topics(partitions: int = 1) -> MemoryLog:
     topics = [TopicInfo(SOURCE.topic, partitions, {}), TopicInfo(ANSWERS.topic, 1, {})]
     await log.create_topics(topics, replication_factor=1)
     return log
+
+
+async def leave_transaction_open(
+    log: MemoryLog, partition: TopicPartition, transactional_id: str
+) -> None:
+    """Write one record in a transaction that stays open, until a successor or the log ends it."""
+    log.faults.transactions.fail(TransactionFault.UNKNOWN_AND_OPEN)
+    async with log.transactional_producer(transactional_id, transactional_id) as producer:
+        with suppress(LogUnavailable):
+            await producer.commit_transaction({partition: [NewRecord(None, b"undecided")]}, {})
 
 
 class Member:

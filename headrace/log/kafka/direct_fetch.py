@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from headrace.log.port import Fetched, Record, TopicPartition, Wanted
 _READ_UNCOMMITTED: Final = 0
 _NO_REPLICA: Final = -1
 _EARLIEST: Final = -2
+_LATEST: Final = -1
 _NO_LEADER: Final = (None, -1)
 _FORMAT_WITH_HEADERS: Final = 2
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
@@ -62,16 +64,27 @@ class DirectFetch:
         wanted: Wanted | None = None,
     ) -> list[Record]:
         """See the port."""
+        fetched = Fetched(wanted)
+        async with self._asking(partition, f"fetch from {partition}") as client:
+            await self._read(client, partition, first, last, max_bytes, fetched)
+        return fetched.records
+
+    async def written_end(self, partition: TopicPartition) -> int:
+        """See `written_ends` of the port."""
+        async with self._asking(partition, f"end of {partition}") as client:
+            return await self._offset_at(client, partition, _LATEST)
+
+    @asynccontextmanager
+    async def _asking(self, partition: TopicPartition, what: str) -> AsyncIterator[AIOKafkaClient]:
+        """Connect, check that the partition exists, and bound the body by the request deadline."""
         async with self._connecting:
             if self._client is None:
                 self._client = await self._connection.open_client()
             client = self._client
         try:
             await self._topics.check(client, partition)
-            async with answered(f"fetch from {partition}", self._connection.request_timeout_s):
-                fetched = Fetched(wanted)
-                await self._read(client, partition, first, last, max_bytes, fetched)
-                return fetched.records
+            async with answered(what, self._connection.request_timeout_s):
+                yield client
         except LogUnavailable:
             # As for administration: only a new client goes back to the bootstrap servers.
             if self._client is client:
@@ -102,7 +115,9 @@ class DirectFetch:
             try:
                 *_, batches = await self._ask_leader(client, partition, request)
             except kafka_errors.OffsetOutOfRangeError:
-                following = max(position, await self._first_offset(client, partition))
+                # The error does not tell what retention has left.
+                first = await self._offset_at(client, partition, _EARLIEST)
+                following = max(position, first)
                 if following == position:
                     break  # the log ends before it
             else:
@@ -121,9 +136,9 @@ class DirectFetch:
             # Batches without a wanted record are not read, as far as the broker did not send them.
             position = fetched.next_offset(following, last)
 
-    async def _first_offset(self, client: AIOKafkaClient, partition: TopicPartition) -> int:
-        """Return the first offset that retention has left; the error does not tell it."""
-        asked = [(partition.topic, [(partition.partition, _EARLIEST)])]
+    async def _offset_at(self, client: AIOKafkaClient, partition: TopicPartition, edge: int) -> int:
+        """Return the first offset of a partition, or the one after its last."""
+        asked = [(partition.topic, [(partition.partition, edge)])]
         request = OffsetRequest(_NO_REPLICA, _READ_UNCOMMITTED, asked)
         *_, offset = await self._ask_leader(client, partition, request)
         return int(offset)

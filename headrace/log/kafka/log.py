@@ -162,9 +162,18 @@ class KafkaLog:
         wanted: Wanted | None = None,
     ) -> Sequence[Record]:
         """See the port."""
+        return await self._fetching().fetch(partition, first, last, max_bytes, wanted)
+
+    async def written_ends(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        """See the port."""
+        return {each: await self._fetching().written_end(each) for each in partitions}
+
+    def _fetching(self) -> DirectFetch:
         if self._direct_fetch is None:
             self._direct_fetch = DirectFetch(self._connection, self._topics)
-        return await self._direct_fetch.fetch(partition, first, last, max_bytes, wanted)
+        return self._direct_fetch
 
     @asynccontextmanager
     async def _administer(self, what: str) -> AsyncIterator[AdminClient]:

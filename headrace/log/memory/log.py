@@ -146,6 +146,12 @@ class MemoryLog:
             fetched.add(stored.read(first, max(0, last - first + 1))[0])
         return fetched.records
 
+    async def written_ends(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        await self.faults.brokers.answered()
+        return {name: self._topics.partition(name).end for name in partitions}
+
     async def close(self) -> None:
         """Do nothing: the records stay as long as this object does."""
 

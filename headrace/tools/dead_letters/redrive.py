@@ -53,6 +53,7 @@ from headrace.tools.dead_letters.redrive_state import (
     redrive_group,
     require_room,
 )
+from headrace.tools.decided import DECIDED_WITHIN_S
 from headrace.topics import Topic
 
 # --- sending -------------------------------------------------------------------------------------
@@ -229,6 +230,8 @@ class Redrive:
     Args:
         log: an open log.
         advanced: called after each chunk with the share read so far, 0 to 1, and the tally.
+        decided_within_s: how long a run after a killed one waits for open transactions among the
+            requests.
 
     Attributes:
         tally: the result so far.
@@ -241,7 +244,9 @@ class Redrive:
         order: RedriveJob,
         *,
         advanced: Callable[[float, RedriveResult], None] = lambda *_: None,
+        decided_within_s: float = DECIDED_WITHIN_S,
     ) -> None:
+        self._decided_within_s = decided_within_s
         self.tally = RedriveResult()
         self._log = log
         self._settings = settings
@@ -285,7 +290,7 @@ class Redrive:
         self, consumer: Consumer, partitions: Sequence[TopicPartition], producer: Producer | None
     ) -> None:
         held = await spans_of(consumer, partitions)
-        self._done = await recall(self._log, self._settings, held)
+        self._done = await recall(self._log, self._settings, held, self._decided_within_s)
         selection = self._order.selection
         since = await spans_of(consumer, partitions, selection.since_ms)
         spans = {name: narrowed(span, name, selection) for name, span in since.items()}

@@ -19,6 +19,7 @@ from headrace.errors import Fatal
 from headrace.log.port import Committed, Log, Record, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.tools.dead_letters.reading import OffsetRange, read_spans, spans_of
+from headrace.tools.decided import wait_until_decided
 from headrace.topics import Topic
 
 OPEN = "open"
@@ -59,13 +60,24 @@ def done_letters(
 
 
 async def recall(
-    log: Log, settings: Settings, spans: Mapping[TopicPartition, OffsetRange]
+    log: Log,
+    settings: Settings,
+    spans: Mapping[TopicPartition, OffsetRange],
+    decided_within_s: float | None = None,
 ) -> dict[TopicPartition, AckedOffsets]:
     """Return which dead letters are done; the partitions hold these spans.
 
+    Args:
+        log: an open log.
+        settings: the names of the topics and of the group.
+        spans: all that the partitions of the dead letters hold.
+        decided_within_s: how long to wait for open transactions that may hide copies of a killed
+            run; None: without those copies, to show only.
+
     Raises:
         UnknownMetadata: see `done_letters`.
-        ConfigurationError, LogUnavailable: see `headrace.tools.dead_letters.reading`.
+        ConfigurationError, LogUnavailable: see `headrace.tools.dead_letters.reading` and
+            `headrace.tools.decided`.
     """
     requests = await topic_partitions(log, settings.topic(Topic.REQUESTS))
     committed = await log.committed(redrive_group(settings), [*spans, *requests])
@@ -76,6 +88,8 @@ async def recall(
         if (known := committed[partition]) is not None and known.metadata == OPEN
     }
     if opened:
+        if decided_within_s is not None:
+            await wait_until_decided(log, list(opened), decided_within_s)
         async with log.reader(list(opened)) as reader:
             held = await spans_of(reader, list(opened))
             since = {

@@ -15,7 +15,8 @@ There are two conditions. A resumed run reads the target up to its last stable o
 request of the killed process may arrive at the broker after that; the broker drops what it has not
 read from a closed connection, and restarting takes longer than appending what it has read. And the
 target must still hold the records above the floor (its retention must be longer than the pause
-between the two runs).
+between the two runs). A transaction of another producer in the target hides what follows it, so a
+resumed run first waits for its end (`headrace.tools.decided`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log, Producer, TopicPartition
+from headrace.tools.decided import DECIDED_WITHIN_S, wait_until_decided
 from headrace.tools.replay.capture import CaptureWriter, open_capture
 from headrace.tools.replay.checkpoint import (
     WRITE_EVERY_S,
@@ -86,6 +87,7 @@ class TopicJob:
         checkpoint: where to keep one; an existing file is resumed from.
         options: further values that identify the run, in JSON's types; see `Checkpoint.options`.
         checkpoint_every_s: least time between two writes of the checkpoint.
+        decided_within_s: how long a resumed run waits for open transactions in the target.
     """
 
     topic: str
@@ -95,6 +97,7 @@ class TopicJob:
     checkpoint: Path | None = None
     options: Mapping[str, Any] | None = None
     checkpoint_every_s: float = WRITE_EVERY_S
+    decided_within_s: float = DECIDED_WITHIN_S
 
 
 class Replayed(NamedTuple):
@@ -168,6 +171,11 @@ async def replay_into_topic(
         skip: frozenset[str] = frozenset()
         if job.checkpoint is not None:
             if before is not None:
+                await wait_until_decided(
+                    log,
+                    [TopicPartition(job.topic, n) for n in range(target[1])],
+                    job.decided_within_s,
+                )
                 skip = frozenset(await already_there(log, job.topic, before))
             checkpoint = before or Checkpoint(
                 marking.run_id, dict(job.options or {}), recording.spans, {}
