@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from headrace.client.client import DEFAULT_MAX_IN_FLIGHT, Client
@@ -33,7 +34,9 @@ def _blocking(
 class SyncClient:
     """A `Client` whose methods block. Several threads may call it at the same time.
 
-    The client runs on an event loop in a thread of its own while the context is entered.
+    The client runs on an event loop in a thread of its own while the context is entered, which may
+    be done again. A process that is forked meanwhile does not have that thread: its calls raise
+    `ClientClosed`, and it needs a client of its own.
 
     Args:
         bootstrap_servers, namespace, settings, reply_partition, content_type, compression,
@@ -54,7 +57,8 @@ class SyncClient:
         compression: str = "",
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
     ) -> None:
-        client = Client(
+        make_client = partial(
+            Client,
             bootstrap_servers,
             namespace=namespace,
             settings=settings,
@@ -63,18 +67,22 @@ class SyncClient:
             compression=compression,
             max_in_flight=max_in_flight,
         )
-        self._open: Callable[[], AbstractAsyncContextManager[Client]] = lambda: client
+        make_client()  # raises for wrong arguments
+        self._open: Callable[[], AbstractAsyncContextManager[Client]] = make_client
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: Client | None = None
         self._leave = asyncio.Event()
+        self._process = 0
+        # Held while a call is handed to the loop, which must not end meanwhile.
+        self._handing_over = threading.Lock()
 
     @classmethod
     def of(cls, open_client: Callable[[], AbstractAsyncContextManager[Client]]) -> Self:
         """Return a blocking client over the client that a context manager yields.
 
         Args:
-            open_client: called once, on entering; its context is entered and left in the thread.
+            open_client: called on entering; its context is entered and left in the thread.
         """
         blocking = cls()
         blocking._open = open_client
@@ -85,6 +93,7 @@ class SyncClient:
 
     def __enter__(self) -> Self:
         opened: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._process, self._loop, self._leave = os.getpid(), None, asyncio.Event()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._run(opened)), name="headrace-client", daemon=True
         )
@@ -110,12 +119,20 @@ class SyncClient:
             thread.join()
 
     def _call(self, start: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
-        client, loop = self._client, self._loop
-        if client is None or loop is None:
-            raise ClientClosed("the client is not open: use it within `with`")
-        future = asyncio.run_coroutine_threadsafe(start(client), loop)
+        if self._client is not None and self._process != os.getpid():
+            raise ClientClosed(
+                f"the client was opened by process {self._process}, from which this one was "
+                "forked: open another one here"
+            )
+        with self._handing_over:
+            client, loop = self._client, self._loop
+            if client is None or loop is None:
+                raise ClientClosed("the client is not open: use it within `with`")
+            future = asyncio.run_coroutine_threadsafe(start(client), loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise ClientClosed("the client was closed before the answer came") from error
         except BaseException:
             future.cancel()  # e.g. on KeyboardInterrupt: cancel the request as well
             raise
@@ -131,4 +148,5 @@ class SyncClient:
                 raise
             opened.set_exception(error)
         finally:
-            self._client = None
+            with self._handing_over:
+                self._client = None
