@@ -196,6 +196,49 @@ async def test_resumed_replay_finds_copies_behind_open_transaction(
     assert Counter(copies) == Counter(map(identity, RECORDS))
 
 
+def ending_before_first(recording: Recording) -> Advanced:
+    """Ends a run before its first record is sent."""
+    raise Interrupted
+
+
+@pytest.mark.parametrize("topic", ["source", "target"])
+async def test_replay_is_not_resumed_with_topic_made_anew(
+    log: MemoryLog, tmp_path: Path, topic: str
+) -> None:
+    """Offsets of the former topic say nothing about the new one."""
+    source = RecordingSource("source", Selection())
+    job = TopicJob("target", Unpaced(), Marking("first"), checkpoint=tmp_path / "checkpoint")
+    with pytest.raises(Interrupted):
+        await replay_into_topic(log, source, job, ending_before_first)
+    log.faults.topics.replace(topic)
+    with pytest.raises(ConfigurationError, match=f"another run: id of topic {topic}"):
+        await replay_into_topic(log, source, job, unwatched)
+
+
+async def test_resumed_replay_names_records_that_retention_has_deleted(
+    log: MemoryLog, tmp_path: Path
+) -> None:
+    """It sends the rest, and says what it cannot send."""
+    source = RecordingSource("source", Selection())
+    job = TopicJob("target", Unpaced(), Marking("first"), checkpoint=tmp_path / "checkpoint")
+    notices: list[str] = []
+
+    def noting(recording: Recording) -> Advanced:
+        notices.append(recording.notice)
+        return unwatched(recording)
+
+    with pytest.raises(Interrupted):
+        await replay_into_topic(log, source, job, ending_before_first)
+    log.faults.partitions.trim(TopicPartition("source", 1), 250)
+    replayed = await replay_into_topic(log, source, job, noting)
+
+    assert notices == [
+        "source/1: retention has deleted the records from offset 0 to 249 before they were known "
+        "to be sent"
+    ]
+    assert replayed.outcome.records == len(RECORDS) - 250
+
+
 async def test_replay_to_missing_topic_is_refused(log: MemoryLog) -> None:
     """Nothing is created by a misspelt name."""
     job = TopicJob("targets", Unpaced(), Marking("run"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,8 +155,10 @@ async def replay_into_topic(
         ExceptionGroup: see `Replay.run`.
     """
     before = None
+    options = dict(job.options or {})
     if job.checkpoint is not None:
-        before = await asyncio.to_thread(read_checkpoint, job.checkpoint, job.options or {})
+        options |= await _topic_ids(log, source.origin, job.topic)
+        before = await asyncio.to_thread(read_checkpoint, job.checkpoint, options)
     if before is not None and before.finished:
         return Replayed(before.run_id, ReplayResult(0, 0, before.records, 0.0), resumed=True)
     selection = source.selection if before is None else before.rest_of(source.selection)
@@ -165,6 +167,8 @@ async def replay_into_topic(
         marking = Marking(before.run_id, marking.keep_reply, marking.reply_to)
     async with AsyncExitStack() as stack:
         recording = await stack.enter_async_context(open_recording(log, source.origin, selection))
+        if before is not None:
+            recording.notice = "\n".join([recording.notice, *_deleted(before, recording)]).strip()
         producer = await stack.enter_async_context(log.producer())
         target = await topic_of(producer, job.topic)
         keeper = None
@@ -177,9 +181,7 @@ async def replay_into_topic(
                     job.decided_within_s,
                 )
                 skip = frozenset(await already_there(log, job.topic, before))
-            checkpoint = before or Checkpoint(
-                marking.run_id, dict(job.options or {}), recording.spans, {}
-            )
+            checkpoint = before or Checkpoint(marking.run_id, options, recording.spans, {})
             keeper = await stack.enter_async_context(
                 keeping(
                     log,
@@ -199,6 +201,27 @@ async def replay_into_topic(
         if keeper is not None:
             await keeper.finish()
     return Replayed(marking.run_id, outcome, before is not None)
+
+
+async def _topic_ids(log: Log, *origins: str | Path) -> dict[str, str]:
+    """Return the ids of topics, by which a checkpoint knows them from topics made anew."""
+    topics = [each for each in origins if isinstance(each, str)]
+    found = await log.describe_topics(topics)
+    return {
+        f"id of topic {name}": topic.topic_id for name, topic in found.items() if topic is not None
+    }
+
+
+def _deleted(before: Checkpoint, recording: Recording) -> Iterator[str]:
+    """Yield what is no longer held of the rest of an interrupted run."""
+    begins = {span.partition: span.begin for span in recording.spans}
+    for span in before.spans:
+        end = min(begins.get(span.partition, span.end), span.end)
+        if end > span.begin:
+            yield (
+                f"{span.partition}: retention has deleted the records from offset {span.begin} to "
+                f"{end - 1} before they were known to be sent"
+            )
 
 
 async def topic_of(producer: Producer, topic: str) -> tuple[str, int]:
