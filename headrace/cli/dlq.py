@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TextIO
 import click
 
 from headrace.cli.event_loop import run
-from headrace.cli.options import json_option
+from headrace.cli.options import POSITIVE, json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
@@ -299,9 +299,7 @@ async def _one(settings: Settings, position: Position) -> tuple[DeadLetter, bool
     metavar="N",
     help="Send at most this many, the first ones.",
 )
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), help="Send this many per second."
-)
+@click.option("--rate", type=POSITIVE, help="Send this many per second.")
 @click.option("--dry-run", is_flag=True, help="Count what would be sent; send nothing.")
 @click.option(
     "--discard", is_flag=True, help="Mark the dead letters as redriven without sending them."

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
+from headrace.cli.options import POSITIVE
 from headrace.cli.output import say
 from headrace.cli.payloads import guess_content_type, make_inputs
 from headrace.cli.settings import Invocation, pass_invocation
@@ -63,7 +64,7 @@ class OutgoingRequest(NamedTuple):
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=30.0,
     show_default=True,
     metavar="S",

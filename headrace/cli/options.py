@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -25,6 +26,24 @@ ANSWERS_FILE = click.option(
     metavar="FILE",
     help="Use the recorded answers in this capture file.",
 )
+
+
+class _PositiveType(click.FloatRange):
+    """Parameter type for a finite number above 0; click's own also takes `inf` and `nan`."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"expected a finite number above 0, got {value!r}", param, ctx)
+        return number
+
+
+POSITIVE = _PositiveType()
 
 json_option = click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 

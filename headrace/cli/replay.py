@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import click
 
 from headrace.cli.event_loop import run
 from headrace.cli.lazy_group import LazyGroup
-from headrace.cli.options import json_option, options_as
+from headrace.cli.options import POSITIVE, json_option, options_as
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import watching
 from headrace.cli.selection_options import (
@@ -26,6 +25,7 @@ from headrace.config import ModelSettings, Settings
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
+from headrace.tools.dead_letters.dead_letter import time_text
 from headrace.tools.replay.jobs import (
     RecordingSource,
     Replayed,
@@ -194,7 +194,7 @@ PACE_OPTIONS = (
     ),
     click.option(
         "--rate",
-        type=click.FloatRange(min=0, min_open=True),
+        type=POSITIVE,
         metavar="N",
         help="Send this many records per second instead.",
     ),
@@ -387,5 +387,4 @@ def _report_totals(totals: list[PartitionTotals], in_json: bool) -> None:
 
 
 def _span(first_ms: int, last_ms: int) -> str:
-    first = datetime.fromtimestamp(first_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    return f"{(last_ms - first_ms) / 1000:.3f} s from {first}"
+    return f"{(last_ms - first_ms) / 1000:.3f} s from {time_text(first_ms)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -65,7 +66,7 @@ def parse_header(text: str) -> tuple[str, bytes]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ValueError(f"expected NAME=VALUE, got {text!r}")
-    return name, value.encode()
+    return name, os.fsencode(value)
 
 
 def _parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -86,7 +87,7 @@ def _headers(texts: tuple[str, ...]) -> tuple[tuple[str, bytes], ...]:
 
 def _pattern(text: str) -> re.Pattern[bytes]:
     try:
-        return re.compile(text.encode())
+        return re.compile(os.fsencode(text))
     except re.error as error:
         raise ValueError(f"expected a regular expression, got {text!r}: {error}") from error
 
@@ -203,7 +204,7 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource
             frozenset(chosen["partitions"]) or None,
         ),
         Filters(
-            None if key is None else key.encode(),
+            None if key is None else os.fsencode(key),
             chosen["key_regex"],
             chosen["headers"],
             chosen["model"],

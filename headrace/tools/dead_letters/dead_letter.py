@@ -159,10 +159,16 @@ _NUMBERS = {
 
 
 def time_text(timestamp_ms: int) -> str:
-    """Format epoch milliseconds as RFC 3339 in UTC; `-` if there are none."""
+    """Format epoch milliseconds as RFC 3339 in UTC; `-` if there are none.
+
+    A number that is no date stays one: some producers write microseconds.
+    """
     if timestamp_ms < 0:
         return "-"
-    moment = datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+    try:
+        moment = datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{timestamp_ms} ms since 1970"
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

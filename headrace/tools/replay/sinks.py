@@ -27,6 +27,9 @@ from headrace.topics import Topic
 # --- headers of copies ---------------------------------------------------------------------------
 
 
+_MAX_DIGITS = 15  # of a deadline, by the contract; Python refuses to read thousands
+
+
 @dataclass(frozen=True, slots=True)
 class Marking:
     """Differences between copies and their originals.
@@ -67,7 +70,7 @@ class Marking:
 
     @staticmethod
     def _moved(value: bytes | None, record: Record, now_ms: int) -> bytes | None:
-        if value is None or not value.isdigit() or record.timestamp < 0:
+        if value is None or not value.isdigit() or len(value) > _MAX_DIGITS or record.timestamp < 0:
             return value
         return b"%d" % (int(value) + now_ms - record.timestamp)
 

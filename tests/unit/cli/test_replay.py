@@ -61,8 +61,28 @@ def test_replay_count_is_by_partition(call: Call, capture: str) -> None:
     lines = result.stdout.splitlines()
     assert result.exit_code == Exit.DONE
     assert lines[0].startswith("recorded/0: 3 records, ")
-    assert "offsets 0 to 1, 0.020 s from 2023-11-14T22:13:20.010+00:00" in lines[1]
+    assert "offsets 0 to 1, 0.020 s from 2023-11-14T22:13:20.010Z" in lines[1]
     assert lines[2].startswith("in all: 5 records, ")
+
+
+def test_replay_count_shows_timestamps_that_are_no_dates(call: Call, tmp_path: Path) -> None:
+    """A producer that stamps its records in microseconds is a common fault."""
+    path = tmp_path / "requests.capture"
+    with CaptureWriter(path, "recorded") as writer:
+        writer.add([recorded(0, timestamp=START_MS * 1000)])
+    result = call("replay", "count", "--file", str(path))
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert f"from {START_MS * 1000} ms since 1970" in result.stdout
+
+
+def test_replay_key_that_is_not_utf8_selects_by_its_bytes(call: Call, tmp_path: Path) -> None:
+    """Keys are bytes, as the shell passes them."""
+    path = tmp_path / "requests.capture"
+    with CaptureWriter(path, "recorded") as writer:
+        writer.add([recorded(0, key=b"\xff"), recorded(1)])
+    result = call("replay", "count", "--file", str(path), "--key", "\udcff")
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert "in all: 1 records" in result.stdout
 
 
 def test_replay_count_prints_json(call: Call, capture: str) -> None:
@@ -116,6 +136,7 @@ def test_replay_into_embedded_pipeline_is_answered(
         (["send", "--to-requests", "--to", "t"], "give either --to or --to-requests"),
         (["send", "--to", "t", "--speed", "2", "--rate", "5"], "give either --speed or --rate"),
         (["send", "--to", "t", "--speed", "0"], "expected a positive factor, or max, got '0'"),
+        (["send", "--to", "t", "--rate", "inf"], "expected a finite number above 0, got 'inf'"),
         (["send", "--to", "t", "--keep-reply", "--reply-to", "u"], "give either --keep-reply"),
         (["send", "--to", "t"], "expected a broker"),
         (["count", "--checkpoint", "c"], "No such option"),

@@ -19,6 +19,7 @@ from headrace.tools.dead_letters.dead_letter import (
     RecordIdentity,
     paragraphs,
     parse_dead_letter,
+    time_text,
 )
 from headrace.tools.dead_letters.reading import OffsetRange
 from headrace.tools.dead_letters.redrive_state import (
@@ -57,6 +58,11 @@ def test_dead_letter_without_headers_is_read(value: bytes | None) -> None:
     letter = parse_dead_letter(Record(*LETTERS, 5, -1, None, value, []))
 
     assert letter == (letter.record, None, "", "", "", 1, "", "")
+
+
+def test_dead_letter_of_impossible_time_is_shown() -> None:
+    """No record keeps the others from being listed."""
+    assert time_text(1_700_000_000_000_000) == "1700000000000000 ms since 1970"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_replayed_copy_replaces_headers_of_earlier_replay() -> None:
         (b"%d" % (START_MS + 501), b"%d" % (START_MS + 10_501)),
         (b"%d" % (START_MS - 99), b"%d" % (START_MS + 9_901)),
         (b"soon", b"soon"),
+        (b"9" * 5000, b"9" * 5000),
         (b"-5", b"-5"),
         (None, None),
     ],
