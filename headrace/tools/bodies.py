@@ -7,11 +7,16 @@ from typing import Generic, TypeVar
 import msgspec
 
 from headrace.client.rpc import last_header
-from headrace.log.port import Record
+from headrace.errors import Rejected
+from headrace.log.port import Headers, Record
 from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.compression import decompress, read_coding
 from headrace.protocol.headers import DECODED_TYPES, JSON, HeaderName
 
 T = TypeVar("T")
+
+_MOST_BYTES = 128 * 1024 * 1024
+"""Largest body that is decompressed: few bytes can become any number."""
 
 
 class BodyReader(Generic[T]):
@@ -33,6 +38,13 @@ class BodyReader(Generic[T]):
             return None
         decode = self._from_json if content_type == JSON else self._from_msgpack
         try:
-            return decode(record.value)
-        except DECODE_ERRORS:
+            return decode(_plain(record.value, record.headers))
+        except (*DECODE_ERRORS, Rejected):
             return None
+
+
+def _plain(value: bytes, headers: Headers) -> bytes:
+    """Return a value without its `content-encoding`. Raises `Rejected` if it cannot be read."""
+    given = last_header(headers, HeaderName.CONTENT_ENCODING) or b""
+    coding = read_coding(given.decode("ascii", "replace"))
+    return decompress(value, coding, _MOST_BYTES, "value") if coding else value

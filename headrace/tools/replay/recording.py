@@ -227,9 +227,10 @@ class Selection:
 def model_of(record: Record) -> tuple[str, str]:
     """Return the model's name and version of a request or an answer; empty if missing.
 
-    The body takes precedence over `x-model`.
+    A label of `x-model` (`name@label`) is left out. The body takes precedence over `x-model`.
     """
     name, _, version = _text_header(record, HeaderName.MODEL).partition("/")
+    name = name.partition("@")[0]
     body = _model_names.read(record)
     if body is None:
         return name, version

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 
+import msgpack
 import pytest
 
 from headrace.log.port import Record, TopicPartition
+from headrace.protocol.compression import compress
 from headrace.tools.replay.recording import Filters, Selection, Span, Window, model_of
 from tests.support.recordings import START_MS, recorded
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+ZSTD = compress(msgpack.packb({"model_name": "m", "model_version": "7"}), "zstd")
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01".encode()
 
 
@@ -70,6 +73,11 @@ def test_selection_by_key_leaves_out_record_without_key() -> None:
             ("m", "7"),
         ),
         (with_headers(value=None), ("", "")),
+        (with_headers(("content-encoding", b"zstd"), value=ZSTD), ("m", "7")),
+        (with_headers(("content-encoding", b"ZSTD"), ("x-model", b"a"), value=ZSTD), ("m", "7")),
+        (with_headers(("content-encoding", b"zstd"), ("x-model", b"a"), value=ZSTD[:9]), ("a", "")),
+        (with_headers(("content-encoding", b"pack"), ("x-model", b"a"), value=ZSTD), ("a", "")),
+        (with_headers(("x-model", b"a@canary"), value=None), ("a", "")),
     ],
 )
 def test_selection_finds_model_in_body_or_header(record: Record, model: tuple[str, str]) -> None:
