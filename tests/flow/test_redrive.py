@@ -156,6 +156,25 @@ async def test_redrive_transform_changes_letters_or_leaves_them(tmp_path: Path) 
     assert dict(sent[0].headers)["x-replay-letter"] == b"headrace.dead-letters/1/1"
 
 
+async def test_limited_redrive_passes_over_letters_that_transform_leaves(tmp_path: Path) -> None:
+    """Else a few that it leaves would keep the same command from ever reaching the others."""
+    settings = serving(tmp_path, "headrace", 4096)
+
+    def transform(record: NewRecord) -> NewRecord | None:
+        return record if record.value in (b"v2", b"v4") else None
+
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 0, 5)] * 5)
+        job = RedriveJob(limit=1, transform=transform)
+        first = await Redrive(log, settings, job).run()
+        second = await Redrive(log, settings, job).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (first.sent.total(), first.left) == (1, 2)
+    assert (second.sent.total(), second.left, second.done_before) == (1, 3, 1)
+    assert [record.value for record in sent] == [b"v2", b"v4"]
+
+
 async def test_redriven_letter_that_fails_again_counts_attempts(tmp_path: Path) -> None:
     """The new dead letter counts its attempts and still names the first request."""
     strict = serving(tmp_path, "headrace", STRICT_BYTES)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from headrace.client.rpc import topic_partitions
@@ -175,7 +176,8 @@ class RedriveJob:
     """Parameters of a redrive.
 
     Attributes:
-        limit: maximum number of dead letters; None for all.
+        limit: maximum number of dead letters, without those that the transform leaves; None for
+            all.
         rate: requests per second; None for as fast as they are acknowledged.
         dry_run: count the dead letters without sending them.
         discard: mark the dead letters as done without sending them.
@@ -259,7 +261,7 @@ class Redrive:
         self._requests: list[TopicPartition] = []
         self._begun_s = 0.0
         self._paced = 0
-        self._chosen = 0
+        self._taken = 0
 
     async def run(self) -> RedriveResult:
         """Redrive the selected dead letters that are not done yet, up to the topic's current end.
@@ -309,7 +311,7 @@ class Redrive:
                         last + 1 - spans[name].start for name, last in self._last_read.items()
                     )
                     self._advanced(read / offsets, self.tally)
-                if self._chosen == self._order.limit:
+                if self._taken == self._order.limit:
                     break
         if producer is not None:
             await self._commit(consumer, committable(self._done) | await self._marks(CLOSED))
@@ -325,24 +327,20 @@ class Redrive:
             if record.offset in self._done[dead_letter.partition]:
                 self.tally.done_before += 1
                 continue
-            if self._chosen == self._order.limit:
-                return
-            self._chosen += 1
             yield _Chosen(dead_letter, previous)
 
     def _chunks(self, chosen: Iterator[_Chosen]) -> Iterator[list[_Chosen]]:
-        """Split the dead letters into chunks small enough for the rate."""
+        """Split the dead letters into chunks small enough for the rate, up to the limit."""
         size = CHUNK
         if self._order.rate is not None:
             size = min(CHUNK, max(1, int(self._order.rate / CHUNKS_PER_S)))
-        chunk: list[_Chosen] = []
-        for each in chosen:
-            chunk.append(each)
-            if len(chunk) == size:
-                yield chunk
-                chunk = []
-        if chunk:
+        while chunk := list(islice(chosen, self._left_of_limit(size))):
             yield chunk
+
+    def _left_of_limit(self, size: int) -> int:
+        """Return how many dead letters may be in the next chunk of this size."""
+        limit = self._order.limit
+        return size if limit is None else min(size, limit - self._taken)
 
     async def _redrive(
         self, consumer: Consumer, producer: Producer | None, chunk: list[_Chosen]
@@ -350,6 +348,7 @@ class Redrive:
         """Send one chunk and commit it."""
         # User code may take long, and the group member must continue its heartbeats.
         outgoing = await asyncio.to_thread(self._outgoing, chunk)
+        self._taken += len(outgoing)
         if producer is None:
             self._count(outgoing, {})
             return
