@@ -403,6 +403,8 @@ def export(
 
     Key, value and the values of headers are in base64.
     """
+    if capture is not None and output.name != "-":
+        raise click.UsageError("give either --output or --capture")
     with ExitStack() as stack:
         if capture is None:
 
@@ -416,6 +418,8 @@ def export(
                 writer.add([dead_letter.record])
 
         count = run(_export(settings, selection, pending, write))
+        if not count and capture is None:
+            output.write("")  # opens an existing file, which is emptied
     click.echo(f"{count} dead letters written", err=True)
 
 

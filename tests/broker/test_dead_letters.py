@@ -115,6 +115,18 @@ def test_letters_are_listed_shown_and_exported(ack: Settle, call: Call) -> None:
     assert [(each["partition"], each["records"]) for each in counted] == [(1, 2)]
 
 
+def test_export_of_nothing_empties_existing_file(ack: Settle, call: Call, tmp_path: Path) -> None:
+    """What an earlier export has written must not pass for this one's."""
+    asyncio.run(_fail(ack(STRICT_BYTES), 0))
+    earlier = tmp_path / "letters.jsonl"
+    earlier.write_text("{}\n")
+
+    result = call("dlq", "export", "--output", str(earlier))
+
+    assert result.exit_code == 0, result.stderr
+    assert earlier.read_text() == ""
+
+
 def test_redrive_runs_dry_and_with_transform(ack: Settle, call: Call, tmp_path: Path) -> None:
     """The dry run sends nothing; the script's records are what is sent."""
     settings = ack(STRICT_BYTES)

@@ -126,6 +126,14 @@ def test_letter_of_another_topic_is_refused(call: Call) -> None:
     assert "expected a dead letter of headrace.dead-letters, got one of other" in result.stderr
 
 
+def test_export_to_output_and_capture_is_refused(call: Call) -> None:
+    """One of the files would not be written."""
+    result = call("dlq", "export", "--output", "a.jsonl", "--capture", "b.capture")
+
+    assert result.exit_code == Exit.USAGE
+    assert "give either --output or --capture" in result.stderr
+
+
 def test_discard_and_transform_together_are_refused(call: Call) -> None:
     """Nothing is sent that could be transformed."""
     result = call("dlq", "redrive", "--discard", "--transform", __file__)
