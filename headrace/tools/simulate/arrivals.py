@@ -27,6 +27,13 @@ _ELEMENT_BYTES = 16
 """Assumed size of a `BYTES` element, since element lengths are in the skipped part."""
 
 
+_MOST = 1 << 40
+"""Most rows or bytes of a request: a shape is what its caller claims, and any number."""
+
+_LATEST_MS = 1 << 52
+"""Latest arrival, which is also counted in microseconds, in 64 bits."""
+
+
 class _RecordedInput(msgspec.Struct):
     name: str
     datatype: str
@@ -106,7 +113,7 @@ def _timeout_us(deadline_ms: int, timestamp_ms: int) -> int:
 
 def _work(record: Record, envelope: Envelope) -> _Work | None:
     """Parse a record; None if it is not a valid request."""
-    if record.value is None or envelope.fault is not None:
+    if record.value is None or envelope.fault is not None or record.timestamp > _LATEST_MS:
         return None
     if envelope.content_type not in DECODED_TYPES:
         # One item, whose size after the transform is unknown.
@@ -121,6 +128,8 @@ def _work_of(body: _Body, envelope: Envelope) -> _Work | None:
     sizes = [_size_bytes(each) for each in body.inputs]
     rows = {each.shape[0] if each.shape else 0 for each in body.inputs}
     if not name or not sizes or min(sizes) < 0 or len(rows) != 1 or min(rows) < 1:
+        return None
+    if max(sum(sizes), *rows) > _MOST:
         return None
     inputs = sorted(body.inputs, key=lambda one: one.name)
     shape_class = tuple(size for each in inputs for size in each.shape[1:])

@@ -28,6 +28,12 @@ def body(*shapes: list[int], **fields: Any) -> dict[str, Any]:
     return {"model_name": "m", "inputs": inputs} | fields
 
 
+def shaped(*shape: int) -> dict[str, Any]:
+    """A request whose only input claims this shape, and has no data."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": shape, "data": b""}
+    return {"model_name": "m", "inputs": [tensor]}
+
+
 async def test_arrivals_within_one_millisecond_are_spread() -> None:
     """All timestamps are whole milliseconds; a step back counts as none."""
     stamps = [0, 0, 0, 0, 2, 1, 3]
@@ -99,11 +105,24 @@ async def test_arrival_deadlines_count_from_arrival() -> None:
         msgpack.packb(body([2, 8], [3, 8])),
         msgpack.packb(body([1, -8])),
         msgpack.packb(body([1, 8], model_name="")),
+        msgpack.packb(shaped(2**62, 4)),
+        msgpack.packb(shaped(2**63, 0)),
     ],
-    ids=["null", "junk", "no-inputs", "no-rows", "scalar", "rows", "negative", "no-model"],
+    ids=[
+        *("null", "junk", "no-inputs", "no-rows", "scalar", "rows", "negative", "no-model"),
+        *("bytes-beyond-64-bits", "rows-beyond-64-bits"),
+    ],
 )
 async def test_records_that_are_not_requests_are_left_out_and_counted(value: bytes | None) -> None:
     """The others are read."""
     found = await read_arrivals(GivenRecording([recorded(0, value=value), recorded(1)]), 0)
+
+    assert (len(found.arrivals.at_us), found.left_out) == (1, 1)
+
+
+async def test_record_with_timestamp_in_nanoseconds_is_left_out() -> None:
+    """There is no time at which it could arrive, in the microseconds of arrivals."""
+    records = [recorded(0, timestamp=START_MS * 1_000_000), recorded(1)]
+    found = await read_arrivals(GivenRecording(records), 0)
 
     assert (len(found.arrivals.at_us), found.left_out) == (1, 1)
