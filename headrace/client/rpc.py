@@ -19,7 +19,12 @@ from typing import NamedTuple, Self, TypeAlias
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
-from headrace.log.errors import LogAuthenticationFailed, OffsetOutOfRange, TopicForbidden
+from headrace.log.errors import (
+    LogAuthenticationFailed,
+    LogUnavailable,
+    OffsetOutOfRange,
+    TopicForbidden,
+)
 from headrace.log.partitioner import StickyPartitioner, partition_for_key
 from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
 from headrace.protocol.headers import HeaderName
@@ -177,7 +182,12 @@ class ReplyReader:
                     polled = await consumer.poll(POLL_TIMEOUT_S, POLL_MAX_RECORDS)
                 except OffsetOutOfRange as error:
                     positions = error.positions or dict.fromkeys(self._partitions, 0)
-                    await _seek_to_existing_records(consumer, positions)
+                    try:
+                        await _seek_to_existing_records(consumer, positions)
+                    except LogUnavailable:
+                        # Brokers in trouble are why positions are lost; the next poll names them
+                        # again.
+                        await asyncio.sleep(POLL_TIMEOUT_S)
                     continue
                 for records in polled.values():
                     self._dispatch(records)

@@ -250,6 +250,17 @@ async def test_client_resumes_reading_after_retention(
     await client.infer("m", INPUTS)
 
 
+async def test_client_resumes_reading_after_retention_although_request_fails(
+    client: Client, responder: Responder, log: MemoryLog
+) -> None:
+    """It asks again where the partition begins and ends."""
+    log.faults.brokers.fail_requests(1)
+    log.faults.partitions.skip_offsets(REPLIES, 5)
+    log.faults.partitions.trim(REPLIES, 5)
+    await eventually(lambda: not log.faults.brokers.requests_to_fail)
+    await client.infer("m", INPUTS)
+
+
 async def test_client_ignores_answers_before_start(
     log: MemoryLog, settings: Settings, responder: Responder
 ) -> None:
