@@ -649,6 +649,8 @@ class ClaimTuning(Struct, frozen=True):
     """Longest silence of a store while an object is read."""
     chunk_bytes: int = 256 * 1024
     """Bytes of an object that are read, and hashed, at once: less than a millisecond."""
+    file_threads: int = 16
+    """Most threads that read, or write, files of one directory at a time, or hang there."""
     backoff: Backoff = Backoff(0.1, 5.0)
     """Pauses between attempts while a store is unavailable."""
 

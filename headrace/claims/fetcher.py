@@ -74,7 +74,7 @@ class ClaimFetcher(StoreCalls):
             ClaimUnavailable: the store was unavailable for `claims.timeout_ms`.
             Rejected: `INVALID_REQUEST`: the object is not there, or is another one.
         """
-        slots = self._slots[claim.address.origin]
+        slots = self._slots[self.stores.store_of(claim.address)]
         return await self.call(partial(self._fetch_once, claim), slots, claim.size_bytes)
 
     async def _fetch_once(self, claim: Claim) -> bytes:

@@ -16,8 +16,10 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -25,6 +27,7 @@ import structlog
 
 from headrace.errors import ConfigurationError, Rejected, Retriable, describe_error
 from headrace.primitives.backoff import Backoff, Pauses
+from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.claims import Claim, refuse_claim
 from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING, ClaimTuning
@@ -77,6 +80,9 @@ class ClaimStores:
         self._setting = setting
         self._tuning = tuning
         self._objects: dict[str, ObjectStore] = {}
+        self._file_threads: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            partial(asyncio.Semaphore, tuning.file_threads)
+        )
         self._session: aiohttp.ClientSession | None = None
         self._stack = AsyncExitStack()
         for address in allowed:
@@ -254,34 +260,60 @@ class ClaimStores:
     # --- directories ------------------------------------------------------------------------------
 
     async def _read_file(self, claim: Claim) -> AsyncGenerator[bytes, None]:
-        # On a thread: reads of a directory in a network may take long.
         address, length = claim.address, self._tuning.chunk_bytes
-        opening = asyncio.ensure_future(asyncio.to_thread(self._open_file, address))
-        reading: asyncio.Future[Any] = opening
+        opened: list[int] = []
+
+        def open_file() -> int:
+            opened.append(self._open_file(address))
+            return os.fstat(opened[0]).st_size
+
         try:
-            file = await asyncio.shield(opening)
-            check_size(claim, os.fstat(file).st_size)
-            while True:
-                reading = asyncio.ensure_future(asyncio.to_thread(os.read, file, length))
-                part = await asyncio.shield(reading)
-                if not part:
-                    return
-                yield part
+            async with self._file_thread(address) as thread:
+                try:
+                    check_size(claim, await thread.call(open_file).done)
+                    while part := await thread.call(partial(os.read, *opened, length)).done:
+                        yield part
+                finally:
+                    # There: a descriptor that is closed while it is still read may be another's.
+                    thread.call(partial(_close, opened))
         except OSError as error:
             raise _unavailable(address, error) from error
-        finally:
-            # A descriptor that is closed while the thread still reads it may be another file's.
-            if reading.done():
-                _close(opening)
-            else:
-                reading.add_done_callback(lambda _: _close(opening))
 
     async def _write_file(self, address: Address, content: bytes) -> None:
         path = Path("/", *address.parts)
         try:
-            await asyncio.to_thread(_replace_file, path, content)
+            async with self._file_thread(address) as thread:
+                await thread.call(partial(_replace_file, path, content)).done
         except OSError as error:
             raise _unavailable(address, error) from error
+
+    @asynccontextmanager
+    async def _file_thread(self, address: Address) -> AsyncIterator[WorkerThread]:
+        """Yield a thread for the calls of one file, when fewer than enough of its store hang.
+
+        A mount in a network may hang them for as long as its server is away, and then they would
+        take all threads that the process shares, and keep it from ending.
+        """
+        places = self._file_threads[self.store_of(address)]
+        await places.acquire()
+        thread = WorkerThread("claims-file")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            places.release()
+            raise ClaimUnavailable(f"{address.origin}: no thread can be started") from error
+        try:
+            yield thread
+        finally:
+            # The calls are made in order: after this one, none hangs any more.
+            thread.call(_do_nothing).done.add_done_callback(lambda _: places.release())
+            thread.close()
+
+    def store_of(self, address: Address) -> str:
+        """Return the name of an allowed address's store: of files, their allowed directory."""
+        if address.scheme != "file":
+            return address.origin
+        return next(each.url for each in self._allowed if address.is_within(each))
 
     def _open_file(self, address: Address) -> int:
         """Return the descriptor of a file below an allowed directory; no part is a link."""
@@ -329,9 +361,13 @@ def _replace_file(path: Path, content: bytes) -> None:
         other.unlink(missing_ok=True)
 
 
-def _close(opening: asyncio.Future[int]) -> None:
-    if opening.done() and not opening.cancelled() and opening.exception() is None:
-        os.close(opening.result())
+def _close(opened: list[int]) -> None:
+    while opened:
+        os.close(opened.pop())
+
+
+def _do_nothing() -> None:
+    """Do nothing: the last call of a thread, which shows that all others have ended."""
 
 
 class StoreCalls:

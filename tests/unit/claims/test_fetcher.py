@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -271,6 +272,41 @@ async def test_store_that_hangs_takes_no_slot_of_another() -> None:
             assert await fetcher.fetch(fetcher.read_claim(header)) == CONTENT
             assert not waiting.done()
             slow.held.set()
+
+
+async def test_directory_that_hangs_delays_no_other_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network mount may hang its readers for as long as its server is away."""
+    hung, sound = tmp_path / "hung", tmp_path / "sound"
+    for directory in (hung, sound):
+        directory.mkdir()
+        (directory / "a").write_bytes(CONTENT)
+    stuck = (hung / "a").stat().st_ino
+    server_is_back = threading.Event()
+    read = os.read
+
+    def read_from_mount(file: int, length: int) -> bytes:
+        if os.fstat(file).st_ino == stuck:
+            server_is_back.wait()
+        return read(file, length)
+
+    monkeypatch.setattr(os, "read", read_from_mount)
+    settings = ClaimSettings(allowed=(f"file://{hung}", f"file://{sound}"), timeout_ms=100)
+    headers = {
+        each: write_claim(describe_claim(f"file://{each}/a", CONTENT)) for each in (hung, sound)
+    }
+    async with ClaimFetcher(settings, QUICK) as fetcher:
+        try:
+            claims = [fetcher.read_claim(headers[hung])] * 50
+            outcomes = await asyncio.gather(*map(fetcher.fetch, claims), return_exceptions=True)
+            assert {type(each) for each in outcomes} == {ClaimUnavailable}
+            assert await fetcher.fetch(fetcher.read_claim(headers[sound])) == CONTENT
+            assert await asyncio.to_thread(lambda: "free") == "free"
+        finally:
+            server_is_back.set()
+        fetches = [fetcher.fetch(each) for each in claims]
+        assert await asyncio.gather(*fetches) == [CONTENT] * len(claims)
 
 
 async def test_object_store_that_falls_silent_is_asked_again(
