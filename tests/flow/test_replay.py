@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.tools.replay.recording import Filters, Recording, Selection, Windo
 from headrace.tools.replay.replay import Unpaced
 from headrace.tools.replay.sinks import Marking
 from headrace.tools.replay.topic_recording import READ_AHEAD, ReadAhead, open_topic
+from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.models import identity as identity_model
 from tests.support.recordings import START_MS, originals_of, recorded, write_recorded
@@ -237,6 +239,30 @@ async def test_resumed_replay_names_records_that_retention_has_deleted(
         "to be sent"
     ]
     assert replayed.outcome.records == len(RECORDS) - 250
+
+
+async def test_second_run_with_checkpoint_of_running_replay_is_refused(
+    log: MemoryLog, tmp_path: Path
+) -> None:
+    """Both would send what is left; once the first has ended, the same command goes on."""
+    source = RecordingSource("source", Selection())
+    job = TopicJob("target", Unpaced(), Marking("first"), checkpoint=tmp_path / "checkpoint")
+    async with asyncio.TaskGroup() as tasks:
+        ended = asyncio.Event()
+        log.faults.acknowledgements.hold()
+        first = replay_into_topic(log, source, job, unwatched)
+        tasks.create_task(first).add_done_callback(lambda _: ended.set())
+        await eventually((tmp_path / "checkpoint").exists)
+        with pytest.raises(ConfigurationError, match="checkpoint: expected no other run"):
+            await replay_into_topic(log, source, job, unwatched)
+        assert not ended.is_set()
+        log.faults.acknowledgements.release()
+    again = await replay_into_topic(log, source, job, unwatched)
+
+    copies = originals_of(await read(log, "target"))
+    assert Counter(copies) == Counter(map(identity, RECORDS))
+    assert (again.resumed, again.outcome.records) == (True, 0)
+    assert not (tmp_path / "checkpoint.lock").exists()
 
 
 async def test_replay_to_missing_topic_is_refused(log: MemoryLog) -> None:

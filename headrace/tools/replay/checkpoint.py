@@ -24,9 +24,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.tools.replay.recording import Filters, Selection, Span, Window
 from headrace.tools.replay.topic_recording import open_topic
+
+if sys.platform != "win32":
+    import fcntl
 
 VERSION = 1
 
@@ -106,6 +110,46 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+    except OSError as error:
+        raise CheckpointFault(f"{path}: {error.strerror}") from error
+
+
+@contextmanager
+def sole_run(path: Path) -> Iterator[None]:
+    """Let no other run use a checkpoint during the context: each would send what is left.
+
+    Raises:
+        ConfigurationError: another run uses it.
+        CheckpointFault: the file that says so cannot be made beside it.
+    """
+    beside = path.with_name(f"{path.name}.lock")
+    try:
+        file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CheckpointFault(f"{beside}: {error.strerror}") from error
+    try:
+        if not _lock(file, beside):
+            raise ConfigurationError(
+                f"{path}: expected no other run with this checkpoint, but one is under way"
+            )
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows removes no open file
+                beside.unlink()
+    finally:
+        os.close(file)
+
+
+def _lock(file: int, path: Path) -> bool:
+    """Lock a file; return False if another process has, or has just removed it."""
+    if sys.platform == "win32":  # has no such locks
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
     except OSError as error:
         raise CheckpointFault(f"{path}: {error.strerror}") from error
 

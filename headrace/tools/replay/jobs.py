@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -23,6 +23,7 @@ from headrace.tools.replay.checkpoint import (
     already_there,
     keeping,
     read_checkpoint,
+    sole_run,
 )
 from headrace.tools.replay.recording import (
     PartitionTotals,
@@ -151,9 +152,18 @@ async def replay_into_topic(
 
     Raises:
         ConfigurationError: the topic or source is missing, or the checkpoint belongs to another
-            run.
+            run, or is in use by one.
+        CheckpointFault: the checkpoint cannot be written.
+        LogUnavailable: no broker answers, or an open transaction hides a part of the target.
         ExceptionGroup: see `Replay.run`.
     """
+    with nullcontext() if job.checkpoint is None else sole_run(job.checkpoint):
+        return await _replay_into_topic(log, source, job, watch)
+
+
+async def _replay_into_topic(
+    log: Log, source: RecordingSource, job: TopicJob, watch: Watch
+) -> Replayed:
     before = None
     options = dict(job.options or {})
     if job.checkpoint is not None:
