@@ -241,3 +241,14 @@ async def test_position_of_unassigned_partition_is_refused(log: Log, make_topic:
     async with log.reader([mine]) as reader:
         with pytest.raises(Fenced, match=str(other)):
             await reader.position(other)
+
+
+@pytest.mark.parametrize(("timestamp_ms", "offset"), [(-(10**14), 0), (-1, 0), (10**30, None)])
+async def test_offset_is_found_for_time_that_no_record_can_have(
+    log: Log, make_topic: MakeTopic, timestamp_ms: int, offset: int | None
+) -> None:
+    """A person may ask for the year 1960, or for nanoseconds."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, b"first", b"second")
+    async with log.reader([partition]) as reader:
+        assert await reader.offsets_for_times({partition: timestamp_ms}) == {partition: offset}

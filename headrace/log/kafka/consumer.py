@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import aiokafka
 import aiokafka.errors as kafka_errors
@@ -60,6 +60,8 @@ from headrace.log.port import (
     TopicPartition,
 )
 from headrace.tuning import KafkaTuning
+
+_LATEST_MS: Final = 2**63 - 1
 
 
 class FetchWait:
@@ -368,7 +370,11 @@ class KafkaConsumer:
         self, timestamps_ms: Mapping[TopicPartition, int]
     ) -> Mapping[TopicPartition, int | None]:
         """See the port."""
-        wanted = {aiokafka.TopicPartition(*each): at for each, at in timestamps_ms.items()}
+        # Kafka gives negative numbers a meaning of their own, and all are of 64 bits.
+        wanted = {
+            aiokafka.TopicPartition(*each): min(max(at, 0), _LATEST_MS)
+            for each, at in timestamps_ms.items()
+        }
         async with self._request("offsets for times"):
             await self._check_exist(timestamps_ms)
             found = await self._consumer.offsets_for_times(wanted)
