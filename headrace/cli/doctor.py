@@ -17,6 +17,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.findings import Finding, Severity
 from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.output import say
 from headrace.cli.settings import Invocation, pass_invocation
 from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError
@@ -38,7 +39,7 @@ def command(invocation: Invocation, in_json: bool) -> None:
         click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         for finding in findings:
-            click.echo(_line(finding))
+            say(_line(finding))
     if any(finding.health is Severity.ERROR for finding in findings):
         raise Unsuccessful
 

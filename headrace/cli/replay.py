@@ -375,7 +375,7 @@ def _report_totals(totals: list[PartitionTotals], in_json: bool) -> None:
         click.echo(json.dumps(rows, indent=2))
         return
     for each in totals:
-        click.echo(
+        say(
             f"{each.partition}: {each.records} records, {each.bytes} bytes, offsets "
             f"{each.first_offset} to {each.last_offset}, {_span(each.first_ms, each.last_ms)}"
         )

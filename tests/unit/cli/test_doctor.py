@@ -25,6 +25,14 @@ def findings(call: Call, *arguments: str) -> dict[str, dict[str, str]]:
     return {finding["subject"]: finding for finding in shown}
 
 
+def test_doctor_escapes_control_characters(call: Call, tmp_path: Path) -> None:
+    """A repository may come from elsewhere, and its names could change the terminal."""
+    (tmp_path / "models" / "bell\x07" / "1").mkdir(parents=True)
+    result = call("doctor")
+    assert "bell\\x07" in result.stdout
+    assert "\x07" not in result.stdout
+
+
 def test_doctor_without_findings_exits_with_0(call: Call, tmp_path: Path) -> None:
     """With the embedded log and an empty repository there is nothing to fix but a warning."""
     (tmp_path / "models").mkdir()

@@ -85,6 +85,16 @@ def test_replay_key_that_is_not_utf8_selects_by_its_bytes(call: Call, tmp_path: 
     assert "in all: 1 records" in result.stdout
 
 
+def test_replay_count_escapes_control_characters(call: Call, tmp_path: Path) -> None:
+    """A capture file may come from elsewhere, and has the topics' names."""
+    path = tmp_path / "requests.capture"
+    with CaptureWriter(path, "recorded") as writer:
+        writer.add([recorded(0, topic="bell\x07")])
+    result = call("replay", "count", "--file", str(path))
+    assert "bell\\x07/0: 1 records" in result.stdout
+    assert "\x07" not in result.stdout
+
+
 def test_replay_count_prints_json(call: Call, capture: str) -> None:
     """The same for a program."""
     result = call("replay", "count", "--file", capture, "--partition", "1", "--json")
