@@ -121,10 +121,14 @@ class CaptureWriter:
         trace: TracebackType | None,
     ) -> None:
         assert self._opened is not None
-        with self._opened:
+        try:
+            with self._opened:
+                if error is None:
+                    self.flush()
+                    self._write_index()
+        except OSError as closing:  # it tries once more what could not be written
             if error is None:
-                self.flush()
-                self._write_index()
+                raise CaptureError(f"{self._path}: {closing.strerror}") from closing
 
     def add(self, records: Sequence[Record]) -> None:
         """Write records, in the order in which they are to be read.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import stat
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -182,6 +184,32 @@ def test_empty_or_missing_capture_file_is_refused(tmp_path: Path) -> None:
         read_contents(tmp_path / "empty")
     with pytest.raises(ConfigurationError, match="No such file"):
         read_contents(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("ends_with_error", [False, True])
+def test_capture_that_no_disk_takes_fails_with_its_path(
+    tmp_path: Path, ends_with_error: bool
+) -> None:
+    """What closing the file cannot write either must not hide the reason."""
+    child = """
+import resource, sys
+from pathlib import Path
+from headrace.tools.replay.capture import CaptureError, CaptureWriter
+from tests.support.recordings import recorded
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+try:
+    with CaptureWriter(Path(sys.argv[1]), "recorded") as writer:
+        writer.add([recorded(0)])
+        if sys.argv[2] == "True":
+            writer.flush()
+except CaptureError as error:
+    print(error)
+"""
+    path = tmp_path / "requests.capture"
+    command = [sys.executable, "-c", child, str(path), str(ends_with_error)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stdout == f"{path}: File too large\n", ended.stderr
 
 
 def test_existing_capture_file_is_not_overwritten(capture: Path) -> None:
