@@ -271,7 +271,7 @@ class ClaimStores:
             async with self._file_thread(address) as thread:
                 try:
                     check_size(claim, await thread.call(open_file).done)
-                    while part := await thread.call(partial(os.read, *opened, length)).done:
+                    while part := await thread.call(partial(os.read, opened[0], length)).done:
                         yield part
                 finally:
                     # There: a descriptor that is closed while it is still read may be another's.

@@ -49,10 +49,12 @@ FACTS = {
     "headrace/models/inputs/sounds.py": {"_VARIANCE_FLOOR"},
     # Formats: of records on Kafka, of commit metadata and crash markers, of DLPack and ONNX.
     "headrace/crash_isolation/markers.py": {"VERSION", "MOST_ATTEMPTS", "MOST_CHARACTERS"},
+    "headrace/log/kafka/consumer.py": {"_LATEST_MS"},
     "headrace/log/kafka/direct_fetch.py": {
         "_READ_UNCOMMITTED",
         "_NO_REPLICA",
         "_EARLIEST",
+        "_LATEST",
         "_FORMAT_WITH_HEADERS",
     },
     "headrace/protocol/control.py": {"FORMAT", "FORMAT_WITHOUT_OVERRIDES"},
