@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiokafka
 import pytest
+from aiokafka.admin import RecordsToDelete
 from click.testing import Result
 
 from headrace.config import Settings
@@ -30,6 +32,7 @@ from tests.support.dead_letters import (
     reply_topic,
     serving,
 )
+from tests.support.deployments import administration
 from tests.support.logs import read
 
 Settle = Callable[[int], Settings]
@@ -140,6 +143,27 @@ def test_redrive_runs_dry_and_with_transform(ack: Settle, call: Call, tmp_path: 
 
     assert (dry["sent"], wet["sent"], unchanged) == (2, 2, 2)
     assert [record.value for record in asyncio.run(_requests(settings))[2:]] == [b"fixed"] * 2
+
+
+async def _delete_before(settings: Settings, letters: TopicPartition, offset: int) -> None:
+    assert settings.kafka is not None
+    async with administration(settings.kafka.bootstrap_servers) as admin:
+        before = RecordsToDelete(before_offset=offset)
+        await admin.delete_records({aiokafka.TopicPartition(*letters): before})
+
+
+def test_letters_that_retention_has_left_are_redriven(ack: Settle, call: Call) -> None:
+    """The redrive state names an offset that the topic no longer holds."""
+    settings = ack(STRICT_BYTES)
+    asyncio.run(_fail(settings, 4))
+    first = _json(call("dlq", "redrive", "--limit", "1", "--json"))
+    letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 1)
+    asyncio.run(_delete_before(settings, letters, 2))
+
+    rest = _json(call("dlq", "redrive", "--json"))
+    again = _json(call("dlq", "redrive", "--json"))
+
+    assert (first["sent"], rest["sent"], again["sent"]) == (1, 2, 0)
 
 
 def test_missing_dead_letter_is_reported(ack: Settle, call: Call) -> None:

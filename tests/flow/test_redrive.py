@@ -243,6 +243,38 @@ async def test_redrive_after_killed_run_finds_copies_behind_open_transaction(
     assert [record.value for record in sent] == [b"v0", b"v1", b"v2"]
 
 
+async def test_redrive_after_retention_sends_letters_that_are_left(tmp_path: Path) -> None:
+    """The group's committed offset is below what the topic still holds."""
+    settings = serving(tmp_path, "headrace", 4096)
+    letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 1)
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 5)
+        await Redrive(log, settings, RedriveJob(limit=1)).run()
+        log.faults.partitions.trim(letters, 3)
+        after = await Redrive(log, settings, RedriveJob()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (after.sent.total(), after.done_before) == (2, 0)
+    assert [record.value for record in sent] == [b"v0", b"v3", b"v4"]
+
+
+async def test_redrive_after_lost_end_sends_no_letter_twice(tmp_path: Path) -> None:
+    """An unclean leader election took the last one; a new one gets its offset."""
+    settings = serving(tmp_path, "headrace", 4096)
+    letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 1)
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 3)
+        await Redrive(log, settings, RedriveJob()).run()
+        log.faults.partitions.truncate(letters, 2)
+        lost = await Redrive(log, settings, RedriveJob()).run()
+        await write_to(log, letters, b"new")
+        after = await Redrive(log, settings, RedriveJob()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (lost.sent.total(), lost.done_before, after.sent.total()) == (0, 2, 1)
+    assert sorted(record.value or b"" for record in sent) == [b"new", b"v0", b"v1", b"v2"]
+
+
 async def test_two_redrives_at_once_are_refused(tmp_path: Path) -> None:
     """A redrive that does not get every partition sends nothing."""
     settings = serving(tmp_path, "headrace", 4096)

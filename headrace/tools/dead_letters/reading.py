@@ -101,9 +101,16 @@ async def _finished(
 
 
 async def _skip_what_is_gone(consumer: Consumer, partitions: Iterable[TopicPartition]) -> None:
-    """Continue at the first remaining record after retention has removed the next ones."""
-    for partition, offset in (await consumer.beginning_offsets(list(partitions))).items():
-        consumer.seek(partition, offset)
+    """Continue at the first remaining record after retention has removed the next ones.
+
+    An error may also be about a position that was left before it came.
+    """
+    names = list(partitions)
+    beginnings = await consumer.beginning_offsets(names)
+    ends = await consumer.end_offsets(names)
+    for partition in names:
+        if not beginnings[partition] <= await consumer.position(partition) <= ends[partition]:
+            consumer.seek(partition, beginnings[partition])
 
 
 async def read_dead_letters(

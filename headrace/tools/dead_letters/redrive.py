@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Rejected, Retriable
-from headrace.log.errors import LogUnavailable
+from headrace.log.errors import LogUnavailable, OffsetOutOfRange
 from headrace.log.partitioner import partition_for_key
 from headrace.log.port import (
     Committed,
@@ -148,7 +148,10 @@ class SoleOwner:
         while not self._assigned:
             if loop.time() > deadline:
                 raise LogUnavailable(f"group {self._group}: no assignment in {JOIN_TIMEOUT_S:g} s")
-            await member.poll(POLL_TIMEOUT_S, 1)
+            # It begins where the group has committed, which the log may no longer hold. Where to
+            # read is sought afterwards.
+            with suppress(OffsetOutOfRange):
+                await member.poll(POLL_TIMEOUT_S, 1)
         if member.assignment() != frozenset(partitions):
             raise self._under_way()
 

@@ -41,7 +41,8 @@ def done_letters(
 ) -> dict[TopicPartition, AckedOffsets]:
     """Return which dead letters of each partition are done, given the offsets that it holds.
 
-    A base beyond the end belongs to an older topic of the same name and is ignored.
+    What is done from the end on was lost by the log, which will give its offsets to other dead
+    letters. (Of a deleted topic nothing is committed any more: brokers delete it as well.)
 
     Raises:
         UnknownMetadata: another program has committed for this group.
@@ -49,10 +50,11 @@ def done_letters(
     done = {}
     for partition, span in spans.items():
         known = committed.get(partition)
-        if known is None or known.offset > span.end:
+        if known is None:
             done[partition] = AckedOffsets(span.start)
             continue
         progress = AckedOffsets.from_committed(known)
+        progress.truncate(span.end)
         if progress.base < span.start:
             progress.mark_acked(progress.base - 1, span.start - 1)
         done[partition] = progress

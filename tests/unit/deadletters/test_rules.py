@@ -139,10 +139,24 @@ def test_redrive_progress_survives_commit_and_retention() -> None:
     assert done[LETTERS] == AckedOffsets(2, [(4, 8)])
 
 
-@pytest.mark.parametrize("known", [None, Committed(30)])
-def test_redrive_progress_of_recreated_topic_is_empty(known: Committed | None) -> None:
-    """Offsets committed beyond the end of a topic belong to a deleted topic of the same name."""
-    assert done_letters({LETTERS: known}, {LETTERS: OffsetRange(0, 20)})[LETTERS] == AckedOffsets(0)
+def test_redrive_progress_of_recreated_topic_is_empty() -> None:
+    """Brokers delete what groups have committed together with the topic."""
+    assert done_letters({LETTERS: None}, {LETTERS: OffsetRange(0, 20)})[LETTERS] == AckedOffsets(0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "left"),
+    [
+        (AckedOffsets(30), AckedOffsets(20)),
+        (AckedOffsets(5, [(8, 9), (15, 30), (40, 50)]), AckedOffsets(5, [(8, 9), (15, 20)])),
+    ],
+)
+def test_redrive_progress_of_lost_end_is_forgotten_and_no_more(
+    progress: AckedOffsets, left: AckedOffsets
+) -> None:
+    """Letters before it stay done; those that will have its offsets are others."""
+    committed = committable({LETTERS: progress})
+    assert done_letters(committed, {LETTERS: OffsetRange(0, 20)})[LETTERS] == left
 
 
 def test_foreign_commit_of_redrive_group_is_refused() -> None:
