@@ -41,9 +41,11 @@ from headrace.tools.dead_letters import (
 from headrace.tools.dead_letters.copies import load_transform
 from headrace.tools.dead_letters.dead_letter import full, paragraphs, summary
 from headrace.tools.dead_letters.reading import spans_of
+from headrace.tools.dead_letters.redrive import patient
 from headrace.tools.dead_letters.redrive_state import recall
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.topics import STAGES, Topic
+from headrace.tuning import TUNING, Tuning
 
 # --- options and tables --------------------------------------------------------------------------
 
@@ -356,7 +358,7 @@ async def _redrive(settings: Settings, order: RedriveJob, shown: Progress) -> Re
     def advanced(part: float, tally: RedriveResult) -> None:
         shown.show(part, next(tally_lines(tally, order)))
 
-    async with _open(settings) as log:
+    async with _open(settings, patient(TUNING)) as log:
         tally = await Redrive(log, settings, order, advanced=advanced).run()
     for gap in tally.gaps:
         say_gap(gap)
@@ -442,9 +444,9 @@ async def _export(
 
 
 @asynccontextmanager
-async def _open(settings: Settings) -> AsyncIterator[Log]:
+async def _open(settings: Settings, tuning: Tuning = TUNING) -> AsyncIterator[Log]:
     require_broker(settings, "the dead letters of a log in memory end with its process")
-    async with open_log(settings) as log:
+    async with open_log(settings, tuning) as log:
         yield log
 
 

@@ -12,6 +12,7 @@ import aiokafka
 import pytest
 from aiokafka.admin import RecordsToDelete
 from click.testing import Result
+from msgspec.structs import replace
 
 from headrace.config import Settings
 from headrace.log.port import Record, TopicPartition
@@ -19,8 +20,11 @@ from headrace.protocol.codec import decode_response
 from headrace.protocol.codec.client import Answer
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
+from headrace.tools.dead_letters import Redrive, RedriveJob, RedriveResult
+from headrace.tools.dead_letters.redrive import patient
 from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import Topic
+from headrace.tuning import TUNING
 from tests.support.command_line import Call
 from tests.support.dead_letters import (
     CORRELATION_ID,
@@ -33,7 +37,7 @@ from tests.support.dead_letters import (
     serving,
 )
 from tests.support.deployments import administration
-from tests.support.logs import read
+from tests.support.logs import PATIENT, read
 
 Settle = Callable[[int], Settings]
 
@@ -164,6 +168,19 @@ def test_letters_that_retention_has_left_are_redriven(ack: Settle, call: Call) -
     again = _json(call("dlq", "redrive", "--json"))
 
     assert (first["sent"], rest["sent"], again["sent"]) == (1, 2, 0)
+
+
+def test_redrive_slower_than_poll_interval_stays_in_group(ack: Settle) -> None:
+    """One poll returns many letters, which may take long at a low rate or with a slow transform."""
+    settings = ack(STRICT_BYTES)
+    hasty = replace(TUNING, kafka=replace(PATIENT, max_poll_interval_s=1.0))
+
+    async def redrive() -> RedriveResult:
+        async with open_log(settings, patient(hasty)) as log:
+            return await Redrive(log, settings, RedriveJob(rate=5.0)).run()
+
+    asyncio.run(_fail(settings, 20))
+    assert asyncio.run(redrive()).sent.total() == 20
 
 
 def test_missing_dead_letter_is_reported(ack: Settle, call: Call) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
@@ -56,6 +58,7 @@ from headrace.tools.dead_letters.redrive_state import (
 )
 from headrace.tools.decided import DECIDED_WITHIN_S
 from headrace.topics import Topic
+from headrace.tuning import Tuning
 
 # --- sending -------------------------------------------------------------------------------------
 
@@ -169,6 +172,18 @@ class SoleOwner:
 
 # --- the redrive ---------------------------------------------------------------------------------
 
+
+def patient(tuning: Tuning) -> Tuning:
+    """Return tuning values of a log whose members may poll seldom.
+
+    One poll returns many dead letters, and a low rate or a slow transform may spread them over any
+    time, during which the member still sends heartbeats.
+    """
+    return replace(tuning, kafka=replace(tuning.kafka, max_poll_interval_s=LONGEST_S))
+
+
+LONGEST_S = 7 * 24 * 3600.0
+"""Longest time that a redrive may take for the dead letters of one poll."""
 
 CHUNK = 100
 CHUNKS_PER_S = 5
