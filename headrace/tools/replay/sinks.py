@@ -50,7 +50,7 @@ class Marking:
 
         `x-deadline-ms` is moved by the time since the original's timestamp, so that the copy has as
         much time as its original had; an unreadable one is kept. `x-timeout-ms` counts from the
-        copy's own timestamp anyway. The marks replace those of an earlier replay.
+        copy's own timestamp anyway. The marks replace those of an earlier replay or redrive.
         """
         headers = [
             (name, self._moved(value, record, now_ms) if name == HeaderName.DEADLINE_MS else value)
@@ -66,7 +66,7 @@ class Marking:
     def _is_replaced(self, name: str) -> bool:
         if name in {HeaderName.REPLY_TOPIC, HeaderName.REPLY_PARTITION}:
             return self.reply_to is not None or not self.keep_reply
-        return name in {HeaderName.REPLAY_OF, HeaderName.REPLAY_RUN}
+        return name in {HeaderName.REPLAY_OF, HeaderName.REPLAY_RUN, HeaderName.REPLAY_LETTER}
 
     @staticmethod
     def _moved(value: bytes | None, record: Record, now_ms: int) -> bytes | None:

@@ -33,6 +33,14 @@ def test_replayed_copy_replaces_headers_of_earlier_replay() -> None:
     ]
 
 
+def test_replayed_copy_of_redriven_request_names_no_dead_letter() -> None:
+    """A redrive after a killed one would take it for its own copy, and the letter for done."""
+    assert copied([("x-replay-letter", b"headrace.dead-letters/1/4"), ("b", b"")]) == [
+        ("b", b""),
+        *MARKS,
+    ]
+
+
 @pytest.mark.parametrize(
     ("deadline", "moved"),
     [
