@@ -15,7 +15,7 @@ import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
-from headrace.config import LimitSettings
+from headrace.config import GatewaySettings, LimitSettings
 from headrace.topics import STAGES
 from tests.support.settings import all_settings
 from tests.support.tree import ROOT
@@ -45,6 +45,14 @@ def stages(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def processes(
+    compose: dict[str, Any], stages: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The services of the Compose file that run until they are stopped: stages and the gateway."""
+    return {**stages, "gateway": compose["services"]["gateway"]}
+
+
+@pytest.fixture(scope="module")
 def dockerfile() -> DockerfileParser:
     """The Dockerfile, parsed into instructions."""
     return DockerfileParser(str(ROOT / "deploy" / "Dockerfile"))
@@ -58,6 +66,29 @@ def test_compose_runs_each_stage_once(stages: dict[str, dict[str, Any]]) -> None
     run = [stage for service in stages.values() for stage in service["command"][1].split(",")]
 
     assert sorted(run) == sorted(STAGES)
+
+
+def test_compose_gateway_is_reached_from_this_machine_alone(compose: dict[str, Any]) -> None:
+    """Its doors listen outside of the container, at their default ports; anybody may call them."""
+    gateway = compose["services"]["gateway"]
+    defaults = GatewaySettings()
+
+    assert gateway["command"] == ["gateway"]
+    assert gateway["environment"]["HEADRACE_GATEWAY__HTTP_HOST"] == "0.0.0.0"
+    assert gateway["environment"]["HEADRACE_GATEWAY__GRPC_HOST"] == "0.0.0.0"
+    assert gateway["ports"] == [
+        f"127.0.0.1:{port}:{port}" for port in (defaults.http_port, defaults.grpc_port)
+    ]
+
+
+def test_compose_prometheus_reads_every_process(processes: dict[str, dict[str, Any]]) -> None:
+    """By the names that the services have in the network of the containers."""
+    text = (ROOT / "deploy" / "prometheus" / "prometheus.yaml").read_text(encoding="utf-8")
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+
+    assert sorted(found["names"]) == sorted(processes)
+    assert [str(found["port"])] == processes["gateway"]["expose"]
 
 
 def test_compose_uses_one_image_of_this_version(compose: dict[str, Any]) -> None:
@@ -92,9 +123,9 @@ def test_compose_sets_only_known_settings(compose: dict[str, Any]) -> None:
     assert named - known == set()
 
 
-def test_compose_stop_time_covers_drain(stages: dict[str, dict[str, Any]]) -> None:
-    """The grace period of every stage is longer than the drain time-out it runs with."""
-    for service in stages.values():
+def test_compose_stop_time_covers_drain(processes: dict[str, dict[str, Any]]) -> None:
+    """The grace period of every process is longer than the drain time-out it runs with."""
+    for service in processes.values():
         drain_s = float(
             service["environment"].get(
                 "HEADRACE_LIMITS__DRAIN_TIMEOUT_S", LimitSettings().drain_timeout_s
@@ -104,22 +135,22 @@ def test_compose_stop_time_covers_drain(stages: dict[str, dict[str, Any]]) -> No
         assert float(service["stop_grace_period"].removesuffix("s")) > drain_s
 
 
-def test_compose_starts_stages_after_topics_are_created(
-    stages: dict[str, dict[str, Any]],
+def test_compose_starts_processes_after_topics_are_created(
+    processes: dict[str, dict[str, Any]],
 ) -> None:
-    """No stage starts before Kafka is healthy and the topics have been created."""
-    for service in stages.values():
+    """None starts before Kafka is healthy and the topics have been created."""
+    for service in processes.values():
         conditions = {name: on["condition"] for name, on in service["depends_on"].items()}
 
         assert conditions["kafka"] == "service_healthy"
         assert conditions["topics"] == "service_completed_successfully"
 
 
-def test_compose_health_checks_use_port_of_stages(
-    stages: dict[str, dict[str, Any]],
+def test_compose_health_checks_use_port_of_processes(
+    processes: dict[str, dict[str, Any]],
 ) -> None:
     """The health check and the exposed port are those of the telemetry settings."""
-    for service in stages.values():
+    for service in processes.values():
         port = service["environment"]["HEADRACE_TELEMETRY__HTTP_PORT"]
 
         assert service["expose"] == [port]
