@@ -223,8 +223,14 @@ def shown_name(name: str) -> str:
 
 
 def _distinct(headers: Headers) -> Headers:
-    """Return the last header of each name, without null values."""
-    return [(name, value) for name, value in dict(headers).items() if value is not None]
+    """Return the last header of each name, without null values, except of a name that is not UTF-8:
+    that is a fault whatever its value.
+    """
+    return [
+        (name, value)
+        for name, value in dict(headers).items()
+        if value is not None or not is_utf8(name)
+    ]
 
 
 def _earlier(

@@ -42,14 +42,17 @@ def status(record: Record) -> str:
     return (dict(record.headers)["x-status"] or b"").decode()
 
 
+@pytest.mark.parametrize(
+    "strange_headers", [[(NAME, b"x"), ("none", None)], [(NAME, None), ("x-tenant", None)]]
+)
 @pytest.mark.parametrize("grouping", [TOGETHER, APART], ids=["together", "apart"])
 async def test_request_with_header_name_that_is_not_utf8_is_refused(
-    tmp_path: Path, grouping: Any
+    tmp_path: Path, grouping: Any, strange_headers: list[tuple[str, bytes | None]]
 ) -> None:
     """It is answered, kept as a dead letter with that very name, and the next one is served."""
     settings = settings_of(tmp_path)
     log = await log_for(settings)
-    headers = [("order", b"7"), (NAME, b"x"), ("none", None)]
+    headers = [("order", b"7"), *strange_headers]
     strange = request(1)._replace(headers=headers)
     await write_to(log, REQUESTS, strange, request(2))
 

@@ -276,6 +276,15 @@ def test_header_name_of_other_encoding_than_utf8_is_fault(name: str) -> None:
     assert len(fault) < 500
 
 
+@pytest.mark.parametrize("name", ["x-tenant", "caf\udce9"])
+def test_header_name_that_is_not_utf8_is_fault_beside_null_value(name: str) -> None:
+    """Null values are passed over, but not that name: no record between the stages can hold it."""
+    fault = parse(("caf\udce9", None), ("x-tenant", b"t"), (name, None), ("x-model", None)).fault
+
+    assert fault is not None
+    assert "expected a name in UTF-8" in fault
+
+
 def test_header_name_outside_of_ascii_is_accepted() -> None:
     """UTF-8 is."""
     assert parse(("größe", b"x")).fault is None
