@@ -114,7 +114,7 @@ class Source:
             self._ready,
             tuning.consumer,
         )
-        self._reads_requests = requests == settings.topic
+        self._answers_skipped = settings.requests == settings.topic
         self._committer = Committer(
             self.tracker, source_offsets, metrics, self._acked, self.transactions, tuning.delivery
         )
@@ -227,8 +227,9 @@ class Source:
                 if polled.assignment.revoked or not polled.records:
                     self.quarantine.reading.leave()
                     continue
-            if polled.skipped is None or self._reads_requests:
+            if polled.skipped is None or self._answers_skipped:
                 return polled
+            # Nothing of a topic between stages is answered, so nothing else acknowledges the range.
             polled.assignment.admit(polled.skipped, 0).ack()
         return None
 

@@ -15,7 +15,8 @@ class SourceSettings:
             for an ingest without its responder.
         commits: True if acknowledged offsets are committed here.
         kind: kind of member; members of another kind are kept out of the group.
-        requests: the topic whose progress is kept here; the topic read, unless that is `results`.
+        requests: the topic of requests, if it is read here, or its progress is kept here; empty
+            otherwise.
         exactly_once: answers and offsets are committed in one transaction.
         shares: each partition may hold only an equal share of the budget.
         chains_keys: each request gets the offset of its predecessor with the same key.

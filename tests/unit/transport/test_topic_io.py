@@ -19,7 +19,7 @@ from headrace.crash_isolation.poison_search import CrashMarker
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
-from headrace.log.port import NewRecord, Producer, SentBatch, TopicInfo, TopicPartition
+from headrace.log.port import Committed, NewRecord, Producer, SentBatch, TopicInfo, TopicPartition
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import decode_items, encode_items
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
@@ -39,6 +39,7 @@ from tests.support.logs import write_to
 from tests.support.work import Tray, make_request, receipt_of
 
 TOPIC = "topic"
+PARTITION = TopicPartition(TOPIC, 0)
 PIXELS = {"pixels": np.arange(64, dtype=np.float32).reshape(1, 64)}
 
 
@@ -51,16 +52,27 @@ async def make_log(max_message_bytes: int = 1_000_000) -> MemoryLog:
 
 
 @asynccontextmanager
-async def reading(log: MemoryLog, suspects: int = 0) -> AsyncIterator[Source]:
+async def reading(
+    log: MemoryLog, suspects: int = 0, model_share: float = 1.0
+) -> AsyncIterator[Source]:
     """A source of the topic that runs until the end of the context.
 
     Args:
         log: with the topic.
         suspects: number of records of the first partition that are to run alone, since earlier
             processes that ran them ended uncleanly.
+        model_share: part of the budget that one model may hold.
     """
     settings = SourceSettings(
-        TOPIC, "group", "group", True, 1_000_000, 5.0, max_attempts=3 if suspects else 0, runs=True
+        TOPIC,
+        "group",
+        "group",
+        True,
+        1_000_000,
+        5.0,
+        model_share=model_share,
+        max_attempts=3 if suspects else 0,
+        runs=True,
     )
     if suspects:
         marker = CrashMarker(is_open=True, stop=suspects, ends=2, suspects=((0, suspects),))
@@ -301,6 +313,40 @@ async def write_batches(log: MemoryLog, *batches: Batch) -> Tray:
             await writer.write_all(batch, None)
         writer.close()
     return refused
+
+
+async def test_unreadable_end_of_items_is_passed_over() -> None:
+    """The base goes past it, though nothing comes behind it that would close the gap."""
+    log = await make_log()
+    log.faults.partitions.write_unreadable(PARTITION, 3)
+    async with reading(log) as source:
+        receiving = asyncio.create_task(item_receiver(source, Tray()).receive())
+        await eventually(lambda: is_committed(log, 3))
+    assert await receiving is None
+
+
+async def test_deferred_items_that_were_deleted_are_passed_over() -> None:
+    """They would otherwise count as work for ever, which is never done."""
+    log = await make_log()
+    item = encode_items([make_request(inputs=PIXELS)])
+    await write_to(log, PARTITION, *[item] * 3)
+    async with reading(log, model_share=0.001) as source:
+        receiver = item_receiver(source, Tray())
+        [first] = await received(source, lambda _: receiver, 1)
+        receiving = asyncio.create_task(received(source, lambda _: receiver, 1))
+        await eventually(lambda: len(source.tracker.assignments[0].deferred) == 2)
+        log.faults.partitions.trim(PARTITION, 2)
+        first.ack_handle.ack()
+        [last] = await receiving
+        last.ack_handle.ack()
+
+        await eventually(lambda: is_committed(log, 3))
+        assert not source.tracker.assignments[0].deferred
+
+
+async def is_committed(log: MemoryLog, base: int) -> bool:
+    """Whether the group has done with everything in the first partition below an offset."""
+    return (await log.committed("group", [PARTITION]))[PARTITION] == Committed(base)
 
 
 async def test_received_batches_go_to_consumers_of_their_model() -> None:
