@@ -372,6 +372,20 @@ def test_requests_are_divided_by_what_chunk_shares() -> None:
     assert [[requests.index(one) for one in chunk] for chunk in chunks] == [[0, 1, 4], [2], [3]]
 
 
+def test_cancelling_record_does_not_overtake_requests_before_it() -> None:
+    """It would find nothing to cancel. Those that follow each other share a record nevertheless."""
+    requests = chunk_of(7)
+    for place in (0, 3, 4, 6):
+        requests[place] = with_headers(make_request(""), ("x-cancel", b"requests/0/1"))
+        requests[place].inputs = ()
+    for offset, request in enumerate(requests):
+        request.offset = offset
+
+    chunks = divide_items(requests, limits_of(256, 10_000))
+
+    assert [[one.offset for one in chunk] for chunk in chunks] == [[0], [1, 2, 5], [3, 4], [6]]
+
+
 def test_outcomes_are_divided_into_outputs_failures_and_skipped() -> None:
     """One record has one kind."""
     requests = chunk_of(5)

@@ -280,6 +280,9 @@ def decode_batch(value: bytes, ack_handle: AckHandle) -> Batch:
 
 def _item_group(request: Request) -> Hashable:
     """Return what the requests of an item chunk have in common."""
+    if request.envelope.cancels is not None:
+        # In a chunk begun earlier, it would be read before the request that it cancels.
+        return request.offset
     inputs = request.inputs
     if len(inputs) == 1:
         name, datatype, shape, _ = inputs[0]
