@@ -290,14 +290,17 @@ class Deferral:
         refused: InFlightAck | None = None
         for request in requests:
             ack_handle = request.ack_handle
+            envelope = request.envelope
             if type(ack_handle) is not InFlightAck or ack_handle is charged:
-                # A record that cancels another one, or another request of the record before.
+                # A record that was not admitted, or another request of the record before.
                 kept.append(request)
+                continue
+            if envelope.cancels is not None and envelope.fault is None:
+                kept.append(request)  # it is done at once, and later it would find nothing
                 continue
             if ack_handle is refused:
                 over.append(request)
                 continue
-            envelope = request.envelope
             if share is None or request.model != model or envelope.tenant != tenant:
                 model, tenant = request.model, envelope.tenant
                 share = self.shares.share(model, tenant)

@@ -160,6 +160,17 @@ async def test_deferred_records_are_read_again_as_budget_allows() -> None:
     assert bench.budget.used_bytes == 0
 
 
+async def test_cancelling_records_are_not_deferred() -> None:
+    """Read again later, they would find nothing to cancel. On `items` they have ack handles."""
+    bench = RereadingHarness()
+    await bench.read(2)
+    cancelling = [bench.request(offset, TWO, model="") for offset in range(3)]
+    for each in cancelling:
+        each.envelope = Envelope(cancels=("requests", 0, 1))
+
+    assert bench.deferral.charge(cancelling, is_reread=False) == (cancelling, [], [])
+
+
 async def test_rereading_skips_and_counts_deleted_records() -> None:
     """Retention may take what is deferred; nobody can answer it then, and the base goes on."""
     bench = RereadingHarness()
