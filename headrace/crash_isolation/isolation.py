@@ -120,7 +120,8 @@ class Isolation(NamedTuple):
         self.isolated.is_left = True
 
     def isolate(self, requests: Iterable[Request]) -> None:
-        """Make the requests of the isolated record run alone, one at a time.
+        """Make the requests of the isolated record run alone, one at a time. Nothing runs for one
+        that cancels another.
 
         Args:
             requests: the requests to run, in the order of their indexes in the record.
@@ -129,7 +130,7 @@ class Isolation(NamedTuple):
         if isolated is None or not self.runs:
             return
         for index, request in enumerate(requests):
-            if request.failure is None:
+            if request.failure is None and request.envelope.cancels is None:
                 isolated.open_requests += 1
                 request.ack_handle = IsolatedAck(isolated, index)
 

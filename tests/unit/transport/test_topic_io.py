@@ -524,6 +524,28 @@ async def test_request_that_waits_for_its_version_ends_at_its_deadline() -> None
     assert waited.offset == other.offset
 
 
+async def test_suspect_that_cancels_does_not_run_alone() -> None:
+    """No model runs for it, and the batcher would answer it as a request of an unknown model."""
+    log = await make_log()
+    headers = [("x-cancel", b"requests/0/0")]
+    cancelling = make_request("", envelope=Envelope(cancels=("requests", 0, 0)))
+    cancelling.headers, cancelling.inputs = headers, ()
+    requests = [cancelling, make_request(inputs=PIXELS)]
+    await write_to(log, PARTITION, *[encode_items([each]) for each in requests])
+    alone: list[bool] = []
+
+    async with reading(log, suspects=2) as source:
+        for request in requests:
+            (got,) = await received(source, lambda of: item_receiver(of, Tray()), 1)
+            assert got.envelope.cancels == request.envelope.cancels
+            alone.append(is_isolated(got))
+            if is_isolated(got):
+                source.quarantine.end_isolation([got])
+            got.ack_handle.ack()
+
+    assert alone == [False, True]
+
+
 async def test_batch_that_runs_alone_waits_for_its_version_to_load() -> None:
     """Its requests run one by one as soon as the version is ready, and then the next record."""
     log = await make_log()
