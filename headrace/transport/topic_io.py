@@ -316,7 +316,10 @@ class TopicSender:
             # The requests of one record share its ack handle.
             revoked = {each for each in {one.ack_handle for one in waiting} if each.revoked}
             if revoked:
-                ack_all([one.ack_handle for one in waiting if one.ack_handle in revoked])
+                dropped = [one.ack_handle for one in waiting if one.ack_handle in revoked]
+                ack_all(dropped)
+                if self._metrics is not None:
+                    self._metrics.revoked.inc(len(dropped))
                 waiting = [one for one in waiting if one.ack_handle not in revoked]
             await self._write_partition(target, waiting)
         self._partitions_in_write.discard(partition)

@@ -280,14 +280,16 @@ async def test_items_arriving_during_write_are_written_together() -> None:
 
 
 async def test_revoked_requests_are_not_written() -> None:
-    """Their partition is another process's; only the budget gets its bytes back."""
+    """Their partition is another process's; only the budget gets its bytes back. They count."""
     log = await make_log()
     revoked = make_request()
     receipt_of(revoked).revoked = True
+    metrics = Metrics(CollectorRegistry())
 
-    await written(log, result_sender, revoked)
+    await written(log, lambda producer, topic: result_sender(producer, topic, metrics), revoked)
 
     assert receipt_of(revoked).acked == 1
+    assert metrics.registry.get_sample_value("headrace_revoked_requests_total") == 1
     async with log.reader([TopicPartition(TOPIC, 0)]) as reader:
         assert await reader.end_offsets([TopicPartition(TOPIC, 0)]) == {TopicPartition(TOPIC, 0): 0}
 
