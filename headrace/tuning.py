@@ -872,6 +872,9 @@ class ResponderTuning(Struct, frozen=True):
 
     max_queued_answer_bytes: int = 64 * 1024 * 1024
     """Outputs that are queued for the steps of all source partitions."""
+    dead_letter_values: int = 16
+    """Most values that are read together for the dead letters of requests that failed in the
+    responder: what they take is charged to nothing."""
     max_step_answers: int = 2048
     """Answers in one step: they are encoded without yielding, which blocks the event loop."""
     waiting_answers_retry_s: float = 1.0

@@ -372,6 +372,7 @@ class _Composition:
             stages.functions["write-results"] = sender.run
             return sender
         responses = await self._describe_topic(Topic.RESPONSES)
+        values = self._make_source_values(stages, Stage.RESPONDER, attrgetter("keeps_value"))
         responder = ResponderService(
             producer,
             Routes(settings, responses, await self._describe_topic(Topic.DEAD_LETTERS)),
@@ -384,6 +385,7 @@ class _Composition:
                 self._putter,
                 settings.answers,
                 self._tuning.delivery,
+                values.read,
             ),
             self._instruments,
             self._tuning.responder,
@@ -391,7 +393,6 @@ class _Composition:
         stages.responder = responder
         stages.functions["responder"] = responder.run
         if self._source_offsets is not None:
-            values = self._make_source_values(stages, Stage.RESPONDER, attrgetter("keeps_value"))
             receiver = result_receiver(self._source, values)
             stages.functions["read-results"] = partial(values.pump, receiver, responder.writer())
         return responder

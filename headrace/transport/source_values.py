@@ -255,8 +255,10 @@ class _SourceReader:
 
     def _restore(self, request: Request, record: Record) -> bool:
         """Set the value of a request; return False if the request fails instead."""
+        if record.value is None:  # no request refers to that, but a dead letter is made of it
+            return True
         try:
-            restore_value(request, record.value or b"")
+            restore_value(request, record.value)
         except Rejected as error:
             self._lose(request, f"its value is another one: {error.message}")
             return False
@@ -494,8 +496,9 @@ class SourceValues:
 
 def _is_source_of(request: Request, record: Record) -> bool:
     """Return True unless the record shows that it is another one at the offset of the request."""
+    size_bytes = request.referenced  # 0: not known, of a request that has failed behind its run
     return (
-        len(record.value or b"") == request.referenced
+        (not size_bytes or len(record.value or b"") == size_bytes)
         and record.timestamp == request.timestamp_ms
         and record.key == request.key
     )

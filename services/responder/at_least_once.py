@@ -179,8 +179,10 @@ class AtLeastOnce:
         assigned = drop_revoked(requests, self._metrics)
         failed = [request for request in assigned if request.failure is not None]
         if failed:
-            await self._write_dead_letters(encoder.encode_dead_letters(failed))
+            async for dead_letters in encoder.dead_letters(failed):
+                await self._write_dead_letters(dead_letters)
             dead_letters_us = clock()
+            assigned = drop_revoked(assigned, self._metrics)  # while their values were read
         times = Answering(began_us, encoded_us, acknowledged_us, dead_letters_us)
         encoder.record_answered({target: assigned}, times)
         # Ack last: a crash before this line repeats answers, but loses none.

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from itertools import chain
 
 import structlog
 
 from headrace.delivery.failures import deadline_passed
-from headrace.delivery.offset_store import PendingAnswer
+from headrace.delivery.offset_store import PendingAnswer, requests_of
 from headrace.delivery.producing import refused_for_size
 from headrace.delivery.transactions import Records
 from headrace.errors import Code, Rejected
@@ -35,17 +43,34 @@ from headrace.tuning import TUNING, ResponderTuning
 
 log = structlog.get_logger(__name__)
 
+ReadValues = Callable[[Sequence[Request]], Awaitable[None]]
+"""Sets the values of requests to those of their source records; see
+`headrace.transport.source_values.SourceValues.read`."""
+
 RequestsByTarget = dict[TopicPartition, list[Request]]
 """Ended requests by the partition that their answers are written to."""
 
 
 class AnswerEncoder:
-    """Encode the records of ended requests, and report what was answered."""
+    """Encode the records of ended requests, and report what was answered.
+
+    Args:
+        read_values: reads the values of requests for their dead letters; None reads none.
+
+    Attributes:
+        most_values: most values to read at a time.
+    """
 
     def __init__(
-        self, routes: Routes, instruments: Instruments, tuning: ResponderTuning = TUNING.responder
+        self,
+        routes: Routes,
+        instruments: Instruments,
+        tuning: ResponderTuning = TUNING.responder,
+        read_values: ReadValues | None = None,
     ) -> None:
         self._tuning = tuning
+        self._read_values = read_values
+        self.most_values = tuning.dead_letter_values
         self._routes = routes
         self._metrics, self._tracing = instruments.metrics, instruments.tracing
         self.clock, self.anchored_clock = instruments.clock, instruments.anchored_clock
@@ -147,6 +172,47 @@ class AnswerEncoder:
                 found.setdefault(target, []).append(self.encode_dead_letter(request))
         return found
 
+    async def dead_letters(
+        self, requests: Sequence[Request]
+    ) -> AsyncIterator[dict[TopicPartition, list[NewRecord]]]:
+        """Yield the dead letters of requests; those whose values are read first, some at a time."""
+        lacking = self.lacking_values(requests)
+        if not lacking:
+            yield self.encode_dead_letters(requests)
+            return
+        others = set(requests).difference(lacking)
+        yield self.encode_dead_letters([each for each in requests if each in others])
+        most = self.most_values
+        for start in range(0, len(lacking), most):
+            part = lacking[start : start + most]
+            await self.read_values(part)
+            yield self.encode_dead_letters([each for each in part if not each.ack_handle.revoked])
+            for request in part:
+                request.value = None
+
+    def lacking_values(self, requests: Iterable[Request]) -> list[Request]:
+        """Return the requests that failed here, and whose values are not here: they were late, or
+        have run in another process.
+        """
+        if self._read_values is None:
+            return []
+        return [
+            each
+            for each in requests
+            if each.value is None
+            and each.failure is not None
+            and each.failure.stage == Stage.RESPONDER
+            and each.keeps_value
+        ]
+
+    async def read_values(self, requests: Sequence[Request]) -> None:
+        """Read the values of requests for their dead letters. Those that are gone stay None."""
+        assert self._read_values is not None  # `lacking_values` has found them
+        failures = [request.failure for request in requests]
+        await self._read_values(requests)
+        for request, failure in zip(requests, failures, strict=True):
+            request.failure = failure  # that of the answer, whatever happened to the value
+
     def dead_letter_target(self, request: Request) -> TopicPartition | None:
         """Return the partition of a request's dead letter; None if it has none."""
         failure = request.failure
@@ -227,6 +293,9 @@ class TransactionRecords:
     An answer that its topic refuses before the transaction begins is replaced by a fallback; only
     that answer is encoded again. It keeps its fallback from one transaction to the next: it may be
     minimal or omitted, and its dead letter may be omitted.
+
+    Attributes:
+        is_cut: True if `read_values` has left answers to the next transaction; reset by the caller.
     """
 
     def __init__(self, encoder: AnswerEncoder) -> None:
@@ -234,6 +303,8 @@ class TransactionRecords:
         self._minimal: set[Request] = set()
         self._omitted: set[Request] = set()
         self._without_dead_letter: set[Request] = set()
+        self._read: set[Request] = set()
+        self.is_cut = False
         self._encoded: dict[Request, NewRecord] = {}  # answers that need not be encoded again
         self._records: dict[TopicPartition, list[NewRecord]] = {}
         self._answered: RequestsByTarget = {}
@@ -242,6 +313,27 @@ class TransactionRecords:
         self._clock = encoder.anchored_clock()
         self._began_us = 0
         self._encoded_us = 0
+
+    async def read_values(self, pending: list[PendingAnswer]) -> list[PendingAnswer]:
+        """Read the values that dead letters lack, as many as one transaction may hold. Remove from
+        `pending` and return the answers that must wait for the next one.
+        """
+        encoder, read = self._encoder, self._read
+        lacking = [
+            each for each in encoder.lacking_values(requests_of(pending)) if each not in read
+        ]
+        if not lacking:
+            return []
+        most = max(1, encoder.most_values - len(read))
+        rest: list[PendingAnswer] = []
+        if len(lacking) > most:
+            # All behind it, too: answers must not overtake.
+            place = [request for request, _ in pending].index(lacking[most])
+            rest, self.is_cut = pending[place:], True
+            del pending[place:]
+        await encoder.read_values(lacking[:most])
+        read.update(lacking[:most])
+        return rest
 
     def encode(self, pending: Sequence[PendingAnswer]) -> Records:
         """Return the answers and dead letters of one transaction; see
@@ -354,7 +446,10 @@ class TransactionRecords:
             self._encoder.record_dropped_dead_letters(where, count)
 
     def release(self) -> None:
-        """Free the encoded records after their transaction."""
+        """Free the encoded records after their transaction, and the values that were read."""
+        for request in self._read:
+            request.value = None
+        self._read.clear()
         self._encoded, self._records = {}, {}
         self._answered, self._answers, self._dead_letters = {}, {}, {}
 

@@ -8,7 +8,7 @@ once a step is a transaction (see `transactional`); otherwise it is an `OrderedS
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
 from headrace.delivery.acked_offsets import AckedOffsets
@@ -18,7 +18,7 @@ from headrace.delivery.offset_store import OffsetStore, PendingAnswer
 from headrace.delivery.ordering import AnswerOrder
 from headrace.delivery.producing import deliver, deliver_in_order, refused_for_size
 from headrace.errors import Rejected
-from headrace.log.port import Producer, TopicPartition
+from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.byte_semaphore import ByteSemaphore
 from headrace.primitives.stage_tasks import StageTasks
@@ -287,14 +287,20 @@ class OrderedStep:
         if not is_assigned():
             return
         acknowledged_us = clock()
-        for where, dead_letters in encoder.encode_dead_letters(requests).items():
-            refused_letters = await deliver(
-                self._producer, where, dead_letters, self._metrics, tuning=self._tuning
-            )
-            if dropped := refused_for_size(where, refused_letters):
-                encoder.record_dropped_dead_letters(where, len(dropped))
+        async for dead_letters in encoder.dead_letters(requests):
+            await self._write_dead_letters(dead_letters)
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
         encoder.record_answered({target: requests}, times)
+
+    async def _write_dead_letters(
+        self, dead_letters: Mapping[TopicPartition, Sequence[NewRecord]]
+    ) -> None:
+        for where, records in dead_letters.items():
+            refused = await deliver(
+                self._producer, where, records, self._metrics, tuning=self._tuning
+            )
+            if dropped := refused_for_size(where, refused):
+                self._encoder.record_dropped_dead_letters(where, len(dropped))
 
     async def _answer_refused(
         self, request: Request, target: TopicPartition, error: Rejected

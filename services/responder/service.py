@@ -25,7 +25,12 @@ from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.messages import Request, TensorMetadata
 from headrace.services.responder.at_least_once import AtLeastOnce
 from headrace.services.responder.claims import AnswerClaims
-from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
+from headrace.services.responder.encoder import (
+    AnswerEncoder,
+    ReadValues,
+    RequestsByTarget,
+    output_bytes,
+)
 from headrace.services.responder.ordered import OrderBy, OrderedStep, PartitionSequencer
 from headrace.services.responder.routing import ReplyTopics, Routes, choose_partition
 from headrace.services.responder.transactional import TransactionalStep
@@ -49,6 +54,7 @@ class Delivery(NamedTuple):
         putter: puts large answers into a store; None if all are in their records.
         answers: settings of which answers these are.
         tuning: of writes that fail.
+        read_values: reads the values of requests from their source records; None reads none.
     """
 
     offset_store: OffsetStore
@@ -59,6 +65,7 @@ class Delivery(NamedTuple):
     putter: ClaimPutter | None = None
     answers: AnswerSettings = AnswerSettings()
     tuning: DeliveryTuning = TUNING.delivery
+    read_values: ReadValues | None = None
 
 
 class ResponderService:
@@ -82,7 +89,7 @@ class ResponderService:
         self._offset_store = delivery.offset_store
         self._source_offsets = delivery.source_offsets
         self._metrics = instruments.metrics
-        self._encoder = AnswerEncoder(routes, instruments, tuning)
+        self._encoder = AnswerEncoder(routes, instruments, tuning, delivery.read_values)
         self._reply_topics = ReplyTopics(producer, self._on_looked_up, tuning)
         self._sequencer: PartitionSequencer | None = None
         self._answers = self._make_answers(producer, delivery)

@@ -277,7 +277,7 @@ class _PartitionCommitter:
                 # `part` has lost what was committed. The rest comes first again, also after an
                 # error: the next transaction must hold the lowest offsets, which move the base.
                 pending[:count] = part
-            if done and part:
+            if done and part and not records.is_cut:
                 return None  # the rest must wait: for room in the metadata, or a stalled target
             if done:
                 attempt = 0
@@ -292,10 +292,11 @@ class _PartitionCommitter:
         """
         size = self._size
         size_bytes = 0 if size.limit_bytes is None else sum(self._record_sizes(pending))
-        leaderless: list[PendingAnswer] = []
+        left: list[PendingAnswer] = []
+        records.is_cut = False
         began_s = time.monotonic()
         try:
-            if not await self._commit_accepted(pending, records, leaderless):
+            if not await self._commit_accepted(pending, records, left):
                 return False
         except TransactionAborted as error:
             self._metrics.retried("send", len(pending))
@@ -309,7 +310,7 @@ class _PartitionCommitter:
             pending.clear()
         finally:
             records.release()
-            pending += leaderless
+            pending += left
         if size_bytes:
             size.record_committed(size_bytes, time.monotonic() - began_s)
         return True
@@ -318,16 +319,18 @@ class _PartitionCommitter:
         self,
         pending: list[PendingAnswer],
         records: TransactionRecords,
-        leaderless: list[PendingAnswer],
+        left: list[PendingAnswer],
     ) -> bool:
         """Commit one transaction, after replacing answers that are refused before it begins.
 
-        Answers for partitions without leaders move from `pending` to `leaderless`.
+        Answers for partitions without leaders move from `pending` to `left`, and so do those whose
+        dead letters have no room.
 
         Returns:
             False if answers for a partition without a leader must not be left behind.
         """
         while pending:
+            left += await records.read_values(pending)
             try:
                 await self._transactions.commit_transaction(self._number, pending, records.encode)
             # Both refusals come before the transaction begins: the producer stays usable.
@@ -338,7 +341,7 @@ class _PartitionCommitter:
                 if self._in_order or not refused:
                     return False
                 self._unavailable.stall(error.partition)
-                leaderless += refused
+                left += refused
                 pending[:] = [each for each in pending if each[1] != error.partition]
             else:
                 records.record_committed()  # after the commit: an aborted one answers nothing

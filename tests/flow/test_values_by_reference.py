@@ -21,6 +21,7 @@ from tests.support.pipelines import (
     PARTITIONS,
     Caller,
     Grouping,
+    digits_request,
     groupings,
     log_for,
     name_of,
@@ -224,3 +225,51 @@ async def test_dead_letter_of_reference_holds_original_bytes(
     (letter,) = await log.fetch(letters, 0, 0, 1 << 20)
     assert letter.value == value
     assert read == [float(place == reader) for place in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("guarantee", "order"),
+    [("at_least_once", "none"), ("at_least_once", "key"), ("exactly_once", "none")],
+)
+async def test_dead_letter_of_request_that_failed_behind_its_run_holds_its_value(
+    tmp_path: Path, guarantee: str, order: str
+) -> None:
+    """Results with outputs have no values: a responder apart reads them, some at a time. One that
+    was null stays so.
+    """
+    settings = settings_of(tmp_path)
+    delivery = settings.delivery.model_copy(update={"guarantee": guarantee, "order": order})
+    settings = settings.model_copy(update={"delivery": delivery})
+    log = await log_for(settings)
+    requests = TopicPartition(settings.topic(Topic.REQUESTS), 0)
+    letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 0)
+    wrong = [("kafka_replyPartition", b"\0\0\0\x63")]
+    records = [NewRecord(b"k", digits_request(str(n)), wrong if n % 3 else []) for n in range(60)]
+    records.append(NewRecord(b"k", None, wrong))
+    async with log.producer() as producer:
+        await write(producer, requests, *records)
+    async with serving(settings, log, [FRONT, EXECUTOR, BACK]) as pipelines:
+        await eventually(lambda: log.faults.partitions.end_offset(letters) >= 41)
+        read = sum(values_of(pipelines[-1], outcome) for outcome in ("read", "kept"))
+    found = await log.fetch(letters, 0, 100, 1 << 20)
+    values = [each.value for each in records if each.headers]
+    assert Counter(each.value for each in found) == Counter(values)
+    assert read == 41
+
+
+async def test_dead_letter_of_late_request_with_wrong_reply_partition_holds_its_value(
+    tmp_path: Path,
+) -> None:
+    """Ingest has released the value, since being late makes no dead letter; the responder reads it,
+    also in one process with ingest.
+    """
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 0)
+    headers = [("kafka_replyPartition", b"\0\0\0\x63"), ("x-deadline-ms", b"1")]
+    record = NewRecord(b"k", digits_request("late"), headers)
+    async with serving(settings, log, [STAGES]), log.producer() as producer:
+        await write(producer, TopicPartition(settings.topic(Topic.REQUESTS), 0), record)
+        await eventually(lambda: log.faults.partitions.end_offset(letters) > 0)
+    (letter,) = await log.fetch(letters, 0, 0, 1 << 20)
+    assert letter.value == record.value
