@@ -155,7 +155,7 @@ class DeferredRecords:
             found.setdefault(deferred.assignment, []).append(deferred)
         return {each: sorted(some, key=_offset) for each, some in found.items()}
 
-    def put_back(self, unread: Iterable[Deferred], now_us: int) -> None:
+    def put_back(self, unread: Iterable[Deferred]) -> None:
         """Put back records that were picked and could not be read."""
         for deferred in unread:
             deferred.release()
@@ -164,7 +164,7 @@ class DeferredRecords:
             deferred.share.deferred_records += 1
             waiting = self._waiting.get(deferred.share, ())
             self._waiting[deferred.share] = deque(sorted([*waiting, deferred], key=_offset))
-            if deferred.envelope.deadline_ms * 1000 <= now_us:  # otherwise it is still noted
+            if not deferred.is_noted:
                 self._note_deadline(deferred)
 
     def _has_room(self, share: Share, size_bytes: int) -> bool:
@@ -174,6 +174,7 @@ class DeferredRecords:
         if deadline_ms := deferred.envelope.deadline_ms:
             entry = (deadline_ms * 1000, next(self._order), deferred)
             heapq.heappush(self._deadlines, entry)
+            deferred.is_noted = True
         if len(self._deadlines) >= self._prune_at:
             # Most records are read again long before their deadlines, which may be years away.
             self._drop_gone_deadlines()
@@ -189,6 +190,7 @@ class DeferredRecords:
         left_bytes = self._shares.limit_bytes * self._tuning.overdue_fraction
         while self._deadlines and self._deadlines[0][0] <= now_us and left_bytes > 0:
             deferred = heapq.heappop(self._deadlines)[2]
+            deferred.is_noted = False
             if not deferred.is_reserved and not _is_gone(deferred):
                 deferred.reserve()
                 left_bytes -= deferred.size_bytes
@@ -410,7 +412,7 @@ class Deferral:
 
     def put_back(self, unread: Iterable[Deferred]) -> None:
         """Put back records that were picked and could not be read."""
-        self.records.put_back(unread, wall_clock_us())
+        self.records.put_back(unread)
 
 
 def _by_record(requests: Iterable[Request]) -> Iterator[tuple[InFlightAck, list[Request]]]:

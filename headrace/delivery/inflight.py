@@ -75,11 +75,13 @@ class Deferred:
         rows: the request's number of rows.
         envelope: the request's, with its model and version; without what only its answer needs.
         is_reserved: True while it is being read again, with its bytes already charged.
+        is_noted: True while its deadline is noted.
     """
 
     __slots__ = (
         "assignment",
         "envelope",
+        "is_noted",
         "is_reserved",
         "offset",
         "previous",
@@ -99,6 +101,7 @@ class Deferred:
         self.rows = rows
         self.envelope = envelope
         self.is_reserved = False
+        self.is_noted = False
 
     def reserve(self) -> None:
         """Charge its bytes before it is read, so that no other record takes the room."""

@@ -160,6 +160,20 @@ async def test_deferred_records_are_read_again_as_budget_allows() -> None:
     assert bench.budget.used_bytes == 0
 
 
+async def test_deadline_holds_after_failed_reading_and_clock_set_back() -> None:
+    """A record that was picked because it was late, and could not be read, is late once more."""
+    bench = RereadingHarness()
+    await bench.let_in([bench.request(offset, deadline_ms=100) for offset in range(2)])
+    records = bench.deferral.records
+    picked = records.pick(100_000, 0.0)
+    assert [each.offset for each in picked[bench.assignment]] == [1]
+
+    records.put_back(picked[bench.assignment])
+
+    assert records.pick(50_000, 0.0) == {}
+    assert records.pick(100_000, 0.0) == picked
+
+
 async def test_cancelling_records_are_not_deferred() -> None:
     """Read again later, they would find nothing to cancel. On `items` they have ack handles."""
     bench = RereadingHarness()
