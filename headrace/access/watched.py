@@ -33,29 +33,38 @@ class Watched(Generic[T]):
         # Looked at before it is read: a change in between is found by the next look.
         self._seen = self._look()
         self._current = load()
+        self._fault = ""
+        """Why the files could not be used when they were last read; empty if they could."""
 
     def current(self) -> T:
         """Return the content. Reads no file; any thread may call this, and those of gRPC do."""
         return self._current
 
     def refresh(self) -> bool:
-        """Load the files again if they have changed, and return whether they have. Blocks while it
-        reads them.
+        """Load the files if they have changed since they were last loaded, and return whether they
+        were loaded. Blocks while it reads them.
 
         Raises:
-            ConfigurationError: they have changed, and cannot be used.
+            ConfigurationError: they cannot be used. The same fault is raised once, and they are
+                loaded again by each further call: what kept them from being read, such as their
+                mode or a lack of file descriptors, may pass without a change of the files.
         """
         seen = self._look()
-        if seen == self._seen:
+        if seen == self._seen and not self._fault:
             return False
+        if seen != self._seen:
+            self._fault = ""
         self._seen = seen  # before it is read, as at the start
         try:
             self._current = self._load()
-        except ConfigurationError:
-            raise
         except Exception as error:  # a file that breaks its parser ends no process
-            names = ", ".join(map(str, self.files))
-            raise ConfigurationError(f"{names}: {error!r}") from error
+            is_known = isinstance(error, ConfigurationError)
+            fault = str(error) if is_known else f"{', '.join(map(str, self.files))}: {error!r}"
+            if fault == self._fault:
+                return False
+            self._fault = fault
+            raise ConfigurationError(fault) from error
+        self._fault = ""
         return True
 
     def _look(self) -> list[tuple[int, int, int] | None]:

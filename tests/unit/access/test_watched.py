@@ -80,6 +80,28 @@ def test_file_that_cannot_be_used_leaves_former_content(file: Path, content: byt
     assert (watched.refresh(), watched.current()) == (False, b"one")
 
 
+def test_file_is_read_again_until_it_can_be_used(file: Path) -> None:
+    """What kept it from being read need not change the file: no file descriptor was left, or its
+    mode was set after it was written.
+    """
+    unreadable: list[str] = []
+    load = loading(file, [])
+
+    def load_if_readable() -> bytes:
+        if unreadable:
+            raise ConfigurationError(unreadable[0])
+        return load()
+
+    watched = Watched([file], load_if_readable)
+    file.write_bytes(b"second")
+    unreadable.append("Too many open files")
+    with pytest.raises(ConfigurationError):
+        watched.refresh()
+    unreadable.clear()
+
+    assert (watched.refresh(), watched.current()) == (True, b"second")
+
+
 def test_change_while_file_is_read_is_found_by_next_refresh(file: Path) -> None:
     """Else the former content would stay until the next change."""
     reads: list[bytes] = []
