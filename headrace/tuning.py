@@ -1041,6 +1041,17 @@ class RuntimeTuning(Struct, frozen=True):
     """Time from a request's head to its answer, its body included."""
     http_body_bytes: int = 64 * 1024
     """Largest body of a request."""
+    http_untaken_bytes: int = 16 * 1024 * 1024
+    """Answers that wait for their clients to take them; of more, those that have waited longest are
+    dropped with their connections. The newest one alone may have more.
+    """
+    http_take_timeout_s: float = 10.0
+    """Time for a client to take an answer, and a second more for each `http_take_bytes_per_s`."""
+    http_take_bytes_per_s: float = 64 * 1024
+    """Clients that read a large answer more slowly are cut off."""
+    http_part_bytes: int = 64 * 1024
+    """Larger answers are written in parts of so many bytes, see `GatewayTuning.answer_part_bytes`.
+    """
     http_accept_retry_s: float = 1.0
     """Pause while the process has no file descriptor or memory for another connection."""
     http_stop_timeout_s: float = 1.0

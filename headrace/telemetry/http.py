@@ -44,7 +44,12 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.telemetry.file_refresh import refreshing
 from headrace.telemetry.health import Health
-from headrace.telemetry.http_listener import Connections, HttpListener, credentials_of
+from headrace.telemetry.http_listener import (
+    AnswerLimits,
+    Connections,
+    HttpListener,
+    credentials_of,
+)
 from headrace.tuning import TUNING, RuntimeTuning
 
 T = TypeVar("T")
@@ -109,6 +114,12 @@ class HttpServer:
             tuning.http_header_timeout_s,
             tuning.http_idle_timeout_s,
             tuning.http_accept_retry_s,
+            AnswerLimits(
+                tuning.http_untaken_bytes,
+                tuning.http_take_timeout_s,
+                tuning.http_take_bytes_per_s,
+                tuning.http_part_bytes,
+            ),
         )
         # Probes have no certificate: health is public, and all else asks for a login.
         certificates = open_certificates(access, ssl.CERT_OPTIONAL)
@@ -152,7 +163,12 @@ class HttpServer:
     def _make_application(self) -> web.Application:
         application = web.Application(
             client_max_size=self._tuning.http_body_bytes,
-            middlewares=[self._limit_time, _format_errors, self._admit],
+            middlewares=[
+                self._answer_on_connection,
+                self._limit_time,
+                _format_errors,
+                self._admit,
+            ],
         )
         router = application.router
         for prefix in ("/health", "/v2/health"):
@@ -171,17 +187,26 @@ class HttpServer:
         return application
 
     @web.middleware
+    async def _answer_on_connection(
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
+        """Suspend the idle timer of the connection until its client has taken the answer."""
+        with self._connections.answering(request.transport):
+            response = await handler(request)
+            await self._connections.send(request, response)
+        return response
+
+    @web.middleware
     async def _limit_time(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer within the time limit of a request; a change of models has one of its own."""
         timeout_s = None if _changes_models(request) else self._tuning.http_request_timeout_s
-        with self._connections.answering(request.transport):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    return await handler(request)
-            except TimeoutError:
-                limit_s = self._tuning.http_request_timeout_s
-                body = {"error": f"request: expected all of it within {limit_s:g} s, got a part"}
-                return web.json_response(body, status=408, headers={"Connection": "close"})
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await handler(request)
+        except TimeoutError:
+            limit_s = self._tuning.http_request_timeout_s
+            body = {"error": f"request: expected all of it within {limit_s:g} s, got a part"}
+            return web.json_response(body, status=408, headers={"Connection": "close"})
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:

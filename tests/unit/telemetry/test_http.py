@@ -302,3 +302,29 @@ async def test_half_open_connections_do_not_keep_health_checks_out(
         for reader in half_open[: -limits.http_max_connections]:
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
+
+
+async def test_metrics_that_clients_do_not_take_give_way_to_newest(
+    tmp_path: Path, health: Health
+) -> None:
+    """A further connection whose client reads takes all of them."""
+    metrics = CollectorRegistry()
+    meaning = "x" * 16 * 1024 * 1024  # more than the kernel buffers
+    Counter("answers", meaning, registry=metrics)
+    models = Models(settings_for(tmp_path))
+    tuning = replace(TUNING.runtime, http_untaken_bytes=len(meaning))
+    async with (
+        HttpServer((HOST, 0), health, models.catalog, metrics, tuning=tuning) as server,
+        AsyncExitStack() as stack,
+    ):
+        untaken = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(HOST, server.port)
+            stack.callback(writer.close)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            untaken.append(reader)
+        first, second = untaken
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await first.readexactly(len(meaning))
+        assert meaning.encode() in await second.readexactly(len(meaning) + 60)
