@@ -33,7 +33,12 @@ from headrace.protocol.events import ExecutorEvent, UnreadyVersion
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.polling import RepositoryPoller
-from headrace.runtime.shutdown import DrainDeadline, Stop, stop_on_signals
+from headrace.runtime.shutdown import (
+    DrainDeadline,
+    Stop,
+    stop_on_signals,
+    until_requested,
+)
 from headrace.runtime.stage_group import StageGroup, group_stages
 from headrace.runtime.topic_plan import check_topics, is_controlled
 from headrace.services.executor.trial import make_trials
@@ -190,6 +195,8 @@ class Pipeline:
         self.health = Health()
         self.ready = asyncio.Event()
         self.doors: GatewayDoors | None = None
+        self._has_begun = False
+        """Whether the stages have begun, so that a stop lets them end."""
         self._groups = [
             StageGroup(
                 settings,
@@ -256,7 +263,8 @@ class Pipeline:
         return next(filter(None, (group.waiting() for group in self._groups)), None)
 
     async def run(self, stop: Stop) -> None:
-        """Serve until a stop is requested, then drain; a second request ends it immediately.
+        """Serve until a stop is requested, then drain; a second request ends it immediately, and so
+        does the first one before the stages have begun.
 
         Raises:
             ConfigurationError: the topics or the models cannot be served from.
@@ -267,11 +275,11 @@ class Pipeline:
 
     async def _run(self, stop: Stop) -> None:
         serving = asyncio.create_task(self._serve(stop), name="pipeline")
-        forced = asyncio.create_task(stop.forced.wait(), name="pipeline-forced")
+        ending = asyncio.create_task(self._wait_for_end(stop), name="pipeline-ending")
         try:
-            await asyncio.wait((serving, forced), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            forced.cancel()
+            ending.cancel()
             if not serving.done():
                 serving.cancel()
             await _wait_until_done(serving)
@@ -281,6 +289,12 @@ class Pipeline:
             if not isinstance(error, ConfigurationError):  # the command line prints that one
                 log.error(Event.FAILED, reason=self.health.reason)
             raise error
+
+    async def _wait_for_end(self, stop: Stop) -> None:
+        """Wait until the process is to end without a drain."""
+        await stop.requested.wait()
+        if self._has_begun:
+            await stop.forced.wait()
 
     async def _serve(self, stop: Stop) -> None:
         if not is_controlled(self._settings):
@@ -313,6 +327,7 @@ class Pipeline:
             raise ConfigurationError("\n".join(faults))
         if self._stages != (Stage.RESPONDER,):
             _log_faults(await run_on_daemon_thread(self.models.open))
+        self._has_begun = True
         self.health.explain("loading the models and joining the group")
         joining = len(self._groups)
 
@@ -549,16 +564,19 @@ async def run(
         log.info(Event.STARTING, stages=[str(each) for each in stages], http_port=server.port)
         doors: GatewayDoors | None = None
         if open_doors is not None:
-            doors = await stack.enter_async_context(
-                open_doors(
-                    settings,
-                    log_,
-                    pipeline.models.catalog,
-                    pipeline.health,
-                    instruments,
-                    pipeline.repository,
+            async with until_requested(stop):
+                doors = await stack.enter_async_context(
+                    open_doors(
+                        settings,
+                        log_,
+                        pipeline.models.catalog,
+                        pipeline.health,
+                        instruments,
+                        pipeline.repository,
+                    )
                 )
-            )
+            if stop.requested.is_set():
+                return pipeline.is_drained
             pipeline.state.gateway = doors.snapshot
             pipeline.doors = doors
         if announce is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class Stop:
@@ -41,6 +41,27 @@ class DrainDeadline:
     def remaining_s(self, now_us: int) -> float:
         """Return the time until the deadline; 0 if it has passed."""
         return max(0, self._until_us - now_us) / 1e6
+
+
+@asynccontextmanager
+async def until_requested(stop: Stop) -> AsyncIterator[None]:
+    """Leave the context, which is cancelled then, as soon as a stop is requested."""
+
+    async def expire() -> None:
+        await stop.requested.wait()
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            watching = asyncio.create_task(expire(), name="until-requested")
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise
 
 
 @contextmanager

@@ -1,0 +1,64 @@
+"""A process that is stopped before it has begun to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from headrace.config import TelemetrySettings
+from headrace.log.memory.log import MemoryLog
+from headrace.log.port import TopicInfo
+from headrace.runtime.process import GatewayDoors, Pipeline, run
+from headrace.runtime.shutdown import Stop
+from headrace.telemetry.health import Phase
+from headrace.telemetry.logs import LogRateLimiter
+from headrace.topics import STAGES
+from tests.support.conditions import DEADLINE_S, eventually
+from tests.support.models import settings_for
+
+
+class Silent(MemoryLog):
+    """A log that never describes its topics, as while no broker answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = False
+
+    async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
+        self.is_asked = True
+        await asyncio.Event().wait()
+        return {}
+
+
+async def test_first_stop_ends_process_that_waits_for_brokers(tmp_path: Path) -> None:
+    """It has read nothing, so nothing is left to answer, and its end is no failure."""
+    log = Silent()
+    pipeline, stop = Pipeline(settings_for(tmp_path), log, STAGES), Stop()
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(pipeline.run(stop))
+        await eventually(lambda: log.is_asked)
+        stop.request()
+
+    assert (pipeline.health.phase, pipeline.health.reason) == (Phase.STOPPED, "")
+    assert pipeline.is_drained
+
+
+async def test_first_signal_ends_process_whose_gateway_opens(tmp_path: Path) -> None:
+    """That waits for brokers as well."""
+    telemetry = TelemetrySettings(http_port=0)
+    settings = settings_for(tmp_path).model_copy(update={"telemetry": telemetry})
+
+    @asynccontextmanager
+    async def open_doors(*_: Any) -> AsyncIterator[GatewayDoors]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+        raise AssertionError
+        yield
+
+    async with asyncio.timeout(DEADLINE_S):
+        assert await run(settings, STAGES, LogRateLimiter(), open_doors=open_doors)
