@@ -7,6 +7,7 @@ returns nothing then.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
@@ -133,7 +134,11 @@ class RecordReader:
         assignment, records = polled.assignment, polled.records
         self._ready.put(polled)
         assignment.last_read = records[-1].offset
-        assignment.ages.note(assignment.last_read, records[0].timestamp)
+        first_ms = records[0].timestamp
+        # A record may have none, which is -1.
+        assignment.ages.note(
+            assignment.last_read, first_ms if first_ms >= 0 else round(time.time() * 1000)
+        )
 
     def _skip_unreadable(self, gap: Gap, polled: Sequence[Record]) -> None:
         """Count unreadable records, and let the base move past them.

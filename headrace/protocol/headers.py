@@ -112,6 +112,7 @@ _TUNING = TUNING.protocol
 _LOOKED_AT_BYTES = 64
 _MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
+_LATEST_MS = 10**_MAX_DIGITS - 1
 NO_HEADERS: Final = Envelope()
 """Envelope of a record without headers, if requests have no default timeout."""
 
@@ -243,7 +244,8 @@ def _earlier(
         timeout_ms = default_timeout_ms
     if timestamp_ms < 0:
         return deadline_ms
-    timed_out_ms = max(timestamp_ms + timeout_ms, 1)
+    # A producer may have put nanoseconds into the timestamp.
+    timed_out_ms = min(max(timestamp_ms + timeout_ms, 1), _LATEST_MS)
     return min(deadline_ms, timed_out_ms) if deadline_ms else timed_out_ms
 
 

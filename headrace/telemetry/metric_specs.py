@@ -56,7 +56,8 @@ REQUESTS = (
         "headrace_request_duration_seconds",
         "histogram",
         _MODEL,
-        "Time from the request record's timestamp until its answer is acknowledged.",
+        "Time from the request record's timestamp, or from ingest if it has none, until its answer "
+        "is acknowledged.",
     ),
     MetricSpec(
         "headrace_log_wait_seconds",

@@ -209,8 +209,9 @@ class Metrics:
         assert request.trace is not None
         labels, trace_id = _known_version(request), f"{request.trace.trace_id:032x}"
         at_s, written_us = now_us / 1e6, request.timestamp_ms * 1000
+        began_us = written_us if written_us >= 0 else request.ingested_us
         self._durations["request_duration"].set_exemplar(
-            labels, max(0, now_us - written_us) / 1e6, trace_id, at_s
+            labels, max(0, now_us - began_us) / 1e6, trace_id, at_s
         )
         if request.batch.formed_us:
             queued_s = max(0, request.batch.formed_us - request.ingested_us) / 1e6
@@ -579,6 +580,10 @@ class BatchedHistogram(Collector):
 # --- times of requests ---------------------------------------------------------------------------
 
 
+_LAST_MS = 2**53
+"""Timestamps above it are none; this one is in the future, and in microseconds within 64 bits."""
+
+
 class _TimeColumns(NamedTuple):
     """Columns; a row of the first three is a request.
 
@@ -601,8 +606,8 @@ class RequestTimes:
     thousand, or when the histograms are read.
 
     Args:
-        total: from the record's timestamp until the answer.
-        in_log: from the record's timestamp until ingest.
+        total: from the record's timestamp until the answer; without a timestamp, from ingest.
+        in_log: from the record's timestamp until ingest, and 0 without one.
         queued: from ingest until the batch closed, for requests that joined one.
         slack: from the answer until the deadline, for requests that have one.
         max_buffered: after this many requests of a version, their times are counted.
@@ -647,8 +652,9 @@ class RequestTimes:
         """Move the recorded times into the histograms."""
         pending, self._buffered = self._buffered, {}
         for labels, columns in pending.items():
-            written_us = _column(columns.timestamp_ms) * 1000
+            timestamp_ms = np.minimum(_column(columns.timestamp_ms), _LAST_MS)
             ingested_us, formed_us = _column(columns.ingested_us), _column(columns.formed_us)
+            written_us = np.where(timestamp_ms < 0, ingested_us, timestamp_ms * 1000)
             moments_us, counts = np.array(columns.answered_us, np.int64).T
             self._total.observe_all(labels, _seconds(np.repeat(moments_us, counts) - written_us))
             self._in_log.observe_all(labels, _seconds(ingested_us - written_us))

@@ -108,6 +108,14 @@ def test_earliest_deadline_counts_and_default_only_without_any(
     assert parse(*headers, default_timeout_ms=default_timeout_ms).deadline_ms == deadline_ms
 
 
+@pytest.mark.parametrize("timestamp_ms", [NOW_MS * 10**6, 2**63 - 1], ids=["nanoseconds", "most"])
+def test_timeout_from_far_timestamp_is_latest_deadline(timestamp_ms: int) -> None:
+    """No deadline is later than a header may say, so that calculations with it stay in range."""
+    envelope = parse_envelope([("x-timeout-ms", b"100")], timestamp_ms, 0)
+
+    assert envelope.deadline_ms == parse(("x-deadline-ms", b"9" * 15)).deadline_ms
+
+
 def test_record_without_timestamp_has_no_timeout() -> None:
     """Kafka's -1 is no time to count from."""
     envelope = parse_envelope([("x-timeout-ms", b"100")], -1, 100)

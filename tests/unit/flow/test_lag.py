@@ -16,7 +16,7 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot
-from tests.support.conditions import eventually
+from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.logs import write_to
 from tests.support.tuning import QUICK
 
@@ -79,6 +79,21 @@ async def test_unanswered_record_counts_as_backlog_and_lag() -> None:
         assert (snapshot.backlog_records, snapshot.time_to_drain_s) == (0, 0.0)
         assert (snapshot.oldest_age_s, snapshot.commit.age_s) == (0.0, 0.0)
         assert snapshot.throughput_per_s is not None
+
+
+async def test_record_without_timestamp_is_as_old_as_its_reading() -> None:
+    """Kafka's -1 is no time: its age would be that of the epoch, which sets off an alert."""
+    async with MemoryLog() as log, reading(log) as source:
+        async with log.producer() as producer:
+            for sent in await producer.send(FIRST, [NewRecord(None, b"value", timestamp_ms=-1)]):
+                await sent.acknowledged
+        delivery = await source.receive()
+        assert delivery is not None
+        ack_handle = delivery.assignment.admit(0, 5)
+        snapshot = await seen(source, in_flight=1)
+        ack_handle.ack()
+
+    assert snapshot.oldest_age_s < DEADLINE_S
 
 
 async def test_unreachable_log_keeps_last_known_ends() -> None:

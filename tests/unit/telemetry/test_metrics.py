@@ -32,11 +32,16 @@ def metrics(registry: CollectorRegistry) -> Metrics:
 
 
 def request(
-    model: str = "digits", version: str = "1", *, deadline_ms: int = 0, code: Code | None = None
+    model: str = "digits",
+    version: str = "1",
+    *,
+    deadline_ms: int = 0,
+    code: Code | None = None,
+    written_ms: int = WRITTEN_MS,
 ) -> Request:
     """A request on its way out."""
     envelope = Envelope(deadline_ms=deadline_ms)
-    made = Request(NULL_ACK, 0, 7, 6, WRITTEN_MS, None, None, (), envelope)
+    made = Request(NULL_ACK, 0, 7, 6, written_ms, None, None, (), envelope)
     made.model, made.version = model, version
     made.ingested_us, made.batch = INGESTED_US, BatchSummary(FORMED_US)
     if code is not None:
@@ -87,6 +92,34 @@ def test_request_metrics_have_time_of_each_stage(
     assert registry.get_sample_value(f"headrace_{name}_seconds_count", labels) == 3
     total = registry.get_sample_value(f"headrace_{name}_seconds_sum", labels)
     assert total == pytest.approx(3 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("written_ms", "duration_s"),
+    [(-1, 0.43), (WRITTEN_MS * 10**6, 0.0), (2**63 - 1, 0.0)],
+    ids=["none", "nanoseconds", "most"],
+)
+def test_duration_of_record_without_usable_timestamp_is_no_age_of_epoch(
+    metrics: Metrics, registry: CollectorRegistry, written_ms: int, duration_s: float
+) -> None:
+    """Without a timestamp it begins when ingest has read the record; one ahead of the clock counts
+    as now.
+    """
+    sampled = request(written_ms=written_ms)
+    sampled.trace = Trace(new_trace())
+    answer(metrics, sampled)
+    labels = {"model": "digits", "version": "1"}
+    for name, seconds in (("request_duration", duration_s), ("log_wait", 0.0)):
+        total = registry.get_sample_value(f"headrace_{name}_seconds_sum", labels)
+        assert total == pytest.approx(seconds)
+    (exemplar,) = [
+        sample.exemplar
+        for family in registry.collect()
+        if family.name == "headrace_request_duration_seconds"
+        for sample in family.samples
+        if sample.exemplar
+    ]
+    assert exemplar.value == pytest.approx(duration_s)
 
 
 def test_unknown_model_name_is_no_label(metrics: Metrics, registry: CollectorRegistry) -> None:
