@@ -748,19 +748,25 @@ def _variable(name: str) -> str | None:
 
 
 def _unknown_variables() -> Iterator[str]:
-    """Yield a line for each variable that names an unknown section.
+    """Yield a line for each variable that names an unknown section, or has a single underscore
+    between section and setting.
 
-    Other names are let pass: Kubernetes sets some of its own for a service called `headrace`.
+    Other names are let pass: Kubernetes sets some of its own for services such as `headrace`, and
+    one of `headrace-gateway-http` is even called as a setting, and has a URL.
     """
-    for name in os.environ:
+    for name, value in os.environ.items():
         head, _, rest = name.partition("_")
+        if head.upper() != "HEADRACE":
+            continue
         section, separator, _ = rest.partition("__")
-        if (
-            head.upper() == "HEADRACE"
-            and separator
-            and section.lower() not in Settings.model_fields
-        ):
+        if separator and section.lower() not in Settings.model_fields:
             yield f"{name}: {_unknown(section.lower(), Settings.model_fields)}"
+        for section in Settings.model_fields:
+            setting = rest.lower().removeprefix(f"{section}_")
+            is_of_service = setting.endswith("_port") and "://" in value
+            if setting in _names_in((section,)) and setting != rest.lower() and not is_of_service:
+                meant = f"HEADRACE_{section}__{setting}".upper()
+                yield f"{name}: there is no such setting; did you mean `{meant}`?"
 
 
 _BOUNDS = {

@@ -63,20 +63,31 @@ def test_wrong_setting_from_environment_names_variable(
             "HEADRACE_LIMITS__MAX_STAL_S",
             "there is no such setting; did you mean `max_stall_s`?",
         ),
+        (
+            "HEADRACE_LIMITS_MAX_STALL_S",
+            "there is no such setting; did you mean `HEADRACE_LIMITS__MAX_STALL_S`?",
+        ),
+        (
+            "HEADRACE_SCHEMA_REGISTRY_URL",
+            "there is no such setting; did you mean `HEADRACE_SCHEMA_REGISTRY__URL`?",
+        ),
     ],
 )
 def test_misspelled_variable_gets_suggestion(
     name: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The section's name and the setting's name are both compared."""
+    """The section's name and the setting's name are both compared; between them are two
+    underscores.
+    """
     monkeypatch.setenv(name, "7")
 
     assert _faults() == [f"{name}: {line}"]
 
 
-def test_foreign_headrace_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes sets such variables for a service called headrace."""
-    monkeypatch.setenv("HEADRACE_PORT_8080_TCP", "tcp://10.0.0.1:8080")
+@pytest.mark.parametrize("name", ["HEADRACE_PORT_8080_TCP", "HEADRACE_GATEWAY_HTTP_PORT"])
+def test_foreign_headrace_variables_are_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets such variables for services called headrace and headrace-gateway-http."""
+    monkeypatch.setenv(name, "tcp://10.0.0.1:8080")
 
     assert load_settings().namespace == "headrace"
 
