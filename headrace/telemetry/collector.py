@@ -7,13 +7,14 @@ OpenTelemetry is not even imported.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.config import Settings
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, describe_error
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import STAGES, Stage
@@ -111,13 +112,28 @@ def service_name(stages: Sequence[Stage]) -> str:
 
 
 def _exporter(collector: Collector) -> SpanExporter:
-    if collector.protocol == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
+    """Return the SDK's exporter. Raises `ConfigurationError`: it cannot use a variable."""
+    logging.getLogger("opentelemetry.util.re").addFilter(_hide_header)
+    try:
+        if collector.protocol == GRPC:
+            from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
 
-        return by_grpc.OTLPSpanExporter(endpoint=collector.endpoint)
-    from opentelemetry.exporter.otlp.proto.http import trace_exporter as by_http
+            return by_grpc.OTLPSpanExporter(endpoint=collector.endpoint)
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as by_http
 
-    return by_http.OTLPSpanExporter(endpoint=collector.endpoint)
+        return by_http.OTLPSpanExporter(endpoint=collector.endpoint)
+    except Exception as error:
+        raise ConfigurationError(f"OTEL_EXPORTER_OTLP_*: {describe_error(error)}") from error
+
+
+def _hide_header(line: logging.LogRecord) -> bool:
+    """Leave out of the SDK's warning about a malformed header what it is: it may be a credential.
+
+    Returns:
+        True: the line is written.
+    """
+    line.args = ("(not shown)",)
+    return True
 
 
 def _variable(name: str) -> str:

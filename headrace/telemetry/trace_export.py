@@ -18,7 +18,10 @@ from collections.abc import Sequence
 
 import structlog
 from opentelemetry.sdk.environment_variables import (
+    OTEL_BSP_EXPORT_TIMEOUT,
+    OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
     OTEL_BSP_MAX_QUEUE_SIZE,
+    OTEL_BSP_SCHEDULE_DELAY,
     OTEL_SPAN_LINK_COUNT_LIMIT,
 )
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -70,6 +73,12 @@ class TraceExport:
         self._resource = _resource(service_name, namespace)
         self._link_limit = _number(OTEL_SPAN_LINK_COUNT_LIMIT)
         queue_size = _number(OTEL_BSP_MAX_QUEUE_SIZE)
+        for read_by_sdk in (
+            OTEL_BSP_EXPORT_TIMEOUT,
+            OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
+            OTEL_BSP_SCHEDULE_DELAY,
+        ):
+            _number(read_by_sdk)  # the SDK would take its default for one that is none
         self._queue_size = tuning.trace_queue_spans if queue_size is None else queue_size
         self._exporter = _CountingExporter(exporter, metrics, tuning.trace_failure_log_interval_s)
         self._queued = 0

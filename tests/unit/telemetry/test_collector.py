@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
@@ -82,6 +83,37 @@ def test_endpoint_that_is_no_url_is_refused() -> None:
     """Instead of spans that go nowhere."""
     with pytest.raises(ConfigurationError, match=r"telemetry\.otlp_endpoint: expected http://"):
         find_collector(_settings("jaeger:4318"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "10s"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+    ],
+)
+async def test_variable_that_exporter_cannot_use_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """The one for gRPC raises what it likes."""
+    monkeypatch.setenv(PROTOCOL, "grpc")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=rf"OTEL_EXPORTER_OTLP_\*: .*{value}"):
+        async with open_tracing(_settings("http://c:4317"), STAGES, Metrics(CollectorRegistry())):
+            pass
+
+
+async def test_malformed_header_for_collector_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be most of a token."""
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "propagate", True)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Bearer sesame")
+    async with open_tracing(_settings("http://c:4318"), STAGES, Metrics(CollectorRegistry())):
+        pass
+
+    assert "Header format invalid" in caplog.text
+    assert "sesame" not in caplog.text
 
 
 def test_service_name_lists_stages() -> None:

@@ -218,6 +218,8 @@ def test_resource_attributes_come_from_environment(
     [
         ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "0"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "5s"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "some"),
         ("OTEL_SPAN_LINK_COUNT_LIMIT", "-1"),
     ],
 )
