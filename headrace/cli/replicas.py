@@ -58,6 +58,7 @@ def serve_replicas(invocation: Invocation, settings: Settings, replicas: Replica
         raise ConfigurationError(
             f"{replicas.option}: needs SO_REUSEPORT, which this system does not have"
         )
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # in the workers as well, until they listen to it
     configure_logging("debug" if invocation.debug else settings.telemetry.log_level)
     raise click.exceptions.Exit(run(_serve(invocation, settings, replicas)))
 

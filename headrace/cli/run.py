@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -162,6 +163,7 @@ def serve(
     invocation: Invocation, settings: Settings, stages: tuple[Stage, ...], *, gateway: bool
 ) -> NoReturn:
     """Serve until a signal; without stages, as a gateway alone."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the process listens to it
     from headrace.cli.event_loop import run
     from headrace.runtime import process
     from headrace.runtime.heap import keep_freed_memory

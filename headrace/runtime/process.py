@@ -602,6 +602,7 @@ def _in_flight_bytes(state: ProcessState) -> int:
 async def _reloading(pipeline: Pipeline) -> AsyncIterator[None]:
     """Reload the models on SIGHUP while the context lasts."""
     loop = asyncio.get_running_loop()
+    before = signal.getsignal(signal.SIGHUP)
     async with asyncio.TaskGroup() as tasks:
         loop.add_signal_handler(
             signal.SIGHUP,
@@ -611,6 +612,7 @@ async def _reloading(pipeline: Pipeline) -> AsyncIterator[None]:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
+            signal.signal(signal.SIGHUP, before)
 
 
 async def _reload(pipeline: Pipeline) -> None:

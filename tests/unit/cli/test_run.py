@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +26,18 @@ class Started(list[tuple[Stage, ...]]):
 
     settings: Settings
     with_gateway: bool
+    sighup: object
+    """What SIGHUP would have done then."""
 
 
 @pytest.fixture
 def started() -> Iterator[Started]:
     """Record the stages that were started, instead of running services."""
     calls = Started()
-    before = sys.getswitchinterval()
+    before, sighup = sys.getswitchinterval(), signal.getsignal(signal.SIGHUP)
     yield calls
     sys.setswitchinterval(before)
+    signal.signal(signal.SIGHUP, sighup)
 
 
 @pytest.fixture
@@ -50,6 +54,7 @@ def call(call: Call, started: Started) -> Call:
         started.append(tuple(stages))
         started.with_gateway = open_doors is not None
         started.settings = settings
+        started.sighup = signal.getsignal(signal.SIGHUP)
         if announce is not None:
             announce(8123, {} if open_doors is None else {"http": 8124})
         return settings.namespace == "headrace"
@@ -222,3 +227,11 @@ def test_start_is_announced_with_models_and_addresses(
         f"headrace: models     digits ({tmp_path / 'models'})",
         "headrace: page       http://127.0.0.1:8123/",
     ]
+
+
+def test_sighup_ends_no_process_that_starts(call: Call, started: Started) -> None:
+    """It asks to look for models, which a process that starts does anyway."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    assert call("run").exit_code == Exit.DONE
+    assert started.sighup is signal.SIG_IGN
