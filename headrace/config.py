@@ -585,6 +585,18 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _topics_differ(self) -> Self:
+        for topic in Topic:
+            name = self.topic(topic)
+            alike = [each for each in Topic if self.topic(each) == name]
+            if len(alike) > 1:
+                raise ValueError(
+                    f"topics.names: expected a topic for each of {', '.join(alike)}, got {name} "
+                    "for all of them"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _claims_have_room(self) -> Self:
         limit_bytes = self.limits.max_in_flight_bytes
         if self.claims.allowed and self.claims.max_bytes > limit_bytes:

@@ -102,6 +102,16 @@ def test_variable_of_invalid_json_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert '"topics"' in line
 
 
+@pytest.mark.parametrize("name", ["headrace.requests", "answers"])
+def test_topics_of_same_name_are_refused(name: str) -> None:
+    """Answers on `requests` would be read as requests, and answered, without end."""
+    names = {"responses": name, "dead-letters": "answers"}
+    others = "requests, responses" if name == "headrace.requests" else "responses, dead-letters"
+    reason = f"settings: .*topics.names: expected a topic for each of {others}, got {name}"
+    with pytest.raises(ConfigurationError, match=reason):
+        make_settings({"topics": {"names": names}})
+
+
 @pytest.mark.parametrize("suffix", ["ingest", "batcher", "executor", "marks", "redrive"])
 def test_namespace_with_name_of_group_is_refused(suffix: str) -> None:
     """The batcher of a namespace `prod` is in the group `prod.batcher`."""
