@@ -127,6 +127,8 @@ class Metrics:
         self.shared_values = self._counter("shared_values")
         self.shared_values_bytes = self._gauge("shared_values_bytes")
         self._unreadable = self._counter("unreadable_records")
+        for code in (Code.TOO_LARGE, Code.INVALID_REQUEST):
+            self._unreadable.labels(code)  # at 0, so that an alert sees the first ones
         self.heap_trimmed = self._counter("heap_trimmed_bytes")
         self.known_executors = self._gauge("known_executors")
         self.quarantined = self._gauge("quarantined_records")

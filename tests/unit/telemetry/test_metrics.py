@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.errors import Code
 from headrace.log.errors import Fenced, LogUnavailable
+from headrace.log.port import Gap, TopicPartition
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import BatchSummary, Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
@@ -206,6 +207,18 @@ def test_slack_metric_is_time_left_to_deadline(
     assert registry.get_sample_value("headrace_answer_slack_seconds_count", labels) == 2
     total = registry.get_sample_value("headrace_answer_slack_seconds_sum", labels)
     assert total == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("code", [Code.TOO_LARGE, Code.INVALID_REQUEST])
+def test_unreadable_records_are_counted_from_zero(
+    metrics: Metrics, registry: CollectorRegistry, code: Code
+) -> None:
+    """A series that begins with the first of them does not increase, so no alert would fire."""
+    assert registry.get_sample_value("headrace_unreadable_records_total", {"code": code}) == 0
+
+    metrics.unreadable(Gap(TopicPartition("requests", 0), 5, 8, code, "too large"))
+
+    assert registry.get_sample_value("headrace_unreadable_records_total", {"code": code}) == 3
 
 
 def test_sampled_request_becomes_exemplar(metrics: Metrics, registry: CollectorRegistry) -> None:
