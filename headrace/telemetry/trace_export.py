@@ -146,7 +146,7 @@ def readable_span(
         kind=SpanKind[span.kind],
         status=status,
         start_time=span.start_us * 1000,
-        end_time=span.end_us * 1000,
+        end_time=max(span.start_us, span.end_us) * 1000,  # the clock may have been set back
         instrumentation_scope=_SCOPE,
     )
 

@@ -157,6 +157,17 @@ def test_closing_tracing_does_not_wait_for_hung_collector(
     assert _count(metrics, "trace_spans_dropped") == 1
 
 
+def test_span_ends_no_earlier_than_it_starts(metrics: Metrics) -> None:
+    """The wall clock may have been set back meanwhile, as while an answer was sent."""
+    exporter = InMemorySpanExporter()
+    export = TraceExport(exporter, "s", "n", metrics, UNHURRIED_EXPORT)
+    export.write(_span()._replace(end_us=T - 1_000_000))
+    export.close()
+
+    (span,) = exporter.get_finished_spans()
+    assert (span.start_time, span.end_time) == (T * 1000, T * 1000)
+
+
 def test_span_links_over_limit_are_dropped_and_counted(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
