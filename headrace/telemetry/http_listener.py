@@ -374,8 +374,8 @@ class Connections:
         except OSError as error:
             log.error(Event.HTTP_ACCEPT_FAILED, reason=error.strerror)
             loop = asyncio.get_running_loop()
-            if loop.remove_reader(listening):
-                loop.call_later(self._accept_retry_s, self._resume, listening)
+            loop.remove_reader(listening)  # uvloop's does not say whether there was one
+            loop.call_later(self._accept_retry_s, self._resume, listening)
             return False
         if len(self._open) >= self._max_connections:
             self.closed_early += 1

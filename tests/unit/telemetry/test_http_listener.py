@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 import sys
@@ -14,6 +15,7 @@ import aiohttp
 import pytest
 import uvloop
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from headrace.errors import Fatal
 from headrace.telemetry.http_listener import (
@@ -25,6 +27,7 @@ from headrace.telemetry.http_listener import (
     port_of,
     reserve,
 )
+from headrace.telemetry.logs import Event
 from headrace.tools.local_kafka.security import Certificates, make_certificates
 from tests.support.conditions import DEADLINE_S, eventually
 
@@ -177,6 +180,32 @@ def test_handshake_that_fails_leaves_no_connection(run: Run, files: Certificates
             writer.close()
             assert await body_over_tls(server.port, files) == "ok"
             assert len(connections) <= 1
+
+    run(main())
+
+
+def test_connections_are_accepted_again_once_there_are_file_descriptors(run: Run) -> None:
+    """A process that had none for a moment answers its health checks after it."""
+
+    async def main() -> None:
+        connections = Connections(PLACES, LONG_S, LONG_S, accept_retry_s=0.01)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        async with listening(connections) as server:
+            client = socket.socket()
+            client.setblocking(False)
+            with capture_logs() as logged:
+                # A new file descriptor has the lowest free number.
+                resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
+                try:
+                    await asyncio.get_running_loop().sock_connect(client, (HOST, server.port))
+                    await eventually(lambda: bool(logged))
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            reader, writer = await asyncio.open_connection(sock=client)
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            writer.close()
+        assert logged[0]["event"] == Event.HTTP_ACCEPT_FAILED
 
     run(main())
 
