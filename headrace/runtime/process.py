@@ -326,6 +326,7 @@ class Pipeline:
         if faults:
             raise ConfigurationError("\n".join(faults))
         if self._stages != (Stage.RESPONDER,):
+            self.health.explain("reading the model repository")
             _log_faults(await run_on_daemon_thread(self.models.open))
         self._has_begun = True
         self.health.explain("loading the models and joining the group")

@@ -20,6 +20,8 @@ from headrace.telemetry.logs import LogRateLimiter
 from headrace.topics import STAGES
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.models import settings_for
+from tests.support.pipelines import log_for, settings_of
+from tests.support.python_models import GATE
 
 
 class Silent(MemoryLog):
@@ -46,6 +48,25 @@ async def test_first_stop_ends_process_that_waits_for_brokers(tmp_path: Path) ->
 
     assert (pipeline.health.phase, pipeline.health.reason) == (Phase.STOPPED, "")
     assert pipeline.is_drained
+
+
+async def test_first_stop_ends_process_that_reads_its_models(tmp_path: Path) -> None:
+    """The import of a model may take minutes; the reason says what the process does."""
+    version = tmp_path / "slow" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text("from tests.support.python_models import GATE; GATE.wait()")
+    (tmp_path / "slow" / "model.toml").write_text('backend = "python"')
+    settings = settings_of(tmp_path)
+    pipeline, stop = Pipeline(settings, await log_for(settings), STAGES), Stop()
+    GATE.clear()
+    try:
+        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run(stop))
+            await eventually(lambda: pipeline.health.reason == "reading the model repository")
+            stop.request()
+    finally:
+        GATE.set()  # ends the thread that imports
+    assert pipeline.health.phase is Phase.STOPPED
 
 
 async def test_first_signal_ends_process_whose_gateway_opens(tmp_path: Path) -> None:
