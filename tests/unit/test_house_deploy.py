@@ -6,17 +6,29 @@ that are Headrace's own. The Dockerfile is read with dockerfile-parse.
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
+import json
+import os
 import re
+import sys
 import tomllib
+from asyncio.subprocess import DEVNULL
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
+from prometheus_client import CollectorRegistry
 
-from headrace.config import GatewaySettings, LimitSettings
+from headrace.config import GatewaySettings, LimitSettings, TelemetrySettings
+from headrace.models.registry import Models
+from headrace.telemetry.health import Health, Phase
+from headrace.telemetry.http import HttpServer
+from headrace.tools.local_kafka.security import make_certificates
 from headrace.topics import STAGES
+from tests.support.models import settings_for
 from tests.support.settings import all_settings
 from tests.support.tree import ROOT
 
@@ -219,6 +231,32 @@ def test_image_listens_on_exposed_port(dockerfile: DockerfileParser) -> None:
     assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_HOST"] == "0.0.0.0"
     assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_PORT"] == value_of(dockerfile, "EXPOSE")
     assert "/health/live" in value_of(dockerfile, "HEALTHCHECK")
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "stopped"])
+async def test_image_health_check_is_liveness_with_and_without_tls(
+    dockerfile: DockerfileParser, tmp_path: Path, secured: bool, is_live: bool
+) -> None:
+    """It looks at no certificate, like the kubelet: a container with TLS would never be healthy."""
+    access = TelemetrySettings(
+        tls_cert_file=make_certificates(tmp_path).broker if secured else None
+    )
+    health, models = Health(), Models(settings_for(tmp_path))
+    if not is_live:
+        health.enter(Phase.STOPPED)
+    line = value_of(dockerfile, "HEALTHCHECK")
+    _, *arguments = json.loads(line[line.index("[") :])
+    async with HttpServer(
+        ("127.0.0.1", 0), health, models.catalog, CollectorRegistry(), access=access
+    ) as server:
+        variables = {"HEADRACE_TELEMETRY__HTTP_PORT": str(server.port)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, env={**os.environ, **variables}, stderr=DEVNULL
+        )
+        code = await process.wait()
+
+    assert code == (0 if is_live else 1)
 
 
 def test_image_copies_only_files_in_build_context(dockerfile: DockerfileParser) -> None:
