@@ -112,7 +112,7 @@ _TUNING = TUNING.protocol
 _LOOKED_AT_BYTES = 64
 _MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
-_LATEST_MS = 10**_MAX_DIGITS - 1
+_LATEST_MS = int("9" * _MAX_DIGITS)
 NO_HEADERS: Final = Envelope()
 """Envelope of a record without headers, if requests have no default timeout."""
 

@@ -582,8 +582,8 @@ class BatchedHistogram(Collector):
 # --- times of requests ---------------------------------------------------------------------------
 
 
-_LAST_MS = 2**53
-"""Timestamps above it are none; this one is in the future, and in microseconds within 64 bits."""
+_LAST_MS = int(np.iinfo(np.int64).max) // 1000
+"""The latest timestamp that is within 64 bits in microseconds; any as late is in the future."""
 
 
 class _TimeColumns(NamedTuple):

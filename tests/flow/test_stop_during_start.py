@@ -8,14 +8,17 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-from headrace.config import TelemetrySettings
+from headrace.config import Settings, TelemetrySettings
 from headrace.log.memory.log import MemoryLog
-from headrace.log.port import TopicInfo
+from headrace.log.port import Log, TopicInfo
+from headrace.models.catalog import ModelCatalog
+from headrace.models.index import RepositoryIndex
 from headrace.runtime.process import GatewayDoors, Pipeline, run
 from headrace.runtime.shutdown import Stop
-from headrace.telemetry.health import Phase
+from headrace.telemetry.health import Health, Phase
+from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import LogRateLimiter
 from headrace.topics import STAGES
 from tests.support.conditions import DEADLINE_S, eventually
@@ -75,11 +78,17 @@ async def test_first_signal_ends_process_whose_gateway_opens(tmp_path: Path) -> 
     settings = settings_for(tmp_path).model_copy(update={"telemetry": telemetry})
 
     @asynccontextmanager
-    async def open_doors(*_: Any) -> AsyncIterator[GatewayDoors]:
+    async def open_doors(
+        settings: Settings,
+        log: Log,
+        models: ModelCatalog,
+        health: Health,
+        instruments: Instruments,
+        repository: RepositoryIndex,
+    ) -> AsyncIterator[GatewayDoors]:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.Event().wait()
-        raise AssertionError
-        yield
+        yield cast("GatewayDoors", None)  # never reached
 
     async with asyncio.timeout(DEADLINE_S):
         assert await run(settings, STAGES, LogRateLimiter(), open_doors=open_doors)
