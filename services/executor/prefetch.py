@@ -3,6 +3,8 @@
 During a run of some length, the next batch is pulled just in time and gathered into the unused
 block, so that it can begin when the run ends. Parts of failed batches alternate with fresh
 batches. A batch that failed with a transient error is retried after a pause, while others run.
+Retries that have become due meanwhile run together: during an outage requests fail at once, and so
+come one by one, and would otherwise run one by one when it is over.
 """
 
 from __future__ import annotations
@@ -10,17 +12,33 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headrace.clock import Clock
 from headrace.crash_isolation.run_gate import Entry
 from headrace.models.backends.port import Arrays
+from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Failure, Request
 from headrace.telemetry.span_attributes import ModelRun
 from headrace.transport.channels import BatchConsumer
 from headrace.tuning import TUNING, ExecutorTuning
+
+_RUN_APART = {"alone", "apart", "bisected"}
+"""Reasons of batches whose requests must not run together with others."""
+
+
+class JoinLimits(Protocol):
+    """Limits of batches; implemented by `headrace.models.version.ModelVersion`."""
+
+    @property
+    def max_batch_size(self) -> int: ...
+    @property
+    def max_batch_bytes(self) -> int: ...
+    @property
+    def batching_off(self) -> str: ...
+    @property
+    def latency(self) -> Latency: ...
 
 
 class PreparedBatch(NamedTuple):
@@ -54,13 +72,25 @@ class PreparedBatch(NamedTuple):
         return self.entry is not None
 
 
+class _RetryGroup(NamedTuple):
+    """What retries have in common that may run together.
+
+    Attributes:
+        attempts: how often their requests have run.
+        shape_class: of their requests.
+        number: a number of its own for a retry that must run apart; otherwise 0.
+    """
+
+    attempts: int
+    shape_class: tuple[int, ...]
+    number: int
+
+
 class _Retry(NamedTuple):
-    """A batch to retry at a time of the loop's clock; the earliest sorts first."""
+    """A batch to retry at a time of the loop's clock."""
 
     at_s: float
-    number: int
     batch: Batch
-    attempts: int
 
 
 class Prefetch:
@@ -71,6 +101,7 @@ class Prefetch:
         gather: gathers a batch ahead of its run.
         tasks: the instance's task group, in which batches are pulled ahead.
         run_now: runs a fresh batch while `wait_next` waits for one; see `BatchConsumer.wait`.
+        join_limits: limits up to which retries are joined; None if each batch must stay what it is.
     """
 
     def __init__(
@@ -80,15 +111,18 @@ class Prefetch:
         tasks: asyncio.TaskGroup,
         run_now: Callable[[Batch], bool] | None = None,
         tuning: ExecutorTuning = TUNING.executor,
+        join_limits: JoinLimits | None = None,
     ) -> None:
         self._tuning = tuning
+        self._join_limits = join_limits
         self._consumer = consumer
         self._run_now = run_now
         self._gather = gather
         self._tasks = tasks
         self._halves: deque[Batch] = deque()
-        self._retries: list[_Retry] = []
-        self._numbers = count()
+        # In the order of their times, since the pause depends on the attempts alone.
+        self._retries: dict[_RetryGroup, deque[_Retry]] = {}
+        self._numbers = count(1)
         self._fresh_turn = False
         self._pulling: asyncio.Task[PreparedBatch | None] | None = None
         self._gathering_us = 0
@@ -125,8 +159,11 @@ class Prefetch:
         in_time = [one for one in run.requests if one not in late] if late else list(run.requests)
         if in_time:
             at_s = asyncio.get_running_loop().time() + pause_s
-            retry = Batch(batch.batch_id, in_time, batch.reason)
-            heappush(self._retries, _Retry(at_s, next(self._numbers), retry, run.attempts))
+            runs_apart = self._join_limits is None or batch.reason in _RUN_APART
+            number = next(self._numbers) if runs_apart else 0
+            group = _RetryGroup(run.attempts, in_time[0].shape_class, number)
+            retry = _Retry(at_s, Batch(batch.batch_id, in_time, batch.reason))
+            self._retries.setdefault(group, deque()).append(retry)
         return late
 
     @property
@@ -170,11 +207,38 @@ class Prefetch:
         return prepared
 
     def _retry_wait_s(self) -> float:
-        return self._retries[0].at_s - asyncio.get_running_loop().time()
+        at_s = min(retries[0].at_s for retries in self._retries.values())
+        return at_s - asyncio.get_running_loop().time()
 
     def _pop_due_retry(self) -> PreparedBatch:
-        _, _, batch, attempts = heappop(self._retries)
-        return _unprepared(batch, is_fresh=False)._replace(attempts=attempts)
+        """Return the retry whose time comes first, joined with others that are due."""
+        group, retries = min(self._retries.items(), key=lambda one: one[1][0].at_s)
+        batch = retries.popleft().batch
+        now_s = asyncio.get_running_loop().time()
+        joined, rows = list(batch.requests), batch.rows
+        size_bytes = _size_bytes(joined)
+        max_rows, max_bytes = self._most_joined(batch)
+        while retries and retries[0].at_s <= now_s:
+            more = retries[0].batch
+            rows += more.rows
+            size_bytes += _size_bytes(more.requests)
+            if rows > max_rows or size_bytes > max_bytes:
+                break
+            joined += retries.popleft().batch.requests
+        if not retries:
+            del self._retries[group]
+        if len(joined) > len(batch.requests):
+            batch = Batch(batch.batch_id, joined, batch.reason)
+        return _unprepared(batch, is_fresh=False)._replace(attempts=group.attempts)
+
+    def _most_joined(self, batch: Batch) -> tuple[int, int]:
+        """Return how many rows and bytes a batch that was joined from retries has at most."""
+        limits = self._join_limits
+        if limits is None or limits.batching_off:
+            return 0, 0
+        shape_class = batch.requests[0].shape_class
+        rows = limits.latency.best_rows(shape_class, limits.max_batch_size)
+        return rows, limits.max_batch_bytes
 
     async def _wait_fresh_or_due(self) -> PreparedBatch | None:
         """Return a fresh batch or a due retry, whichever is first. The pull is never cancelled:
@@ -241,3 +305,7 @@ class Prefetch:
 
 def _unprepared(batch: Batch, *, is_fresh: bool = True) -> PreparedBatch:
     return PreparedBatch(batch, [], batch.requests, is_fresh=is_fresh)
+
+
+def _size_bytes(requests: Sequence[Request]) -> int:
+    return sum([request.size_bytes for request in requests])

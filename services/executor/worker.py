@@ -176,6 +176,8 @@ class Worker:
         self._clock, self._steady = instruments.clock, instruments.steady
         self._anchored_clock = instruments.anchored_clock
         self._tuning = tuning
+        # A batcher in another process waits for each of its batches to be completed.
+        self._join_limits = version if heartbeat is None else None
         self._buffer = AnswerBuffer(answers, instruments, heartbeat, tuning)
         limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
         self.activity = Activity(f"executor {instance.name}", limit_s)
@@ -198,7 +200,12 @@ class Worker:
     async def _run_batches(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             prefetch = Prefetch(
-                self._consumer, self._gather_ahead, tasks, self.run_now, self._tuning
+                self._consumer,
+                self._gather_ahead,
+                tasks,
+                self.run_now,
+                self._tuning,
+                self._join_limits,
             )
             while (prepared := await self._next(prefetch)) is not None:
                 run = partial(self._run, prefetch, prepared)

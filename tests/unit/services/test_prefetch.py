@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
-from headrace.protocol.messages import Batch
+from headrace.errors import Code
+from headrace.models.profiling.latency import Latency
+from headrace.primitives.backoff import Backoff
+from headrace.protocol.messages import Batch, Failure, Request
 from headrace.services.executor.prefetch import Prefetch, PreparedBatch
+from headrace.telemetry.span_attributes import ModelRun
+from headrace.topics import Stage
 from headrace.transport.channels import BatchQueue, Demand
-from headrace.tuning import TUNING
+from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import DEADLINE_S, eventually
 from tests.support.work import make_request
 
@@ -18,17 +25,38 @@ LONG_US = 50_000
 NOW_US = 1_000_000
 
 
+AT_ONCE = replace(TUNING.executor, run_backoff=Backoff(0.0, 0.0))
+BUSY = Failure(Code.INTERNAL, "busy", Stage.EXECUTOR)
+
+
+@dataclass
+class Limits:
+    """Limits of the batches that retries are joined to."""
+
+    max_batch_size: int = 32
+    max_batch_bytes: int = 1000
+    batching_off: str = ""
+    latency: Latency = field(default_factory=Latency)
+
+
 class PrefetchHarness:
     """A supply of batches, and an intake that pulls them."""
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        limits: Limits | None = None,
+        tuning: ExecutorTuning = TUNING.executor,
+    ) -> None:
         self.waiting: deque[Batch] = deque()
         self.asks: list[Demand] = []
         self.gathered: list[str] = []
         self.gathering_us = 0
         self.batch_queue: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.consumer = self.batch_queue.consumer(("model", "1"))
-        self.prefetch = Prefetch(self.consumer, self._gather, tasks)
+        self.prefetch = Prefetch(
+            self.consumer, self._gather, tasks, tuning=tuning, join_limits=limits
+        )
 
     def _supply(self, _: object, demand: Demand) -> Batch | None:
         self.asks.append(demand)
@@ -160,3 +188,69 @@ async def test_pending_halves_are_run_before_drain_ends() -> None:
         bench.prefetch.requeue_halves([batch("x"), batch("y")])
         bench.batch_queue.close()
         assert [await bench.next_id() for _ in range(3)] == ["x", "y", "none"]
+
+
+def retried_runs(
+    tasks: asyncio.TaskGroup, limits: Limits | None, *runs: tuple[Batch, int]
+) -> list[list[Request]]:
+    """Return the requests that run together after these runs, with the number of their attempts,
+    have failed with a transient error, and their pauses are over.
+    """
+    bench = PrefetchHarness(tasks, limits, AT_ONCE)
+    for failed, attempts in runs:
+        run = ModelRun(failed, failed.requests, NOW_US, attempts=attempts)
+        assert bench.prefetch.retry_later(run, BUSY, NOW_US) == []
+    taken: list[list[Request]] = []
+    while bench.prefetch.has_retries:
+        prepared = bench.prefetch.next_nowait()
+        assert prepared is not None
+        taken.append(prepared.requests)
+    return taken
+
+
+async def test_retries_due_together_run_together() -> None:
+    """During an outage requests come one by one; after it they must not run one by one."""
+    batches = [batch(name) for name in "abc"]
+    async with asyncio.TaskGroup() as tasks:
+        runs = retried_runs(tasks, Limits(), *[(each, 1) for each in batches])
+    assert runs == [[each.requests[0] for each in batches]]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(max_batch_size=2), Limits(max_batch_bytes=20)],
+    ids=["rows", "bytes"],
+)
+async def test_joined_retries_keep_limits_of_batches(limits: Limits) -> None:
+    """Each request has 1 row and 10 bytes."""
+    batches = [batch(name) for name in "abc"]
+    async with asyncio.TaskGroup() as tasks:
+        runs = retried_runs(tasks, limits, *[(each, 1) for each in batches])
+    assert [len(run) for run in runs] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "limits", [None, Limits(batching_off="max_batch_size is 1")], ids=["another process", "off"]
+)
+async def test_retries_stay_apart_where_batches_must(limits: Limits | None) -> None:
+    """A batcher in another process waits for its own batches; some models take no batches."""
+    async with asyncio.TaskGroup() as tasks:
+        runs = retried_runs(tasks, limits, (batch("a"), 1), (batch("b"), 1))
+    assert [len(run) for run in runs] == [1, 1]
+
+
+@pytest.mark.parametrize("reason", ["bisected", "apart", "alone"])
+async def test_retry_of_part_that_must_run_apart_is_not_joined(reason: str) -> None:
+    """It is a part of a search for a faulty request, or its model is asked whether it batches."""
+    part = Batch("a.0", [make_request()], reason)
+    async with asyncio.TaskGroup() as tasks:
+        runs = retried_runs(tasks, Limits(), (part, 1), (batch("b"), 1), (batch("c"), 1))
+    assert [len(run) for run in runs] == [1, 2]
+
+
+async def test_retries_with_other_shapes_or_attempts_are_not_joined() -> None:
+    """Requests of different shapes do not fit; one with few attempts left must not end others."""
+    other = Batch("b", [make_request(shape_class=(8,))], "idle")
+    async with asyncio.TaskGroup() as tasks:
+        runs = retried_runs(tasks, Limits(), (batch("a"), 1), (other, 1), (batch("c"), 9))
+    assert [len(run) for run in runs] == [1, 1, 1]
