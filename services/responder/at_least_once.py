@@ -83,6 +83,7 @@ class AtLeastOnce:
         self._stalled_after_s = tuning.target_stalled_after_s
         self._max_chunks = tuning.max_unacknowledged_chunks
         self._max_bytes = tuning.max_unacknowledged_bytes
+        self._max_answers = tuning.max_step_answers
         self._unacknowledged = _Unacknowledged()
         self._tasks = tasks
         self._stalled: dict[TopicPartition, list[Request]] = {}
@@ -145,13 +146,25 @@ class AtLeastOnce:
     async def _answer_target(
         self, target: TopicPartition, requests: list[Request], unwritten: set[TopicPartition]
     ) -> None:
-        await self._answer_partition(target, requests)
+        await self._answer_in_parts(target, requests)
         unwritten.discard(target)
         # Answers that came while the target was stalled; its entry goes when there are no more.
         while waiting := self._stalled.pop(target, None):
-            await self._answer_partition(target, waiting)
+            await self._answer_in_parts(target, waiting)
 
-    async def _answer_partition(self, target: TopicPartition, requests: list[Request]) -> None:
+    async def _answer_in_parts(self, target: TopicPartition, requests: list[Request]) -> None:
+        """Answer requests, and remove them from the list: many may have waited for a target that
+        was stalled or looked up, and encoding them all would block the event loop.
+        """
+        while requests:
+            part = requests[: self._max_answers]
+            del requests[: self._max_answers]
+            if assigned := drop_revoked(part, self._metrics):
+                await self._answer_partition(target, assigned)
+            if requests:
+                await asyncio.sleep(0)  # the embedded log acknowledges without waiting
+
+    async def _answer_partition(self, target: TopicPartition, requests: Sequence[Request]) -> None:
         encoder = self._encoder
         await encoder.compress_answers(requests)
         clock = encoder.anchored_clock()

@@ -43,6 +43,23 @@ async def test_stalled_target_delays_no_other_answers() -> None:
         assert len(await bench.records(MINE.topic)) == 40
 
 
+async def test_many_answers_for_one_target_are_written_in_parts() -> None:
+    """So many wait for a target that was stalled or looked up; encoding all of them at once would
+    block the event loop for a second.
+    """
+    tuning = replace(TUNING.responder, max_step_answers=8)
+    target = TopicPartition(MINE.topic, 0)
+    requests = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(20)]
+    async with running(tuning=tuning) as bench:
+        bench.log.faults.acknowledgements.hold()
+        await bench.incoming.send(list(requests))
+        await eventually(lambda: bench.log.faults.partitions.end_offset(target))
+        assert bench.log.faults.partitions.end_offset(target) == 8
+        bench.log.faults.acknowledgements.release()
+        await eventually(lambda: all(receipt_of(one).acked == 1 for one in requests))
+        assert len(await bench.records(MINE.topic)) == 20
+
+
 @pytest.mark.parametrize("order", ["none", "partition"])
 async def test_revoked_answers_are_not_retried(order: OrderBy) -> None:
     """Another process answers it; of those that have failed before, the others are answered."""
