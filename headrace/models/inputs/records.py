@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
@@ -49,7 +50,12 @@ PROTOBUF = frozenset(
     {"application/x-protobuf", "application/protobuf", "application/vnd.google.protobuf"}
 )
 
+# The limit of the library is that of the process, and less than a text may have.
+csv.field_size_limit(2**31 - 1)
+
 _NUMBERS = frozenset({int, float, Decimal})
+_GROUPED = "_"
+"""Python reads digits with it between them as a number, so that 2024_01 would be 202401."""
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 Array: TypeAlias = NDArray[Any]
@@ -751,17 +757,22 @@ def _as_truth(value: Any) -> Any:
 
 
 def _as_float(value: Any) -> Any:
-    """Return the number in a text; anything else unchanged."""
+    """Return the number in a text; anything else, and digits beyond FP64, unchanged."""
+    if not isinstance(value, str) or _GROUPED in value:
+        return value
     try:
-        return float(value) if isinstance(value, str) else value
+        number = float(value)
     except ValueError:
         return value
+    return value if math.isinf(number) and any(map(str.isdecimal, value)) else number
 
 
 def _as_integer_text(value: Any) -> Any:
     """Return the integer in a text; anything else unchanged."""
+    if not isinstance(value, str) or _GROUPED in value:
+        return value
     try:
-        return int(value) if isinstance(value, str) else value
+        return int(value)
     except ValueError:
         return value
 

@@ -250,6 +250,32 @@ def test_texts_of_csv_become_values(datatype: str, text: bytes, expected: object
 
 
 @pytest.mark.parametrize(
+    ("datatype", "text"), [("INT32", "2024_01"), ("FP32", "1_0"), ("FP64", "1e999")]
+)
+def test_text_that_only_python_reads_as_number_is_refused(datatype: str, text: str) -> None:
+    """It would silently become 202401, 10, or infinity; other formats refuse it."""
+    error = refusal(records_of('{ path = "v" }', datatype), f"v\n{text}".encode(), CSV)
+
+    assert error.code == Code.INVALID_TENSOR
+    assert text in error.message
+
+
+def test_infinity_in_csv_is_read() -> None:
+    """Only digits that FP64 cannot hold are refused."""
+    transform = records_of('{ path = "v" }')
+
+    assert array_of(transform, b"v\n-inf", CSV).tolist() == [[-np.inf]]
+
+
+def test_long_text_in_csv_is_read() -> None:
+    """A text is as long as the payload may be, and not as the library's limit of 131,072."""
+    transform = records_of('{ path = "v" }', "BYTES")
+    text = b"x" * 200_000
+
+    assert array_of(transform, b"v\n" + text, CSV).tolist() == [[text]]
+
+
+@pytest.mark.parametrize(
     ("columns", "datatype", "value", "message"),
     [
         ('{ path = "a.b" }', "FP32", "null", "rows[1].a.b: expected a number, got nothing"),
