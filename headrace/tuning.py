@@ -781,7 +781,7 @@ class ExecutorTuning(Struct, frozen=True):
     """Attempts to run a batch: enough to wait five seconds for a busy backend, if deadlines allow.
     """
     max_half_attempts: int = 3
-    """Attempts to run a part of a failed batch, which has been retried as a whole already."""
+    """Attempts to run a part of a batch that has been retried as a whole already, in vain."""
     max_waiting_parts: int = 16
     """While more parts of failed batches wait, no fresh batch is taken; one batch of 1,000 requests
     that fails has no more than 11 at a time."""

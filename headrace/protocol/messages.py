@@ -684,8 +684,9 @@ class Batch:
 
     Attributes:
         reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `deadline`, `bytes`,
-            `drain` or `alone`; `bisected` if it is one half of a batch that failed; `apart` if it
-            is one request of a batch that must not run together.
+            `drain` or `alone`; `bisected` if it is one half of a batch that failed; `retried` if
+            that batch was retried before, in vain; `apart` if it is one request of a batch that
+            must not run together.
         rows: rows of all requests together.
         end_us: predicted end of its run in epoch microseconds; 0 if not predicted.
     """

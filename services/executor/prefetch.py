@@ -24,7 +24,7 @@ from headrace.telemetry.span_attributes import ModelRun
 from headrace.transport.channels import BatchConsumer
 from headrace.tuning import TUNING, ExecutorTuning
 
-_RUN_APART = {"alone", "apart", "bisected"}
+_RUN_APART = {"alone", "apart", "bisected", "retried"}
 """Reasons of batches whose requests must not run together with others."""
 
 
@@ -148,8 +148,8 @@ class Prefetch:
             The requests that would be late, failed; None if there are no attempts left.
         """
         batch, tuning = run.batch, self._tuning
-        is_half = batch.reason == "bisected"
-        if run.attempts >= (tuning.max_half_attempts if is_half else tuning.max_run_attempts):
+        is_retried = batch.reason == "retried"
+        if run.attempts >= (tuning.max_half_attempts if is_retried else tuning.max_run_attempts):
             return None
         pause_s = tuning.run_backoff.pause_s(run.attempts - 1)
         at_us = now_us + int(pause_s * 1e6)

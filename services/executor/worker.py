@@ -321,6 +321,8 @@ class Worker:
             batch, remaining, prepared.began_us or clock(), prepared.gathered_us, clock=clock
         )
         run.attempts = prepared.attempts + 1
+        # Halves of a batch that failed with another error have not been retried as a whole.
+        halved = "retried" if batch.reason == "retried" else "bisected"
         try:
             run.failure = await self._compute(prefetch, run, prepared)
         except DeadlinePassed:
@@ -332,8 +334,9 @@ class Worker:
             if late is not None:
                 self._record_retry(run.requests[0], run.failure)
                 return ended + late, []
+            halved = "retried"
         run.compute_us = self._instance.compute_us
-        done, parts = self._finish_run(run)
+        done, parts = self._finish_run(run, halved)
         return ended + done, parts
 
     async def _compute(
@@ -382,8 +385,10 @@ class Worker:
                 run.requests, version.signature, outputs, self._tuning.max_rows_in_error
             )
 
-    def _finish_run(self, run: ModelRun) -> RunOutcome:
-        """Finish a run; return its finished requests, or the halves of a failed batch to run."""
+    def _finish_run(self, run: ModelRun, halved: str = "bisected") -> RunOutcome:
+        """Finish a run; return its finished requests, or the halves of a failed batch to run, which
+        get `halved` as their reason.
+        """
         batch, requests, failure = run.batch, run.requests, run.failure
         run.ended_us, run.ended_steady_us = run.clock(), self._steady()
         if self._tracing is not None:
@@ -398,8 +403,7 @@ class Worker:
         middle = len(requests) // 2
         halves = (requests[:middle], requests[middle:])
         return [], [
-            Batch(f"{batch.batch_id}.{place}", half, "bisected")
-            for place, half in enumerate(halves)
+            Batch(f"{batch.batch_id}.{place}", half, halved) for place, half in enumerate(halves)
         ]
 
     def _record_run(self, run: ModelRun) -> None:

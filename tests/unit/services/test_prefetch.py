@@ -239,7 +239,7 @@ async def test_retries_stay_apart_where_batches_must(limits: Limits | None) -> N
     assert [len(run) for run in runs] == [1, 1]
 
 
-@pytest.mark.parametrize("reason", ["bisected", "apart", "alone"])
+@pytest.mark.parametrize("reason", ["bisected", "retried", "apart", "alone"])
 async def test_retry_of_part_that_must_run_apart_is_not_joined(reason: str) -> None:
     """It is a part of a search for a faulty request, or its model is asked whether it batches."""
     part = Batch("a.0", [make_request()], reason)

@@ -81,6 +81,26 @@ async def test_lasting_transient_error_fails_each_request(tmp_path: Path) -> Non
     assert [outcome(one) for one in answers] == [Code.INTERNAL, Code.INTERNAL]
 
 
+async def test_part_of_batch_with_faulty_request_is_retried_as_long_as_others(
+    tmp_path: Path,
+) -> None:
+    """A request that fails by itself takes no attempts from those that shared its batch."""
+    run = f"""
+        if {POISON} in x:
+            raise ValueError('thirteen')
+        if len(self.calls) < TUNED:
+            raise Retriable('busy')
+    """.replace("TUNED", str(TUNING.executor.max_half_attempts + 5))
+    add_python_model(tmp_path, run)
+    tuning = replace(TUNING.executor, run_backoff=Backoff(0.001, 0.001))
+    async with running(tmp_path, tuning) as bench:
+        requests = requests_of(1, POISON)
+        bench.give(requests)
+        await bench.answered(2)
+
+    assert [outcome(one) for one in requests] == [2, Code.MODEL_FAILED]
+
+
 async def test_pending_retry_is_run_before_drain_ends(tmp_path: Path) -> None:
     """A drain loses nothing: when no more batches come, the pause is still waited for."""
     add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('busy')")
