@@ -123,7 +123,7 @@ class Prefetch:
         # In the order of their times, since the pause depends on the attempts alone.
         self._retries: dict[_RetryGroup, deque[_Retry]] = {}
         self._numbers = count(1)
-        self._fresh_turn = False
+        self._fresh_turn = self._retry_turn = False
         self._pulling: asyncio.Task[PreparedBatch | None] | None = None
         self._gathering_us = 0
 
@@ -173,21 +173,25 @@ class Prefetch:
 
     def next_nowait(self) -> PreparedBatch | None:
         """Return the next batch; None if there is none now."""
-        # A started run comes first, since it holds the thread; then a due retry; then parts and
-        # fresh batches in turn, so that a failed batch does not hold up the others.
+        # A started run comes first, since it holds the thread; then what failed and fresh batches
+        # in turn, so that a failed batch does not hold up the others, however often it is retried.
         started = self._pop_started()
         if started is not None:
             return started
-        if self._retries and self._retry_wait_s() <= 0:
-            return self._pop_due_retry()
-        if not self._halves:
+        is_due = bool(self._retries) and self._retry_wait_s() <= 0
+        if not (is_due or self._halves):
             return self._pop_fresh()
         # While many wait, fresh batches stay in the batcher: only there are they in order, can be
         # cancelled, and end when their deadlines pass.
         takes_fresh = self._fresh_turn and len(self._halves) <= self._tuning.max_waiting_parts
         prepared = self._pop_fresh() if takes_fresh else None
         self._fresh_turn = not self._fresh_turn
-        return prepared or _unprepared(self._halves.popleft(), is_fresh=False)
+        if prepared is not None:
+            return prepared
+        self._retry_turn = is_due and not (self._retry_turn and self._halves)
+        if self._retry_turn:
+            return self._pop_due_retry()
+        return _unprepared(self._halves.popleft(), is_fresh=False)
 
     async def wait_next(self) -> PreparedBatch | None:
         """Wait for the next batch, directly after `next_nowait` has found none; None when there

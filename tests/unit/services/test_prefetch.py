@@ -254,3 +254,17 @@ async def test_retries_with_other_shapes_or_attempts_are_not_joined() -> None:
     async with asyncio.TaskGroup() as tasks:
         runs = retried_runs(tasks, Limits(), (batch("a"), 1), (other, 1), (batch("c"), 9))
     assert [len(run) for run in runs] == [1, 1, 1]
+
+
+async def test_retries_alternate_with_parts_and_fresh_batches() -> None:
+    """Runs that fail with a transient error each time, after a while, must not hold up others."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = PrefetchHarness(tasks, tuning=AT_ONCE)
+        bench.waiting.extend(batch(name) for name in ("a", "b"))
+        bench.prefetch.requeue_halves([batch("x"), batch("y")])
+        for name in ("r", "s"):
+            failed = batch(name)
+            run = ModelRun(failed, failed.requests, NOW_US, attempts=1)
+            bench.prefetch.retry_later(run, BUSY, NOW_US)
+        taken = [await bench.next_id() for _ in range(6)]
+    assert taken == ["r", "a", "x", "b", "s", "y"]
