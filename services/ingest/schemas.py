@@ -60,6 +60,7 @@ class SchemaWaits:
         self._alone: dict[PendingTransform, asyncio.Timeout] = {}
         self._next_deadline_ms = 0
         self._changed = asyncio.Event()
+        self._ending = asyncio.Event()
         self._closed = False
 
     def add(self, payload: PendingTransform) -> None:
@@ -74,22 +75,39 @@ class SchemaWaits:
         deadline_ms = payload.request.envelope.deadline_ms
         if deadline_ms and not 0 < self._next_deadline_ms <= deadline_ms:
             self._next_deadline_ms = deadline_ms
-            self._changed.set()
+            self._ending.set()
 
     async def run(self) -> None:
         """Fetch schemas until `close`."""
+        async with asyncio.TaskGroup() as tasks:
+            # Beside the fetching: a registry that hangs is waited for longer than deadlines are.
+            tasks.create_task(self._end_late(), name="schemas-late")
+            await self._fetch_until_closed()
+
+    async def _end_late(self) -> None:
+        """Pass on payloads that have ended, until `close`."""
+        while not self._closed:
+            self._ending.clear()
+            self._pass_on_ended()
+            pause_s: float | None = None
+            if self._next_deadline_ms:
+                left_s = self._next_deadline_ms / 1000 - self._clock() / 1e6
+                pause_s = max(left_s, self._tuning.expiry_interval_s)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._ending.wait()
+            except TimeoutError:
+                pass
+
+    async def _fetch_until_closed(self) -> None:
         pauses = Pauses(self._tuning.backoff)
         while not self._closed:
             self._changed.clear()
-            self._pass_on_ended()
             if await self._fetch_all():
                 pauses.reset()
                 pause_s = None if not self._waiting else self._tuning.backoff.first_s
             else:
                 pause_s = pauses.next_s()
-            if self._waiting and self._next_deadline_ms:
-                left_s = self._next_deadline_ms / 1000 - self._clock() / 1e6
-                pause_s = min(pause_s or left_s, max(left_s, self._tuning.expiry_interval_s))
             try:
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()
@@ -132,7 +150,7 @@ class SchemaWaits:
         for request in found:
             request.fail(cancelled_failure(Stage.INGEST))
         if found:
-            self._changed.set()
+            self._ending.set()
         return found
 
     def drop_revoked(self) -> None:
@@ -152,6 +170,7 @@ class SchemaWaits:
         """Leave the payloads that wait in the log, for the next owners of their partitions."""
         self._closed = True
         self._changed.set()
+        self._ending.set()
         for payloads in self._waiting.values():
             for payload in payloads:
                 leave_in_log(payload.request)
@@ -165,6 +184,8 @@ class SchemaWaits:
         for key in reversed(list(self._waiting)):
             if self._closed:
                 break
+            if key not in self._waiting:
+                continue  # all its payloads have ended meanwhile
             error: Rejected | None = None
             try:
                 await _fetch(*key)

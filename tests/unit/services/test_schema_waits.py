@@ -20,12 +20,15 @@ from headrace.models.registry import Models
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.version import ModelVersion
 from headrace.primitives.backoff import Backoff
+from headrace.protocol.headers import BY_CORRELATION
+from headrace.protocol.messages import Envelope
 from headrace.services.executor.answer_rewriting import pass_through
 from headrace.services.ingest.schemas import SchemaWaits
 from headrace.transforms.workers import PendingTransform
 from headrace.tuning import SchemaTuning
 from tests.support.conditions import eventually
 from tests.support.schema_registry import StandInRegistry
+from tests.support.services import StillClock
 from tests.support.tree import ROOT
 from tests.support.work import NOW_US, make_request
 
@@ -41,7 +44,10 @@ def version_of(directory: Path, registry: StandInRegistry) -> tuple[ModelVersion
     text = path.read_text().replace('avro_schema = "order.avsc"', 'framing = "confluent"')
     path.write_text(text.replace("pass_through = true", ""))
     settings = make_settings(
-        {"models": {"repository": str(directory)}, "schema_registry": {"url": registry.url}}
+        {
+            "models": {"repository": str(directory)},
+            "schema_registry": {"url": registry.url, "timeout_ms": 60_000},
+        }
     )
     assert settings.schema_registry is not None
     client = SchemaRegistry(settings.schema_registry)
@@ -90,6 +96,33 @@ async def test_payload_alone_that_has_no_schema_in_time_ends(tmp_path: Path, fau
     else:
         assert payload.error is not None
         assert payload.error.code == Code.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("end", ["late", "cancelled"])
+async def test_payload_ends_while_registry_hangs(tmp_path: Path, end: str) -> None:
+    """Its deadline is not that of the request to the registry."""
+    async with StandInRegistry() as registry:
+        registry.holds = True
+        version, client = version_of(tmp_path, registry)
+        clock = StillClock(NOW_US)
+        origin = Envelope(deadline_ms=NOW_US // 1000 + 1, correlation_id=b"mine")
+        request = make_request(envelope=origin)
+        cancelling = make_request(envelope=Envelope(cancels=BY_CORRELATION, correlation_id=b"mine"))
+        finished: list[PendingTransform] = []
+        async with client, asyncio.TaskGroup() as tasks:
+            waits = SchemaWaits(finished.extend, clock, QUICK)
+            running = tasks.create_task(waits.run())
+            waits.add(PendingTransform(request, version, FRAMED, "avro/binary"))
+            await eventually(lambda: registry.requests, what="the registry is asked")
+            if end == "late":
+                clock.now_us += 1000
+            else:
+                assert waits.cancel([cancelling]) == [request]
+            await eventually(lambda: finished, what="it is passed on")
+            running.cancel()
+
+    assert request.failure is not None
+    assert request.failure.code == (Code.DEADLINE_EXCEEDED if end == "late" else Code.CANCELLED)
 
 
 async def test_unknown_schemas_of_a_run_are_requested_together(tmp_path: Path) -> None:
