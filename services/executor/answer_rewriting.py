@@ -205,19 +205,21 @@ async def _fetch_schema(
     request: Request, framed: FramedSchemas, schema_id: int, clock: Clock
 ) -> None:
     pauses = Pauses(TUNING.schemas.backoff)
+    deadline_ms = request.envelope.deadline_ms
     while True:
+        left_s = max(0.0, deadline_ms / 1000 - clock() / 1e6) if deadline_ms else None
         try:
-            await framed.fetch(schema_id)
-        except Retriable as error:
-            log.warning(Event.SCHEMAS_DELAYED, model=request.model, reason=str(error))
-        else:
-            return
-        # The run is not repeated for it: its outputs are here.
-        pause_s = pauses.next_s()
-        if request.envelope.deadline_ms:
-            left_s = request.envelope.deadline_ms / 1000 - clock() / 1e6
-            pause_s = min(pause_s, max(0.0, left_s))
-        await asyncio.sleep(pause_s)
+            # The run is not repeated for it: its outputs are here.
+            async with asyncio.timeout(left_s):
+                try:
+                    await framed.fetch(schema_id)
+                except Retriable as error:
+                    log.warning(Event.SCHEMAS_DELAYED, model=request.model, reason=str(error))
+                    await pauses.sleep()
+                else:
+                    return
+        except TimeoutError:
+            pass
         failure = REVOKED if request.ack_handle.revoked else None
         failure = failure or deadline_passed(request, clock(), Stage.EXECUTOR)
         if failure is not None:

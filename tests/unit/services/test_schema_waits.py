@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.clock import wall_clock_us
 from headrace.config import make_settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
@@ -140,6 +141,22 @@ async def test_unknown_schemas_of_a_run_are_requested_together(tmp_path: Path) -
             passing.cancel()
 
     assert sorted(registry.requests) == [f"GET /schemas/ids/{number}" for number in range(3)]
+
+
+async def test_run_request_ends_at_its_deadline_while_registry_hangs(tmp_path: Path) -> None:
+    """Its instance would otherwise wait as long as a request to the registry may take."""
+    async with StandInRegistry() as registry:
+        registry.holds = True
+        version, client = version_of(tmp_path, registry)
+        assert version.records is not None
+        request = make_request(deadline_ms=wall_clock_us() // 1000 + 200)
+        request.value = FRAMED
+        async with client, asyncio.TaskGroup() as tasks:
+            passing = tasks.create_task(pass_through([request], version.records))
+            await eventually(passing.done, what="the request has ended")
+
+    assert request.failure is not None
+    assert request.failure.code == Code.DEADLINE_EXCEEDED
 
 
 async def test_payload_read_while_its_partition_leaves_is_left_in_the_log(tmp_path: Path) -> None:
