@@ -171,14 +171,7 @@ class AtLeastOnce:
         began_us = clock()
         records = encoder.encode_answers(requests, began_us)
         encoded_us = clock()
-        refused = await deliver(
-            self._producer,
-            target,
-            records,
-            self._metrics,
-            lambda index: not requests[index].ack_handle.revoked,
-            tuning=self._delivery_tuning,
-        )
+        refused = await self._deliver(target, requests, records)
         if refused:
             await self._answer_refused(
                 [
@@ -201,6 +194,21 @@ class AtLeastOnce:
         # Ack last: a crash before this line repeats answers, but loses none.
         self._offset_store.ack(assigned)
 
+    async def _deliver(
+        self, target: TopicPartition, requests: Sequence[Request], records: Sequence[NewRecord]
+    ) -> dict[int, Rejected]:
+        """Write answers, and return the errors of refused ones; see `deliver`. Those of revoked
+        requests are not retried.
+        """
+        return await deliver(
+            self._producer,
+            target,
+            records,
+            self._metrics,
+            lambda index: not requests[index].ack_handle.revoked,
+            tuning=self._delivery_tuning,
+        )
+
     async def _answer_refused(self, refused: Sequence[RefusedAnswer]) -> None:
         """Replace refused answers by fallbacks until each is accepted or given up."""
         while refused:
@@ -213,9 +221,7 @@ class AtLeastOnce:
             for (target, minimal), requests in fallbacks.items():
                 now_us = self._encoder.clock()
                 records = self._encoder.encode_answers(requests, now_us, minimal=minimal)
-                errors = await deliver(
-                    self._producer, target, records, self._metrics, tuning=self._delivery_tuning
-                )
+                errors = await self._deliver(target, requests, records)
                 refused_again += [
                     (requests[index], target, error, minimal) for index, error in errors.items()
                 ]

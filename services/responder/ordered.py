@@ -310,7 +310,12 @@ class OrderedStep:
             target, minimal = fallback
             records = encoder.encode_answers([request], encoder.clock(), minimal=minimal)
             refused = await deliver_in_order(
-                self._producer, target, records, self._metrics, tuning=self._tuning
+                self._producer,
+                target,
+                records,
+                self._metrics,
+                lambda: not request.ack_handle.revoked,
+                tuning=self._tuning,
             )
             if refused is None:
                 return

@@ -86,6 +86,23 @@ async def test_revoked_answers_are_not_retried(order: OrderBy) -> None:
     assert counted(bench.instruments, "revoked_requests_total") == 1
 
 
+@pytest.mark.parametrize("order", ["none", "partition"])
+async def test_revoked_fallback_is_not_retried(order: OrderBy) -> None:
+    """An answer that its topic refuses goes to `responses`, as long as the partition is ours."""
+    tracker = InFlightTracker(Budget(1_000_000), lambda: None)
+    assignment = tracker.assign(TopicPartition("headrace.requests", 0), AckedOffsets(0))
+    request = answerable(kafka_replyTopic=b"headrace.compacted")
+    request.key = None
+    request.partition, request.offset, request.previous = 0, 0, -1
+    request.ack_handle = assignment.admit(0, 10)
+    async with running(order_by=order, tracker=tracker) as bench:
+        bench.log.faults.topics.take_leaders(RESPONSES.topic)
+        await bench.incoming.send([request])
+        await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 2)
+        tracker.revoke(assignment.partition)
+        await eventually(lambda: not tracker.budget.used_bytes)
+
+
 @pytest.mark.parametrize("order", ["key", "partition"])
 async def test_chunk_in_order_is_acked_only_whole(
     order: OrderBy,
