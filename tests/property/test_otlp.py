@@ -68,7 +68,7 @@ def _expected(span: FinishedSpan, link_limit: int) -> dict[str, Any]:
         "trace_id": span.ids.trace_id,
         "span_id": span.ids.span_id,
         "parent_id": span.parent_id,
-        "times": (span.start_us * 1000, span.end_us * 1000),
+        "times": (span.start_us * 1000, max(span.start_us, span.end_us) * 1000),
         "flags": 0x300 if is_remote else 0x100,
         "attributes": attributes,
         "links": [(*ids, 0x100) for ids in span.links[:link_limit]],
