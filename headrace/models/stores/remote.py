@@ -56,7 +56,8 @@ class RemoteRepository:
         tuning: the longest wait where the cache can stand in for the store.
 
     Attributes:
-        outages: why the store could not be reached by the last scan; empty if it could.
+        outages: why the store could not be reached by the last scan, or broke off a download;
+            empty if neither happened.
         cache_size: as the last scan left it; None before the first one.
     """
 
@@ -74,6 +75,7 @@ class RemoteRepository:
         self._settings = settings
         self._note_name = hashlib.sha256(store.name.encode()).hexdigest()
         self._digests: dict[str, dict[str, str]] = {}
+        self._is_unreachable = False
         self.outages: tuple[str, ...] = ()
         self.cache_size: CacheSize | None = None
 
@@ -100,7 +102,7 @@ class RemoteRepository:
             for name in listed
             if wanted is None or name in wanted
         ]
-        if not self.outages and self._digests != known:
+        if not self._is_unreachable and self._digests != known:
             self._cache.write_note(self._note_name, json.dumps(self._digests).encode())
         self.cache_size = self._cache.measure()
         return found
@@ -149,7 +151,7 @@ class RemoteRepository:
             self._digests = {}
 
     def _list(self) -> dict[str, list[int]]:
-        self.outages = ()
+        self.outages, self._is_unreachable = (), False
         # What is cached serves if the store does not answer, so nobody waits for it for long.
         within_s = self._tuning.store_cached_s if self._digests else None
         try:
@@ -165,7 +167,7 @@ class RemoteRepository:
             }
 
     def _note_outage(self, error: StoreUnavailable) -> None:
-        self.outages = (str(error),)
+        self.outages, self._is_unreachable = (str(error),), True
 
     def _read_model(
         self,
@@ -218,19 +220,21 @@ class RemoteRepository:
             read_range = partial(self._read_range, f"{name}/{version}")
             directory = self._cache.fetch(content, manifest, read_range)
         except (ConfigurationError, StoreUnavailable, FileNotFoundError) as error:
+            if isinstance(error, StoreUnavailable) and not self.outages:
+                self.outages = (str(error),)  # other downloads may go well
             fault = f"{self.name}/{name}/{version}: {error}"
             return FoundVersion(version, Path(), "", trust, fault)
         return FoundVersion(version, directory, described.digest, trust)
 
     def _read_range(self, prefix: str, name: str, start: int, length: int) -> bytes:
-        if self.outages:
+        if self._is_unreachable:
             raise StoreUnavailable(f"{self.name} is unavailable, and the version is not cached")
         return self._store.read_range(f"{prefix}/{name}", start, length)
 
     def _describe(self, name: str, number: int, known: dict[str, str]) -> Described:
         """Return a version's manifest, from the cache while the store is unavailable."""
         content = None
-        if not self.outages:
+        if not self._is_unreachable:
             within_s = self._tuning.store_cached_s if str(number) in known else None
             try:
                 content = self._store.read(f"{name}/{number}/{MANIFEST_NAME}", within_s)

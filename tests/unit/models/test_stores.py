@@ -54,6 +54,7 @@ class OutageStore(Store):
         super().__init__(self.objects, "s3://models", tuning=TUNING)
         self.is_unavailable = False
         self.reads_left = 1_000_000
+        self.broken = ""
         self.starts: list[int] = []
 
     def list_versions(self, within_s: float | None = None) -> dict[str, list[int]]:
@@ -66,7 +67,7 @@ class OutageStore(Store):
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         self._require()
-        if not self.reads_left:
+        if not self.reads_left or key == self.broken:
             raise StoreUnavailable("the connection broke")
         self.reads_left -= 1
         self.starts.append(start)
@@ -253,6 +254,21 @@ async def test_broken_download_is_resumed_where_it_broke(
     await models.reload()
     assert states(models) == {"digits/1": ""}
     assert store.starts == sorted(set(store.starts))
+
+
+def test_broken_download_counts_as_outage_and_leaves_others_alone(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """Whoever scans tries again then; another model is downloaded all the same."""
+    upload(store, tmp_path / "made")
+    upload(store, tmp_path / "made", name="faces", weight=2.0)
+    store.broken = "digits/1/model.onnx"
+    models = open_models(store, tmp_path / "cache")
+    assert models.open().outages == ("the connection broke",)
+    assert states(models) == {
+        "digits/1": "s3://models/digits/1: the connection broke",
+        "faces/1": "",
+    }
 
 
 def test_second_process_downloads_nothing(store: OutageStore, tmp_path: Path) -> None:
