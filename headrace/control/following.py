@@ -39,6 +39,8 @@ class ScanResult(Protocol):
 class FollowingModels(Protocol):
     """The part of `headrace.models.registry.Models` that follows a wanted state."""
 
+    @property
+    def outages(self) -> tuple[str, ...]: ...
     def want(self, wanted: Wanted, former: FormerNames) -> None: ...
     async def reload(self, *, retry: Collection[tuple[str, str]]) -> ScanResult: ...
 
@@ -122,6 +124,8 @@ class ControlFollower:
 
     async def _scan(self) -> None:
         faults: tuple[str, ...] = ()
+        if self._models.outages:  # when the models were opened
+            await self._wait_to_try_again()
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -143,10 +147,14 @@ class ControlFollower:
                     self._pauses.reset()
                     continue
             self._requested |= requested
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._pauses.next_s()):
-                    await self._changed.wait()  # a change may be about another model
-            self._changed.set()
+            await self._wait_to_try_again()
+
+    async def _wait_to_try_again(self) -> None:
+        """Wait until the repository is to be read again."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._pauses.next_s()):
+                await self._changed.wait()  # a change may be about another model
+        self._changed.set()
 
 
 def _log_change(record: ControlRecord) -> None:

@@ -188,6 +188,11 @@ class Models:
             return self._apply(opened, wanted)
 
     @property
+    def outages(self) -> tuple[str, ...]:
+        """Why stores could not be reached by the last scan; empty if all could."""
+        return self._scanner.outages
+
+    @property
     def cache_size(self) -> CacheSize | None:
         """Size of the cache after the last scan; None before, and if no store is used."""
         return self._scanner.cache_size
@@ -209,7 +214,7 @@ class Models:
             model = self._models.setdefault(each.name, ModelEntry())
             model.read_as = None if wanted is None else wanted.get(each.name)
             self._update(model, each)
-        return _summarize_changes(before, self._models)._replace(outages=self._scanner.outages)
+        return _summarize_changes(before, self._models)._replace(outages=self.outages)
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:
         for number, fault in opened.faults.items():

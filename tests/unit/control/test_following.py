@@ -54,9 +54,13 @@ class NotingModels:
 
     Args:
         failures: outcomes of the first scans; later ones succeed.
+        outages: of the scan that has opened the models.
     """
 
-    def __init__(self, *failures: Scan | ConfigurationError) -> None:
+    def __init__(
+        self, *failures: Scan | ConfigurationError, outages: tuple[str, ...] = ()
+    ) -> None:
+        self.outages = outages
         self.wanted: list[list[str]] = []
         self.scanned: list[list[str]] = []
         self.retried: list[set[tuple[str, str]]] = []
@@ -146,6 +150,14 @@ async def test_failed_scan_is_repeated(failure: Scan | ConfigurationError) -> No
         await eventually(lambda: models.scanned == [["a"]])
     assert models.failed == 2
     assert models.retried == [{("a", "1")}] * 3
+
+
+async def test_outage_when_process_starts_is_followed_by_another_scan() -> None:
+    """A wanted version that could not be downloaded then is loaded without another change."""
+    log, models = await new_log(), NotingModels(outages=("s3 is unavailable",))
+    await write(log, "a")
+    async with following(log, models):
+        await eventually(lambda: models.scanned == [["a"]])
 
 
 async def test_only_versions_that_a_change_loads_are_tried_again() -> None:
