@@ -130,18 +130,27 @@ class ModelCache:
         return CacheSize(_measure_files(self.directory / "files"), self._limit_bytes)
 
     def read_note(self, name: str) -> bytes | None:
-        """Return a note that `write_note` wrote, or None."""
+        """Return a note that `change_note` wrote, or None."""
         try:
             return (self.directory / "stores" / name).read_bytes()
         except OSError:
             return None
 
-    def write_note(self, name: str, content: bytes) -> None:
-        """Keep something for the time when a store is unavailable."""
+    def change_note(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
+        """Keep something for the time when a store is unavailable.
+
+        Args:
+            name: of the note.
+            change: returns the new content, given what any process of the machine has written.
+
+        Raises:
+            ConfigurationError: it cannot be written.
+        """
+        path = self.directory / "stores" / name
         try:
             self._make_directories()
-            path = self.directory / "stores" / name
-            write_atomically(path, content, path.parent)
+            with self._lock("index.lock"):
+                write_atomically(path, change(self.read_note(name)), path.parent)
         except OSError as error:
             raise ConfigurationError(
                 f"models.cache_dir: {error.filename}: {error.strerror}"

@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
@@ -32,6 +32,10 @@ from headrace.models.stores.cache import CacheSize, ModelCache
 from headrace.models.stores.store import Store, StoreUnavailable
 from headrace.protocol.control import WantedModel
 from headrace.tuning import TUNING, ModelTuning
+
+
+Digests: TypeAlias = dict[str, dict[str, str]]
+"""SHA-256 of manifests, by model and version."""
 
 
 class Described(NamedTuple):
@@ -74,7 +78,7 @@ class RemoteRepository:
         self._cache = cache
         self._settings = settings
         self._note_name = hashlib.sha256(store.name.encode()).hexdigest()
-        self._digests: dict[str, dict[str, str]] = {}
+        self._digests: Digests = {}
         self._is_unreachable = False
         self.outages: tuple[str, ...] = ()
         self.cache_size: CacheSize | None = None
@@ -89,9 +93,8 @@ class RemoteRepository:
         """
         models = self._settings.models
         trust = read_trust(models.require_signature, models.trusted_keys)
-        self._read_note()
-        listed = self._list()
-        known, self._digests = self._digests, {}
+        known, self._digests = _parse_note(self._cache.read_note(self._note_name)), {}
+        listed = self._list(known)
         found = [
             self._read_model(
                 (name, listed[name]),
@@ -102,8 +105,11 @@ class RemoteRepository:
             for name in listed
             if wanted is None or name in wanted
         ]
-        if not self._is_unreachable and self._digests != known:
-            self._cache.write_note(self._note_name, json.dumps(self._digests).encode())
+        if not self._is_unreachable and self._add_to_note(known, listed) != known:
+            self._cache.change_note(
+                self._note_name,
+                lambda note: json.dumps(self._add_to_note(_parse_note(note), listed)).encode(),
+            )
         self.cache_size = self._cache.measure()
         return found
 
@@ -143,28 +149,31 @@ class RemoteRepository:
         """Let versions in other directories than these be removed from the cache."""
         self._cache.release_unused(in_use)
 
-    def _read_note(self) -> None:
-        """Read which versions the store had the last time any process of this machine saw it."""
-        try:
-            self._digests = json.loads(self._cache.read_note(self._note_name) or b"{}")
-        except ValueError:
-            self._digests = {}
+    def _add_to_note(self, note: Digests, listed: Mapping[str, Collection[int]]) -> Digests:
+        """Return the note with what this scan has seen, without what the store has no longer."""
+        both = {
+            name: {
+                version: digest
+                for version, digest in {**note.get(name, {}), **self._digests.get(name, {})}.items()
+                if int(version) in numbers
+            }
+            for name, numbers in listed.items()
+        }
+        return {name: digests for name, digests in both.items() if digests}
 
-    def _list(self) -> dict[str, list[int]]:
+    def _list(self, known: Digests) -> dict[str, list[int]]:
         self.outages, self._is_unreachable = (), False
         # What is cached serves if the store does not answer, so nobody waits for it for long.
-        within_s = self._tuning.store_cached_s if self._digests else None
+        within_s = self._tuning.store_cached_s if known else None
         try:
             return self._store.list_versions(within_s)
         except FileNotFoundError as error:
             raise ConfigurationError(f"models.repository: {error}") from error
         except StoreUnavailable as error:
-            if not self._digests:
+            if not known:
                 raise ConfigurationError(f"models.repository: {error}") from error
             self._note_outage(error)
-            return {
-                name: sorted(map(int, versions)) for name, versions in sorted(self._digests.items())
-            }
+            return {name: sorted(map(int, versions)) for name, versions in sorted(known.items())}
 
     def _note_outage(self, error: StoreUnavailable) -> None:
         self.outages, self._is_unreachable = (str(error),), True
@@ -253,6 +262,14 @@ class RemoteRepository:
         described = Described(content, manifest)
         self._digests.setdefault(name, {})[str(number)] = described.digest
         return described
+
+
+def _parse_note(note: bytes | None) -> Digests:
+    """Return which versions the store had when processes of this machine saw it last."""
+    try:
+        return cast(Digests, json.loads(note or b"{}"))
+    except ValueError:
+        return {}
 
 
 def _refuse_python(manifest: Manifest, config: ModelConfig) -> None:

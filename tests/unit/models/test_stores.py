@@ -217,6 +217,43 @@ def test_process_started_while_store_is_unavailable_serves_from_cache(
     assert states(models) == {"digits/1": ""}
 
 
+def want(models: Models, **versions: list[str]) -> None:
+    """Want these versions, as the control topic does; the first one of each is the default."""
+    models.want({name: WantedModel(versions=each, default=each[0]) for name, each in versions.items()})
+
+
+def test_processes_with_other_models_restart_from_shared_cache(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """What one process has seen of the store does not make another one forget its own models."""
+    upload(store, tmp_path / "made")
+    upload(store, tmp_path / "made", name="faces")
+    for wanted in ({"digits": ["1"]}, {"faces": ["1"]}):
+        models = open_models(store, tmp_path / "cache")
+        want(models, **wanted)
+        models.open()
+    store.is_unavailable = True
+    models = open_models(store, tmp_path / "cache")
+    want(models, digits=["1"])
+    models.open()
+    assert states(models) == {"digits/1": ""}
+
+
+def test_version_withdrawn_from_store_is_not_served_from_cache(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """A process that starts in an outage serves what the store had last."""
+    upload(store, tmp_path / "made")
+    upload(store, tmp_path / "made", 2, weight=2.0)
+    open_models(store, tmp_path / "cache").open()
+    obstore.delete(store.objects, "digits/2/manifest.json")
+    open_models(store, tmp_path / "cache").open()
+    store.is_unavailable = True
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert states(models) == {"digits/1": ""}
+
+
 async def test_reload_while_store_is_unavailable_changes_nothing(
     store: OutageStore, tmp_path: Path
 ) -> None:
