@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -79,6 +79,8 @@ class RemoteRepository:
         self._settings = settings
         self._note_name = hashlib.sha256(store.name.encode()).hexdigest()
         self._digests: Digests = {}
+        self._manifests: dict[str, bytes] = {}
+        """Those of the last scan, by digest: a version that is not downloaded has none cached."""
         self._is_unreachable = False
         self.outages: tuple[str, ...] = ()
         self.cache_size: CacheSize | None = None
@@ -110,6 +112,8 @@ class RemoteRepository:
                 self._note_name,
                 lambda note: json.dumps(self._add_to_note(_parse_note(note), listed)).encode(),
             )
+        seen = {digest for digests in self._digests.values() for digest in digests.values()}
+        self._manifests = {key: each for key, each in self._manifests.items() if key in seen}
         self.cache_size = self._cache.measure()
         return found
 
@@ -192,7 +196,7 @@ class RemoteRepository:
         try:
             # A version that is there, but not wanted, must not change the others.
             served = [each for each in numbers if wanted is None or str(each) in wanted.versions]
-            highest = self._describe(name, (served or numbers)[-1], known)
+            highest = self._describe_highest(name, served or numbers, known)
             overrides = {} if wanted is None else wanted.overrides
             files = highest.manifest.model_files
             config = parse_model_config(files, name, self._settings, overrides)
@@ -240,6 +244,22 @@ class RemoteRepository:
             raise StoreUnavailable(f"{self.name} is unavailable, and the version is not cached")
         return self._store.read_range(f"{prefix}/{name}", start, length)
 
+    def _describe_highest(
+        self, name: str, numbers: Sequence[int], known: dict[str, str]
+    ) -> Described:
+        """Return the highest version whose manifest can be used, as `_describe` does.
+
+        Raises:
+            ConfigurationError, StoreUnavailable, FileNotFoundError: of the highest, if none can.
+        """
+        faults: list[Exception] = []
+        for number in reversed(numbers):
+            try:
+                return self._describe(name, number, known)
+            except (ConfigurationError, StoreUnavailable, FileNotFoundError) as error:
+                faults.append(error)
+        raise faults[0]
+
     def _describe(self, name: str, number: int, known: dict[str, str]) -> Described:
         """Return a version's manifest, from the cache while the store is unavailable."""
         content = None
@@ -250,7 +270,8 @@ class RemoteRepository:
             except StoreUnavailable as error:
                 self._note_outage(error)
         if content is None:
-            content = self._cache.read_manifest(known.get(str(number), ""))
+            digest = known.get(str(number), "")
+            content = self._cache.read_manifest(digest) or self._manifests.get(digest)
         if content is None:
             raise StoreUnavailable(f"{self.name} is unavailable, and the version is not cached")
         manifest = parse_manifest(content)
@@ -260,6 +281,7 @@ class RemoteRepository:
                 f"got that of {manifest.model}/{manifest.version}"
             )
         described = Described(content, manifest)
+        self._manifests[described.digest] = content
         self._digests.setdefault(name, {})[str(number)] = described.digest
         return described
 

@@ -176,7 +176,7 @@ def test_manifest_of_another_version_is_refused(store: OutageStore, tmp_path: Pa
     store.write("digits/2/manifest.json", tmp_path / "made/digits/1/manifest.json")
     models = open_models(store, tmp_path / "cache")
     models.open()
-    assert "got that of digits/1" in states(models)["digits/"]
+    assert "got that of digits/1" in states(models)["digits/2"]
 
 
 def test_unsigned_version_is_refused_before_download(store: OutageStore, tmp_path: Path) -> None:
@@ -252,6 +252,56 @@ def test_version_withdrawn_from_store_is_not_served_from_cache(
     models = open_models(store, tmp_path / "cache")
     models.open()
     assert states(models) == {"digits/1": ""}
+
+
+def test_version_without_usable_manifest_leaves_other_wanted_ones(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """The default serves on after a restart, although a version beside it has failed."""
+    upload(store, tmp_path / "made")
+    store.write("digits/2/manifest.json", b"{}")
+    models = open_models(store, tmp_path / "cache")
+    want(models, digits=["1", "2"])
+    models.open()
+    assert states(models) == {
+        "digits/1": "",
+        "digits/2": "s3://models/digits/2: manifest.json: Object missing required field `model`",
+    }
+
+
+def test_version_missing_in_cache_during_outage_leaves_other_wanted_ones(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """Its download had failed, and now the store is unavailable."""
+    upload(store, tmp_path / "made")
+    upload(store, tmp_path / "made", 2, weight=2.0)
+    store.broken = "digits/2/model.onnx"
+    for is_unavailable in (False, True):
+        store.is_unavailable = is_unavailable
+        models = open_models(store, tmp_path / "cache")
+        want(models, digits=["1", "2"])
+        models.open()
+    assert states(models) == {
+        "digits/1": "",
+        "digits/2": "s3://models/digits/2: s3://models is unavailable, "
+        "and the version is not cached",
+    }
+
+
+async def test_outage_after_broken_download_changes_no_settings_of_version_in_service(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """They are those of the highest wanted version, whether the store answers or not."""
+    upload(store, tmp_path / "made", config="max_batch_size = 4")
+    upload(store, tmp_path / "made", 2, config="max_batch_size = 8", weight=2.0)
+    store.broken = "digits/2/model.onnx"
+    models = open_models(store, tmp_path / "cache")
+    want(models, digits=["1", "2"])
+    models.open()
+    before = models.catalog.lookup("digits", "1")
+    store.is_unavailable = True
+    await models.reload(retry=())
+    assert models.catalog.lookup("digits", "1") is before
 
 
 async def test_reload_while_store_is_unavailable_changes_nothing(
