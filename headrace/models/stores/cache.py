@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeAlias
 from headrace.errors import ConfigurationError
 from headrace.models.packing.files import hash_file, write_atomically
 from headrace.models.packing.manifest import MANIFEST_NAME, File, Manifest, parse_manifest
+from headrace.models.repository import list_files
 from headrace.models.stores.eviction import Cached, make_room
 from headrace.tuning import TUNING, ModelTuning
 
@@ -105,7 +106,12 @@ class ModelCache:
         with self._lock("index.lock"):
             if not _is_complete(place, manifest.files):
                 return None
+            if digest in self._held and not _is_file(self._held[digest], root / "lock"):
+                os.close(self._held.pop(digest))  # the directory was removed, and built again
             if digest not in self._held:
+                # Later it may have more files: a model that is in use may write some.
+                if not _is_as_built(place, digest, manifest):
+                    return None
                 handle = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 fcntl.flock(handle, fcntl.LOCK_SH)  # free: eviction has index.lock while it has it
                 self._held[digest] = handle
@@ -285,7 +291,7 @@ class ModelCache:
         for path in (new / MANIFEST_NAME, place / MANIFEST_NAME):
             path.write_bytes(content)
         with self._lock("index.lock"):
-            if root.exists():  # incomplete, or `hold` would have returned it
+            if root.exists():  # not as it was built, or `hold` would have returned it
                 shutil.rmtree(root)
             new.rename(root)
 
@@ -314,5 +320,34 @@ def _measure_files(directory: Path) -> int:
 def _is_complete(place: Path, files: Mapping[str, File]) -> bool:
     try:
         return all((place / name).stat().st_size == file.bytes for name, file in files.items())
+    except OSError:
+        return False
+
+
+def _is_as_built(place: Path, digest: str, manifest: Manifest) -> bool:
+    """Return whether a complete version has the texts that it was built with, and no more files.
+
+    The contents of its own files are checked when it is opened.
+    """
+    model = place.parent
+    texts = {name: text.encode() for name, text in manifest.model_files.items()}
+    names = {*texts, *(f"{place.name}/{name}" for name in (*manifest.files, MANIFEST_NAME))}
+    try:
+        return (
+            all(
+                hashlib.sha256((each / MANIFEST_NAME).read_bytes()).hexdigest() == digest
+                for each in (place, model.parent)
+            )
+            and all((model / name).read_bytes() == text for name, text in texts.items())
+            and {each.relative_to(model).as_posix() for each in list_files(model)} == names
+        )
+    except OSError:
+        return False
+
+
+def _is_file(handle: int, path: Path) -> bool:
+    """Return whether a path leads to the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:
         return False

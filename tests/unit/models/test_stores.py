@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import socket
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -533,6 +534,48 @@ def test_damaged_file_in_cache_is_fetched_again(store: OutageStore, tmp_path: Pa
     models = open_models(store, tmp_path / "cache")
     models.open()
     assert states(models) == {"digits/1": ""}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "content"),
+    [
+        ("*/digits/1/manifest.json", b""),
+        ("*/manifest.json", b""),
+        ("*/digits/model.toml", b""),
+        ("*/digits/1/engine.cache", b"compiled"),
+        ("*/digits/transform.py", b"import os"),
+    ],
+)
+def test_version_that_is_not_as_it_was_built_in_cache_is_built_again(
+    store: OutageStore, tmp_path: Path, pattern: str, content: bytes
+) -> None:
+    """A crash of the machine may lose small files, and a model may write beside its own."""
+    upload(store, tmp_path / "made", config="max_batch_size = 4")
+    open_models(store, tmp_path / "cache").open()
+    [root] = (tmp_path / "cache" / "versions").iterdir()
+    (root / pattern.removeprefix("*/")).write_bytes(content)
+    store.starts.clear()
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert states(models) == {"digits/1": ""}
+    models.open()
+    assert states(models) == {"digits/1": ""}
+    assert store.starts == []
+
+
+async def test_cache_that_was_deleted_meanwhile_keeps_version_in_use(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """The version is downloaded again, and its new directory is held like the former one."""
+    size = upload(store, tmp_path / "made").total_bytes
+    models = open_models(store, tmp_path / "cache", size + 10)
+    models.open()
+    shutil.rmtree(tmp_path / "cache")
+    await models.reload()
+    upload(store, tmp_path / "made", 2, weight=2.0)
+    other = open_models(store, tmp_path / "cache", size + 10)
+    other.open()
+    assert "versions in use" in states(other)["digits/2"]
 
 
 def test_first_repository_with_a_model_wins(store: OutageStore, tmp_path: Path) -> None:
