@@ -118,7 +118,11 @@ class Repository:
             ConfigurationError: the directory cannot be read.
         """
         try:
-            return {each.name: find_versions(each) for each in self._list_directories()}
+            return {
+                each.name: find_versions(each)
+                for each in self._list_directories()
+                if not find_model_fault(each.name)  # `lost+found` cannot even be read
+            }
         except OSError as error:
             raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
 
@@ -196,8 +200,11 @@ def find_versions(directory: Path) -> list[int]:
 
 
 def _find_some_versions(directory: Path) -> list[int]:
-    """Return as `find_versions`. Raises `ConfigurationError` if there is none."""
-    present = find_versions(directory)
+    """Return as `find_versions`. Raises `ConfigurationError`, also if there is none."""
+    try:
+        present = find_versions(directory)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
     if not present:
         raise ConfigurationError(
             f"{directory}: expected a version, a directory such as 1, got none"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.models.repository import FoundModel, Repository, compute_checksum, read_signature
 from tests.support.models import add_version, digits, settings_for
@@ -75,6 +76,13 @@ def test_directory_without_model_has_fault(tmp_path: Path, name: str, fault: str
     (tmp_path / name).mkdir()
     [model] = scan(tmp_path)
     assert fault in model.fault
+
+
+def test_directory_with_name_of_no_model_is_not_listed(tmp_path: Path) -> None:
+    """Nobody can load it, and `lost+found` at the root of a disk cannot even be read."""
+    add_version(tmp_path, "good", 1, digits())
+    (tmp_path / "lost+found").mkdir()
+    assert Repository(tmp_path, Settings()).list_versions() == {"good": [1]}
 
 
 def test_selected_version_that_is_missing_is_fault(tmp_path: Path) -> None:
