@@ -193,8 +193,11 @@ class ModelChanges:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
 
         def add(records: Sequence[ControlRecord]) -> Change:
-            before[:] = [fold(records).models.get(model)]
-            return add_versions(model, selected, kept)
+            state = fold(records)
+            before[:] = [state.models.get(model)]
+            # There were never more readings than changes. So a process that has not followed the
+            # end of an attempt that failed does not take its reading then for this one.
+            return add_versions(model, selected, kept, reads=state.generation + 1)
 
         async with open_processes(self._log, self._settings, self._tuning) as processes:
             record, generation = await self._write(add, author)

@@ -376,27 +376,32 @@ def load(
     return Change("load", apply)
 
 
-def add_versions(model: str, versions: Sequence[str], overrides: Mapping[str, Any]) -> Change:
+def add_versions(
+    model: str, versions: Sequence[str], overrides: Mapping[str, Any], *, reads: int = 0
+) -> Change:
     """Return the change that loads versions beside the others, and has all files read again.
 
     Args:
         model: its name.
         versions: their numbers, ascending, at least one.
         overrides: values for keys of `model.toml`; they replace former ones.
+        reads: least number of this reading; one that a model of this name never had.
     """
 
     def apply(models: Wanted) -> Wanted:
         given = dict(_check_overrides(overrides))
         known = models.get(model)
         if known is None:
-            first = WantedModel(versions=[*versions], default=versions[-1], overrides=given)
+            first = WantedModel(
+                versions=[*versions], default=versions[-1], overrides=given, reads=reads
+            )
             return {**models, model: first}
         both = sorted({*known.versions, *versions}, key=int)
         again = replace(
             known,
             versions=both,
             overrides=given,
-            reads=known.reads + 1,
+            reads=max(reads, known.reads + 1),
             compatible={**_pair_with_default(known, versions), **known.compatible},
         )
         return {**models, model: again}
@@ -497,14 +502,26 @@ def roll_back(earlier: Wanted, model: str | None = None) -> Change:
     """
 
     def apply(models: Wanted) -> Wanted:
+        restored = {name: _with_new_reads(each, models.get(name)) for name, each in earlier.items()}
         if model is None:
-            return earlier
+            return restored
         if model not in models and model not in earlier:
             raise ChangeRefused(f"model: expected one of {_list(models) or 'none'}, got {model!r}")
         rest = {name: each for name, each in models.items() if name != model}
-        return {**rest, model: earlier[model]} if model in earlier else rest
+        return {**rest, model: restored[model]} if model in earlier else rest
 
     return Change("rollback", apply)
+
+
+def _with_new_reads(earlier: WantedModel, now: WantedModel | None) -> WantedModel:
+    """Return a model as it was, but with no number of reads that it has had since.
+
+    A process that has not read its files since would take its last reading for a later one.
+    """
+    if now is None or now.reads <= earlier.reads:
+        return earlier
+    same = replace(earlier, reads=now.reads)
+    return same if same == now else replace(earlier, reads=now.reads + 1)
 
 
 def require_present(before: Wanted, after: Wanted, present: Mapping[str, Collection[int]]) -> None:

@@ -25,8 +25,8 @@ class WantedModel(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
     `versions` are numbers in ascending order, at least one. `default` is the one that requests
     without a version get, and `labels` name others of them. `overrides` are values for keys of the
-    model's `model.toml`, instead of those that are there. `reads` counts how often its files were
-    to be read again although nothing else was to change. `compatible` names for a version the one
+    model's `model.toml`, instead of those that are there. `reads` becomes larger when its files are
+    to be read again although nothing else changes. `compatible` names for a version the one
     that was the default when it was first wanted: a version whose inputs and outputs would break
     callers of that one is not served.
     """

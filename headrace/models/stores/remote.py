@@ -33,7 +33,6 @@ from headrace.models.stores.store import Store, StoreUnavailable
 from headrace.protocol.control import WantedModel
 from headrace.tuning import TUNING, ModelTuning
 
-
 Digests: TypeAlias = dict[str, dict[str, str]]
 """SHA-256 of manifests, by model and version."""
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from headrace.control.changing import Followed, LoadFailed, ModelChanges
+from headrace.control.changing import Followed, LoadFailed, ModelChanges, NoProcess
 from headrace.control.topic import ControlTopic
 from headrace.errors import Code, NotLoadableHere
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.wanted import Author, ChangeRefused
+from headrace.models.wanted import Author, ChangeRefused, unload
 from headrace.protocol.codec.events import encode_event
 from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.topic_plan import plan_topics
@@ -75,6 +75,24 @@ async def test_load_is_its_callers_fault_if_all_that_failed_rejected_the_version
 
     assert failed.value.code == code
     assert [each.action for each in await topic.read()] == ["load", "rollback"]
+
+
+async def test_load_after_failed_one_is_another_reading_of_files(tmp_path: Path) -> None:
+    """What a slow process found in the first attempt must not be taken for the second one's."""
+    add_version(tmp_path, "digits", 1, digits())
+    settings = settings_for(tmp_path)
+    log = MemoryLog()
+    await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+    topic, changes = ControlTopic(log, settings), ModelChanges(log, settings, HEARD_AT_ONCE)
+    for _ in range(2):
+        with pytest.raises(NoProcess):
+            await changes.load_selected("digits", {}, Author("ada"), 0.0)
+        generation = len(await topic.read())
+        await topic.write(unload("digits"), generation, Author("ada"), 0)
+    first, _, second, _ = [each.after["digits"] for each in await topic.read()]
+    assert first is not None
+    assert second is not None
+    assert second.reads > first.reads
 
 
 async def test_load_whose_configuration_cannot_be_read_is_not_refused_as_wrong(

@@ -57,9 +57,7 @@ class NotingModels:
         outages: of the scan that has opened the models.
     """
 
-    def __init__(
-        self, *failures: Scan | ConfigurationError, outages: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, *failures: Scan | ConfigurationError, outages: tuple[str, ...] = ()) -> None:
         self.outages = outages
         self.wanted: list[list[str]] = []
         self.scanned: list[list[str]] = []

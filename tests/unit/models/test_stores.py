@@ -220,7 +220,9 @@ def test_process_started_while_store_is_unavailable_serves_from_cache(
 
 def want(models: Models, **versions: list[str]) -> None:
     """Want these versions, as the control topic does; the first one of each is the default."""
-    models.want({name: WantedModel(versions=each, default=each[0]) for name, each in versions.items()})
+    models.want(
+        {name: WantedModel(versions=each, default=each[0]) for name, each in versions.items()}
+    )
 
 
 def test_processes_with_other_models_restart_from_shared_cache(

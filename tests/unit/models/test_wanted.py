@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import Rejected
 from headrace.models.wanted import (
@@ -417,5 +418,25 @@ def test_kept_versions_are_selected_and_labelled_ones() -> None:
 def test_restored_model_is_as_before_or_gone() -> None:
     """A load that fails leaves no trace but in the history."""
     after = add_versions("digits", ["9"], EIGHT).apply(TWO)
-    assert restore("digits", TWO["digits"]).apply(after) == TWO
+    restored = restore("digits", TWO["digits"]).apply(after)
+    assert restored == {"digits": replace(TWO["digits"], reads=2)}
     assert restore("digits", None).apply(after) == {}
+
+
+def test_rollback_of_load_again_is_no_earlier_reading_of_files() -> None:
+    """A process that is slow must not take the reading before the rollback for the one after it."""
+    start = add_versions("digits", ["1"], {}).apply({})
+    failed = add_versions("digits", ["1", "2"], {}).apply(start)
+    undone = restore("digits", start["digits"]).apply(failed)
+    again = add_versions("digits", ["1", "2"], {}).apply(undone)
+    assert undone["digits"].versions == ["1"]
+    reads = [each["digits"].reads for each in (start, failed, undone, again)]
+    assert reads == [0, 1, 2, 3]
+    assert roll_back(start).apply(again)["digits"].reads == 4
+    assert roll_back(start).apply(undone) == undone
+
+
+def test_rollback_to_change_before_any_load_again_reads_no_files() -> None:
+    """A label or the default moves without a scan."""
+    after = set_default("digits", "2").apply(TWO)
+    assert roll_back(TWO).apply(after) == TWO
