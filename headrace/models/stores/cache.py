@@ -158,9 +158,7 @@ class ModelCache:
             with self._lock("index.lock"):
                 write_atomically(path, change(self.read_note(name)), path.parent)
         except OSError as error:
-            raise ConfigurationError(
-                f"models.cache_dir: {error.filename}: {error.strerror}"
-            ) from error
+            raise ConfigurationError(f"models.cache_dir: {path}: {error.strerror}") from error
 
     def _make_directories(self) -> None:
         for name in ("files", "partial", "versions", "stores"):

@@ -59,8 +59,8 @@ class RemoteRepository:
         tuning: the longest wait where the cache can stand in for the store.
 
     Attributes:
-        outages: why the store could not be reached by the last scan, or broke off a download;
-            empty if neither happened.
+        outages: why the store could not be reached by the last scan, or broke off a download,
+            or why the cache has no note of it; empty if nothing of that happened.
         cache_size: as the last scan left it; None before the first one.
     """
 
@@ -107,10 +107,13 @@ class RemoteRepository:
             if wanted is None or name in wanted
         ]
         if not self._is_unreachable and self._add_to_note(known, listed) != known:
-            self._cache.change_note(
-                self._note_name,
-                lambda note: json.dumps(self._add_to_note(_parse_note(note), listed)).encode(),
-            )
+            try:
+                self._cache.change_note(
+                    self._note_name,
+                    lambda note: json.dumps(self._add_to_note(_parse_note(note), listed)).encode(),
+                )
+            except ConfigurationError as error:  # such as a full disk; all else goes well
+                self.outages = self.outages or (str(error),)
         seen = {digest for digests in self._digests.values() for digest in digests.values()}
         self._manifests = {key: each for key, each in self._manifests.items() if key in seen}
         self.cache_size = self._cache.measure()

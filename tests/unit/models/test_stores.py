@@ -464,6 +464,19 @@ async def test_disk_that_fills_during_download_fails_version_with_figures(
     assert models.catalog.lookup("digits").version == "2"
 
 
+def test_note_that_cannot_be_written_fails_no_version(store: OutageStore, tmp_path: Path) -> None:
+    """It is of use in an outage only; until it is written, the repository is read again."""
+    upload(store, tmp_path / "made")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "stores").symlink_to("/proc")  # where nobody can write
+    models = open_models(store, cache)
+    [reason] = models.open().outages
+    assert reason.startswith(f"models.cache_dir: {cache}/stores/")
+    assert reason == models.open().outages[0]  # it is logged once
+    assert states(models) == {"digits/1": ""}
+
+
 async def test_cache_size_after_scan_counts_complete_files(
     store: OutageStore, tmp_path: Path
 ) -> None:
