@@ -117,6 +117,7 @@ class ModelChanges:
         self._topic = ControlTopic(log_, settings, tuning.control)
         self._followed = followed
         self._writing = asyncio.Lock()  # changes of one process must not overtake each other
+        self._attempts = 0  # to write a change
 
     async def make(
         self,
@@ -253,13 +254,24 @@ class ModelChanges:
         return await run_on_daemon_thread(repository.list_versions)
 
     async def _write(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
-        """Make a change of what the topic says now; return its record and the generation."""
-        async with self._writing:
+        """Make a change of what the topic says now; return its record and the generation.
+
+        A repository that does not answer delays only the change that it has to be asked about: it
+        is asked before the turn of this change comes, and again if another one of this process was
+        written meanwhile.
+        """
+        for left in range(self._tuning.finish_attempts - 1, -1, -1):
+            attempts = self._attempts
             state = fold(records := await self._topic.read())
             change = choose(records)
             await self._check(state.models, change.apply(state.models))
-            record = await self._topic.write(change, state.generation, author, _now_ms())
-        return record, state.generation if record is None else record.generation
+            async with self._writing:
+                if left and self._attempts != attempts:
+                    continue
+                self._attempts += 1
+                record = await self._topic.write(change, state.generation, author, _now_ms())
+                return record, state.generation if record is None else record.generation
+        raise AssertionError("at least one attempt is made")
 
     async def _finish(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
         """Make the second change of a call, although changes of other models come first.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from headrace.config import make_settings
 from headrace.control.changing import Followed, LoadFailed, ModelChanges, NoProcess
 from headrace.control.topic import ControlTopic
 from headrace.errors import Code, NotLoadableHere
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.wanted import Author, ChangeRefused, unload
+from headrace.models.wanted import Author, ChangeRefused, load, unload
 from headrace.protocol.codec.events import encode_event
 from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.topic_plan import plan_topics
@@ -109,3 +111,25 @@ async def test_load_whose_configuration_cannot_be_read_is_not_refused_as_wrong(
         await changes.load_selected("digits", {}, Author("ada"), 10.0)
     with pytest.raises(ChangeRefused, match="expected one of the repository"):
         await changes.load_selected("letters", {}, Author("ada"), 10.0)
+
+
+async def test_store_that_does_not_answer_delays_no_change_that_needs_none(tmp_path: Path) -> None:
+    """A model can be unloaded while another call waits until it may load one."""
+    add_version(tmp_path, "digits", 1, digits())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        store = f"https://127.0.0.1:{server.getsockname()[1]}/models"
+        settings = make_settings({"models": {"repository": [str(tmp_path), store]}})
+        log = MemoryLog()
+        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        changes = ModelChanges(log, settings, HEARD_AT_ONCE)
+        await ControlTopic(log, settings).write(load("faces", "1"), 0, Author("ada"), 0)
+        loading = asyncio.create_task(
+            changes.load_selected("digits", {}, Author("ada"), 10.0), name="load"
+        )
+        connection, _ = await asyncio.get_running_loop().sock_accept(server)
+        with connection:  # whoever asked gets no answer
+            with pytest.raises(NoProcess, match="generation 2"):
+                await changes.unload_all("faces", Author("bob"), 0.0, lambda: True)
+            assert not loading.done()
+            loading.cancel()
