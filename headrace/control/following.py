@@ -114,13 +114,15 @@ class ControlFollower:
             records = await self._reader.poll()
             if not records:
                 continue
-            for record in records:
-                self.state = self.state.after(record)
-                self._requested |= find_requested(record)
-                _log_change(record)
-            # The names first: they need no scan, and a scan may take long.
-            self._models.want(self.state.models, self.state.former)
-            self._changed.set()
+            try:
+                for record in records:
+                    self.state = self.state.after(record)
+                    self._requested |= find_requested(record)
+                    _log_change(record)
+            finally:  # also what comes before a record that cannot be followed
+                # The names first: they need no scan, and a scan may take long.
+                self._models.want(self.state.models, self.state.former)
+                self._changed.set()
 
     async def _scan(self) -> None:
         faults: tuple[str, ...] = ()

@@ -214,6 +214,22 @@ async def test_record_of_later_format_ends_following_and_keeps_models(
             pass
 
 
+async def test_change_before_record_that_cannot_be_followed_is_followed() -> None:
+    """The process announces its generation, also where both are read at once."""
+    log, models = await new_log(), NotingModels()
+    good, broken = (
+        make_record(load(name, "1"), state, ADA, "id", 0, 64)
+        for name, state in (("a", State()), ("b", State(4)))
+    )
+    assert good is not None
+    assert broken is not None
+    async with following(log, models) as follower:
+        await write_to(log, CONTROL, encode_control(good), encode_control(broken))
+        await eventually(lambda: not follower.is_following)
+        assert follower.state.generation == 1
+        await eventually(lambda: models.scanned == [["a"]])
+
+
 async def test_topic_whose_records_do_not_follow_each_other_is_refused() -> None:
     """A process that starts must not act on half of a history."""
     log = await new_log()
