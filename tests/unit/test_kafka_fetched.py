@@ -14,6 +14,7 @@ from aiokafka import TopicPartition
 from aiokafka.consumer.fetcher import READ_COMMITTED, FetchError, FetchResult, PartitionRecords
 from aiokafka.errors import OffsetOutOfRangeError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.record.legacy_records import LegacyRecordBatchBuilder
 
 from headrace.errors import Code
 from headrace.log.kafka._aiokafka import FetchBuffer
@@ -357,6 +358,32 @@ async def test_poll_from_middle_of_batch_returns_records_from_there() -> None:
     fetcher = Fetcher(position=900, one=batch(0, 1000))
 
     assert await take(fetcher, 64) == {ONE: list(range(900, 964))}
+
+
+def legacy_messages(magic: int, codec: int, first: int, count: int) -> bytes:
+    """Messages of format 0 or 1 with these offsets, in one message if they are compressed."""
+    builder = LegacyRecordBatchBuilder(magic, codec, 1 << 20)
+    is_relative = magic == 1 and codec != 0
+    for delta in range(count):
+        builder.append(delta if is_relative else first + delta, 1_000, None, b"v")
+    content = bytearray(builder.build())
+    if codec:  # a broker gives it the offset of its last message
+        content[:8] = (first + count - 1).to_bytes(8, "big")
+    return bytes(content)
+
+
+@pytest.mark.parametrize("position", [0, 8])
+@pytest.mark.parametrize("codec", [0, GZIP, SNAPPY])
+@pytest.mark.parametrize("magic", [0, 1])
+async def test_messages_of_old_formats_are_read_from_position(
+    magic: int, codec: int, position: int
+) -> None:
+    """A log may hold them since before an upgrade: no client that writes them is needed."""
+    content = legacy_messages(magic, codec, 6, 4)
+
+    found = await take(Fetcher(position=position, one=content))
+
+    assert found == {ONE: list(range(max(position, 6), 10))}
 
 
 async def test_large_batch_read_from_middle_returns_its_records() -> None:

@@ -161,7 +161,8 @@ class UnreadPart:
         self._batch, self._content, self._records = batch, content, chain(batch)
         if len(content) > self._unmeasured_batch_bytes and content[_MAGIC_AT] >= 2:
             self._records = guarded_records(self._records, content)
-        if batch.base_offset < self.next_fetch_offset:
+        # Messages of formats 0 and 1 do not say where they begin, only where they end.
+        if content[_MAGIC_AT] < 2 or batch.base_offset < self.next_fetch_offset:
             # A batch arrives whole, even if it was fetched from its middle. The records before are
             # passed over here, outside the limits of a poll: a poll that returned none of the
             # others could be followed by a seek, and the next one would begin here again.
@@ -209,7 +210,7 @@ class UnreadPart:
         if is_over:
             # Compaction may have removed its last records: the batch says where the next one
             # begins.
-            self.next_fetch_offset = self._batch.next_offset
+            self.next_fetch_offset = max(self._batch.next_offset, self.next_fetch_offset)
             self._batch = None
             self._content = memoryview(b"")
         elif records:
