@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import aiokafka
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, RecordsToDelete
 from msgspec.structs import replace
 
 from headrace.config import KafkaSettings
@@ -351,6 +351,44 @@ async def test_member_reads_topic_created_later(kafka: LocalKafka, unique_name: 
             await eventually(lambda: listener.assignments == 1)
             assert member.assignment() == frozenset()
         assert await log.describe_topics([unique_name]) == {unique_name: None}
+
+
+async def test_member_looks_up_offsets_of_partition_that_it_has_not_heard_of(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """The member that assigns partitions heard first that the topic has grown."""
+    eager, late = (replace(PATIENT, metadata_max_age_s=age_s) for age_s in (0.5, 3600.0))
+    found: dict[TopicPartition, int] = {}
+
+    async def look_up(partitions: Sequence[TopicPartition]) -> None:
+        found.update(await second.beginning_offsets(partitions))
+        found.update(await second.end_offsets(partitions))
+
+    first_heard, second_heard = RecordingListener(), RecordingListener(look_up)
+    async with (
+        KafkaLog(settings(kafka), tuning=eager) as log,
+        KafkaLog(settings(kafka), tuning=late) as other_log,
+    ):
+        partition = await make_topic(log, unique_name)
+        first = log.member(unique_name, [unique_name], first_heard)
+        second = other_log.member(unique_name, [unique_name], second_heard)
+        async with first, polling(first, []):
+            await eventually(lambda: first_heard.held == {partition})
+            async with second, polling(second, []):
+                await eventually(lambda: second_heard.assignments == 1)
+                await grow(kafka, unique_name, 4)
+                await eventually(lambda: len(first_heard.held | second_heard.held) == 4)
+                assert found == dict.fromkeys(second_heard.held, 0)
+
+
+async def grow(cluster: LocalKafka, topic: str, partitions: int) -> None:
+    """Add partitions to a topic."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=cluster.bootstrap_servers)
+    await admin.start()
+    try:
+        await admin.create_partitions({topic: NewPartitions(partitions)})
+    finally:
+        await admin.close()
 
 
 async def test_fetch_returns_only_what_retention_has_left(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, Self
 
@@ -389,17 +389,17 @@ class KafkaConsumer:
     def _admin(self) -> AdminClient:
         return AdminClient(client_of(self._consumer), self._connection.tuning.request_retry_s)
 
-    async def _check_exist(self, partitions: Iterable[TopicPartition]) -> None:
+    async def _check_exist(self, partitions: Collection[TopicPartition]) -> None:
         """Raise for missing partitions at once; aiokafka would look for them until its timeout."""
-        client = client_of(self._consumer)
-        wanted = {each.topic for each in partitions}
-        unknown = [each for each in wanted if client.cluster.partitions_for_topic(each) is None]
-        counts = await self._admin().partition_counts(unknown)
+        known = client_of(self._consumer).cluster.partitions_for_topic
+        # Topics grow: the member that assigns their partitions may have heard of it before us.
+        unknown = {
+            each.topic for each in partitions if each.partition not in (known(each.topic) or ())
+        }
+        counts = await self._admin().partition_counts(sorted(unknown))
         for each in partitions:
-            known = client.cluster.partitions_for_topic(each.topic)
-            count = counts.get(each.topic) if known is None else len(known)
-            if each.partition >= (count or 0):
-                raise UnknownPartition(each, count or 0)
+            if each.topic in unknown and not 0 <= each.partition < (counts[each.topic] or 0):
+                raise UnknownPartition(each, counts[each.topic] or 0)
 
 
 class KafkaReader(KafkaConsumer):
