@@ -11,6 +11,7 @@ from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
+from headrace.log.kafka.admin import TopicsRequest
 from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.direct_fetch import DirectFetch
 from headrace.log.kafka.topic_cache import TopicCache
@@ -46,8 +47,16 @@ class Brokers:
             leader_for_partition=lambda _: 1, partitions_for_topic=lambda _: {0}
         )
 
+    def get_random_node(self) -> int:
+        return 1
+
+    def add_topic(self, _topic: str) -> None:
+        pass
+
     async def send(self, _node: int, request: Any) -> Any:
         self.requests += 1
+        if isinstance(request, TopicsRequest):
+            return SimpleNamespace(topics=[(0, "requests", None, False, [0])])
         if isinstance(request, FetchRequest):
             ((_, ((_, position, *_),)),) = request.topics
             self.positions.append(position)
@@ -105,6 +114,16 @@ async def test_former_leader_is_left_for_new_one() -> None:
 async def test_partition_without_leader_ends_as_unavailable() -> None:
     """The caller decides whether to try again; the next client is a new one."""
     brokers = Brokers([(NOT_LEADER, -1, -1, -1, [], -1, b"")])
+
+    with pytest.raises(LogUnavailable, match=r"fetch from requests/0: no answer within 0\.05 s"):
+        await fetch_from(brokers, 0.05).fetch(PARTITION, 3, 3, 100)
+    assert brokers.closed == 1
+
+
+async def test_partition_that_client_never_hears_of_ends_as_unavailable() -> None:
+    """A topic may be deleted after one broker has described it; no fetch waits for it forever."""
+    brokers = Brokers([NOTHING])
+    brokers.cluster.partitions_for_topic = lambda _: None
 
     with pytest.raises(LogUnavailable, match=r"fetch from requests/0: no answer within 0\.05 s"):
         await fetch_from(brokers, 0.05).fetch(PARTITION, 3, 3, 100)

@@ -82,8 +82,8 @@ class DirectFetch:
                 self._client = await self._connection.open_client()
             client = self._client
         try:
-            await self._topics.check(client, partition)
             async with answered(what, self._connection.request_timeout_s):
+                await self._topics.check(client, partition)
                 yield client
         except LogUnavailable:
             # As for administration: only a new client goes back to the bootstrap servers.
