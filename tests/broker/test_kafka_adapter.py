@@ -26,6 +26,8 @@ from tests.support.conditions import eventually
 from tests.support.limits import lower_limit
 from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write, write_to
 
+SMALL_REQUEST_BYTES = 1024 * 1024
+
 CLOSE_S = 7.0
 """Two seconds of courtesy and one for what is cut off, per part; a slow machine doubles it."""
 
@@ -36,6 +38,13 @@ pytestmark = pytest.mark.usefixtures("asyncio_logs_nothing")
 def own_kafka(kafka_installed: None) -> Iterator[LocalKafka]:
     """A broker of this file's tests."""
     yield from running(LocalKafka())
+
+
+@pytest.fixture
+def small_requests(kafka_installed: None) -> Iterator[LocalKafka]:
+    """A broker that accepts small requests only."""
+    limit = {"socket.request.max.bytes": str(SMALL_REQUEST_BYTES)}
+    yield from running(LocalKafka(properties=limit))
 
 
 @pytest.fixture
@@ -221,6 +230,23 @@ async def test_oversized_record_fails_alone(kafka: LocalKafka, unique_name: str)
             assert [sent.size for sent in runs] == [2, 1, 1]
             assert kinds == [type(None), RecordTooLarge, type(None)]
             assert values(await read(reader, 3)) == [b"a", b"b", b"c"]
+
+
+async def test_batches_of_many_partitions_stay_within_request_limit(
+    small_requests: LocalKafka, unique_name: str
+) -> None:
+    """A broker closes the connection over which a larger request comes, however often it comes."""
+    tuning = replace(PATIENT, max_request_bytes=SMALL_REQUEST_BYTES // 2)
+    async with KafkaLog(settings(small_requests), tuning=tuning) as log:
+        await log.create_topics([TopicInfo(unique_name, 8, {})], replication_factor=1)
+        async with log.producer() as producer:
+            sends = (
+                write(
+                    producer, TopicPartition(unique_name, number), bytes(SMALL_REQUEST_BYTES // 5)
+                )
+                for number in range(8)
+            )
+            await asyncio.gather(*sends)
 
 
 async def test_closing_producer_flushes(kafka: LocalKafka, unique_name: str) -> None:

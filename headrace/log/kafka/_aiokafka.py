@@ -12,7 +12,7 @@ The parts, and what each is for:
 - consumer: state of the group and of reading, commits of one generation (P2, P5)
 - fetch buffer: polls that are limited by bytes, batches that cannot be read (P2, P5), fetches that
   are encoded and decoded in one step for each partition
-- batches: records without futures of their own, header names that are not UTF-8
+- batches: records without futures of their own, header names that are not UTF-8, limited requests
 - closing: everything ends within seconds, also without a broker
 """
 
@@ -22,7 +22,7 @@ import asyncio
 import struct
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from types import ModuleType
@@ -106,8 +106,15 @@ PRIVATE_NAMES: Final[Mapping[type | ModuleType, tuple[str, ...]]] = {
         "generation",
         "member_id",
     ),
-    MessageAccumulator: ("_batches", "_closed", "_pending_batches", "fail_all"),
-    MessageBatch: ("_drain_waiter",),
+    MessageAccumulator: (
+        "_batches",
+        "_closed",
+        "_cluster",
+        "_pending_batches",
+        "drain_by_nodes",  # public, but replaced on the object
+        "fail_all",
+    ),
+    MessageBatch: ("_builder", "_drain_waiter"),
     PartitionRecords: (
         "_aborted_producers",
         "_consume_aborted_up_to",
@@ -604,6 +611,33 @@ def replace_fetch_codec(encode: Callable[[FetchRequest_v11], bytes], response: t
 def is_sending(producer: AIOKafkaProducer) -> bool:
     """Return whether the task that sends a producer's batches is running."""
     return not producer._sender.sender_task.done()
+
+
+def limit_requests(producer: AIOKafkaProducer, most_bytes: int) -> None:
+    """Limit the bytes of batches that a producer puts into one request; one batch may exceed it.
+
+    aiokafka puts a batch of each partition into the request to their leader, however many there
+    are. A broker closes the connection at a request over `socket.request.max.bytes`, and aiokafka
+    would send the same one again.
+    """
+    accumulator = producer._message_accumulator
+    drain = accumulator.drain_by_nodes
+
+    def drain_by_nodes(ignore_nodes: Collection[int], muted_partitions: Set[Any]) -> Any:
+        sizes: dict[int, int] = {}
+        over = set()
+        for partition, batches in accumulator._batches.items():
+            leader = accumulator._cluster.leader_for_partition(partition)
+            if partition in muted_partitions or leader in (None, -1):
+                continue
+            size = batches[0]._builder.size()
+            if leader in sizes and sizes[leader] + size > most_bytes:
+                over.add(partition)  # it goes with a later request: aiokafka sends one at a time
+            else:
+                sizes[leader] = sizes.get(leader, 0) + size
+        return drain(ignore_nodes, muted_partitions | over)
+
+    accumulator.drain_by_nodes = drain_by_nodes
 
 
 def record_appender(builder: BatchBuilder) -> tuple[Callable[..., Any], int]:

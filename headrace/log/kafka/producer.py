@@ -30,6 +30,7 @@ from headrace.log.kafka._aiokafka import (
     AnyNameBuilder,
     close_producer,
     is_sending,
+    limit_requests,
     record_appender,
     set_record_count,
 )
@@ -319,6 +320,7 @@ class Sender:
             linger_ms=0,  # a batch lingers before it is handed over
         )
         self._connection.take_over_connecting(producer.client)
+        limit_requests(producer, tuning.max_request_bytes)
         try:
             async with answered("start the producer", self._connection.request_timeout_s):
                 await producer.start()
