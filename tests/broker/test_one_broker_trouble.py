@@ -18,7 +18,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.port import Producer, Record, TopicInfo, TopicPartition
+from headrace.log.port import Committed, Consumer, Producer, Record, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka, ScramTls
 from headrace.topics import Topic
 from tests.chaos.cluster import running_cluster
@@ -35,7 +35,7 @@ from tests.support.deployments import (
     settings_for,
     unready,
 )
-from tests.support.logs import RecordingListener, polling, values, write
+from tests.support.logs import RecordingListener, polling, values, write, write_to
 from tests.support.processes import Process, create_topics
 from tests.support.tcp_proxy import HOST, TcpProxy
 from tests.support.traffic import Traffic
@@ -183,6 +183,41 @@ async def test_deleted_responses_topic_ends_process_and_loses_no_request(
         await later.all_answered()
         await eventually(lambda: later.counts[-1] == 1)
     assert set(later.codes) == {"ok"}
+
+
+async def test_silently_lost_connections_cost_no_membership(
+    kafka_installed: None, unique_name: str
+) -> None:
+    """A member finds out within the request timeout, and within half of its session."""
+    partition = TopicPartition(unique_name, 0)
+    seen: list[Record] = []
+    listener = RecordingListener()
+    async with running_cluster() as cluster:
+        settings = KafkaSettings(
+            bootstrap_servers=cluster.proxied, request_timeout_ms=2000, session_timeout_ms=6000
+        )
+        async with (
+            KafkaLog(KafkaSettings(bootstrap_servers=cluster.direct)) as direct,
+            KafkaLog(settings) as log,
+        ):
+            await direct.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+            member = log.member(unique_name, [unique_name], listener)
+            async with member, polling(member, seen):
+                await eventually(lambda: listener.held == {partition})
+                assignments = listener.assignments
+                cluster.proxy.lose_connections()
+                await write_to(direct, partition, b"after")
+                await eventually(lambda: values(seen) == [b"after"])
+                await eventually(lambda: _is_committed(member, partition))
+                assert listener.assignments == assignments
+
+
+async def _is_committed(member: Consumer, partition: TopicPartition) -> bool:
+    try:
+        await member.commit({partition: Committed(1)})
+    except LogUnavailable:
+        return False
+    return True
 
 
 async def test_changed_broker_addresses_lose_no_request(

@@ -69,6 +69,13 @@ class TcpProxy:
         """Pass on what clients ask, and not what they are answered: it is done, and none knows."""
         self._back.clear()
 
+    def lose_connections(self) -> None:
+        """Pass nothing more on of the connections that there are, which stay open; new ones work:
+        a firewall that has forgotten them.
+        """
+        self.pause()
+        self._there, self._back = _open_gate(), _open_gate()
+
     def resume(self) -> None:
         """Undo `pause` and `pause_answers`: what was held goes on."""
         self._there.set()

@@ -33,7 +33,7 @@ import aiokafka.errors as kafka_errors
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import client as aiokafka_client
 from aiokafka import conn as aiokafka_conn
-from aiokafka.client import AIOKafkaClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer import fetcher as aiokafka_fetcher
@@ -43,6 +43,7 @@ from aiokafka.consumer.subscription_state import SubscriptionState
 from aiokafka.errors import ProducerClosed
 from aiokafka.producer.message_accumulator import BatchBuilder, MessageAccumulator, MessageBatch
 from aiokafka.protocol.fetch import FetchRequest_v11
+from aiokafka.protocol.group import HeartbeatRequest
 from aiokafka.record import default_records
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from aiokafka.structs import OffsetAndMetadata
@@ -259,7 +260,7 @@ class ResponseProtocol(asyncio.Protocol):
 
 
 class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka publishes no types
-    """aiokafka's connection, except for how responses are read.
+    """aiokafka's connection, except for how responses are read, and how long heartbeats may take.
 
     Attributes:
         transport: the transport; None before there is a connection. Kept after the connection has
@@ -267,6 +268,14 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
     """
 
     transport: asyncio.WriteTransport | None = None
+    heartbeat_timeout_s: float | None = None
+
+    def send(self, request: Any, expect_response: bool = True) -> Any:
+        """Send a request; see the base class, which has one timeout for all."""
+        sent = super().send(request, expect_response)
+        if isinstance(request, HeartbeatRequest):
+            return asyncio.wait_for(sent, self.heartbeat_timeout_s)
+        return sent
 
     def _create_reader_task(self) -> asyncio.Future[None]:
         """Called where aiokafka begins to read: on the new transport, before anything was sent.
@@ -377,15 +386,29 @@ def connecting_lock(client: AIOKafkaClient) -> asyncio.Lock:
 
 
 def new_connection(
-    client: AIOKafkaClient, address: tuple[str, int], **options: Any
+    client: AIOKafkaClient,
+    address: tuple[str, int],
+    group: int,
+    *,
+    request_timeout_ms: int,
+    heartbeat_timeout_s: float,
+    **options: Any,
 ) -> DirectConnection:
-    """Return an unopened connection that tells the client when it closes."""
-    return DirectConnection(
+    """Return an unopened connection that tells the client when it closes.
+
+    A connection for the requests of a member has the timeout of its client, which is that of a
+    JoinGroup. All others, and heartbeats, have their own: a connection that is broken without a
+    sign of it must not stay in use for longer.
+    """
+    is_of_member = group == ConnectionGroup.COORDINATION
+    connection = DirectConnection(
         *address,
-        request_timeout_ms=client._request_timeout_ms,
+        request_timeout_ms=client._request_timeout_ms if is_of_member else request_timeout_ms,
         on_close=client._on_connection_closed,
         **options,
     )
+    connection.heartbeat_timeout_s = heartbeat_timeout_s
+    return connection
 
 
 def add_connection(

@@ -149,6 +149,11 @@ class Connection:
         return self.settings.request_timeout_ms / 1000
 
     @property
+    def _heartbeat_timeout_s(self) -> float:
+        """The time limit of a heartbeat: within a session there is time for another one."""
+        return min(self.request_timeout_s, self.settings.session_timeout_ms / 2000)
+
+    @property
     def codec(self) -> int:
         """The number of the compression in a batch's attributes, as in Kafka's format."""
         return ("none", "gzip", "snappy", "lz4", "zstd").index(self.settings.compression)
@@ -256,6 +261,9 @@ class Connection:
             connection = new_connection(
                 client,
                 address,
+                key[1],
+                request_timeout_ms=self.settings.request_timeout_ms,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
                 client_id=self.settings.client_id,
                 max_idle_ms=self._max_idle_ms,
                 **self._security,
