@@ -159,3 +159,23 @@ def test_watchers_are_called_on_append() -> None:
     partition.unwatch(wake)
     _append(partition, 1)
     assert calls == [3]
+
+
+def test_truncated_partition_reports_no_unreadable_offsets_of_lost_records() -> None:
+    """Other records have the offsets from then on."""
+    partition = _partition(1)
+    partition.write_unreadable(4, "INVALID_REQUEST", "damaged")
+    partition.truncate(3)
+    assert [(gap.first, gap.end) for gap in partition.gaps_between(0, 9)] == [(1, 3)]
+    partition.truncate(0)
+    _append(partition, 9)
+    assert partition.gaps_between(0, 9) == []
+
+
+def test_transaction_whose_records_were_truncated_can_end() -> None:
+    """As in Kafka, its marker is written all the same."""
+    partition = _partition(1)
+    partition.append([NewRecord(None, b"v")], [1], NOW_MS, transaction="one")
+    partition.truncate(1)
+    partition.end_transaction("one", commit=True)
+    assert (partition.end, partition.stable_end) == (2, 2)

@@ -125,7 +125,7 @@ class Partition:
 
     def end_transaction(self, transaction: Hashable, *, commit: bool) -> None:
         """End an open transaction: its records are kept, or leave a gap. A marker follows."""
-        spans = self._open.pop(transaction)
+        spans = self._open.pop(transaction, [])  # none if they were truncated
         if not commit:
             for start, stop in spans:
                 self._remove(start, stop)
@@ -172,6 +172,11 @@ class Partition:
         self._remove(max(end_offset, self.begin), self.end)
         self.end = end_offset
         self.begin = min(self.begin, end_offset)
+        self._unreadable = [
+            gap._replace(end=min(gap.end, end_offset))
+            for gap in self._unreadable
+            if gap.first < end_offset
+        ]
         for transaction, spans in list(self._open.items()):
             left = [(start, min(stop, end_offset)) for start, stop in spans if start < end_offset]
             if left:
