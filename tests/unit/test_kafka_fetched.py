@@ -119,6 +119,20 @@ async def test_poll_leaves_error_behind_records_for_next_poll() -> None:
     assert await take(fetcher) == {}
 
 
+async def test_offset_that_follower_lacks_is_asked_of_leader() -> None:
+    """A follower may be behind; only the leader's answer says that the log does not hold it."""
+    state = ReadState(reads_followers=True)
+    lacking = OffsetOutOfRangeError({ONE: 5})
+    fetcher = Fetcher(position=5, one=lacking)
+
+    assert await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, state) == {}
+
+    assert (fetcher.has_unread, fetcher.notified) == (False, 1)
+    again = Fetcher(position=5, one=lacking)
+    with pytest.raises(OffsetOutOfRangeError):
+        await take_records(buffer_of(again), 0, 100, MAX_POLL_BYTES, state)
+
+
 async def test_poll_bound_covers_all_partitions() -> None:
     """The rest comes with the next poll."""
     fetcher = Fetcher(one=batch(0, 3), two=batch(0, 3))

@@ -147,7 +147,11 @@ class KafkaConsumer:
         self._failure: Exception | None = None
         self._contact = ContactMonitor(connection)
         self._closed = False
-        self._read_state = ReadState(connection.decompressed_bytes, connection.tuning)
+        self._read_state = ReadState(
+            connection.decompressed_bytes,
+            connection.tuning,
+            reads_followers=bool(connection.settings.client_rack),
+        )
         self._fetch_wait = FetchWait(connection.tuning, time.monotonic())
 
     # Starting and closing

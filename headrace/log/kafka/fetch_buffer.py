@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import aiokafka
 from aiokafka.consumer.fetcher import FetchResult, PartitionRecords
+from aiokafka.errors import OffsetOutOfRangeError
 
 from headrace.log.kafka._aiokafka import (
     FetchBuffer,
@@ -55,6 +56,7 @@ class ReadState:
     Args:
         decompressed_bytes: the limit on the decompressed records of a batch.
         tuning: the bounds of a poll.
+        reads_followers: whether fetches may go to followers (KIP-392).
 
     Attributes:
         gaps: the gaps that the last poll skipped.
@@ -65,7 +67,11 @@ class ReadState:
         self,
         decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES,
         tuning: KafkaTuning = TUNING.kafka,
+        *,
+        reads_followers: bool = False,
     ) -> None:
+        self._reads_followers = reads_followers
+        self._out_of_range: dict[TopicPartition, int] = {}
         self.decompressed_bytes = decompressed_bytes
         self.tuning = tuning
         self.gaps: list[Gap] = []
@@ -78,6 +84,19 @@ class ReadState:
             return True
         self._damaged[partition] = offset
         return False
+
+    def is_to_be_asked_of_leader(self, failure: Exception) -> bool:
+        """Return whether an offset that is out of range may be so on a follower only.
+
+        After the first such error aiokafka asks the leader, whose answer counts.
+        """
+        if not self._reads_followers or not isinstance(failure, OffsetOutOfRangeError):
+            return False
+        positions = {TopicPartition(*each): at for each, at in failure.args[0].items()}
+        if all(self._out_of_range.pop(each, None) == at for each, at in positions.items()):
+            return False
+        self._out_of_range.update(positions)
+        return True
 
 
 class ChecksumError(Exception):
@@ -310,6 +329,8 @@ def _drain(
                 break
             buffer.drop_result(partition)
             buffer.fetch_again()
+            if state.is_to_be_asked_of_leader(failure):
+                continue
             raise failure
         records, size_bytes, is_over = _read_result(result, partition, most, most_bytes, state)
         if is_over:
