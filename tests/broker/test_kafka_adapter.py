@@ -247,6 +247,10 @@ async def test_batches_of_many_partitions_stay_within_request_limit(
                 for number in range(8)
             )
             await asyncio.gather(*sends)
+        value = NewRecord(None, bytes(SMALL_REQUEST_BYTES // 5))
+        records = {TopicPartition(unique_name, number): [value] for number in range(8)}
+        async with log.transactional_producer(unique_name, unique_name) as transactional:
+            await transactional.commit_transaction(records, {})
 
 
 async def test_closing_producer_flushes(kafka: LocalKafka, unique_name: str) -> None:

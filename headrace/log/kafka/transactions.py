@@ -413,7 +413,21 @@ class ProducerEpoch:
     async def _deliver_to(
         self, node: int, partitions: Iterable[TopicPartition], waiting: dict[TopicPartition, bytes]
     ) -> None:
-        """Send batches to one broker; remove those that it acknowledges from `waiting`."""
+        """Send batches to one broker, in as many requests as their size takes."""
+        together: list[TopicPartition] = []
+        size = 0
+        for partition in partitions:
+            if together and size + len(waiting[partition]) > self._tuning.max_request_bytes:
+                await self._deliver_together(node, together, waiting)
+                together, size = [], 0
+            together.append(partition)
+            size += len(waiting[partition])
+        await self._deliver_together(node, together, waiting)
+
+    async def _deliver_together(
+        self, node: int, partitions: Iterable[TopicPartition], waiting: dict[TopicPartition, bytes]
+    ) -> None:
+        """Send batches in one request; remove those that are acknowledged from `waiting`."""
         errors: list[KafkaError] = []
         topics: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
         for partition in partitions:
