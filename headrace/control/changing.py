@@ -26,6 +26,7 @@ from headrace.models.wanted import (
     Author,
     Change,
     ChangeRefused,
+    Deployment,
     Wanted,
     add_versions,
     fold,
@@ -117,7 +118,7 @@ class ModelChanges:
         self._topic = ControlTopic(log_, settings, tuning.control)
         self._followed = followed
         self._writing = asyncio.Lock()  # changes of one process must not overtake each other
-        self._attempts = 0  # to write a change
+        self._written = 0  # changes whose writing has ended
 
     async def make(
         self,
@@ -260,18 +261,31 @@ class ModelChanges:
         is asked before the turn of this change comes, and again if another one of this process was
         written meanwhile.
         """
-        for left in range(self._tuning.finish_attempts - 1, -1, -1):
-            attempts = self._attempts
-            state = fold(records := await self._topic.read())
-            change = choose(records)
-            await self._check(state.models, change.apply(state.models))
+        for _ in range(self._tuning.finish_attempts - 1):
+            written = self._written
+            change, state = await self._choose(choose)
             async with self._writing:
-                if left and self._attempts != attempts:
-                    continue
-                self._attempts += 1
-                record = await self._topic.write(change, state.generation, author, _now_ms())
-                return record, state.generation if record is None else record.generation
-        raise AssertionError("at least one attempt is made")
+                if self._written == written:
+                    return await self._write_chosen(change, state, author)
+        async with self._writing:  # they come too fast: the others have to wait for this one
+            change, state = await self._choose(choose)
+            return await self._write_chosen(change, state, author)
+
+    async def _choose(self, choose: Choose) -> tuple[Change, Deployment]:
+        """Choose a change of what the topic says now, which is returned as well, and check it."""
+        state = fold(records := await self._topic.read())
+        change = choose(records)
+        await self._check(state.models, change.apply(state.models))
+        return change, state
+
+    async def _write_chosen(
+        self, change: Change, state: Deployment, author: Author
+    ) -> tuple[ControlRecord | None, int]:
+        try:
+            record = await self._topic.write(change, state.generation, author, _now_ms())
+        finally:
+            self._written += 1  # last: what was read before the end of this may lack the change
+        return record, state.generation if record is None else record.generation
 
     async def _finish(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
         """Make the second change of a call, although changes of other models come first.

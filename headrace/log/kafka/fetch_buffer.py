@@ -228,8 +228,12 @@ class UnreadPart:
         ]
         if is_over:
             # Compaction may have removed its last records: the batch says where the next one
-            # begins.
-            self.next_fetch_offset = max(self._batch.next_offset, self.next_fetch_offset)
+            # begins. A message of format 0 or 1 may lie before the position altogether.
+            is_behind = self._content[_MAGIC_AT] < 2
+            following = self._batch.next_offset
+            self.next_fetch_offset = (
+                max(following, self.next_fetch_offset) if is_behind else following
+            )
             self._batch = None
             self._content = memoryview(b"")
         elif records:

@@ -1,9 +1,10 @@
-"""What a load is answered with when processes say that they cannot load a version."""
+"""Changes of models: several at once, and what a load is answered with that has failed."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from headrace.control.topic import ControlTopic
 from headrace.errors import Code, NotLoadableHere
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.wanted import Author, ChangeRefused, load, unload
+from headrace.models.wanted import Author, Change, ChangeRefused, load, unload
 from headrace.protocol.codec.events import encode_event
+from headrace.protocol.control import ControlRecord
 from headrace.protocol.events import ExecutorEvent
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
@@ -133,3 +135,20 @@ async def test_store_that_does_not_answer_delays_no_change_that_needs_none(tmp_p
                 await changes.unload_all("faces", Author("bob"), 0.0, lambda: True)
             assert not loading.done()
             loading.cancel()
+
+
+async def test_changes_of_one_process_at_once_are_all_made(tmp_path: Path) -> None:
+    """Each is made of what the topic says after the one before."""
+    names = [f"digits-{number}" for number in range(20)]
+    for name in names:
+        add_version(tmp_path, name, 1, digits())
+    settings, log = settings_for(tmp_path), MemoryLog()
+    await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+    changes = ModelChanges(log, settings, HEARD_AT_ONCE)
+
+    def loading(name: str) -> Callable[[Sequence[ControlRecord]], Change]:
+        return lambda _: load(name, "1")
+
+    made = await asyncio.gather(*(changes.make(loading(name), Author("ada")) for name in names))
+
+    assert sorted(each.generation for each in made) == [*range(1, len(names) + 1)]
