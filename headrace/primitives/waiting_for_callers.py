@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class WaitingForCallers(Generic[T]):
-    """Those that wait for their callers, and the bytes that are kept for them meanwhile.
+    """Counts what waits for its callers, and the bytes that are kept for it meanwhile.
 
     Args:
         max_bytes: of all of them; the newest one alone may have more.

@@ -73,7 +73,7 @@ class PreparedBatch(NamedTuple):
 
 
 class _RetryGroup(NamedTuple):
-    """What retries have in common that may run together.
+    """Properties that are equal in all retries that may run together.
 
     Attributes:
         attempts: how often their requests have run.

@@ -239,18 +239,17 @@ async def test_batches_of_many_partitions_stay_within_request_limit(
     tuning = replace(PATIENT, max_request_bytes=SMALL_REQUEST_BYTES // 2)
     async with KafkaLog(settings(small_requests), tuning=tuning) as log:
         await log.create_topics([TopicInfo(unique_name, 8, {})], replication_factor=1)
+        partitions = [TopicPartition(unique_name, number) for number in range(8)]
+        value = bytes(SMALL_REQUEST_BYTES // 5)
         async with log.producer() as producer:
-            sends = (
-                write(
-                    producer, TopicPartition(unique_name, number), bytes(SMALL_REQUEST_BYTES // 5)
-                )
-                for number in range(8)
-            )
-            await asyncio.gather(*sends)
-        value = NewRecord(None, bytes(SMALL_REQUEST_BYTES // 5))
-        records = {TopicPartition(unique_name, number): [value] for number in range(8)}
+            await asyncio.gather(*(write(producer, each, value) for each in partitions))
+        records = {each: [NewRecord(None, value)] for each in partitions}
         async with log.transactional_producer(unique_name, unique_name) as transactional:
             await transactional.commit_transaction(records, {})
+        async with log.reader(partitions) as reader:
+            ends = await reader.end_offsets(partitions)
+
+    assert ends == dict.fromkeys(partitions, 3)  # two records and the transaction's marker
 
 
 async def test_closing_producer_flushes(kafka: LocalKafka, unique_name: str) -> None:

@@ -73,7 +73,7 @@ async def test_first_stop_ends_process_that_reads_its_models(tmp_path: Path) -> 
 
 
 async def test_first_signal_ends_process_whose_gateway_opens(tmp_path: Path) -> None:
-    """That waits for brokers as well."""
+    """Opening it waits for brokers, too, which the signal ends."""
     telemetry = TelemetrySettings(http_port=0)
     settings = settings_for(tmp_path).model_copy(update={"telemetry": telemetry})
 
