@@ -910,8 +910,9 @@ class ResponderTuning(Struct, frozen=True):
     """A step that begins later than this after the last one follows a silence."""
     linger_share: float = 0.1
     """Longest linger, as a share of the time in which the requests in flight are answered."""
-    linger_answers: int = 1024
-    """With this many answers, the cost of the transaction itself is small."""
+    linger_answers: int = 256
+    """With this many answers of each partition that shares it, the cost of a transaction itself is
+    small."""
     max_linger_s: float = 0.1
     """Longest linger."""
     min_linger_s: float = 0.005
