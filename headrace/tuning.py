@@ -120,8 +120,6 @@ class DeliveryTuning(Struct, frozen=True):
     """First pause after records were not acknowledged; later ones double."""
     send_retry_max_s: float = 5.0
     """Longest pause after records were not acknowledged."""
-    ordered_batch_bytes: int = 64 * 1024
-    """Most bytes written at a time when order must be kept."""
     producer_close_timeout_s: float = 2.0
     """Limit of closing transactional producers at a revocation."""
     max_shared_part_bytes: int = 1024 * 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
@@ -16,11 +16,6 @@ from headrace.telemetry.metrics import Metrics
 from headrace.tuning import DeliveryTuning
 
 log = structlog.get_logger(__name__)
-
-_RECORD_BYTES = 100
-"""Size of a record besides its key, value and headers, its share of the batch included."""
-_HEADER_BYTES = 10
-"""Largest size of the length fields of a header's name and value."""
 
 
 class _Unsent(Retriable):
@@ -73,44 +68,18 @@ async def deliver_in_order(
 ) -> tuple[int, Rejected] | None:
     """Write records of one partition in order, up to the first refused one.
 
-    They are sent in pieces that fit into one batch, so that each is accepted or refused as a whole;
-    a piece is sent only once the one before it is acknowledged. Retries are as in `deliver`; none
-    is made once the records are no longer `wanted`.
+    One batch is sent at a time: one that follows could be written although this one is not. Retries
+    are as in `deliver`; none is made once the records are no longer `wanted`.
 
     Returns:
         index and error of the first refused record: those before it are written, those after it
         are not. None if all are written, or no longer wanted.
     """
-    writing = _InOrder(producer, partition, metrics, wanted, tuning)
-    try:
-        limit_bytes = await writing.limit_bytes()
-    except Rejected as error:
-        return (0, error) if records else None
-    start = 0
-    for stop in _piece_ends(records, limit_bytes):
-        refused = await writing.write(records[start:stop])
-        if refused is not None:
-            return start + refused[0], refused[1]
-        start = stop
-    return None
-
-
-def _piece_ends(records: Sequence[NewRecord], limit_bytes: int) -> Iterator[int]:
-    """Yield the end index of each piece; a record too large for any batch is its own piece."""
-    filled = 0
-    for index, record in enumerate(records):
-        size = _RECORD_BYTES + len(record.key or b"") + len(record.value or b"")
-        size += sum(len(name) + len(value or b"") + _HEADER_BYTES for name, value in record.headers)
-        if filled and filled + size > limit_bytes:
-            yield index
-            filled = 0
-        filled += size
-    if records:
-        yield len(records)
+    return await _InOrder(producer, partition, metrics, wanted, tuning).write(records)
 
 
 class _InOrder:
-    """Writes pieces one after another."""
+    """Writes batches one after another."""
 
     def __init__(
         self,
@@ -126,45 +95,36 @@ class _InOrder:
         self._metrics = metrics
         self._wanted = wanted
 
-    async def limit_bytes(self) -> int:
-        """Return the largest size of a piece. Raises `UnknownPartition` and `TopicForbidden`."""
-        async for attempt in _until_acknowledged(self._tuning):
-            with attempt:
-                limit_bytes = await self._producer.batch_limit_bytes(self._partition)
-        return min(limit_bytes, self._tuning.ordered_batch_bytes)
-
     async def write(self, records: Sequence[NewRecord]) -> tuple[int, Rejected] | None:
         """Return index and error of the first refused record; none after it is written."""
-        async for attempt in _until_acknowledged(self._tuning):
-            with attempt:
-                if self._wanted is not None and not self._wanted():
-                    return None
-                if attempt.retry_state.attempt_number > 1:
-                    self._metrics.retried("send", len(records))
-                written, error = await self._send(records)
-        if error is None:
-            return None
-        left = records[written:]
-        if len(left) == 1 or isinstance(error, UnknownPartition | TopicForbidden):
-            return written, error
-        for half in (left[: len(left) // 2], left[len(left) // 2 :]):
-            refused = await self.write(half)
-            if refused is not None:
-                return written + refused[0], refused[1]
-            written += len(half)
+        start, most = 0, len(records)
+        while start < len(records):
+            async for attempt in _until_acknowledged(self._tuning):
+                with attempt:
+                    if self._wanted is not None and not self._wanted():
+                        return None
+                    if attempt.retry_state.attempt_number > 1:
+                        self._metrics.retried("send", len(records) - start)
+                    size, error = await self._send(records[start : start + most])
+            if error is None:
+                start, most = start + size, len(records)
+            elif size == 1 or isinstance(error, UnknownPartition | TopicForbidden):
+                return start, error
+            else:
+                most = size // 2  # find the refused record
         return None
 
     async def _send(self, records: Sequence[NewRecord]) -> tuple[int, Rejected | None]:
-        """Send once; return the number written, and the error of the next. Raises `Retriable`."""
-        written = 0
+        """Send a batch once; return its size, and why it is refused. Raises `Retriable`."""
+        size = len(records)
         try:
-            for sent in await self._producer.send(self._partition, records):
-                await sent.acknowledged
-                written += sent.size
+            first, *_ = await self._producer.send(self._partition, records, first_batch_only=True)
+            size = first.size
+            await first.acknowledged
         except Rejected as error:
             drop_tracebacks(error)
-            return written, error
-        return written, None
+            return size, error
+        return size, None
 
 
 def _until_acknowledged(tuning: DeliveryTuning) -> AsyncRetrying:

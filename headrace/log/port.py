@@ -283,12 +283,19 @@ class Producer(Entered, Protocol):
     """An idempotent producer of records, which all in-sync replicas acknowledge."""
 
     async def send(
-        self, partition: TopicPartition, records: Sequence[NewRecord]
+        self,
+        partition: TopicPartition,
+        records: Sequence[NewRecord],
+        *,
+        first_batch_only: bool = False,
     ) -> Sequence[SentBatch]:
         """Queue records of one partition, in order.
 
         Returns as soon as the records are queued, which may wait for room. The returned
         batches together contain all the records, in order.
+
+        A batch may be written although one before it is not. A caller that must keep the order
+        sends `first_batch_only`: the first records, as many as go into one batch.
 
         Raises (from a batch's `acknowledged`, or from this call for records that were never sent):
             RecordTooLarge: one of the records, or the batch that they made, is too large.
@@ -299,10 +306,6 @@ class Producer(Entered, Protocol):
             TopicForbidden: the broker's access rules; nothing is written.
             TypeError: from this call: a key, a value or a header's value is neither bytes nor None.
         """
-        ...
-
-    async def batch_limit_bytes(self, partition: TopicPartition) -> int:
-        """Return the largest batch that the topic accepts, if known. Raises as `send` does."""
         ...
 
     async def partitions_for(self, topic: str) -> int | None:

@@ -11,13 +11,16 @@ import aiokafka
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, RecordsToDelete
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 
 from headrace.config import KafkaSettings
+from headrace.delivery.producing import deliver_in_order
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge
 from headrace.log.kafka.consumer import KafkaMember
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.kafka.producer import Acknowledgement
 from headrace.log.port import Committed, NewRecord, Record, TopicInfo, TopicPartition
+from headrace.telemetry.metrics import Metrics
 from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
 from tests.support.aiokafka_tasks import fetching_tasks, sending_tasks
@@ -171,6 +174,44 @@ async def test_hung_broker_fails_record_by_deadline(fragile: LocalKafka, unique_
             return True
 
         await eventually(is_written)
+
+
+@pytest.mark.slow
+async def test_records_in_order_do_not_overtake_when_batch_is_not_sent(
+    fragile: LocalKafka, unique_name: str
+) -> None:
+    """The first one is in another caller's batch, whose deadline passes while the broker hangs."""
+    metrics, tuning = Metrics(CollectorRegistry()), TUNING.delivery
+    async with (
+        KafkaLog(settings(fragile, request_timeout_ms=1000), tuning=PATIENT) as log,
+        log.producer() as producer,
+        asyncio.TaskGroup() as tasks,
+    ):
+        partition = await make_topic(log, unique_name)
+        async with log.reader([partition]) as reader:
+            await write(producer, partition, b"0")
+            await hold(fragile)
+
+            async def fill() -> None:
+                with pytest.raises(LogUnavailable):
+                    await write(producer, partition, bytes(TUNING.kafka.max_batch_bytes - 20_000))
+
+            # One batch is in flight, two are queued behind it, and the last one has room for more.
+            filling = [tasks.create_task(fill()) for _ in range(4)]
+            records = [NewRecord(None, name * 12_000) for name in (b"a", b"b", b"c")]
+            tasks.create_task(
+                deliver_in_order(producer, partition, records, metrics, tuning=tuning)
+            )
+            await asyncio.gather(*filling)
+            fragile.resume_node()
+            seen: list[Record] = []
+            async with polling(reader, seen):
+                await eventually(lambda: b"c" in _names(seen), deadline_s=30)
+    assert [name for name in dict.fromkeys(_names(seen)) if name in b"abc"] == [b"a", b"b", b"c"]
+
+
+def _names(records: Sequence[Record]) -> list[bytes]:
+    return [(record.value or b"")[:1] for record in records]
 
 
 @pytest.mark.slow

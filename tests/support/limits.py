@@ -26,7 +26,8 @@ async def lower_limit(cluster: LocalKafka, partition: TopicPartition, limit_byte
 
     async def is_lowered() -> bool:
         settings = KafkaSettings(bootstrap_servers=servers)
-        async with KafkaLog(settings) as log, log.producer() as producer:
-            return await producer.batch_limit_bytes(partition) == limit_bytes
+        async with KafkaLog(settings) as log:
+            (found,) = (await log.describe_topics([partition.topic])).values()
+            return found is not None and found.config["max.message.bytes"] == str(limit_bytes)
 
     await eventually(is_lowered)

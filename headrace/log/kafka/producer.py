@@ -100,7 +100,11 @@ class KafkaProducer:
     # Sending
 
     async def send(
-        self, partition: TopicPartition, records: Sequence[NewRecord]
+        self,
+        partition: TopicPartition,
+        records: Sequence[NewRecord],
+        *,
+        first_batch_only: bool = False,
     ) -> Sequence[SentBatch]:
         """See the port. Concurrent calls for a partition share batches while one is in flight."""
         if self._finished and not self._closed:
@@ -111,7 +115,7 @@ class KafkaProducer:
             queue = self._queues[partition] = _PartitionQueue(partition)
         batches: list[SentBatch] = []
         start = 0
-        while start < len(records):
+        while start < len(records) and not (first_batch_only and batches):
             if queue.open_batch is not None and queue.open_batch.is_full:
                 await self._wait_for_room(queue)
             batch = self._open_batch(queue, limits)
@@ -122,12 +126,7 @@ class KafkaProducer:
                 batches.append(_refused_record(refusal))
                 end += 1
             start = end
-        return batches
-
-    async def batch_limit_bytes(self, partition: TopicPartition) -> int:
-        """See the port."""
-        limits = self._cached_limits(partition) or await self._fetch_limits(partition)
-        return min(limits.limit_bytes, self._tuning.max_batch_bytes)
+        return batches[:1] if first_batch_only else batches
 
     def _cached_limits(self, partition: TopicPartition) -> TopicLimits | None:
         """Return the topic's limits if they are known without a request; else None."""

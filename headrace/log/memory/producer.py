@@ -50,7 +50,11 @@ class MemoryProducer:
         self._is_finished = self._is_closed = False
 
     async def send(
-        self, partition: TopicPartition, records: Sequence[NewRecord]
+        self,
+        partition: TopicPartition,
+        records: Sequence[NewRecord],
+        *,
+        first_batch_only: bool = False,
     ) -> Sequence[SentBatch]:
         """See the port. A record that is too large fails alone, in a batch of its own;
         one without a key, on a compacted topic, fails its batch.
@@ -66,9 +70,8 @@ class MemoryProducer:
         self._faults.topics.require_leader(partition)
         where = topic.partitions[partition.partition]
         batches = []
-        for start, stop in batch_bounds(
-            sizes, topic.max_message_bytes, self._tuning.max_batch_bytes
-        ):
+        bounds = batch_bounds(sizes, topic.max_message_bytes, self._tuning.max_batch_bytes)
+        for start, stop in bounds[:1] if first_batch_only else bounds:
             batch, batch_sizes = records[start:stop], sizes[start:stop]
             refused = self._refusal(topic, batch, batch_sizes)
             if refused is not None:
@@ -83,13 +86,6 @@ class MemoryProducer:
                 acknowledged.add_done_callback(self._unacknowledged.discard)
             batches.append(SentBatch(stop - start, acknowledged))
         return batches
-
-    async def batch_limit_bytes(self, partition: TopicPartition) -> int:
-        """See the port."""
-        await self._faults.brokers.answered()
-        if self._faults.topics.is_hidden(partition.topic):
-            raise TopicForbidden(partition.topic)
-        return min(self._topics.topic_of(partition).max_message_bytes, self._tuning.max_batch_bytes)
 
     async def partitions_for(self, topic: str) -> int | None:
         known = self._counts.get(topic)
