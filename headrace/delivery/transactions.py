@@ -405,7 +405,8 @@ class PartitionTransactions:
 
         Raises:
             TransactionAborted: nothing was committed; send what is left in the list again.
-            PartitionLost: the requests left in the list are revoked.
+            PartitionLost: the requests left in the list are revoked, or their partition is being
+                fenced once more.
             NoLeader: a partition cannot be written to for now; no transaction was begun.
             RecordsRefused: holds all records that their topics never accept; no transaction was
                 begun.

@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import structlog
 
+from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import InFlightAck
-from headrace.delivery.offset_store import PendingAnswer, by_offset, requests_of
+from headrace.delivery.offset_store import PendingAnswer, by_offset
 from headrace.delivery.transactions import PartitionLost, PartitionTransactions, TransactionAborted
 from headrace.errors import Rejected, drop_tracebacks
 from headrace.log.errors import (
@@ -311,10 +312,13 @@ class _PartitionCommitter:
                 self._shrink(pending)
             return False
         except PartitionLost:
-            self._metrics.revoked.inc(len(pending))
-            for request in requests_of(pending):
-                request.ack_handle.ack()
-            pending.clear()
+            # If it is only fenced once more, its requests stay ours.
+            pending[:] = [
+                (request, target)
+                for request, target in pending
+                if drop_revoked([request], self._metrics)
+            ]
+            return not pending
         finally:
             records.release()
             pending += left

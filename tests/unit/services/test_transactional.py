@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ class TransactionalHarness:
     """
 
     incoming: Writer[list[Request]]
+    fence: Callable[[], Awaitable[None]]
 
     def __init__(self, log: MemoryLog, tracker: InFlightTracker) -> None:
         self.log = log
@@ -121,7 +123,8 @@ async def running(
     listener = RecordingListener()
     async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
         await eventually(lambda: listener.held)
-        await seals.fence(member, [0])
+        bench.fence = partial(seals.fence, member, [0])
+        await bench.fence()
         delivery = Delivery(offset_store, None, seals if exactly_once else None, order_by)
         responder = ResponderService(plain, routes, delivery, bench.instruments, tuning)
         bench.incoming = responder.writer()
@@ -144,6 +147,20 @@ async def test_oversized_answer_fails_alone_in_transaction(place: int) -> None:
         assert await bench.statuses() == expected
         assert len(await visible(bench.log, RESPONSES.topic)) == 16
         assert await bench.committed() == AckedOffsets(16)
+
+
+async def test_request_of_partition_that_is_fenced_again_is_answered() -> None:
+    """As when a rebalance comes while a partition that lost records is assigned again."""
+    async with running() as bench:
+        transactions = bench.log.faults.transactions
+        transactions.hold()
+        await bench.incoming.send([bench.request()])
+        await eventually(transactions.open)
+        await bench.fence()
+        transactions.release()
+        await bench.acked()
+        assert await bench.statuses() == {0: "ok"}
+        assert await bench.committed() == AckedOffsets(1)
 
 
 @pytest.mark.parametrize("topic", ["headrace.compacted", "headrace.gone"])
