@@ -298,8 +298,9 @@ class Producer(Entered, Protocol):
         sends `first_batch_only`: the first records, as many as go into one batch.
 
         Raises (from a batch's `acknowledged`, or from this call for records that were never sent):
-            RecordTooLarge: one of the records, or the batch that they made, is too large.
-            LogUnavailable: no acknowledgement in time; the records may or may not be written.
+            RecordTooLarge: one of the records is too large.
+            LogUnavailable: no acknowledgement in time; the records may or may not be written. Or
+                the batch that they shared with others was too large; the next ones are smaller.
             Fenced: see there.
             UnknownPartition: from this call, before anything is sent.
             RecordRefused: a record without a key, for a topic that is compacted.

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.config import KafkaSettings
-from headrace.delivery.producing import deliver_in_order
+from headrace.delivery.producing import deliver, deliver_in_order
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge
 from headrace.log.kafka.consumer import KafkaMember
 from headrace.log.kafka.log import KafkaLog
@@ -246,6 +246,22 @@ async def test_lowered_topic_limit_is_noticed(kafka: LocalKafka, unique_name: st
             assert values(await read(reader, 2)) == [b"before", b"after"]
             with pytest.raises(RecordTooLarge, match="at most 10000 bytes"):
                 await write(producer, partition, bytes(20_000))
+
+
+async def test_small_records_are_not_refused_for_batch_that_they_share(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """Each of them is of another caller, none of which can divide the batch."""
+    async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.producer() as producer:
+            await write(producer, partition, b"before")
+            await lower_limit(kafka, partition, 10_000)
+            record = NewRecord(None, bytes(2000))
+            refused = await asyncio.gather(
+                *(deliver(producer, partition, [record], tuning=TUNING.delivery) for _ in range(20))
+            )
+    assert refused == [{}] * 20
 
 
 async def test_batches_stay_within_small_limit(kafka: LocalKafka, unique_name: str) -> None:

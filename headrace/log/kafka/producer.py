@@ -40,6 +40,12 @@ from headrace.log.kafka.topic_cache import TopicCache, TopicLimits
 from headrace.log.port import NewRecord, SentBatch, TopicPartition
 
 
+class _BatchTooLarge(LogUnavailable):
+    """A broker refuses a batch of several records for its size, which may be of several callers:
+    each record may be accepted in a smaller batch.
+    """
+
+
 class _PartitionQueue:
     """State of one partition: the batch being filled, and the task that sends batches in order."""
 
@@ -151,7 +157,7 @@ class KafkaProducer:
                 queue.partition,
                 limits,
                 self._codec,
-                self._tuning.max_batch_bytes,
+                self._topics.max_batch_bytes(queue.partition.topic),
                 self._delivery_s,
                 self._on_overdue,
             )
@@ -179,7 +185,10 @@ class KafkaProducer:
 
     def _forget(self, batch: PendingBatch, ended: asyncio.Future[None]) -> None:
         self._unacknowledged.discard(batch)
-        if isinstance(ended.exception(), RecordTooLarge | RecordRefused):
+        error = ended.exception()
+        if isinstance(error, _BatchTooLarge):
+            self._topics.limit_batches(batch.partition.topic, batch.builder.size() // 2)
+        if isinstance(error, RecordTooLarge | RecordRefused | _BatchTooLarge):
             self._topics.forget_limits(batch.partition.topic)  # they must have changed
 
     def _on_overdue(self, batch: PendingBatch) -> HeadraceError:
@@ -382,6 +391,8 @@ class Sender:
             if isinstance(translated, LogRefused):
                 # The topic refuses these records; the producer itself still works.
                 translated = RecordRefused(str(translated))
+            elif isinstance(translated, RecordTooLarge) and batch.builder.record_count() > 1:
+                translated = _BatchTooLarge(str(translated))
             batch.fail(translated)
         elif isinstance(error, HeadraceError):
             batch.fail(error)

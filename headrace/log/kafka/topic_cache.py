@@ -83,6 +83,7 @@ class TopicCache:
         self._tuning = tuning
         self._counts: ExpiringCache[int | None] = ExpiringCache(tuning.cached_topics)
         self._limits: ExpiringCache[TopicLimits] = ExpiringCache(tuning.cached_topics)
+        self._batch_bytes: ExpiringCache[int] = ExpiringCache(tuning.cached_topics)
 
     async def partitions(self, client: AIOKafkaClient, topic: str) -> int | None:
         """Return the number of partitions; None when there is no such topic.
@@ -167,6 +168,19 @@ class TopicCache:
     def forget_limits(self, topic: str) -> None:
         """Drop the cached limits, since a broker applied different ones."""
         self._limits.forget(topic)
+
+    def limit_batches(self, topic: str, size_bytes: int) -> None:
+        """Limit batches of several records to this size for a while. A larger record is sent alone:
+        the topic's settings may not be readable, so only a broker can refuse it.
+        """
+        until_s = time.monotonic() + self._tuning.topic_limits_ttl_s
+        self._batch_bytes.put(topic, size_bytes, until_s)
+
+    def max_batch_bytes(self, topic: str) -> int:
+        """Return the largest batch of several records, if the topic accepts it."""
+        cached = self._batch_bytes.get(topic, time.monotonic())
+        most_bytes = self._tuning.max_batch_bytes
+        return most_bytes if cached is None else min(cached[0], most_bytes)
 
     async def fetch_limits(self, client: AIOKafkaClient, partition: TopicPartition) -> TopicLimits:
         """Return the limits needed to send to a partition. Raises as `check` does."""
