@@ -60,7 +60,6 @@ FACTS = {
     "headrace/protocol/control.py": {"FORMAT", "FORMAT_WITHOUT_OVERRIDES"},
     "headrace/protocol/events.py": {"NOT_CONTROLLED"},
     "headrace/protocol/codec/wire.py": {"FORMAT", "_COLUMNS_FORMAT"},
-    "headrace/delivery/producing.py": {"_RECORD_BYTES", "_HEADER_BYTES"},
     "headrace/transport/shared_values.py": {"_MOST_BUFFERS"},
     "headrace/log/kafka/record_batches.py": {"MAX_HEADERS", "_LEGACY_MIN_BYTES"},
     "headrace/log/memory/group.py": {"MAX_METADATA_CHARACTERS"},
