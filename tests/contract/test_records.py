@@ -51,6 +51,18 @@ async def test_record_survives_round_trip(
     assert (found.key, found.value, tuple(found.headers)) == tuple(record[:3])
 
 
+async def test_first_batch_only_leaves_the_other_records(log: Log, make_topic: MakeTopic) -> None:
+    """The caller sends those once the batch is acknowledged."""
+    (partition,) = await make_topic(max_message_bytes="10000")
+    records = [NewRecord(None, b"%d" % number * 4000) for number in range(5)]
+    async with log.reader([partition]) as reader, log.producer() as producer:
+        (sent,) = await producer.send(partition, records, first_batch_only=True)
+        await sent.acknowledged
+        await write(producer, partition, b"next")
+        found = await read(reader, sent.size + 1)
+    assert [each[:1] for each in values(found) if each] == [b"0", b"1", b"n"]
+
+
 async def test_record_carries_its_topic_partition_and_offset(
     log: Log, make_topic: MakeTopic
 ) -> None:
