@@ -561,21 +561,29 @@ def _bind_value(
     rules: IngestRules,
 ) -> None:
     content_type = envelope.content_type
-    if content_type not in DECODED_TYPES or (
-        content_type == JSON and envelope.model and _takes_json(envelope, rules)
-    ):
+    if content_type not in DECODED_TYPES:
         _bind_payload(request, value, envelope, rules)
+    elif content_type == JSON and envelope.model:
+        _bind_json(request, value, envelope, rules)
     else:
         _bind(request, value, envelope, rules)
 
 
-def _takes_json(envelope: Envelope, rules: IngestRules) -> bool:
-    """Return True if JSON for the model in `x-model` is a payload and not a map of tensors."""
+def _bind_json(
+    request: Request, value: bytes | memoryview | None, envelope: Envelope, rules: IngestRules
+) -> None:
+    """Bind JSON beside `x-model`: a payload if that model takes some, else a map of tensors."""
     try:
         version = rules.models.lookup(envelope.model, envelope.version or None)
-    except Rejected:
-        return False
-    return version.config.takes_json
+    except Rejected as absent:
+        try:
+            _bind(request, value, envelope, rules)  # the value may name a version that is there
+        except Rejected as error:
+            # As a payload the value may be right, so the model is what is wrong with the request.
+            raise absent if error.code is Code.INVALID_REQUEST else error from None
+        return
+    bind = _bind_payload if version.config.takes_json else _bind
+    bind(request, value, envelope, rules)
 
 
 def _bind(

@@ -90,6 +90,18 @@ async def test_bad_request_among_good_ones_fails_alone(models: Models) -> None:
     assert [request.value for request in ended] == values[1:4]
 
 
+@pytest.mark.parametrize("value", [b'{"amount": 39.9}', b'[{"amount": 39.9}]', b'{"inputs": 1}'])
+async def test_payload_in_json_for_absent_model_is_refused_for_the_model(
+    models: Models, value: bytes
+) -> None:
+    """Only a model that is there says whether JSON is a payload: the value may be right."""
+    headers = [("content-type", b"application/json"), ("x-model", b"fraud")]
+    _, ended = await ingest(models, delivery(value, headers=headers))
+
+    assert ended[0].failure is not None
+    assert ended[0].failure.code == Code.UNKNOWN_MODEL
+
+
 async def test_late_request_is_not_charged_for_its_value(models: Models) -> None:
     """A request late by its headers is answered, and its value is dropped unread."""
     assignment = make_assignment()
