@@ -26,7 +26,7 @@ from headrace.cli.progress import Progress, progress
 from headrace.cli.settings import pass_settings, require_broker
 from headrace.client.rpc import topic_partitions
 from headrace.config import Settings
-from headrace.errors import ConfigurationError
+from headrace.errors import Code, ConfigurationError
 from headrace.log.port import Log
 from headrace.printable import printable
 from headrace.runtime.log_factory import open_log
@@ -132,7 +132,12 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
 
     options = (
         click.option(
-            "--code", "codes", multiple=True, help="Only this error code; repeat it for more."
+            "--code",
+            "codes",
+            multiple=True,
+            type=click.Choice([code.value for code in Code if code.is_dead_letter]),
+            metavar="CODE",
+            help="Only this error code; repeat it for more.",
         ),
         click.option(
             "--model", "models", multiple=True, help="Only this model; repeat it for more."
@@ -214,10 +219,20 @@ def tally_lines(tally: RedriveResult, order: RedriveJob) -> Iterator[str]:
         yield f"{tally.done_before} passed over: redriven before"
     if tally.left:
         yield f"{tally.left} left where they are: transform gave None"
-    if tally.deadlines_dropped:
+    if tally.deadlines_dropped and not order.discard:
         yield f"{tally.deadlines_dropped} without their x-deadline-ms, which has passed"
     for identity, reason in tally.refused:
         yield f"refused {identity}: {reason}"
+    if missing := missing_positions(tally, order):
+        yield f"{missing} of the positions given have no dead letter that is selected"
+
+
+def missing_positions(tally: RedriveResult, order: RedriveJob) -> int:
+    """Return at how many of the positions given nothing was found; 0 if a limit ended the run."""
+    if order.limit is not None:
+        return 0
+    found = tally.sent.total() + tally.done_before + tally.left + len(tally.refused)
+    return max(0, len(order.selection.positions) - found)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -330,7 +345,7 @@ def redrive(
 
     Key, headers, reply topic and correlation id are kept, so that the answer goes where the first
     one was expected. Each dead letter is sent at most once: the log records which were sent. Exit
-    code 1 if a dead letter was refused.
+    code 1 if a dead letter was refused, or a position has none.
     """
     if discard and transform is not None:
         raise click.UsageError("--discard sends nothing: leave --transform out")
@@ -350,7 +365,7 @@ def redrive(
     else:
         for line in tally_lines(tally, order):
             say(line)
-    if tally.refused:
+    if tally.refused or missing_positions(tally, order):
         raise Unsuccessful
 
 
@@ -374,6 +389,7 @@ def _tally(tally: RedriveResult, order: RedriveJob) -> dict[str, Any]:
         "left": tally.left,
         "deadlines_dropped": tally.deadlines_dropped,
         "refused": [[str(identity), reason] for identity, reason in tally.refused],
+        "missing_positions": missing_positions(tally, order),
     }
 
 

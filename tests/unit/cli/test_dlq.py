@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli.dlq import POSITION, WHEN, Newest, Position, counts_lines, table, tally_lines
 from headrace.cli.outcome import Exit
-from headrace.tools.dead_letters import RedriveJob, RedriveResult
+from headrace.tools.dead_letters import DeadLetterSelection, RedriveJob, RedriveResult
 from headrace.tools.dead_letters.dead_letter import RecordIdentity
 from tests.support.command_line import Call
 
@@ -108,6 +108,38 @@ def test_redrive_prints_outcome_of_letters() -> None:
         "2 without their x-deadline-ms, which has passed",
         "refused t/0/4: too large",
     ]
+
+
+def test_discarding_says_nothing_of_deadlines() -> None:
+    """No request was sent, with or without one."""
+    lines = tally_lines(RedriveResult(Counter(TOO_LARGE=1), 0, 0, 1), RedriveJob(discard=True))
+
+    assert list(lines) == ["1 discarded: TOO_LARGE 1"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(None, ["1 of the positions given have no dead letter that is selected"]), (1, [])],
+)
+def test_redrive_says_how_many_positions_have_no_letter(
+    limit: int | None, expected: list[str]
+) -> None:
+    """A mistyped position would seem to be done. A limit leaves some that are there."""
+    selection = DeadLetterSelection(positions=frozenset({(0, 1), (0, 2), (7, 3)}))
+    tally = RedriveResult(Counter(TOO_LARGE=1), done_before=1)
+
+    lines = list(tally_lines(tally, RedriveJob(selection, limit=limit)))
+
+    assert lines[2:] == expected
+
+
+@pytest.mark.parametrize("command", ["list", "redrive", "export"])
+def test_letter_code_that_no_letter_has_is_refused(call: Call, command: str) -> None:
+    """A mistyped code would select nothing, which looks as if there were no dead letters."""
+    result = call("dlq", command, "--code", "TO_LARGE")
+
+    assert result.exit_code == Exit.USAGE
+    assert "TOO_LARGE" in result.stderr
 
 
 def test_dead_letters_with_embedded_log_are_refused(call: Call) -> None:
