@@ -6,6 +6,7 @@ The server of a process (`headrace.telemetry.http`) and the gateway's door for H
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import re
 import socket
@@ -147,7 +148,7 @@ async def bind(
                 each.bind((address[0], at_port, *address[2:]))
                 sockets.append(each)
         except OSError as error:
-            raise Fatal(f"{setting}: cannot listen on {host}:{port}: {error.strerror}") from error
+            raise _cannot_listen(setting, host, port, error) from error
         if not sockets:
             raise Fatal(f"{setting}: cannot listen on {host}:{port}: no such address family")
         opened.pop_all()
@@ -169,7 +170,12 @@ def listen(setting: str, sockets: Sequence[socket.socket]) -> None:
         host, port = each.getsockname()[:2]
         for each in sockets:
             each.close()
-        raise Fatal(f"{setting}: cannot listen on {host}:{port}: {error.strerror}") from error
+        raise _cannot_listen(setting, host, port, error) from error
+
+
+def _cannot_listen(setting: str, host: str, port: int, error: OSError) -> Fatal:
+    hint = "; set another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+    return Fatal(f"{setting}: cannot listen on {host}:{port}: {error.strerror}{hint}")
 
 
 async def reserve(setting: str, host: str, port: int) -> list[socket.socket]:

@@ -220,11 +220,12 @@ async def test_metrics_endpoint_answers(session: ClientSession) -> None:
 
 
 async def test_taken_http_port_is_refused(tmp_path: Path, health: Health) -> None:
-    """The message names the setting and the address."""
+    """The message names the setting and the address, and says what to set instead."""
     models, metrics = Models(settings_for(tmp_path)), CollectorRegistry()
     async with HttpServer((HOST, 0), health, models.catalog, metrics) as first:
         second = HttpServer((HOST, first.port), health, models.catalog, metrics)
-        with pytest.raises(Fatal, match=rf"telemetry\.http_port: cannot listen on {HOST}:\d+"):
+        refusal = rf"telemetry\.http_port: cannot listen on {HOST}:\d+: .*; set another port, or 0"
+        with pytest.raises(Fatal, match=refusal):
             await second.__aenter__()
 
 
