@@ -225,7 +225,9 @@ def as_fields(facts: Facts, measured: LoadResult) -> dict[str, Any]:
             "batch": 1e3 * facts.batch_s,
             "compute": 1e3 * facts.compute_s,
             "outside": 1e3 * facts.outside_s,
-        },
+        }
+        if facts.rows_per_batch
+        else None,  # no answer has timings
         "rows_per_batch": facts.rows_per_batch,
         "batch_sizes": [{"rows": rows, "answers_looked_into": count} for rows, count in sizes],
         "computing": facts.computing,
@@ -265,15 +267,18 @@ def _shown(percentiles: dict[str, float]) -> str:
 
 def _times(fields: dict[str, Any]) -> Iterator[str]:
     mean = fields["mean_ms"]
-    yield (
-        f"mean: waiting for a batch {_ms(mean['queue'])}, computing {_ms(mean['compute'])}, the "
-        f"rest of the batch {_ms(mean['batch'])}, Kafka and decoding {_ms(mean['outside'])}"
-    )
-    yield (
-        f"{fields['rows_per_batch']:.1f} rows in a run; the model computes "
-        f"{fields['computing']:.0%} of the time"
-        + (f"; {fields['cores']:.2f} cores busy" if fields["cores"] is not None else "")
-    )
+    if fields["rows_per_batch"]:
+        yield (
+            f"mean: waiting for a batch {_ms(mean['queue'])}, computing {_ms(mean['compute'])}, "
+            f"the rest of the batch {_ms(mean['batch'])}, "
+            f"Kafka and decoding {_ms(mean['outside'])}"
+        )
+        yield (
+            f"{fields['rows_per_batch']:.1f} rows in a run; the model computes "
+            f"{fields['computing']:.0%} of the time"
+        )
+    if fields["cores"] is not None:
+        yield f"{fields['cores']:.2f} cores busy"
     for advice in fields["advice"]:
         yield f"{advice['binds']}: {advice['sentence']}"
 

@@ -17,6 +17,9 @@ from headrace.cli.outcome import Exit
 from tests.support.command_line import Call
 from tests.support.models import digits
 from tests.support.processes import START_DEADLINE_S, STOP_DEADLINE_S
+from tests.support.tree import ROOT
+
+ORDERS = ROOT / "examples" / "orders"
 
 SHORT = ("--seconds", "1", "--warm-up", "0.2")
 
@@ -96,6 +99,20 @@ def test_bench_takes_requests_from_command_line(call: Call, repository: Path) ->
 
     assert fields["statuses"] == {"INVALID_TENSOR": fields["sent"]}
     assert [each["binds"] for each in fields["advice"]] == ["errors", "nothing", "json"]
+
+
+def test_bench_of_answers_without_timings_shows_no_times(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers in a payload's own format have none: they looked like a model that never ran."""
+    monkeypatch.setenv("HEADRACE_MODELS__REPOSITORY", str(ORDERS / "models"))
+    file = str(ORDERS / "orders.json")
+
+    result = call("bench", "fraud", "--rate", "50", "--file", file, *SHORT)
+
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert "rows in a run" not in result.stdout
+    assert "unknown: The answers have no timings" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class Facts(NamedTuple):
     Attributes:
         offered_per_s: None if the load saturated the pipeline.
         computing: share of the time in which the model computed, over all its instances.
-        rows_per_batch: rows per run.
+        rows_per_batch: rows per run; 0 if no answer has timings.
         max_batch_size: of the model; 0 if unknown.
         cores: number of cores that Headrace's processes kept busy; None if unknown.
     """
@@ -48,9 +48,19 @@ class Advice(NamedTuple):
     sentence: str
 
 
+_UNTIMED = Advice(
+    "unknown",
+    "The answers have no timings, as those in a payload's own format have none: what binds is not "
+    "known. `headrace top` shows the runs and their times.",
+)
+
+
 def advise(facts: Facts) -> list[Advice]:
     """Return the bottleneck first, and then other observations."""
     found = list(_faults(facts))
+    if facts.failed_share < 1 and not facts.rows_per_batch:
+        found.append(_UNTIMED)
+        return found
     if facts.offered_per_s is not None and facts.answered_per_s >= KEPT_UP * facts.offered_per_s:
         found.append(_unbound(facts))
     else:

@@ -38,7 +38,7 @@ class LoadResult:
         lateness: delay of sending after the due time, in seconds; it is part of the latency, since
             a caller that has to queue waits as well.
         statuses: answers by `x-status`.
-        batch_sizes: decoded answers by the rows of their batch.
+        batch_sizes: decoded answers with timings, by the rows of their batch.
         duplicates: repeated answers.
         sent, answered: numbers of requests.
         counted, seconds: the answers in `latency`, and the time from the first of them being due
@@ -73,7 +73,7 @@ class LoadResult:
     @property
     def rows_per_batch(self) -> float:
         """Return the mean rows per run: each batch counts once, whatever its size."""
-        batches = sum(count / size for size, count in self.batch_sizes.items() if size)
+        batches = sum(count / size for size, count in self.batch_sizes.items())
         return sum(self.batch_sizes.values()) / batches if batches else 0.0
 
     def decode_timings(self, answers: Sequence[tuple[Record, float]]) -> None:
@@ -83,7 +83,8 @@ class LoadResult:
             if last_header(record.headers, HeaderName.STATUS) != b"ok":
                 continue
             # An answer that cannot be read is counted; a consumer that reads it gets the error.
-            if (answer := _answers.read(record)) is not None:
+            # One in the format of the request's payload has no timings.
+            if (answer := _answers.read(record)) is not None and answer.parameters.batch_size:
                 found.append((answer.parameters, latency_s))
         for timings, _ in found:
             self.batch_sizes[timings.batch_size] += 1

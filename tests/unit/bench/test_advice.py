@@ -55,6 +55,11 @@ def test_advice_points_out_json() -> None:
     assert binds(as_json=True) == ["decoding", "json"]
 
 
+def test_advice_without_timings_names_no_bottleneck() -> None:
+    """Answers in a payload's own format have none, which are not times of zero."""
+    assert binds(rows_per_batch=0.0, offered_per_s=1000.0, as_json=True) == ["unknown"]
+
+
 @pytest.mark.parametrize(("rows", "word"), [(8.0, "larger max_batch_size"), (3.0, "3.0")])
 def test_advice_on_computing_looks_at_batches(rows: float, word: str) -> None:
     """Full batches may grow; others are not held back by their limit."""
