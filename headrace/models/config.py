@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import sys
@@ -21,6 +22,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from headrace.config import (
     ALL_CORES,
@@ -680,8 +682,7 @@ def make_model_config(
         config = ModelConfig.model_validate(defaults | dict(values))
     except ValidationError as error:
         faults = (
-            f"{_place(fault['loc'], origin, overrides)}: "
-            f"{_key(fault['loc'])}{describe_fault(fault)}"
+            f"{_place(fault['loc'], origin, overrides)}: {_key(fault['loc'])}{_described(fault)}"
             for fault in error.errors(include_url=False)
         )
         raise ConfigurationError("\n".join(dict.fromkeys(faults))) from error
@@ -695,6 +696,15 @@ def _place(location: tuple[int | str, ...], origin: str, overrides: Mapping[str,
     if not location:
         return f"{origin} with overrides" if overrides else origin
     return "overrides" if location[0] in overrides else origin
+
+
+def _described(fault: ErrorDetails) -> str:
+    if fault["type"] != "extra_forbidden":
+        return describe_fault(fault)
+    *table, name = fault["loc"]
+    # Keys of tables may be those of one of several forms, so only the others are compared.
+    near = [] if table else difflib.get_close_matches(str(name), ModelConfig.model_fields, n=1)
+    return "there is no such key" + (f"; did you mean `{near[0]}`?" if near else "")
 
 
 def _key(location: tuple[int | str, ...]) -> str:

@@ -52,7 +52,14 @@ def test_model_config_faults_are_reported_together() -> None:
     """One line for each fault, each with its key."""
     lines = faults_of({"max_batch_size": 0, "colour": "red", "device": "gpu"})
     assert len(lines) == 3
-    assert "model.toml: colour: Extra inputs are not permitted" in lines
+    assert "model.toml: colour: there is no such key" in lines
+
+
+def test_mistyped_key_gets_name_that_was_meant() -> None:
+    """In a table nothing is proposed, since its keys may be those of several forms."""
+    lines = faults_of({"max_batch": 8, "transform": {"tokns": {}}})
+    assert "model.toml: max_batch: there is no such key; did you mean `max_batch_size`?" in lines
+    assert "model.toml: transform.tokns: there is no such key" in lines
 
 
 @pytest.mark.parametrize(
