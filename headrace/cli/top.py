@@ -12,6 +12,7 @@ import shutil
 import ssl
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -283,6 +284,8 @@ async def _fetch(session: ClientSession, url: str) -> Status:
 
     try:
         async with session.get(f"{url}/status") as answer:
+            if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                return {"error": f"answered {answer.status} {answer.reason}; see --key-file"}
             answer.raise_for_status()
             return dict(await answer.json())
     except TimeoutError:

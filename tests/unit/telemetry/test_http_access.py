@@ -199,7 +199,7 @@ async def test_changed_keys_hold_without_restart(tmp_path: Path) -> None:
 async def test_top_shows_its_key_and_certificate(
     tmp_path: Path, files: Certificates, call: Call
 ) -> None:
-    """With its files it is let in, without the key it says that it is not."""
+    """With its files it is let in; without the key it says what gives one."""
     authority, keys, key = Authority(tmp_path), tmp_path / "keys.toml", tmp_path / "key"
     await asyncio.to_thread(keys.write_text, keys_of("status"))
     await asyncio.to_thread(key.write_text, "secret\n")
@@ -219,7 +219,8 @@ async def test_top_shows_its_key_and_certificate(
         refused = await asyncio.to_thread(call, *options)
         ended = await asyncio.to_thread(call, *options, "--key-file", str(key))
 
-    assert (refused.exit_code, "401" in refused.stdout) == (1, True)
+    assert refused.exit_code == 1
+    assert "answered 401 Unauthorized; see --key-file" in refused.stdout
     assert (ended.exit_code, ended.stderr) == (0, "")
 
 
