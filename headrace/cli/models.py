@@ -53,9 +53,10 @@ command.add_command(models_copying.pull)
 @json_option
 @pass_settings
 def list_models(settings: Settings, in_json: bool) -> None:
-    """List the versions of all models.
+    """List the versions that the settings of each model select.
 
-    Faults that can be found without loading a model are shown, too.
+    By default that is the highest one. Faults that can be found without loading a model are
+    shown, too.
     """
     entries = [
         entry | {"state": _found(entry["state"])} for entry in _opened(settings).catalog.status()
