@@ -256,6 +256,8 @@ def _outcome(fields: dict[str, Any]) -> Iterator[str]:
     others = {name: count for name, count in fields["statuses"].items() if name != "ok"}
     for name, count in sorted(others.items()):
         yield f"{name}: {count}"
+    if not fields["answers_per_s"]:
+        return
     yield f"latency: {_shown(fields['latency_ms'])}"
     if fields["sent_late_ms"] is not None:
         yield f"sent late, which is part of it: {_shown(fields['sent_late_ms'])}"

@@ -55,8 +55,17 @@ _UNTIMED = Advice(
 )
 
 
+_UNANSWERED = Advice(
+    "unknown",
+    "No answer came in the measured time. `headrace doctor` finds faults in the set-up; "
+    "/health/ready of each process says whether it reads requests.",
+)
+
+
 def advise(facts: Facts) -> list[Advice]:
     """Return the bottleneck first, and then other observations."""
+    if not facts.answered_per_s:
+        return [_UNANSWERED]
     found = list(_faults(facts))
     if facts.failed_share < 1 and not facts.rows_per_batch:
         found.append(_UNTIMED)

@@ -55,6 +55,14 @@ def test_advice_points_out_json() -> None:
     assert binds(as_json=True) == ["decoding", "json"]
 
 
+def test_advice_without_answers_names_no_bottleneck() -> None:
+    """It says where to look for what does not answer."""
+    (advice,) = advise(BOUND._replace(answered_per_s=0.0, rows_per_batch=0.0, offered_per_s=0.0))
+
+    assert advice.binds == "unknown"
+    assert "headrace doctor" in advice.sentence
+
+
 def test_advice_without_timings_names_no_bottleneck() -> None:
     """Answers in a payload's own format have none, which are not times of zero."""
     assert binds(rows_per_batch=0.0, offered_per_s=1000.0, as_json=True) == ["unknown"]
