@@ -198,6 +198,8 @@ async def test_recording_saved_to_file_is_replayed(
         (["send", "--to", "no-such-topic"], "no-such-topic: expected a topic"),
         (["count", "--topic", "no-such-topic"], "no-such-topic: expected a topic"),
         (["count", "--partition", "9"], "expected a partition below 4, got 9"),
+        (["count", "--from-offset", "9:3"], "expected a partition below 4, got 9"),
+        (["count", "--until-offset", "9:3"], "expected a partition below 4, got 9"),
     ],
 )
 async def test_replay_of_missing_topic_or_partition_is_refused_in_one_line(

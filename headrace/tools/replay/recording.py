@@ -141,6 +141,11 @@ class Window:
     partitions: frozenset[int] | None = None
     fixed: Mapping[TopicPartition, tuple[int, int]] | None = None
 
+    def named_partitions(self) -> list[int]:
+        """Return the partitions to read, and those that have offsets of their own, in order."""
+        numbers = {*(self.partitions or ()), *self.from_offsets, *self.until_offsets}
+        return sorted(number for number in numbers if number is not ALL)
+
     def includes(self, partition: int) -> bool:
         """Return whether the partition is read at all."""
         return self.partitions is None or partition in self.partitions

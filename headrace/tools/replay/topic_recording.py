@@ -255,7 +255,7 @@ async def open_topic(
     if info is None:
         raise ConfigurationError(f"{topic}: expected a topic, but there is none of this name")
     window = selection.window
-    for number in sorted(window.partitions or ()):
+    for number in window.named_partitions():
         if number >= info.partitions:
             raise ConfigurationError(
                 f"{topic}: expected a partition below {info.partitions}, got {number}"
