@@ -47,7 +47,7 @@ def cells(outcome: ScenarioResult) -> list[str]:
     )
     return [
         scenario_name(outcome.scenario),
-        f"{outcome.rate_per_s:.0f}",
+        f"{outcome.rate_per_s:.{0 if outcome.rate_per_s >= 10 else 2}f}",
         f"{outcome.load:.0%}",
         *latencies,
         str(outcome.batches),

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.simulate.events import Arrivals, Policy, SimulatedLimits
+from headrace.tools.simulate.report import cells
 from headrace.tools.simulate.scenarios import Scenario, ScenarioResult, Served, simulate
 from headrace.tools.simulate.service_times import BatchTime, ServiceTime
 from tests.support.arrivals import KIND, arrivals, poisson
@@ -34,6 +35,15 @@ def test_overhead_around_run_delays_request_and_not_instance() -> None:
     found = outcome(arrivals([0, 100]), Served(LIMITS, 1, times))
 
     assert found.latencies_ms[-1] == pytest.approx((2000 + 300 - 100) / 1000)
+
+
+def test_table_shows_rate_below_one_request_a_second() -> None:
+    """A quiet topic is not one without requests."""
+    found = outcome(
+        arrivals([0, 2_500_000, 5_000_000]), Served(LIMITS, 1, ServiceTime((), (1000, 0)))
+    )
+
+    assert 0 < float(cells(found)[1]) == pytest.approx(found.rate_per_s, abs=0.01)
 
 
 @pytest.mark.parametrize(("instances", "reason"), [(1, "just_in_time"), (2, "idle")])
