@@ -17,7 +17,7 @@ from headrace.tuning import TUNING, SchemaTuning
 _CONTAINER = b"Obj\x01"
 _SYNC_BYTES = 16
 _CODECS = ("null", "deflate")
-_DICT_BYTES, _FIELD_BYTES, _LIST_BYTES = 250, 50, 64
+_DICT_BYTES, _FIELD_BYTES, _LIST_BYTES, _PAIR_BYTES = 250, 50, 64, 56
 _NUMBERS = {"null": 0, "float": 4, "double": 8}
 INSTALL = "pip install 'headrace[avro]'"
 
@@ -79,7 +79,11 @@ class AvroSchema:
         return schema
 
     def read(self, payload: bytes | memoryview) -> Any:
-        """Return the value of a payload. Raises `Rejected`."""
+        """Return the value of a payload. Raises `Rejected`.
+
+        A record, enum or fixed in a union is a pair of its type's name and the value: types of a
+        union may have equal fields, so that it could not be written as the same type without it.
+        """
         if len(payload) * self._inner_expansion > self._limit_memory_bytes:
             raise _too_much_memory(self._limit_memory_bytes)
         stream = io.BytesIO(payload)
@@ -105,7 +109,10 @@ class AvroSchema:
                     read(stream, self._longs, None)  # the size of the block in bytes
                 if (len(found) + abs(count)) * self._item_bytes > self._limit_memory_bytes:
                     raise _too_much_memory(self._limit_memory_bytes)
-                found += [read(stream, self._items, None) for _ in range(abs(count))]
+                found += [
+                    read(stream, self._items, None, return_named_type=True)
+                    for _ in range(abs(count))
+                ]
         except Rejected:
             raise
         except Exception:  # noqa: BLE001 - `read_next` finds and describes it
@@ -116,9 +123,11 @@ class AvroSchema:
         return found
 
     def read_next(self, stream: io.BytesIO) -> Any:
-        """Return the next value of a stream. Raises `Rejected`."""
+        """Return the next value of a stream, see `read`. Raises `Rejected`."""
         try:
-            return self._fastavro.schemaless_reader(stream, self._schema, None)
+            return self._fastavro.schemaless_reader(
+                stream, self._schema, None, return_named_type=True
+            )
         except Exception as error:  # whatever bytes may make the library raise is the caller's
             end = len(stream.getbuffer())
             got = f"{describe_error(error)} at byte {stream.tell()}"
@@ -279,12 +288,14 @@ def _read_bytes(stream: io.BytesIO, size: int, what: str) -> bytes:
     return content
 
 
-def _memory_of(value: dict[str, Any] | list[Any]) -> int:
+def _memory_of(value: dict[str, Any] | list[Any] | tuple[str, Any]) -> int:
     """Return the bytes that records and lists take in memory, besides numbers and texts in them."""
     own, inner = _LIST_BYTES, value
     if isinstance(value, dict):
         own, inner = _DICT_BYTES + _FIELD_BYTES * len(value), list(value.values())
-    return own + sum([_memory_of(each) for each in inner if isinstance(each, dict | list)])
+    elif isinstance(value, tuple):
+        own = _PAIR_BYTES
+    return own + sum([_memory_of(each) for each in inner if isinstance(each, dict | list | tuple)])
 
 
 def _inflate(block: bytes, codec: str, limit_bytes: int) -> bytes:
@@ -365,7 +376,7 @@ def _measure(schema: Any, named: dict[str, _Measure], most: int) -> _Measure:
         fewest = _NUMBERS.get(schema, 1)
         return named.get(schema) or _Measure(fewest, int(fewest == 0), 0, 0.0)
     if isinstance(schema, list):  # a union: the number of one of them, and that
-        found = [_measure(each, named, most) for each in schema]
+        found = [_measure_in_union(each, named, most) for each in schema]
         return _Measure(
             1 + min([each.fewest_bytes for each in found], default=0),
             max([each.empty_values for each in found], default=0),
@@ -385,7 +396,11 @@ def _measure(schema: Any, named: dict[str, _Measure], most: int) -> _Measure:
     elif kind in ("array", "map"):
         items = schema.get("items", schema.get("values"))
         is_union = isinstance(items, list)
-        found = [_measure(each, named, most) for each in (items if is_union else [items])]
+        found = (
+            [_measure_in_union(each, named, most) for each in items]
+            if is_union
+            else [_measure(items, named, most)]
+        )
         besides = is_union + (kind == "map")  # the number of one of them, the length of a key
         if besides + min([each.fewest_bytes for each in found], default=1) == 0:
             raise ValueError("expected items that take bytes, got an array of some that take none")
@@ -401,6 +416,15 @@ def _measure(schema: Any, named: dict[str, _Measure], most: int) -> _Measure:
     if "name" in schema:
         named[schema["name"]] = measure
     return measure
+
+
+def _measure_in_union(schema: Any, named: dict[str, _Measure], most: int) -> _Measure:
+    """Return the same of a type of a union: with its name, if it has one."""
+    measure = _measure(schema, named, most)
+    name = schema if isinstance(schema, str) else schema.get("name")
+    if name not in named:
+        return measure
+    return measure._replace(memory_bytes=measure.memory_bytes + _PAIR_BYTES)
 
 
 def _too_much_memory(limit_bytes: int) -> Rejected:

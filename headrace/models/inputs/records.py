@@ -397,6 +397,8 @@ def _check_memory(
 def _table_of(found: object, form: Literal["json", "lines", "avro", "container"]) -> Table:
     """Return the records of a value that is one, or a list of them."""
     rows = found if isinstance(found, list) else [found]
+    if form in ("avro", "container"):
+        rows = [_untyped(row) for row in rows]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise _misfit(number, "", "an object", row)
@@ -576,7 +578,7 @@ class _Column:
 
             return [follow(row, path) for row in rows]
         if table.names is None:
-            if len(path) == 1:
+            if len(path) == 1 and table.form in ("json", "lines"):
                 (name,) = path
                 return [row.get(name) for row in rows]
             return [_follow(row, path) for row in rows]
@@ -742,7 +744,13 @@ def _follow(row: Any, path: Sequence[str]) -> Any:
             row = row[int(name)] if int(name) < len(row) else None
         else:
             return None
+        row = _untyped(row)
     return row
+
+
+def _untyped(value: Any) -> Any:
+    """Return the value that a union of Avro has, without the name of its type."""
+    return value[1] if isinstance(value, tuple) else value
 
 
 def _key(value: object) -> str:

@@ -463,13 +463,14 @@ def merged(
     outputs: Mapping[str, Any],
     *specs: TensorSpec,
     more: str = "",
+    directory: Path = Path(),
 ) -> bytes:
     """Merge these outputs into a payload, for a model that takes the field `v`."""
     text = f"[transform.record]\npass_through = true\n{more}\n"
     text += '[transform.record.inputs]\nx = [{ path = "v" }]\n'
     config = make_model_config(tomllib.loads(text), make_settings({}))
     signature = make_signature([spec("x", "FP32", [-1, 1])], specs)
-    transform = make_transform(Path(), config, signature)
+    transform = make_transform(directory, config, signature)
     assert isinstance(transform, Records)
     return transform.merge(payload, content_type, outputs)
 
@@ -538,6 +539,56 @@ def test_outputs_become_last_columns_of_csv(more: str, payload: bytes, expected:
     specs = (spec("p", "FP32", [-1, 1]), spec("q", "INT64", [-1, 2]))
 
     assert merged(payload, CSV, outputs, *specs, more=more) == expected
+
+
+EVENT = {
+    "type": "record",
+    "name": "Event",
+    "namespace": "shop",
+    "fields": [
+        {"name": "v", "type": "double"},
+        {
+            "name": "what",
+            "type": [
+                {"type": "record", "name": each, "fields": [{"name": "id", "type": "long"}]}
+                for each in ("Placed", "Cancelled")
+            ],
+        },
+        {"name": "by", "type": ["string", {"type": "enum", "name": "By", "symbols": ["A", "B"]}]},
+    ],
+}
+EVENT_BYTES = b"\0\0\0\0\0\0\xf8\x3f" + b"\x02\x0a" + b"\x02\x02"
+"""1.5, Cancelled with the id 5, B."""
+
+
+@pytest.mark.parametrize("is_list", [False, True], ids=["record", "array"])
+def test_values_of_unions_of_avro_keep_their_types(tmp_path: Path, *, is_list: bool) -> None:
+    """Also those whose fields are equal: an order that was cancelled was not placed."""
+    schema = {"type": "array", "items": EVENT} if is_list else EVENT
+    (tmp_path / "event.avsc").write_text(json.dumps(schema))
+    outputs = {"p": np.array([[0.5]], np.float32)}
+    payload = b"\x02%b\0" % EVENT_BYTES if is_list else EVENT_BYTES
+
+    found = merged(
+        payload,
+        "avro/binary",
+        outputs,
+        spec("p", "FP32", [-1, 1]),
+        more='avro_schema = "event.avsc"',
+        directory=tmp_path,
+    )
+
+    written = EVENT_BYTES + b"\0\0\0\x3f"
+    assert found == (b"\x02%b\0" % written if is_list else written)
+
+
+def test_columns_are_found_in_unions_of_avro(tmp_path: Path) -> None:
+    """In records of a union, and in a union of an enum."""
+    (tmp_path / "event.avsc").write_text(json.dumps(EVENT))
+    columns = '{ path = "what.id" }, { path = "by", vocabulary = ["A", "B"] }'
+    transform = records_of(columns, more='avro_schema = "event.avsc"', directory=tmp_path)
+
+    assert array_of(transform, EVENT_BYTES, "avro/binary").tolist() == [[5, 1]]
 
 
 def test_output_of_other_rows_is_refused() -> None:
