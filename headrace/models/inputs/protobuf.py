@@ -229,29 +229,35 @@ def follow(message: Any, path: Sequence[str]) -> Any:
 
     An enum's value is its name, a `Timestamp` a date. A field without presence has its default.
     """
+    enum: Any = None
     for name in path:
         if message is None:
             return None
         if isinstance(message, Message):
-            message = _read_field(message, name)
+            message, enum = _read_field(message, name)
         elif hasattr(message, "keys"):
             message = _look_up(message, name)
         elif hasattr(message, "append") and name.isdecimal() and len(name) < 10:
             message = message[int(name)] if int(name) < len(message) else None
         else:
             return None
+    if enum is not None and isinstance(message, int):
+        found = enum.values_by_number.get(message)
+        return message if found is None else found.name
     return _simplify(message)
 
 
-def _read_field(message: Message, name: str) -> Any:
+def _read_field(message: Message, name: str) -> tuple[Any, Any]:
+    """Return a field, and the enum of its value, or of those in its list or map; None for either
+    that is not there.
+    """
     field = message.DESCRIPTOR.fields_by_name.get(name)
     if field is None or (field.has_presence and not message.HasField(name)):
-        return None
-    value = getattr(message, name)
-    if field.enum_type is not None and isinstance(value, int):
-        found = field.enum_type.values_by_number.get(value)
-        return value if found is None else found.name
-    return value
+        return None, None
+    entry = field.message_type
+    if entry is not None and entry.GetOptions().map_entry:
+        field = entry.fields_by_name["value"]
+    return getattr(message, name), field.enum_type
 
 
 def _look_up(entries: Any, name: str) -> Any:

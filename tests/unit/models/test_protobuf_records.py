@@ -14,7 +14,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from headrace.config import SchemaRegistrySettings, make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import make_model_config
-from headrace.models.inputs.protobuf import ProtobufSchema
+from headrace.models.inputs.protobuf import ProtobufSchema, follow
 from headrace.models.inputs.records import Records
 from headrace.models.inputs.transforms import make_transform
 from headrace.models.schema_registry import SchemaRegistry
@@ -46,6 +46,10 @@ message Order {
 }
 message Scored {
   message Order { float score = 20; repeated int64 labels = 21; }
+}
+message Parcel {
+  repeated Kind kinds = 1;
+  map<string, Kind> by_name = 2;
 }
 """
 COLUMNS = """
@@ -208,6 +212,14 @@ def test_damaged_message_is_refused(directory: Path, payload: bytes) -> None:
         records_of(directory)(payload, PROTOBUF)
 
     assert raised.value.code == Code.INVALID_REQUEST
+
+
+@pytest.mark.parametrize("path", ["kinds.1", "by_name.a"], ids=["list", "map"])
+def test_enum_in_list_or_map_is_its_name(directory: Path, order_type: Any, path: str) -> None:
+    """As in a field of its own; a vocabulary would take the number for an unknown string."""
+    parcel = order_type("shop.Parcel")(kinds=["PLAIN", "GIFT"], by_name={"a": 1})
+
+    assert follow(parcel, path.split(".")) == "GIFT"
 
 
 def test_number_that_enum_does_not_have_is_no_entry(directory: Path, order_type: Any) -> None:
