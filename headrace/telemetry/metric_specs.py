@@ -125,7 +125,7 @@ RUNS = (
         _MODEL,
         "Duration of one run of a model.",
     ),
-    MetricSpec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
+    MetricSpec("headrace_bisections", "counter", (), "Batches that failed and were divided."),
     MetricSpec(
         "headrace_rebound_requests",
         "counter",

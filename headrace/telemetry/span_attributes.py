@@ -96,6 +96,7 @@ class ModelRun:
         gathered_us: when the inputs were gathered; 0 if the run ended before.
         attempts: how often the backend was called.
         failure: the failure of the whole run.
+        has_hung: it failed because it took longer than `max_execution_s`.
         clock: the clock of its timestamps.
         ended_steady_us: when it ended, on the steady clock that the batcher's predictions use.
     """
@@ -108,6 +109,7 @@ class ModelRun:
     compute_us: int = 0
     attempts: int = 0
     failure: Failure | None = None
+    has_hung: bool = False
     clock: Clock = wall_clock_us
     ended_steady_us: int = 0
 

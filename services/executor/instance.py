@@ -302,7 +302,7 @@ class Instance:
         """Run once and return the outputs; `compute_us` is then the duration.
 
         Raises:
-            TimeoutError: the run took longer than `max_execution_s` and was cancelled.
+            RunTimeoutError: the run took longer than `max_execution_s` and was cancelled.
             DeadlinePassed: the deadline passed before the run, which was submitted ahead, could
                 begin.
             Fatal: the run did not end after it was cancelled.
@@ -360,7 +360,7 @@ class Instance:
                 f"{self._worker.name}: a run did not end {self._tuning.cancel_grace_s} s after it "
                 "was cancelled"
             )
-        raise TimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
+        raise RunTimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
 
     def _cancel(self, call: Call) -> None:
         """Cancel a call, unless it has ended and the thread runs another one."""
@@ -380,6 +380,10 @@ class Instance:
 
 class DeadlinePassed(Exception):
     """Raised for a run that was submitted ahead, if its deadline has passed when it would begin."""
+
+
+class RunTimeoutError(TimeoutError):
+    """A run took longer than `max_execution_s` and was cancelled."""
 
 
 class CutOffError(Exception):

@@ -29,7 +29,7 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request
 from headrace.services.executor.answer_rewriting import rewrite_answers
 from headrace.services.executor.buffers import scatter
-from headrace.services.executor.instance import DeadlinePassed, Instance
+from headrace.services.executor.instance import DeadlinePassed, Instance, RunTimeoutError
 from headrace.services.executor.postprocessing import Postprocessor
 from headrace.services.executor.prefetch import Prefetch, PreparedBatch
 from headrace.services.executor.safety import BatchSafetySampler, refuse_nonfinite
@@ -368,6 +368,7 @@ class Worker:
         except Rejected as error:
             return rejection(error, Stage.EXECUTOR)
         except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends as an answer
+            run.has_hung = isinstance(error, RunTimeoutError)
             return Failure(
                 Code.MODEL_FAILED,
                 f"model {version.name} version {version.version}: {describe_error(error)}",
@@ -386,8 +387,9 @@ class Worker:
             )
 
     def _finish_run(self, run: ModelRun, halved: str = "bisected") -> RunOutcome:
-        """Finish a run; return its finished requests, or the halves of a failed batch to run, which
-        get `halved` as their reason.
+        """Finish a run; return its finished requests, or the parts of a failed batch to run, which
+        get `halved` as their reason: its halves, or each request alone if the run has hung, since
+        each part with the culprit would hang as long again.
         """
         batch, requests, failure = run.batch, run.requests, run.failure
         run.ended_us, run.ended_steady_us = run.clock(), self._steady()
@@ -400,6 +402,8 @@ class Worker:
             requests[0].fail(failure)
             return requests, []
         self._metrics.bisections.inc()
+        if run.has_hung:
+            return [], split_batch(batch, requests, halved)
         middle = len(requests) // 2
         halves = (requests[:middle], requests[middle:])
         return [], [

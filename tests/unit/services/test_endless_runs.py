@@ -11,8 +11,9 @@ from headrace.errors import Code, Fatal
 from headrace.models.registry import Models
 from headrace.models.version import State
 from headrace.tuning import TUNING
-from tests.support.executor_bench import POISON, requests_of, running
+from tests.support.executor_bench import POISON, outcome, requests_of, running
 from tests.support.python_models import add_python_model, shut_gate
+from tests.support.services import counted
 
 AT_THE_GATE = "from tests.support.python_models import GATE\nGATE.wait()"
 IMPATIENT = replace(TUNING.executor, cancel_grace_s=0.05)
@@ -33,6 +34,22 @@ async def test_hung_run_is_cancelled_and_its_request_fails(tmp_path: Path) -> No
     assert requests[0].failure is not None
     assert requests[0].failure.code == Code.MODEL_FAILED
     assert "max_execution_s = 0.05" in requests[0].failure.message
+
+
+async def test_request_that_hangs_in_batch_hangs_once_more_alone(tmp_path: Path) -> None:
+    """Each half with it would take `max_execution_s` as well; the others get their answers."""
+    add_python_model(
+        tmp_path,
+        f"if {POISON} in x: self.cancelled.wait(30); raise RuntimeError('cancelled')",
+        config="max_execution_s = 0.05",
+    )
+    async with running(tmp_path) as bench:
+        requests = requests_of(0, 1, 2, 3, 4, POISON, 6, 7)
+        bench.give(requests)
+        await bench.answered(8)
+
+    assert [outcome(one) for one in requests] == [0, 2, 4, 6, 8, Code.MODEL_FAILED, 12, 14]
+    assert counted(bench.instruments, "bisections_total") == 1
 
 
 async def test_run_that_ignores_cancelling_ends_process(tmp_path: Path) -> None:
