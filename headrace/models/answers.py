@@ -159,10 +159,10 @@ class BoxAnswers:
         if not scores.size:
             return []
         exact = scores.astype(np.float64)
+        exact[np.isnan(exact)] = -np.inf  # as in the other answers, NaN comes last
         classes = exact.argmax(axis=1)
         best = exact.max(axis=1)
         corners = _as_corners(boxes.astype(np.float64), config.format)
-        # A comparison with NaN is false.
         usable = np.flatnonzero((best >= config.min_score) & np.isfinite(corners).all(axis=1))
         usable = usable[find_largest(best[usable], config.max_candidates)]
         kept = usable[

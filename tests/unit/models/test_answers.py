@@ -222,6 +222,22 @@ def test_boxes_are_in_pixels_of_the_image(fit: str, form: str) -> None:
     assert found["box"] == pytest.approx([320, 120, 480, 280], abs=8)
 
 
+def test_box_with_nan_among_its_scores_is_of_its_best_class() -> None:
+    """NaN comes last, as in classes and masks; a box with nothing else is left out."""
+    outputs = [TensorSpec("boxes", "FP32", (-1, -1, 4)), TensorSpec("scores", "FP32", (-1, -1, 2))]
+    signature = make_signature([TensorSpec("x", "UINT8", (-1, 8, 8, 3))], outputs)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    answers = BoxAnswers(BoxesAnswer(), signature, {}, Images(ImageTransform(), signature))
+    boxes = np.array([[[0, 0, 2, 2], [4, 4, 6, 6]]], np.float32)
+    scores = np.array([[[np.nan, 0.5], [np.nan, np.nan]]], np.float32)
+
+    written = answers.write({"boxes": boxes, "scores": scores}, file.getvalue(), "image/png")
+
+    (row,) = json.loads(written)
+    assert row["boxes"] == [{"index": 1, "score": 0.5, "box": [0, 0, 2, 2]}]
+
+
 def test_outputs_that_are_no_boxes_are_refused() -> None:
     """Names, datatypes and shapes of the outputs are checked when the version is loaded."""
     images = Images(
