@@ -158,8 +158,16 @@ def with_appendix(signature: Signature, appendix: Appendix) -> Signature:
 
 def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
     """Return the lines of a file with labels. Raises `ConfigurationError`, see `read_beside`."""
-    text = read_beside(directory, name, "labels")
-    return tuple(line.strip().encode() for line in text.splitlines())
+    return tuple(line.encode() for line in read_lines(directory, name, "labels"))
+
+
+def read_lines(directory: Path, name: str, what: str) -> list[str]:
+    """Return the lines of a file, without spaces around them; see `read_beside`.
+
+    `splitlines` would end them at further characters, such as U+2028, and shift all that follow.
+    """
+    text = read_beside(directory, name, what)
+    return [line.strip() for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def read_beside(directory: Path, name: str, what: str) -> str:
@@ -188,7 +196,7 @@ def read_beside(directory: Path, name: str, what: str) -> str:
                 f"got {path.resolve()}"
             )
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")  # editors may write a mark before it
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}: {error}") from error
     raise ConfigurationError(f"{what}: expected a file {places[0]} or {places[1]}, got none")

@@ -28,7 +28,7 @@ from headrace.errors import Code, ConfigurationError, NotLoadableHere, Rejected
 from headrace.models.config import RecordColumn, RecordTransform
 from headrace.models.inputs.avro import INSTALL, AvroContainers, AvroSchema, AvroWriter, is_list
 from headrace.models.inputs.framing import FramedSchemas, Framing
-from headrace.models.processing import read_beside, read_in_version
+from headrace.models.processing import read_beside, read_in_version, read_lines
 from headrace.models.schema_registry import SchemaRegistry
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.codec.faults import DECODE_ERRORS, describe_json_error, shown
@@ -722,8 +722,7 @@ def _read_vocabulary(config: RecordColumn, directory: Path) -> dict[str, int] | 
     if not entries:
         return None
     if isinstance(entries, str):
-        text = read_beside(directory, entries, "transform.record: vocabulary")
-        entries = tuple(line.strip() for line in text.splitlines())
+        entries = tuple(read_lines(directory, entries, "transform.record: vocabulary"))
     found: dict[str, int] = {}
     for place, entry in enumerate(entries):
         if entry in found:

@@ -190,6 +190,17 @@ def test_numbers_are_scaled_by_column() -> None:
     ]
 
 
+@pytest.mark.parametrize("content", ["\ufeffx\na\u2028b\ny\n", "x\r\na\u2028b\r\ny"])
+def test_only_line_ends_divide_vocabulary(tmp_path: Path, content: str) -> None:
+    """An entry may hold what else a line could end at, and a mark may be before the first."""
+    (tmp_path / "kinds.txt").write_bytes(content.encode())
+    columns = '{ path = "kind", vocabulary = "kinds.txt", unknown = 9 }'
+    transform = records_of(columns, "INT64", directory=tmp_path)
+
+    payload = '[{"kind": "x"}, {"kind": "a\u2028b"}, {"kind": "y"}]'.encode()
+    assert array_of(transform, payload).tolist() == [[0], [1], [2]]
+
+
 def test_strings_become_places_in_vocabulary(tmp_path: Path) -> None:
     """From a file, one string a line; numbers and truth values as JSON writes them."""
     (tmp_path / "kinds.txt").write_text("red\n7\ntrue\n")
