@@ -68,7 +68,9 @@ class Table(NamedTuple):
         rows: one for each record: an object, the fields of a line, or a message of Protobuf.
         form: format of the payload.
         is_list: False if the payload is one record and no list of them.
-        names: place of each field in a line; None if the rows are objects.
+        names: place of each field in a line; None if the rows are objects. Of fields with one name
+            it is that of the last.
+        header: names of all fields in a line, in order.
         write: writes rows with the outputs in them, if they are of a container of Avro.
     """
 
@@ -76,6 +78,7 @@ class Table(NamedTuple):
     form: Literal["json", "lines", "csv", "avro", "container", "protobuf"]
     is_list: bool = True
     names: Mapping[str, int] | None = None
+    header: Sequence[str] = ()
     write: Callable[[Sequence[Any]], bytes] | None = None
 
 
@@ -226,11 +229,13 @@ class Records:
     def _write_csv(self, table: Table, columns: Mapping[str, Sequence[Any]]) -> bytes:
         text = io.StringIO(newline="")
         writer = csv.writer(text, delimiter=self._config.delimiter)
+        kept = [place for place, name in enumerate(table.header) if name not in columns]
         if not self._config.columns:
-            writer.writerow([*(table.names or ()), *columns])
+            writer.writerow([*(table.header[place] for place in kept), *columns])
         added = zip(*columns.values(), strict=True)
         writer.writerows(
-            [*row, *map(_text_of, fields)] for row, fields in zip(table.rows, added, strict=True)
+            [*(row[place] for place in kept), *map(_text_of, fields)]
+            for row, fields in zip(table.rows, added, strict=True)
         )
         return text.getvalue().encode()
 
@@ -475,7 +480,8 @@ class CsvReader:
                 raise Rejected.mismatch(
                     Code.INVALID_REQUEST, f"rows[{number}]", expected=expected, got=got
                 )
-        return Table(rows, "csv", names={name: place for place, name in enumerate(names)})
+        places = {name: place for place, name in enumerate(names)}
+        return Table(rows, "csv", names=places, header=names)
 
 
 def _values_of(name: str, array: Array, rows: int, *, is_list: bool) -> list[Any]:

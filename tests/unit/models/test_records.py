@@ -541,11 +541,13 @@ def test_output_replaces_field_of_its_name() -> None:
     [
         ("", b'v,n\n1,"a,b"\n', b'v,n,p,q\r\n1,"a,b",0.5,"[1,2]"\r\n'),
         ('columns = ["v", "n"]\ndelimiter = ";"', b"1;a\n", b"1;a;0.5;[1,2]\r\n"),
+        ("", b"p,v,n\n7,1,a\n", b'v,n,p,q\r\n1,a,0.5,"[1,2]"\r\n'),
+        ("", b"v,,\n1,a,b\n", b'v,,,p,q\r\n1,a,b,0.5,"[1,2]"\r\n'),
     ],
-    ids=["header", "names"],
+    ids=["header", "names", "replaced", "names twice"],
 )
 def test_outputs_become_last_columns_of_csv(more: str, payload: bytes, expected: bytes) -> None:
-    """With their names, if the fields have theirs."""
+    """With their names, if the fields have theirs; all columns stay that have other names."""
     outputs = {"p": np.array([[0.5]], np.float32), "q": np.array([[1, 2]], np.int64)}
     specs = (spec("p", "FP32", [-1, 1]), spec("q", "INT64", [-1, 2]))
 
