@@ -79,6 +79,7 @@ class TransformReply(msgspec.Struct):
     message: InferenceRequest | None = None
     code: str = ""
     reason: str = ""
+    retry_after_ms: int | None = None
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytearray:
@@ -136,7 +137,10 @@ class _Server:
                         got=str(made_bytes),
                     )
         except Rejected as error:
-            self._send(TransformReply(code=error.code, reason=error.message))
+            refusal = TransformReply(
+                code=error.code, reason=error.message, retry_after_ms=error.retry_after_ms
+            )
+            self._send(refusal)
             return
         except HeadraceError as error:
             self._send(TransformReply(code=Code.MODEL_FAILED, reason=f"{call.what}: {error}"))

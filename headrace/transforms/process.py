@@ -269,7 +269,8 @@ class _Child:
             self._wait(until_s)
             reply = _decode_reply(receive_exactly(self._connection, reply_bytes))
             if reply.code:
-                raise Rejected(Code(reply.code), reply.reason)
+                code, after_ms = Code(reply.code), reply.retry_after_ms
+                raise Rejected(code, reply.reason, retry_after_ms=after_ms)
             if is_shared:
                 content = memoryview(mmap.mmap(files[0], size_bytes, access=mmap.ACCESS_READ))
             else:

@@ -34,6 +34,8 @@ import time
 
 import numpy as np
 
+from headrace.errors import Code, Rejected
+
 DIRECTORY = os.path.dirname(__file__)
 
 def transform(payload, content_type):
@@ -45,6 +47,8 @@ def transform(payload, content_type):
         ctypes.PyDLL(None).sleep(3600)  # native code that keeps the interpreter's lock
     if payload == b"wrong":
         raise ValueError("wrong")
+    if payload == b"later":
+        raise Rejected(Code.OVERLOADED, "later", retry_after_ms=500)
     if payload == b"sockets":
         kinds = [os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")
                  if os.path.exists(f"/proc/self/fd/{each}")]
@@ -139,6 +143,16 @@ async def test_child_returns_inputs_of_thread(repository: Path, workers: int) ->
     assert payloads[3].error is not None
     assert payloads[3].error.code == Code.INVALID_REQUEST
     assert payloads[3].error.message == "transform: ValueError: wrong"
+
+
+async def test_refusal_of_child_says_when_caller_may_retry(repository: Path) -> None:
+    """As that of a thread does."""
+    (payload,) = pending(make_version(repository), b"later")
+    with pool_of() as pool:
+        await run_all(pool, [payload])
+
+    assert payload.error is not None
+    assert (payload.error.code, payload.error.retry_after_ms) == (Code.OVERLOADED, 500)
 
 
 @pytest.mark.parametrize(("value", "how"), [(b"exit", "exit code 3"), (b"segfault", "SIGSEGV")])
