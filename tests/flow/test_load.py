@@ -116,6 +116,16 @@ async def test_closed_load_keeps_constant_number_in_flight() -> None:
     assert measured.unanswered == 0
 
 
+async def test_closed_load_goes_on_while_one_answer_is_missing() -> None:
+    """Each answer lets a further request be sent; none waits until all are answered."""
+    async with answering(drop=0) as (log, _):
+        plan = PLAN._replace(wait_s=0.1)
+        measured = await Load(log, plan, [LoadRequest(b"")]).closed_loop(8)
+
+    assert measured.unanswered == 1
+    assert measured.sent > 8
+
+
 async def test_invalid_loads_are_refused() -> None:
     """A load without requests, or with none in flight, is refused."""
     async with answering() as (log, _):
