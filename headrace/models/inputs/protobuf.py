@@ -77,6 +77,7 @@ class ProtobufSchema:
 
     Attributes:
         indexes, answer_indexes: place of each message in its file, as Confluent's framing has it.
+        answer_bytes: names of the fields of answers whose values are bytes and no text.
 
     Raises:
         ConfigurationError: a message is not there, or has other fields than the outputs.
@@ -106,12 +107,16 @@ class ProtobufSchema:
         self._memory_of = _Expansion(pool).measure(found)
         self.indexes = _indexes_of(found)
         self.answer_indexes: tuple[int, ...] = ()
+        self.answer_bytes: frozenset[str] = frozenset()
         if answer:
             answers = _find(pool, answer, "protobuf_answer")
             for spec in outputs:
                 _check_field(answers, spec)
             self._new_answer = message_factory.GetMessageClass(answers)
             self.answer_indexes = _indexes_of(answers)
+            self.answer_bytes = frozenset(
+                field.name for field in answers.fields if field.type == FieldDescriptor.TYPE_BYTES
+            )
 
     def read(self, payload: bytes | memoryview) -> Message:
         """Return the message of a payload.

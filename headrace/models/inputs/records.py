@@ -195,8 +195,12 @@ class Records:
         write_avro: AvroWriter | None,
         outputs: Mapping[str, Array],
     ) -> bytes:
+        raw = self._protobuf.answer_bytes if self._protobuf and table.form == "protobuf" else ()
+        count = len(table.rows)
         columns = {
-            name: _values_of(name, array, len(table.rows), is_list=self._is_list[name])
+            name: _values_of(
+                name, array, count, is_list=self._is_list[name], is_text=name not in raw
+            )
             for name, array in outputs.items()
         }
         if table.form == "csv":
@@ -484,8 +488,10 @@ class CsvReader:
         return Table(rows, "csv", names=places, header=names)
 
 
-def _values_of(name: str, array: Array, rows: int, *, is_list: bool) -> list[Any]:
-    """Return the values of an output for each record."""
+def _values_of(
+    name: str, array: Array, rows: int, *, is_list: bool, is_text: bool = True
+) -> list[Any]:
+    """Return the values of an output for each record; `is_text` if those of BYTES are strings."""
     if array.shape[:1] != (rows,):
         raise Rejected.mismatch(
             Code.MODEL_FAILED,
@@ -493,11 +499,11 @@ def _values_of(name: str, array: Array, rows: int, *, is_list: bool) -> list[Any
             expected=f"{rows} rows, one for each record",
             got=f"shape {list(array.shape)}",
         )
-    if array.dtype.kind == "O":
+    if array.dtype.kind == "O" and is_text:
         texts = np.empty(array.shape, dtype=object)
         texts.ravel()[:] = [each.decode("utf-8", "replace") for each in array.ravel()]
         array = texts
-    elif array.dtype.kind not in "biuf":  # BF16
+    elif array.dtype.kind not in "biufO":  # BF16
         array = array.astype(np.float32)
     values: list[Any] = array.reshape(rows, -1).tolist()
     return values if is_list else [row[0] for row in values]

@@ -47,6 +47,10 @@ message Order {
 message Scored {
   message Order { float score = 20; repeated int64 labels = 21; }
 }
+message Sealed {
+  string text = 1;
+  bytes seal = 2;
+}
 message Parcel {
   repeated Kind kinds = 1;
   map<string, Kind> by_name = 2;
@@ -245,6 +249,25 @@ def test_outputs_are_appended_to_record(directory: Path, order_type: Any) -> Non
     assert (scored.score, list(scored.labels)) == (0.25, [3, 4])
     assert written.startswith(payload)
     assert order_type("shop.Order").FromString(written).amount == 2.5
+
+
+def test_output_of_bytes_becomes_bytes_or_string(directory: Path, order_type: Any) -> None:
+    """As its field is declared; only in a string are bytes replaced that are not UTF-8."""
+    text = (
+        'protobuf_descriptors = "order.desc"\nprotobuf_message = "shop.Customer"\n'
+        'protobuf_answer = "shop.Sealed"\npass_through = true\ninputs.x = [{ path = "age" }]'
+    )
+    config = make_model_config({"transform": {"record": tomllib.loads(text)}}, make_settings({}))
+    outputs = [spec("text", "BYTES", [-1]), spec("seal", "BYTES", [-1])]
+    signature = make_signature([spec("x", "FP32", [-1, 1])], outputs)
+    records = make_transform(directory, config, signature)
+    assert isinstance(records, Records)
+
+    content = np.array([b"\xff\0"], object)
+    written = records.merge(b"", PROTOBUF, {"text": content, "seal": content})
+
+    sealed = order_type("shop.Sealed").FromString(written)
+    assert (sealed.text, sealed.seal) == ("\ufffd\0", b"\xff\0")
 
 
 async def test_framed_message_comes_back_with_latest_schema_of_subject(
