@@ -15,10 +15,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime
+from datetime import time as clock_time
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from uuid import UUID
 
 import msgspec
 import numpy as np
@@ -54,6 +56,8 @@ PROTOBUF = frozenset(
 csv.field_size_limit(2**31 - 1)
 
 _NUMBERS = frozenset({int, float, Decimal})
+_WITH_KEY = (str, int, float, Decimal, date, clock_time, UUID)
+"""Types of values that may be in a vocabulary, with those of Avro's logical types."""
 _GROUPED = "_"
 """Python reads digits with it between them as a number, so that 2024_01 would be 202401."""
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
@@ -642,7 +646,11 @@ class _Column:
         return np.array(read, dtype=np.bool_)
 
     def _look_up(self, values: list[Any], vocabulary: Mapping[str, int]) -> list[int]:
-        found = [vocabulary.get(_key(value), self._config.unknown) for value in values]
+        keys = [_key(value) for value in values]
+        if None in keys:  # or a path that ends too early would give unknown strings alone
+            number = keys.index(None)
+            raise _misfit(number, self._shown_path, "a string", values[number])
+        found = [vocabulary.get(key or "", self._config.unknown) for key in keys]
         if None in found:
             number = found.index(None)
             raise _misfit(number, self._shown_path, "an entry of the vocabulary", values[number])
@@ -764,10 +772,11 @@ def _untyped(value: Any) -> Any:
     return value[1] if isinstance(value, tuple) else value
 
 
-def _key(value: object) -> str:
+def _key(value: object) -> str | None:
+    """Return the string that a value is in a vocabulary; None for lists, objects and bytes."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return value if isinstance(value, str) else str(value)
+    return str(value) if isinstance(value, _WITH_KEY) else None
 
 
 def _as_truth(value: Any) -> Any:

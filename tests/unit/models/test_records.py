@@ -190,6 +190,17 @@ def test_numbers_are_scaled_by_column() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "got"), [('{"name": "DE"}', "an object of 1"), ('["DE"]', "an array of 1")]
+)
+def test_vocabulary_takes_no_lists_and_objects(value: str, got: str) -> None:
+    """With a path that ends too early, all of them would be unknown."""
+    transform = records_of('{ path = "a", vocabulary = ["DE"], unknown = 9 }', "INT64")
+
+    caught = refusal(transform, f'{{"a": {value}}}'.encode())
+    assert caught.message == f"rows[0].a: expected a string, got {got}"
+
+
 @pytest.mark.parametrize("content", ["\ufeffx\na\u2028b\ny\n", "x\r\na\u2028b\r\ny"])
 def test_only_line_ends_divide_vocabulary(tmp_path: Path, content: str) -> None:
     """An entry may hold what else a line could end at, and a mark may be before the first."""
