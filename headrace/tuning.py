@@ -626,6 +626,8 @@ class SchemaTuning(Struct, frozen=True):
     """Schemas of such containers that are kept parsed, for each version."""
     max_empty_values: int = 16
     """Most values of a record in Avro that take no bytes, such as fields of the type null."""
+    max_decimal_bytes: int = 128
+    """Most bytes of a decimal in Avro, which FP64 can hold; making it takes the square of that."""
     nested_messages: int = 32
     """Most indexes of a message of Protobuf in its schema."""
     shown_chars: int = 200

@@ -6,6 +6,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from headrace.errors import Code, ConfigurationError, Rejected, describe_error
@@ -44,6 +45,7 @@ class AvroSchema:
             raise ConfigurationError(
                 f"transform.record: Avro needs the package fastavro: {INSTALL}"
             ) from error
+        _bound_decimals(fastavro)
         self._fastavro = fastavro
         self._text = text
         self._name = name
@@ -171,6 +173,23 @@ class AvroSchema:
         stream = io.BytesIO()
         self._fastavro.schemaless_writer(stream, self._schema, value)
         return stream.getvalue()
+
+
+@cache
+def _bound_decimals(fastavro: Any) -> None:
+    """Bound the decimals that the library reads: Python takes time by the square of their size.
+    One of 100 KB takes seconds, and deflate makes 100 bytes of it.
+    """
+    readers = fastavro.read.LOGICAL_READERS
+    for kind in ("bytes-decimal", "fixed-decimal"):
+        readers[kind] = partial(_read_decimal, readers[kind])
+
+
+def _read_decimal(read: Callable[..., Any], data: bytes, *schemas: Any) -> Any:
+    most = TUNING.schemas.max_decimal_bytes
+    if len(data) > most:
+        raise ValueError(f"a decimal of {len(data)} bytes, expected at most {most}")
+    return read(data, *schemas)
 
 
 class AvroContainers:

@@ -202,6 +202,19 @@ def test_many_short_records_of_value_are_too_large(
         assert caught.value.code == Code.TOO_LARGE
 
 
+@pytest.mark.parametrize("kind", ["bytes", "fixed"])
+def test_long_decimal_is_refused_before_it_is_made(kind: str) -> None:
+    """Its digits take time by the square of their number, and deflate makes them of few bytes."""
+    size = {"size": 129, "name": "Amount"} if kind == "fixed" else {}
+    decimal = {"type": kind, "logicalType": "decimal", "precision": 300, **size}
+    payload = b"\x01" + bytes(128)
+    schema = AvroSchema(json.dumps(record_of(decimal)), "s")
+
+    with pytest.raises(Rejected, match="a decimal of 129 bytes, expected at most 128") as caught:
+        schema.read(payload if kind == "fixed" else b"\x82\x02" + payload)
+    assert caught.value.code == Code.INVALID_REQUEST
+
+
 def test_schema_with_some_values_without_bytes_is_read() -> None:
     """Unions with null are in most schemas, and a field may be null alone."""
     items = {"type": "array", "items": ["null", record_of("double", name="Item")]}
