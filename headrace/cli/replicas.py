@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +122,7 @@ def _command_line(
     invocation: Invocation, command: Sequence[str], options: Mapping[str, str]
 ) -> list[str]:
     """Return the command line of a process, which has the parent's environment and directory."""
-    line = [sys.executable, "-m", "headrace"]
+    line = [sys.executable, "-m", "headrace.cli.worker", str(os.getpid())]
     if invocation.config_file is not None:
         line += ["--config", str(invocation.config_file)]
     if invocation.debug:

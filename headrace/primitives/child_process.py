@@ -74,14 +74,15 @@ def end_with_parent(parent: int) -> bool:
     return die_with_parent(parent)
 
 
-def die_with_parent(parent: int) -> bool:
-    """Let the kernel kill this process when its parent dies; return False if it has died already.
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> bool:
+    """Let the kernel send this process a signal when its parent dies; return False if it has died
+    already.
 
     Linux only; elsewhere a child outlives a killed parent.
     """
     if sys.platform == "linux":
         libc: Any = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        if libc.prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The parent may have died before the signal was requested.
     return os.getppid() == parent

@@ -113,8 +113,7 @@ class Workers:
                 start_new_session=True,
             )
         except OSError as error:
-            # The system has no memory or process left. The other workers have sessions of their
-            # own, so they would run on without a parent if this one ended.
+            # The system has no memory or process left, which is no reason to end the others.
             log.warning(Event.WORKER_ENDED, worker=number, reason=f"not started: {error}")
             return 1
         self._running[number] = process

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -170,3 +171,21 @@ async def test_killed_replica_is_replaced_and_all_drain(
     assert len(answers.counts) == REQUESTS
     assert len(set(ports)) == len(ports)
     assert (code, exits) == (0, [-signal.SIGKILL, 0, 0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes outlive a killed parent")
+@pytest.mark.timeout(120)
+async def test_killed_parent_of_replicas_lets_them_drain(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """A supervisor starts it again, and would have two sets of replicas otherwise."""
+    settings = environment(kafka.bootstrap_servers, unique_name, MODELS)
+    await create_topics(settings)
+    async with Process(FUSED[0], settings, ("--replicas", "2")) as parent:
+
+        def count(event: str) -> int:
+            return sum(line["event"] == event for line in parent.events)
+
+        await eventually(lambda: count("process.ready") == 2, recheck_s=0.05)
+        await parent.kill()
+        await eventually(lambda: count("process.stopped") == 2, recheck_s=0.05)
