@@ -119,6 +119,29 @@ class KafkaSettings(_Section):
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
 
     @model_validator(mode="after")
+    def _protocol_has_what_is_set(self) -> Self:
+        # Who sets these expects TLS, or a login; Kafka's own clients would connect without a word.
+        for has_it, expected, prefixes in (
+            (self.security_protocol.endswith("SSL"), "SSL or SASL_SSL", ("ssl_",)),
+            (
+                self.security_protocol.startswith("SASL"),
+                "SASL_PLAINTEXT or SASL_SSL",
+                ("sasl_", "oauth_"),
+            ),
+        ):
+            unused = [
+                name
+                for name, field in type(self).model_fields.items()
+                if name.startswith(prefixes) and getattr(self, name) != field.default
+            ]
+            if unused and not has_it:
+                raise ValueError(
+                    f"security_protocol: expected {expected} with {', '.join(unused)}, "
+                    f"got {self.security_protocol}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _credentials_are_complete(self) -> Self:
         if not self.security_protocol.startswith("SASL"):
             return self

@@ -139,3 +139,29 @@ def test_misspelled_section_gets_suggestion(tmp_path: Path) -> None:
         "did you mean `bootstrap_servers`?",
         f"{path}: kafka.xyz: there is no such setting",
     }
+
+
+@pytest.mark.parametrize(
+    ("kafka", "text"),
+    [
+        (
+            {"ssl_ca_file": "ca.pem", "ssl_cert_file": "client.pem"},
+            "expected SSL or SASL_SSL with ssl_ca_file, ssl_cert_file, got PLAINTEXT",
+        ),
+        (
+            {"security_protocol": "SSL", "sasl_username": "svc", "sasl_password": "hunter2"},
+            "expected SASL_PLAINTEXT or SASL_SSL with sasl_username, sasl_password, got SSL",
+        ),
+    ],
+)
+def test_security_that_protocol_does_not_have_is_refused(kafka: dict[str, str], text: str) -> None:
+    """Connections would be without the TLS, or the login, that is expected of these settings."""
+    with pytest.raises(ConfigurationError, match=f"kafka: security_protocol: {text}$"):
+        make_settings({"kafka": {"bootstrap_servers": "broker:9092", **kafka}})
+
+
+def test_defaults_of_security_may_stand_beside_any_protocol() -> None:
+    """Charts write all settings, and those that are not needed with their defaults."""
+    kafka = {"bootstrap_servers": "broker:9092", "sasl_mechanism": "PLAIN", "sasl_password": ""}
+    settings = make_settings({"kafka": {**kafka, "ssl_check_hostname": True}})
+    assert settings.kafka is not None

@@ -135,7 +135,14 @@ def test_readable_password_is_doctor_warning() -> None:
 def test_doctor_findings_show_no_secret() -> None:
     """Should an error's text quote the password, it is not printed."""
     kafka = make_settings(
-        {"kafka": {"bootstrap_servers": "broker:9092", "sasl_password": "hunter2"}}
+        {
+            "kafka": {
+                "bootstrap_servers": "broker:9092",
+                "security_protocol": "SASL_SSL",
+                "sasl_username": "svc",
+                "sasl_password": "hunter2",
+            }
+        }
     ).kafka
     finding = Finding("broker", Severity.ERROR, "refused hunter2", "not hunter2")
     assert without_secrets(finding, kafka) == Finding(
