@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from headrace import __version__
 from headrace.cli.lazy_group import LazyGroup
-from headrace.cli.outcome import Exit, Unsuccessful, explain
-from headrace.cli.output import say
+from headrace.cli.outcome import Exit, Unsuccessful, explain, leaves
+from headrace.cli.output import drop_unwritten_output, say
 from headrace.cli.settings import everywhere, invocation
 
 COMMANDS = {
@@ -34,6 +38,17 @@ COMMANDS = {
 class CommandLine(LazyGroup):
     """The root command, which reports errors."""
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except Exception as error:  # of the output of help as well, which comes before `invoke`
+            if not _is_of_full_disk(error):
+                raise
+            with suppress(OSError):  # standard error may be on that disk
+                say(f"headrace: cannot write: {os.strerror(errno.ENOSPC)}", err=True)
+            drop_unwritten_output()
+            sys.exit(Exit.FAILED)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -54,6 +69,10 @@ class CommandLine(LazyGroup):
             for line in lines:
                 say(f"headrace: {line}", err=True)
             ctx.exit(code)
+
+
+def _is_of_full_disk(error: Exception) -> bool:
+    return all(isinstance(each, OSError) and each.errno == errno.ENOSPC for each in leaves(error))
 
 
 @click.group(

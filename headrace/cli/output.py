@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import click
 
 from headrace.log.port import Gap
@@ -17,3 +20,16 @@ def say(text: str, *, err: bool = False) -> None:
 def say_gap(gap: Gap) -> None:
     """Report on standard error a range that a reader skipped."""
     say(f"headrace: {gap}", err=True)
+
+
+def drop_unwritten_output() -> None:
+    """Drop output that a full disk did not take: Python would try again at its end, and replace the
+    exit code by 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ import click
 import structlog
 
 from headrace.cli.outcome import Exit
-from headrace.cli.output import say
+from headrace.cli.output import drop_unwritten_output, say
 from headrace.cli.replicas import Replicas, serve_replicas
 from headrace.cli.settings import Invocation, pass_invocation, require_broker
 from headrace.config import Option, Settings
@@ -190,21 +189,8 @@ def serve(
     is_drained = run(
         serve_process(settings, stages, log_rate_limiter, announce, open_doors=open_doors)
     )
-    _drop_unwritten_output()
+    drop_unwritten_output()
     raise click.exceptions.Exit(Exit.DONE if is_drained else Exit.NOT_DRAINED)
-
-
-def _drop_unwritten_output() -> None:
-    """Drop log lines that a full disk did not take: Python would try again at its end, and replace
-    the exit code by 120.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
 
 
 def announce_start(settings: Settings, http_port: int, doors: Mapping[str, int]) -> None:

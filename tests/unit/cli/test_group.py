@@ -132,6 +132,24 @@ def test_package_runs_as_module() -> None:
     assert result.stdout == f"headrace {__version__}\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", [("--help",), ("topics", "describe")])
+def test_output_that_full_disk_refuses_is_one_line(arguments: tuple[str, ...]) -> None:
+    """No traceback, neither of the command nor of Python's last attempt to write."""
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "headrace", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (
+        Exit.FAILED,
+        "headrace: cannot write: No space left on device\n",
+    )
+
+
 def test_help_of_command_needs_no_settings(call: Call) -> None:
     """A broken settings file does not stand in the way of help."""
     assert call("--config", "nowhere.toml", "topics", "check", "--help").exit_code == 0
