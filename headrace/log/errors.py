@@ -71,6 +71,7 @@ class UnknownPartition(Rejected):
             Code.INVALID_REQUEST, f"{partition}: expected a topic with this partition, but {got}"
         )
         self.partition = partition
+        self.partitions = partitions
 
 
 class TopicForbidden(Rejected):

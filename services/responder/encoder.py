@@ -22,7 +22,7 @@ from headrace.delivery.offset_store import PendingAnswer, requests_of
 from headrace.delivery.producing import refused_for_size
 from headrace.delivery.transactions import Records
 from headrace.errors import Code, Rejected
-from headrace.log.errors import LogRefused, RecordsRefused, RecordTooLarge
+from headrace.log.errors import LogRefused, RecordsRefused, RecordTooLarge, UnknownPartition
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import encode_error, encode_response, encode_responses
 from headrace.protocol.compression import compress
@@ -245,7 +245,8 @@ class AnswerEncoder:
 
         An answer that is too large becomes a `TOO_LARGE` error, then a minimal one. An answer that
         its reply topic refuses for another reason (topic deleted, no write permission, or
-        compacted and without a key) goes to `responses` as an error.
+        compacted and without a key) goes to `responses` as an error. Unless the request names a
+        partition, an answer goes to another one of a reply topic made anew with fewer of them.
 
         Returns:
             The target, and whether the answer is minimal; None if there is no fallback left.
@@ -256,6 +257,13 @@ class AnswerEncoder:
         if not isinstance(error, RecordTooLarge):
             if target.topic == self._routes.responses:
                 raise LogRefused(f"{target}: {error.message}") from error
+            if (
+                isinstance(error, UnknownPartition)
+                and error.partitions
+                and request.envelope.reply_partition is None
+            ):
+                number = request.partition % error.partitions
+                return TopicPartition(target.topic, number), minimal
             return self.redirect_to_responses(request, f"kafka_replyTopic: {error.message}"), False
         if request.failure is None:
             request.outputs = None

@@ -104,6 +104,20 @@ async def test_deleted_reply_topic_does_not_end_process() -> None:
     assert [status(record) for record in records] == ["INVALID_REQUEST"]
 
 
+async def test_answer_goes_to_reply_topic_made_anew_with_fewer_partitions() -> None:
+    """While its former partitions are remembered, as before the first answer."""
+    first, second = (answerable(kafka_replyTopic=b"headrace.mine") for _ in range(2))
+    first.partition = second.partition = 2
+    async with running() as bench:
+        await bench.answer(first)
+        bench.log.faults.topics.delete(MINE.topic)
+        await bench.log.create_topics([TopicInfo(MINE.topic, 1, {})], replication_factor=1)
+        await bench.answer(second)
+        records = await bench.records(MINE.topic)
+
+    assert [(record.partition, status(record)) for record in records] == [(0, "ok")]
+
+
 async def test_reply_topic_lookup_delays_no_other_answers() -> None:
     """While one topic's partitions are asked for, all other answers go out."""
     waiting, good = answerable(kafka_replyTopic=b"headrace.mine"), answerable()
