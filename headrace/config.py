@@ -94,10 +94,26 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
+_SERVER = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+)(:([0-9]{1,5}))?")
+
+
+def _check_servers(text: str) -> str:
+    for server in text.split(","):
+        found = _SERVER.fullmatch(server.strip())
+        if found is None or not 1 <= int(found[3] or 1) <= 65535:
+            raise ValueError(
+                f"expected HOST:PORT, or several with commas between them, got {text!r}"
+            )
+    return text
+
+
+BootstrapServers = Annotated[str, AfterValidator(_check_servers)]
+
+
 class KafkaSettings(_Section):
     """Connection to the brokers. The SASL and TLS names are Kafka's own."""
 
-    bootstrap_servers: str
+    bootstrap_servers: BootstrapServers
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
     sasl_username: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -164,4 +165,30 @@ def test_defaults_of_security_may_stand_beside_any_protocol() -> None:
     """Charts write all settings, and those that are not needed with their defaults."""
     kafka = {"bootstrap_servers": "broker:9092", "sasl_mechanism": "PLAIN", "sasl_password": ""}
     settings = make_settings({"kafka": {**kafka, "ssl_check_hostname": True}})
+    assert settings.kafka is not None
+
+
+@pytest.mark.parametrize(
+    "servers",
+    [
+        "",
+        "broker:",
+        ":9092",
+        "broker:99999",
+        "broker:9092,",
+        "one:9092 two:9092",
+        "SASL_SSL://broker:9092",
+    ],
+)
+def test_bootstrap_servers_that_are_no_addresses_are_refused(servers: str) -> None:
+    """Often a variable in them was not set; to look up what is left would say less."""
+    text = f"expected HOST:PORT, or several with commas between them, got {servers!r}"
+    with pytest.raises(ConfigurationError, match=f"kafka.bootstrap_servers: {re.escape(text)}$"):
+        make_settings({"kafka": {"bootstrap_servers": servers}})
+
+
+@pytest.mark.parametrize("servers", ["broker", "one:9092, two:9092", "[::1]:9092", "127.0.0.1:1"])
+def test_bootstrap_servers_may_be_names_and_addresses(servers: str) -> None:
+    """As Kafka's clients take them."""
+    settings = make_settings({"kafka": {"bootstrap_servers": servers}})
     assert settings.kafka is not None
