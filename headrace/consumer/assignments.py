@@ -113,7 +113,9 @@ class Assignments:
             return progresses
 
         progresses = await self._retry_until_closing(prepare)
-        if progresses is None:
+        if progresses is None or self._reader.is_closing:
+            # Nothing is read: no end of this process is an unclean one for these partitions.
+            await self._quarantine.on_revoked(partitions)
             return
         self.assigning_since_s = None
         for partition, progress in progresses.items():

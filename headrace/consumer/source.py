@@ -262,9 +262,10 @@ class Source:
                 pauses = Pauses(self._backoff)
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
                     await self._acked.wait(pauses.next_s())
+        # First: partitions that are assigned from here on get closing markers there.
+        self._reader.is_closing = True
         await self.quarantine.on_revoked([each.partition for each in self.tracker.assignments])
         self._assignments.revoke_all()  # later answers would no longer be committed
-        self._reader.is_closing = True
 
     def last_contact_s(self) -> float:
         """Return the seconds since the last contact with the log."""

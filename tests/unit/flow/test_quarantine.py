@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -19,7 +19,7 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
-from tests.support.logs import write_to
+from tests.support.logs import RecordingListener, write_to
 from tests.support.tuning import QUICK
 
 ONE, TWO = (TopicPartition("requests", number) for number in range(2))
@@ -172,6 +172,34 @@ async def test_clean_end_with_unfinished_work_leaves_clean_crash_marker(log: Mem
     assert await marked(log) == CLEAN
 
 
+async def test_stop_during_rebalance_leaves_clean_crash_marker(log: MemoryLog) -> None:
+    """What is assigned while the process ends is marked as being read, and never is."""
+    groups, may_rejoin = log.faults.groups, asyncio.Event()
+    may_rejoin.set()
+
+    async def wait(partitions: Sequence[TopicPartition]) -> None:
+        await may_rejoin.wait()
+
+    other = RecordingListener(revoked=wait)
+    async with log.member("group", ["requests"], other), reading(log, dies=True) as stage:
+        await eventually(lambda: other.held and stage.source.tracker.assignments)
+        (partition,) = {ONE, TWO} - other.held
+        stage.ack_all()
+        may_rejoin.clear()
+        groups.force_rebalance("group")
+        await eventually(_becomes(log, CLEAN, partition))
+        groups.hold_commits()
+        may_rejoin.set()
+        await eventually(lambda: groups.held_commits == 1)
+        stage.source.stop_reading()
+        await stage.source.close_down(0.1)
+        groups.release_commits()
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    assert [await marked(log, each) for each in (ONE, TWO)] == [CLEAN, CLEAN]
+
+
 async def test_first_unclean_end_delays_no_record(log: MemoryLog) -> None:
     """Admitted records are let in again with all others, and the marker counts the end."""
     async with reading(log, dies=True) as stage:
@@ -186,9 +214,11 @@ async def test_first_unclean_end_delays_no_record(log: MemoryLog) -> None:
     assert during == CrashMarker(True, 10, 1)
 
 
-def _becomes(log: MemoryLog, mark: CrashMarker) -> Callable[[], Awaitable[bool]]:
+def _becomes(
+    log: MemoryLog, mark: CrashMarker, partition: TopicPartition = ONE
+) -> Callable[[], Awaitable[bool]]:
     async def is_marked() -> bool:
-        return await marked(log) == mark
+        return await marked(log, partition) == mark
 
     return is_marked
 
