@@ -328,6 +328,11 @@ class ModelSettings(_Section):
     def _signatures_can_be_checked(self) -> Self:
         if self.require_signature and not self.trusted_keys:
             raise ValueError("require_signature needs trusted_keys")
+        if self.trusted_keys and not self.require_signature:
+            raise ValueError(
+                "require_signature: expected true with trusted_keys, which check nothing without "
+                "it, got false"
+            )
         return self
 
 

@@ -192,3 +192,9 @@ def test_bootstrap_servers_may_be_names_and_addresses(servers: str) -> None:
     """As Kafka's clients take them."""
     settings = make_settings({"kafka": {"bootstrap_servers": servers}})
     assert settings.kafka is not None
+
+
+def test_trusted_keys_that_check_nothing_are_refused() -> None:
+    """Versions that nobody has signed would be served where signatures are expected to count."""
+    with pytest.raises(ConfigurationError, match="require_signature: expected true with trusted_k"):
+        make_settings({"models": {"trusted_keys": ["release.pub"]}})
