@@ -429,8 +429,14 @@ class SchemaRegistrySettings(_Section):
     def _login_is_one(self) -> Self:
         if self.username and self.bearer_token.get_secret_value():
             raise ValueError("username, bearer_token: expected only one of them")
+        if self.password.get_secret_value() and not self.username:
+            raise ValueError("password: expected username beside it")
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise ValueError("tls_key_file: expected tls_cert_file beside it")
+        files = ("tls_ca_file", "tls_cert_file")
+        unused = [name for name in files if getattr(self, name) is not None]
+        if unused and self.url.startswith("http:"):
+            raise ValueError(f"url: expected https:// with {', '.join(unused)}, got http://")
         return self
 
 

@@ -198,3 +198,18 @@ def test_trusted_keys_that_check_nothing_are_refused() -> None:
     """Versions that nobody has signed would be served where signatures are expected to count."""
     with pytest.raises(ConfigurationError, match="require_signature: expected true with trusted_k"):
         make_settings({"models": {"trusted_keys": ["release.pub"]}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"url": "http://registry", "tls_ca_file": "ca.pem"}, "expected https:// with tls_ca_file"),
+        ({"url": "https://registry", "password": "hunter2"}, "expected username beside it"),
+    ],
+)
+def test_security_of_schema_registry_without_effect_is_refused(
+    settings: dict[str, str], text: str
+) -> None:
+    """Requests would be without the TLS, or the login, that is expected of these settings."""
+    with pytest.raises(ConfigurationError, match=text):
+        make_settings({"schema_registry": settings})
