@@ -77,9 +77,22 @@ class Routes:
 
 
 def choose_partition(
-    envelope: Envelope, source_partition: int, topic: str, partitions: int | TopicForbidden | None
+    envelope: Envelope,
+    source_partition: int,
+    topic: str,
+    partitions: int | TopicForbidden | None,
+    *,
+    may_grow: bool,
 ) -> TopicPartition | str:
-    """Return the partition of a reply topic, or an error text; `partitions` None: no such topic."""
+    """Return the partition of a reply topic, or an error text.
+
+    Args:
+        envelope: of the request; it may name the partition.
+        source_partition: of the request.
+        topic: the reply topic.
+        partitions: its number of partitions as far as known; None if there is no such topic.
+        may_grow: it may have more by now, so that the log refuses a partition that it lacks.
+    """
     if isinstance(partitions, TopicForbidden):
         return f"kafka_replyTopic: {partitions.message}"
     if partitions is None:
@@ -87,7 +100,7 @@ def choose_partition(
     wanted = envelope.reply_partition
     if wanted is None:
         return TopicPartition(topic, source_partition % partitions)
-    if wanted >= partitions:
+    if wanted >= partitions and not may_grow:
         return (
             f"kafka_replyPartition: expected 0 to {partitions - 1} of topic {topic}, got {wanted}"
         )
