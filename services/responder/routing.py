@@ -101,10 +101,16 @@ def choose_partition(
     if wanted is None:
         return TopicPartition(topic, source_partition % partitions)
     if wanted >= partitions and not may_grow:
-        return (
-            f"kafka_replyPartition: expected 0 to {partitions - 1} of topic {topic}, got {wanted}"
-        )
+        return wrong_partition(TopicPartition(topic, wanted), partitions)
     return TopicPartition(topic, wanted)
+
+
+def wrong_partition(named: TopicPartition, partitions: int) -> str:
+    """Return why a reply partition is refused, of a topic that has so many."""
+    return (
+        f"kafka_replyPartition: expected 0 to {partitions - 1} of topic {named.topic}, "
+        f"got {named.partition}"
+    )
 
 
 def wrong_reply_topic(reason: str) -> Failure:
