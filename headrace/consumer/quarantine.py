@@ -29,7 +29,7 @@ from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.consumer.source_settings import SourceSettings
 from headrace.crash_isolation.isolation import Isolated, IsolatedAck, Isolation
 from headrace.crash_isolation.markers import CrashMarkers, Owner, process_name
-from headrace.crash_isolation.poison_search import Alone, PoisonSearch
+from headrace.crash_isolation.poison_search import Alone, CrashMarker, PoisonSearch
 from headrace.crash_isolation.run_gate import Entry, RunGate
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
@@ -268,16 +268,18 @@ class QuarantineGate:
         if not self._settings.max_attempts:
             return
         self._member = consumer.member_id
-        found = await self._markers.read(list(progresses))
+        found = {
+            each: self._unless_own(*marked)
+            for each, marked in (await self._markers.read(list(progresses))).items()
+        }
         unclean = [
             each
-            for each, (marker, _) in found.items()
+            for each, marker in found.items()
             if marker.is_open or marker.ends or marker.suspects or marker.attempts
         ]
         ends = await consumer.end_offsets(unclean) if unclean else {}
         for partition, progress in progresses.items():
-            marker, _ = found[partition]
-            self._search.restore(partition, marker, progress, ends.get(partition, 0))
+            self._search.restore(partition, found[partition], progress, ends.get(partition, 0))
             self._partitions.add(partition)
         # Mark the partitions as open before anything is read: an end from here on is noticed.
         self._apply_search()
@@ -288,8 +290,16 @@ class QuarantineGate:
                 Event.QUARANTINE_STARTED, partitions=names, offsets=self._search.suspect_count
             )
         self._metrics.isolated_crashes.inc(
-            sum(marker.alone is not None for marker, _ in found.values())
+            sum(marker.alone is not None for marker in found.values())
         )
+
+    def _unless_own(self, marker: CrashMarker, owner: Owner) -> CrashMarker:
+        """Return the marker as if closed, if this member wrote it: no process has ended since, and
+        only the closing marker was not written in time, or the marker of a retried assignment.
+        """
+        if owner.member != self._member:
+            return marker
+        return marker._replace(is_open=False, running=(), alone=None)
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Mark partitions as released cleanly, at a revocation or when the process ends.

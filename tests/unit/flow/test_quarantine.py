@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
@@ -17,6 +18,7 @@ from headrace.crash_isolation.poison_search import CLEAN, CrashMarker
 from headrace.delivery.inflight import InFlightAck
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
+from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
@@ -198,6 +200,34 @@ async def test_stop_during_rebalance_leaves_clean_crash_marker(log: MemoryLog) -
             await asyncio.sleep(0)
 
     assert [await marked(log, each) for each in (ONE, TWO)] == [CLEAN, CLEAN]
+
+
+async def test_crash_marker_that_was_not_closed_in_time_is_no_unclean_end(log: MemoryLog) -> None:
+    """The member that wrote it gets its partition back: no process has ended."""
+    with capture_logs() as lines:
+        async with reading(log) as stage:
+            stage.may_go_on.clear()
+            await eventually(lambda: len(stage.ack_handles) == 10)
+            stage.ack_all()
+            await eventually(_is_answered(log, 10))
+            await write_to(log, ONE, b"left in the log by the rebalance")
+            log.faults.groups.hold_commits()
+            log.faults.groups.force_rebalance("group")
+            await eventually(lambda: any(line["event"] == Event.REVOKED for line in lines))
+            log.faults.groups.release_commits()
+            stage.may_go_on.set()
+            await eventually(lambda: len(stage.ack_handles) == 1)
+            stage.ack_all()
+
+    assert Event.QUARANTINE_STARTED not in [line["event"] for line in lines]
+
+
+def _is_answered(log: MemoryLog, base: int) -> Callable[[], Awaitable[bool]]:
+    async def is_answered() -> bool:
+        found = (await log.committed("group", [ONE]))[ONE]
+        return found is not None and found.offset == base
+
+    return is_answered
 
 
 async def test_first_unclean_end_delays_no_record(log: MemoryLog) -> None:
