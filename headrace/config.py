@@ -286,7 +286,7 @@ class ModelSettings(_Section):
     cache_bytes: Annotated[int, Field(ge=1, le=2**50), NOT_BOOL] = 64 * 1024**3
     allow_python: bool = False
     """Serve versions with Python code from object stores."""
-    keep_replaced_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    keep_replaced_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 60.0
     """Time for which a process without ingest, and with `mode = "explicit"` every process, keeps a
     replaced version after its last batch.
     """

@@ -213,3 +213,11 @@ def test_security_of_schema_registry_without_effect_is_refused(
     """Requests would be without the TLS, or the login, that is expected of these settings."""
     with pytest.raises(ConfigurationError, match=text):
         make_settings({"schema_registry": settings})
+
+
+def test_keep_replaced_s_of_true_is_refused() -> None:
+    """Like every other number: true would be taken as one second."""
+    with pytest.raises(
+        ConfigurationError, match=r"models\.keep_replaced_s: expected a number, got"
+    ):
+        make_settings({"models": {"keep_replaced_s": True}})
