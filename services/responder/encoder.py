@@ -33,7 +33,7 @@ from headrace.protocol.headers import (
     dead_letter_headers,
 )
 from headrace.protocol.messages import Failure, Request, TensorMetadata
-from headrace.services.responder.routing import Routes, wrong_partition, wrong_reply_topic
+from headrace.services.responder.routing import Routes, wrong_reply_topic
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.request_log import log_answered
@@ -257,12 +257,13 @@ class AnswerEncoder:
         if not isinstance(error, RecordTooLarge):
             if target.topic == self._routes.responses:
                 raise LogRefused(f"{target}: {error.message}") from error
-            if isinstance(error, UnknownPartition) and error.partitions:
-                if request.envelope.reply_partition is None:
-                    number = request.partition % error.partitions
-                    return TopicPartition(target.topic, number), minimal
-                reason = wrong_partition(target, error.partitions)
-                return self.redirect_to_responses(request, reason), False
+            if (
+                isinstance(error, UnknownPartition)
+                and error.partitions
+                and request.envelope.reply_partition is None
+            ):
+                number = request.partition % error.partitions
+                return TopicPartition(target.topic, number), minimal
             return self.redirect_to_responses(request, f"kafka_replyTopic: {error.message}"), False
         if request.failure is None:
             request.outputs = None

@@ -77,22 +77,9 @@ class Routes:
 
 
 def choose_partition(
-    envelope: Envelope,
-    source_partition: int,
-    topic: str,
-    partitions: int | TopicForbidden | None,
-    *,
-    may_grow: bool,
+    envelope: Envelope, source_partition: int, topic: str, partitions: int | TopicForbidden | None
 ) -> TopicPartition | str:
-    """Return the partition of a reply topic, or an error text.
-
-    Args:
-        envelope: of the request; it may name the partition.
-        source_partition: of the request.
-        topic: the reply topic.
-        partitions: its number of partitions as far as known; None if there is no such topic.
-        may_grow: it may have more by now, so that the log refuses a partition that it lacks.
-    """
+    """Return the partition of a reply topic, or an error text; `partitions` None: no such topic."""
     if isinstance(partitions, TopicForbidden):
         return f"kafka_replyTopic: {partitions.message}"
     if partitions is None:
@@ -100,17 +87,11 @@ def choose_partition(
     wanted = envelope.reply_partition
     if wanted is None:
         return TopicPartition(topic, source_partition % partitions)
-    if wanted >= partitions and not may_grow:
-        return wrong_partition(TopicPartition(topic, wanted), partitions)
+    if wanted >= partitions:
+        return (
+            f"kafka_replyPartition: expected 0 to {partitions - 1} of topic {topic}, got {wanted}"
+        )
     return TopicPartition(topic, wanted)
-
-
-def wrong_partition(named: TopicPartition, partitions: int) -> str:
-    """Return why a reply partition is refused, of a topic that has so many."""
-    return (
-        f"kafka_replyPartition: expected 0 to {partitions - 1} of topic {named.topic}, "
-        f"got {named.partition}"
-    )
 
 
 def wrong_reply_topic(reason: str) -> Failure:

@@ -293,13 +293,7 @@ class ResponderService:
     ) -> None:
         """Address a request after its topic's partitions were looked up (None: no such topic)."""
         topic = request.envelope.reply_topic or self._routes.responses
-        target = choose_partition(
-            request.envelope,
-            request.partition,
-            topic,
-            partitions,
-            may_grow=topic != self._routes.responses,
-        )
+        target = choose_partition(request.envelope, request.partition, topic, partitions)
         if isinstance(target, str):
             target = self._encoder.redirect_to_responses(request, target)
         addressed.setdefault(target, []).append(request)

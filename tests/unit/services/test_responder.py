@@ -74,7 +74,6 @@ async def test_answer_goes_to_reply_topic_and_partition() -> None:
             {"kafka_replyTopic": b"headrace.mine", "kafka_replyPartition": struct.pack(">i", 3)},
             "expected 0 to 2",
         ),
-        ({"kafka_replyPartition": struct.pack(">i", 2)}, "expected 0 to 1"),
         ({"kafka_replyTopic": b"headrace.compacted"}, "expected a key"),
     ],
 )
@@ -117,19 +116,6 @@ async def test_answer_goes_to_reply_topic_made_anew_with_fewer_partitions() -> N
         records = await bench.records(MINE.topic)
 
     assert [(record.partition, status(record)) for record in records] == [(0, "ok")]
-
-
-async def test_answer_goes_to_partition_that_reply_topic_has_got_since() -> None:
-    """A caller adds partitions for more instances of its own, and names one of them."""
-    named = {"kafka_replyTopic": b"headrace.mine", "kafka_replyPartition": struct.pack(">i", 4)}
-    async with running() as bench:
-        await bench.answer(answerable(kafka_replyTopic=b"headrace.mine"))
-        bench.log.faults.topics.delete(MINE.topic)
-        await bench.log.create_topics([TopicInfo(MINE.topic, 5, {})], replication_factor=1)
-        await bench.answer(answerable(**named))
-        records = await bench.records(MINE.topic)
-
-    assert [(record.partition, status(record)) for record in records] == [(4, "ok")]
 
 
 async def test_reply_topic_lookup_delays_no_other_answers() -> None:
