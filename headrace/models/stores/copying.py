@@ -33,7 +33,7 @@ def push_version(directory: Path, store: Store, tuning: ModelTuning = TUNING.mod
 
     Raises:
         ConfigurationError: the version is not packed or has changed since, or the store has another
-            one of that number.
+            one of that number, perhaps since this push began.
         ObjectChanged: others write the index all the time.
         StoreUnavailable: the store cannot be reached.
         OSError: a file cannot be read.
@@ -47,24 +47,36 @@ def push_version(directory: Path, store: Store, tuning: ModelTuning = TUNING.mod
     if differences:
         raise ConfigurationError(f"{directory}: differs from its manifest: {differences[0]}")
     prefix = f"{manifest.model}/{manifest.version}"
+    key = f"{prefix}/{MANIFEST_NAME}"
     content = (directory / MANIFEST_NAME).read_bytes()
-    try:
-        present = store.read(f"{prefix}/{MANIFEST_NAME}")
-    except FileNotFoundError:
-        pass
-    else:
-        if present == content:
-            update_index(store, tuning)
-            return manifest
+    present = _read_if_there(store, key)
+    if present is None:
+        for name in manifest.files:
+            store.write(f"{prefix}/{name}", directory / name)
+        # The last: it makes the version count. Another push may have written its own meanwhile, and
+        # so may an attempt of this one whose answer was lost.
+        with suppress(ObjectChanged):
+            store.replace(key, content, None)
+        present = _read_if_there(store, key)
+        if present != content:
+            raise ConfigurationError(
+                f"{store.name}/{prefix}: expected no other push of this version, got one; files of "
+                "both may be there: remove them all, and push one of the two again"
+            )
+    if present != content:
         raise ConfigurationError(
             f"{store.name}/{prefix}: expected no version or the same one, got another one; "
             "give the new one another number"
         )
-    for name in manifest.files:
-        store.write(f"{prefix}/{name}", directory / name)
-    store.write(f"{prefix}/{MANIFEST_NAME}", content)  # the last: it makes the version count
     update_index(store, tuning)
     return manifest
+
+
+def _read_if_there(store: Store, key: str) -> bytes | None:
+    try:
+        return store.read(key)
+    except FileNotFoundError:
+        return None
 
 
 def update_index(store: Store, tuning: ModelTuning = TUNING.models) -> None:

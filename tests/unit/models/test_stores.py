@@ -647,9 +647,9 @@ class Interrupted(Store):
         return found
 
 
-def pack(repository: Path, number: int) -> Path:
+def pack(repository: Path, number: int, weight: float = 1.0) -> Path:
     """Return the directory of a packed version of `digits`."""
-    directory = add_version(repository, "digits", number, digits())
+    directory = add_version(repository, "digits", number, digits(weight))
     config = read_model_config(repository / "digits" / "model.toml", Settings())
     signature = read_signature(FoundVersion(str(number), directory, ""), config)
     write_manifest(directory, make_manifest(directory, config, signature, CREATED, {}))
@@ -687,6 +687,41 @@ def test_push_whose_index_others_write_at_each_attempt_is_refused(tmp_path: Path
     with pytest.raises(ObjectChanged, match="each of 2 attempts; push again"):
         push_version(made, store, ModelTuning(store_index_attempts=2))
     push_version(made, store)
+    assert read_index(objects) == {"digits": ["1"]}
+
+
+class Overtaken(Store):
+    """A store to which another push of the same version goes before the first file of this one."""
+
+    def __init__(self, objects: ObjectStore, push: Callable[[], object]) -> None:
+        super().__init__(objects, "s3://models", tuning=TUNING)
+        self._pushes = [push]
+
+    def write(self, key: str, content: bytes | Path) -> None:
+        if self._pushes:
+            self._pushes.pop()()
+        super().write(key, content)
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_push_overtaken_by_another_one_of_the_version_is_refused(
+    tmp_path: Path, is_directory: bool
+) -> None:
+    """Its manifest does not go over the other's, whose caller was told that it is there."""
+    objects = LocalStore(tmp_path / "store", mkdir=True) if is_directory else MemoryStore()
+    mine = pack(tmp_path / "mine", 1)
+    other = pack(tmp_path / "other", 1, weight=2.0)
+    store = Overtaken(objects, partial(push_version, other, Store(objects, "s3://models")))
+    with pytest.raises(ConfigurationError, match="expected no other push of this version, got one"):
+        push_version(mine, store)
+    manifest = (other / "manifest.json").read_bytes()
+    assert Store(objects, "s3://models").read("digits/1/manifest.json") == manifest
+
+
+def test_push_overtaken_by_one_of_the_same_content_is_done(tmp_path: Path) -> None:
+    """So is one whose first attempt to write the manifest arrived, but not the answer to it."""
+    objects, made = MemoryStore(), pack(tmp_path / "made", 1)
+    push_version(made, Overtaken(objects, partial(push_version, made, Store(objects, "s3://m"))))
     assert read_index(objects) == {"digits": ["1"]}
 
 
