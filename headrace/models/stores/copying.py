@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.errors import ConfigurationError
@@ -121,8 +124,8 @@ def pull_version(
     Files beside the version are written if they are not there; `model.toml` is left as it is.
 
     Raises:
-        ConfigurationError: the version is there already, its manifest or a file is wrong, no
-            trusted key has signed it, or a file beside it differs.
+        ConfigurationError: the version is there already, or pulled by somebody else now; its
+            manifest or a file is wrong, no trusted key has signed it, or a file beside it differs.
         FileNotFoundError: the store does not have it.
         StoreUnavailable: the store cannot be reached.
         OSError: a file cannot be written.
@@ -143,15 +146,35 @@ def pull_version(
     if differences:
         raise ConfigurationError(f"{target}: {differences[0]}")
     repository.mkdir(parents=True, exist_ok=True)
-    scratch = repository / f".pull-{model}-{version}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        _download(store, manifest, scratch / model / version, tuning)
-        (scratch / model / version / MANIFEST_NAME).write_bytes(content)
-        _put_in_place(manifest, scratch / model, repository / model)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with _scratch_for(repository / f".pull-{model}-{version}") as made:
+        _download(store, manifest, made / model / version, tuning)
+        (made / model / version / MANIFEST_NAME).write_bytes(content)
+        _put_in_place(manifest, made / model, repository / model)
     return manifest
+
+
+@contextmanager
+def _scratch_for(scratch: Path) -> Iterator[Path]:
+    """Yield an empty directory in `scratch`, without what a pull that was killed has left there.
+
+    Raises:
+        ConfigurationError: another pull has it.
+    """
+    scratch.mkdir(exist_ok=True)
+    lock, made = scratch / "lock", scratch / "made"
+    with lock.open("a") as file:  # the kernel releases it when the process ends in any way
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_mine = os.path.samestat(os.fstat(file.fileno()), lock.stat())
+        except (BlockingIOError, FileNotFoundError):  # it may have ended, and removed the lock
+            is_mine = False
+        if not is_mine:
+            raise ConfigurationError(f"{scratch}: expected no other pull of this version, got one")
+        shutil.rmtree(made, ignore_errors=True)
+        try:
+            yield made
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _download(store: Store, manifest: Manifest, directory: Path, tuning: ModelTuning) -> None:

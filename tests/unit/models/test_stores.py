@@ -21,12 +21,13 @@ from headrace.errors import ConfigurationError
 from headrace.models.config import read_model_config
 from headrace.models.packing.files import make_manifest, write_manifest
 from headrace.models.packing.manifest import Manifest
+from headrace.models.packing.signatures import Trust
 from headrace.models.registry import Models
 from headrace.models.repositories import RepositoryList
 from headrace.models.repository import FoundVersion, Repository, read_signature
 from headrace.models.scan import VersionScanner
 from headrace.models.stores.cache import CacheSize, ModelCache
-from headrace.models.stores.copying import push_version
+from headrace.models.stores.copying import pull_version, push_version
 from headrace.models.stores.eviction import Cached, Room, make_room
 from headrace.models.stores.remote import RemoteRepository
 from headrace.models.stores.store import ObjectChanged, Store, StoreUnavailable
@@ -723,6 +724,38 @@ def test_push_overtaken_by_one_of_the_same_content_is_done(tmp_path: Path) -> No
     objects, made = MemoryStore(), pack(tmp_path / "made", 1)
     push_version(made, Overtaken(objects, partial(push_version, made, Store(objects, "s3://m"))))
     assert read_index(objects) == {"digits": ["1"]}
+
+
+def test_pull_during_another_pull_of_the_version_leaves_that_one_alone(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """Both would write the same files; the later one is refused, and the first one goes on."""
+    manifest = upload(store, tmp_path / "made")
+    refusals: list[ConfigurationError] = []
+
+    class Observed(OutageStore):
+        def read_range(self, key: str, start: int, length: int) -> bytes:
+            with pytest.raises(ConfigurationError) as caught:
+                pull_version(store, "digits", "1", tmp_path / "models", Trust())
+            refusals.append(caught.value)
+            return store.read_range(key, start, length)
+
+    observed = Observed()
+    observed.write("digits/1/manifest.json", store.read("digits/1/manifest.json"))
+    assert pull_version(observed, "digits", "1", tmp_path / "models", Trust()) == manifest
+    assert {"expected no other pull of this version" in str(each) for each in refusals} == {True}
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["digits"]
+
+
+def test_pull_removes_what_a_killed_one_has_left(store: OutageStore, tmp_path: Path) -> None:
+    """Its files may be as large as the version, and no others are made for the same one."""
+    upload(store, tmp_path / "made")
+    left = tmp_path / "models" / ".pull-digits-1" / "made" / "digits" / "1"
+    left.mkdir(parents=True)
+    (left / "extra").touch()
+    pull_version(store, "digits", "1", tmp_path / "models", Trust())
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["digits"]
+    assert not (tmp_path / "models" / "digits" / "1" / "extra").exists()
 
 
 def test_unreachable_store_is_asked_again_after_pauses() -> None:
