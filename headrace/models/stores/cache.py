@@ -4,7 +4,8 @@
 files/SHA256                            content, complete and checked
 partial/SHA256                          a download that can be resumed
 versions/DIGEST/MODEL/VERSION/...       hard links to files; DIGEST is the manifest's SHA-256
-versions/DIGEST/manifest.json, lock     a process that uses the version holds a shared lock
+versions/DIGEST/manifest.json           has the time at which all files had been checked
+versions/DIGEST/lock                    a process that uses the version holds a shared lock
 ```
 
 `download.lock` lets one process download at a time. `index.lock` is held for moments: whoever takes
@@ -104,7 +105,7 @@ class ModelCache:
         if not root.is_dir():
             return None
         with self._lock("index.lock"):
-            if not _is_complete(place, manifest.files):
+            if not _is_complete(place, manifest.files, root / MANIFEST_NAME):
                 return None
             if digest in self._held and not _is_file(self._held[digest], root / "lock"):
                 os.close(self._held.pop(digest))  # the directory was removed, and built again
@@ -252,7 +253,7 @@ class ModelCache:
 
     def _download(self, name: str, file: File, read_range: ReadRange) -> None:
         path = self.directory / "files" / file.sha256
-        if path.is_file() and path.stat().st_size == file.bytes:
+        if path.is_file() and hash_file(path) == file:
             return
         partial = self.directory / "partial" / file.sha256
         with partial.open("ab") as target:
@@ -288,6 +289,9 @@ class ModelCache:
             (model / name).write_bytes(text.encode())
         for path in (new / MANIFEST_NAME, place / MANIFEST_NAME):
             path.write_bytes(content)
+        # Not the time by the clock, which may have been set back since a file was downloaded.
+        checked_ns = max(path.stat().st_mtime_ns for path in (place, *place.rglob("*")))
+        os.utime(new / MANIFEST_NAME, ns=(checked_ns, checked_ns))
         with self._lock("index.lock"):
             if root.exists():  # not as it was built, or `hold` would have returned it
                 shutil.rmtree(root)
@@ -315,11 +319,17 @@ def _measure_files(directory: Path) -> int:
     return size_bytes
 
 
-def _is_complete(place: Path, files: Mapping[str, File]) -> bool:
+def _is_complete(place: Path, files: Mapping[str, File], built: Path) -> bool:
+    """Return whether a version has all files, unchanged since `built` was written."""
     try:
-        return all((place / name).stat().st_size == file.bytes for name, file in files.items())
+        built_ns = built.stat().st_mtime_ns
+        found = {name: (place / name).stat() for name in files}
     except OSError:
         return False
+    return all(
+        found[name].st_size == file.bytes and found[name].st_mtime_ns <= built_ns
+        for name, file in files.items()
+    )
 
 
 def _is_as_built(place: Path, digest: str, manifest: Manifest) -> bool:

@@ -540,13 +540,18 @@ def test_download_of_another_process_that_takes_too_long_is_a_fault(
     assert "another process has held it" in states(models)["digits/1"]
 
 
-def test_damaged_file_in_cache_is_fetched_again(store: OutageStore, tmp_path: Path) -> None:
-    """A file that lost its end, as after a crash of the machine, is not served."""
+@pytest.mark.parametrize("is_same_size", [False, True])
+def test_damaged_file_in_cache_is_fetched_again(
+    store: OutageStore, tmp_path: Path, is_same_size: bool
+) -> None:
+    """A file that lost its end, as after a crash of the machine, is not served; nor is one that
+    somebody has written to.
+    """
     manifest = upload(store, tmp_path / "made")
     open_models(store, tmp_path / "cache").open()
     damaged = tmp_path / "cache" / "files" / manifest.files["model.onnx"].sha256
     damaged.chmod(0o644)
-    damaged.write_bytes(b"")
+    damaged.write_bytes(bytes(damaged.stat().st_size) if is_same_size else b"")
     models = open_models(store, tmp_path / "cache")
     models.open()
     assert states(models) == {"digits/1": ""}
