@@ -29,6 +29,10 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
+class Withdrawn(Exception):
+    """A version was removed before it was loaded, and no request waits for it."""
+
+
 class InstanceLoader:
     """Loads the instances of versions within the memory of the models.
 
@@ -38,6 +42,7 @@ class InstanceLoader:
             hold that many.
         loads_in_turn: returns True if versions are loaded one after the other without a budget,
             too.
+        is_withdrawn: returns True for a version that need not be loaded any more.
     """
 
     def __init__(
@@ -45,11 +50,13 @@ class InstanceLoader:
         memory: ModelMemory,
         unload_idle: Callable[[int], Awaitable[bool]],
         loads_in_turn: Callable[[], bool],
+        is_withdrawn: Callable[[ModelVersion], bool],
         tuning: ExecutorTuning,
     ) -> None:
         self._memory = memory
         self._unload_idle = unload_idle
         self._loads_in_turn = loads_in_turn
+        self._is_withdrawn = is_withdrawn
         self._tuning = tuning
         self._turn = asyncio.Lock()
 
@@ -67,6 +74,7 @@ class InstanceLoader:
         Raises:
             MemoryShort: the memory of all does not suffice, and no idle version can be unloaded.
             ConfigurationError: one cannot be loaded; they are unloaded then.
+            Withdrawn: the version need not be loaded any more; none of them is loaded then.
         """
         end_s = time.monotonic() + self._tuning.memory_wait_s
         while True:
@@ -84,10 +92,12 @@ class InstanceLoader:
         memory = self._memory
         # With a budget, versions are loaded one after the other: otherwise the growth of each could
         # not be measured, and several could exceed the budget together. The turn ends after a
-        # version that failed is unloaded, so that its memory is free before the next is measured.
+        # version that failed, or was withdrawn, is unloaded, so that its memory is free before the
+        # next is measured.
         in_turn = bool(memory.limit_bytes) or self._loads_in_turn()
         async with self._turn if in_turn else nullcontext(), AsyncExitStack() as stack:
             began_s = time.monotonic()
+            self._require_wanted(version)
             stack.callback(loader.release_cores)
             await run_on_daemon_thread(version.check_again)
             version.loaded_stamp = await asyncio.to_thread(stamp_files, version.directory)
@@ -104,6 +114,7 @@ class InstanceLoader:
                 with memory.growth.measure() as growth:
                     instance = make_instance(version, number, loader, self._tuning)
                     instances.append(await stack.enter_async_context(instance))
+                self._require_wanted(version)
                 grown = dict(instance.device_growth())
                 if growth.grown_bytes is not None:
                     grown["host"] = growth.grown_bytes
@@ -113,6 +124,10 @@ class InstanceLoader:
                 await self._fit(partial(memory.apply_measured, share, measured_bytes))
             version.load_s, version.memory_bytes = time.monotonic() - began_s, taken
             return stack.pop_all(), instances
+
+    def _require_wanted(self, version: ModelVersion) -> None:
+        if self._is_withdrawn(version):
+            raise Withdrawn
 
     async def _fit(self, take: Callable[[], T]) -> T:
         """Take memory of the budget, and unload idle versions for it if there is too little.

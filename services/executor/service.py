@@ -24,7 +24,7 @@ from headrace.models.repository import stamp_files
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.instance import Instance
-from headrace.services.executor.loading import InstanceLoader, log_ready
+from headrace.services.executor.loading import InstanceLoader, Withdrawn, log_ready
 from headrace.services.executor.postprocessing import (
     DEFAULT_OPTIONS,
     PostprocessOptions,
@@ -102,7 +102,9 @@ class ExecutorService:
         self._served: dict[ModelVersion, _ServedVersion] = {}
         self._load_tasks: dict[ModelVersion, asyncio.Task[None]] = {}  # until they are loaded
         self._workers: set[Worker] = set()
-        self._loader = InstanceLoader(models.memory, self._unload_idle, self._loads_in_turn, tuning)
+        self._loader = InstanceLoader(
+            models.memory, self._unload_idle, self._loads_in_turn, self._is_withdrawn, tuning
+        )
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
@@ -234,6 +236,8 @@ class ExecutorService:
                     for instance, consumer in zip(instances, consumers, strict=True):
                         worker = self._make_worker(version, instance, consumer, sampler)
                         tasks.create_task(self._work(worker), name=name)
+        except Withdrawn:
+            self._note_loaded(version)
         except MemoryShort as error:
             if version.state is not State.UNLOADED:
                 self._fail(version, error)
@@ -262,6 +266,11 @@ class ExecutorService:
         nothing: these run one at a time, and take longer than the loads.
         """
         return self.loaded.is_set() or self._trials is not None
+
+    def _is_withdrawn(self, version: ModelVersion) -> bool:
+        """Return True for a version that was removed, and that no request waits for."""
+        is_removed = version.state is State.UNLOADING
+        return is_removed and not self._batch_queue.has_waiting(_key_of(version))
 
     async def _unload_idle(self, missing_bytes: int) -> bool:
         """Unload the versions that have been idle for the longest time; return False if all that

@@ -13,6 +13,7 @@ from headrace.models.version import State
 from headrace.runtime.process import Pipeline, running
 from tests.support.conditions import eventually
 from tests.support.pipelines import log_for
+from tests.support.python_models import BEGUN, STEPS, add_whole_model, with_hooks
 from tests.support.sized_models import (
     MODEL_BYTES,
     add_model,
@@ -87,3 +88,32 @@ async def test_version_that_is_too_large_does_not_replace_the_old_one(tmp_path: 
         await pipeline.models.reload()
         await eventually(lambda: pipeline.models.catalog.lookup("a").version == "2")
         assert await answers(client, "a")
+
+
+async def test_version_removed_during_its_load_leaves_its_memory_to_the_next(
+    tmp_path: Path,
+) -> None:
+    """Its successor is loaded only when it is unloaded, however long that takes."""
+    add_model(tmp_path, "a")
+    async with serving(tmp_path) as (pipeline, client):
+        BEGUN.clear()
+        step = "BEGUN.set(); STEPS.acquire()"
+        imported = "from tests.support.python_models import BEGUN, STEPS"
+        code = with_hooks(imported=imported, load=step, unload=step)
+        add_whole_model(tmp_path, "a", code, version=2)
+        with (tmp_path / "a" / "2" / "weights.bin").open("wb") as weights:
+            weights.truncate(MODEL_BYTES)
+        await pipeline.models.reload()
+        await eventually(BEGUN.is_set)
+        shutil.rmtree(tmp_path / "a" / "2")
+        add_model(tmp_path, "a", version=3)
+        await pipeline.models.reload()
+        BEGUN.clear()
+        STEPS.release()  # it is loaded
+        await eventually(BEGUN.is_set)
+        STEPS.release()  # and unloaded
+        await eventually(lambda: states(pipeline)["a/3"][0] != State.LOADING)
+        assert states(pipeline)["a/3"] == (State.READY, "")
+        assert await answers(client, "a")
+        labels = {"model": "a", "version": "2", "reason": "added"}
+        assert not pipeline.metrics.registry.get_sample_value("headrace_model_loads_total", labels)
