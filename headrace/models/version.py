@@ -76,7 +76,8 @@ class ModelVersion:
         is_rejected: it has failed, here or elsewhere, because of its files or its configuration.
         load_s: how long loading took, from its start until the version was ready; None before that,
             and in a process without an executor.
-        loaded_stamp: of the files when the executor began to load them last; empty before that.
+        loaded_stamp: of the files that the executor has loaded last, when it began to; empty before
+            that.
         last_used_us: steady time at which its last run ended, or it became ready.
         memory_bytes: what each of its instances has taken while it was loaded, by device (`host`,
             `cuda:0`); without what could not be measured.

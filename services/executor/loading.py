@@ -100,7 +100,7 @@ class InstanceLoader:
             self._require_wanted(version)
             stack.callback(loader.release_cores)
             await run_on_daemon_thread(version.check_again)
-            version.loaded_stamp = await asyncio.to_thread(stamp_files, version.directory)
+            stamp = await asyncio.to_thread(stamp_files, version.directory)
             size_bytes = await asyncio.to_thread(loaded_files_bytes, version.directory)
             share = await self._fit(
                 lambda: memory.reserve(
@@ -123,6 +123,7 @@ class InstanceLoader:
                 measured_bytes = sum(taken.get("host", ()))
                 await self._fit(partial(memory.apply_measured, share, measured_bytes))
             version.load_s, version.memory_bytes = time.monotonic() - began_s, taken
+            version.loaded_stamp = stamp
             return stack.pop_all(), instances
 
     def _require_wanted(self, version: ModelVersion) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -334,6 +335,31 @@ async def test_model_whose_files_were_changed_meanwhile_is_checked_again(tmp_pat
             assert await answers(client, kept)
     assert refused.code == Code.MODEL_NOT_READY
     assert "checksum: expected sha256:" in refused.message
+
+
+async def test_model_whose_files_were_changed_is_checked_after_a_load_without_memory(
+    tmp_path: Path,
+) -> None:
+    """The load that found no memory has checked nothing."""
+    add_model(tmp_path, "a", WAIT)
+    add_model(tmp_path, "b", WAIT, run=AT_THE_GATE)
+    add_model(tmp_path, "c", WAIT, run=AT_THE_GATE)
+    async with serving(tmp_path, tuning=IMPATIENT) as (pipeline, client):
+        assert unloaded(pipeline) == ["a"]
+        golden = tmp_path / "a" / "1" / "golden"
+        golden.mkdir()
+        one = np.ones((1, 1), np.float32)
+        np.savez(golden / "one.npz", **{"inputs.x": one, "outputs.y": one * 3})
+        with shut_gate():
+            async with asyncio.TaskGroup() as tasks:
+                busy = [tasks.create_task(answers(client, name)) for name in ("b", "c")]
+                await eventually(lambda: is_running(pipeline, "b", "c"))
+                short = await outcome(client, "a")
+                GATE.set()
+        assert [task.result() for task in busy] == [True, True]
+        refused = await outcome(client, "a")
+    assert "models.memory_bytes" in short.message
+    assert "golden/one.npz: y: expected a difference" in refused.message
 
 
 async def test_model_with_other_inputs_than_before_is_not_loaded_again(tmp_path: Path) -> None:
