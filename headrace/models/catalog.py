@@ -47,7 +47,8 @@ class ReplacedVersions:
         """Keep a version from now on; return False if none are kept."""
         if not self._keep_s:
             return False
-        version.reason = REPLACED
+        if version.state is State.READY:  # otherwise its reason says why it is not
+            version.reason = REPLACED
         self._kept[version.name, version.version] = _Kept(version, self._clock_s())
         return True
 
@@ -67,7 +68,8 @@ class ReplacedVersions:
         kept = self._kept.pop((name, number), None)
         if kept is None:
             return None
-        kept.version.reason = ""
+        if kept.version.reason == REPLACED:
+            kept.version.reason = ""
         return kept.version
 
     def take_unused(self) -> list[ModelVersion]:

@@ -126,3 +126,17 @@ async def test_removed_model_is_kept_like_replaced_version(tmp_path: Path) -> No
     await repository.models.reload()
     assert repository.models.catalog.lookup_bound("digits", "1") is repository.first
     assert refusal(repository.models, "digits").code == Code.UNKNOWN_MODEL
+
+
+async def test_unloaded_version_that_is_selected_again_says_why_it_is_not_ready(
+    tmp_path: Path,
+) -> None:
+    """Its refusals give the reason, which is not that it was replaced for a while."""
+    repository = Repository(tmp_path)
+    repository.models.lifecycle.mark_unloaded(repository.first, "unloaded while idle")
+    await repository.replace_first()
+    assert repository.first.reason == "unloaded while idle"
+    shutil.rmtree(tmp_path / "digits" / "2")
+    await repository.models.reload()
+    assert repository.models.catalog.lookup("digits") is repository.first
+    assert repository.first.reason == "unloaded while idle"
