@@ -168,14 +168,15 @@ class Models:
             ConfigurationError: the repository is missing; nothing has changed then.
         """
         async with self._reloading:
+            # A changed version that is loading, and its predecessor, have one number.
             known = {
-                (version.name, version.version): version
+                (version.name, version.version, version.stamp): version
                 for version in self.catalog.versions()
                 if version.state not in (State.FAILED, State.UNLOADING)
             }
-            if retry is not True:  # what failed last, rather than a predecessor that serves
+            if retry is not True:  # what failed last is not opened again
                 known |= {
-                    (name, number): version
+                    (name, number, version.stamp): version
                     for name, model in self._models.items()
                     for number, version in model.selected.items()
                     if not is_retried(name, number, retry)

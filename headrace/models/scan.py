@@ -15,8 +15,8 @@ from headrace.models.user_code import StillImporting
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
 
-KnownVersions: TypeAlias = Mapping[tuple[str, str], ModelVersion]
-"""Versions that are already open, by model and number."""
+KnownVersions: TypeAlias = Mapping[tuple[str, str, str], ModelVersion]
+"""Versions that are already open, by model, number and stamp."""
 
 TryOpening: TypeAlias = Callable[[FoundModel, FoundVersion, ModelTuning], None]
 """See `VersionScanner`."""
@@ -147,8 +147,8 @@ class VersionScanner:
         versions: dict[str, ModelVersion] = {}
         faults: dict[str, _Fault] = {}
         for each in found.versions:
-            same = known.get((found.name, each.version))
-            if same is not None and same.stamp == each.stamp:
+            same = known.get((found.name, each.version, each.stamp))
+            if same is not None:
                 versions[each.version] = same
                 continue
             opened = self._open_version(found, each)

@@ -230,6 +230,20 @@ async def test_version_changed_in_place_is_loaded_beside_old_one(tmp_path: Path)
     assert (old.state, new.state) == (State.UNLOADING, State.READY)
 
 
+async def test_reload_leaves_changed_version_alone_while_it_loads(tmp_path: Path) -> None:
+    """A load may take minutes, and would never end if each look at the files began it anew."""
+    directory = add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.load()
+    replace(directory, 2.0)
+    await executor.models.reload()
+    changed = executor.loading()
+    executor.told()
+    assert not any(await executor.models.reload())
+    assert executor.told() == []
+    assert executor.loading() is changed
+
+
 async def test_version_superseded_while_loading_is_dropped(tmp_path: Path) -> None:
     """Its readiness comes too late and is of no interest."""
     add_version(tmp_path, "digits", 1, digits())
