@@ -255,13 +255,17 @@ class ModelEntry:
         return restored
 
     def outdated(self) -> list[ModelVersion]:
-        """Return unselected serving versions, once all selected ones settled and one is servable.
+        """Return unselected serving versions, once all selected ones settled, here or in the
+        executors, and one is servable.
 
         A version that a label, or the default, still means is not among them: its successor is not
         ready.
         """
         selected = self.selected.values()
-        is_any_loading = any(version.state is State.LOADING for version in selected)
+        is_any_loading = any(
+            version.state is State.LOADING and not version.has_failed_elsewhere
+            for version in selected
+        )
         is_any_servable = any(version.is_servable for version in selected)
         if is_any_loading or not is_any_servable or "" in self.faults:
             return []

@@ -388,6 +388,26 @@ async def test_announcements_of_others_do_not_make_version_ready_that_still_load
     assert not executor.models.wanted.is_on_its_way("digits", "1")
 
 
+async def test_version_is_retired_though_another_one_has_failed_in_executors(
+    tmp_path: Path,
+) -> None:
+    """They have retired it, so that requests which are bound to it would wait for nobody."""
+    for number in (1, 2, 3):
+        add_version(tmp_path, "digits", number, digits())
+    failed = UnreadyVersion("digits", "1", "executor e: no such file")
+    awaited = {"1": failed}
+    models = Models(
+        settings_for(tmp_path), binds=True, awaited=lambda _, number: awaited.get(number)
+    )
+    models.want({"digits": WantedModel(versions=["2"], default="2")})
+    models.open()
+    assert models.catalog.lookup("digits", "2").version == "2"
+    models.want({"digits": WantedModel(versions=["1", "3"], default="3")})
+    await models.reload()
+    assert models.catalog.lookup("digits").version == "3"
+    assert refusal(models, "digits", "2").code == Code.UNKNOWN_MODEL
+
+
 async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path: Path) -> None:
     """It is on its way even before the repository is read, which takes long for downloads."""
     add_version(tmp_path, "digits", 1, digits())
