@@ -8,6 +8,7 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,7 +350,8 @@ async def test_model_whose_files_were_changed_is_checked_after_a_load_without_me
         golden = tmp_path / "a" / "1" / "golden"
         golden.mkdir()
         one = np.ones((1, 1), np.float32)
-        np.savez(golden / "one.npz", **{"inputs.x": one, "outputs.y": one * 3})
+        arrays: dict[str, Any] = {"inputs.x": one, "outputs.y": one * 3}
+        np.savez(golden / "one.npz", **arrays)
         with shut_gate():
             async with asyncio.TaskGroup() as tasks:
                 busy = [tasks.create_task(answers(client, name)) for name in ("b", "c")]
