@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
@@ -118,7 +118,8 @@ class Client:
         compression: coding of requests and answers of 1 KiB and more: `zstd`, `gzip`, `deflate` or
             `br`; none by default.
         max_in_flight: most calls in flight at once. It bounds memory: at most this many requests
-            and their answers are held.
+            are encoded, and they and their answers held. Further calls hold their arguments alone,
+            which are encoded when they have their places.
         executor: decodes large answers in JSON or with BYTES, which takes up to 0.5 s for 4 MiB;
             by default the event loop does. The caller shuts it down.
 
@@ -221,7 +222,8 @@ class Client:
 
         Args:
             model: name of the model.
-            inputs: arrays by name; shapes include the batch dimension, as in `[1, 64]`. An array is
+            inputs: arrays by name, unchanged until the call ends; shapes include the batch
+                dimension, as in `[1, 64]`. An array is
                 sent with its own dtype. Lists of Python floats are sent as FP32, integers as
                 INT64, booleans as BOOL, `bytes` and `str` as BYTES. A
                 `headrace.protocol.messages.Tensor`, which has the same name, is sent as it is.
@@ -242,29 +244,32 @@ class Client:
             ClientClosed: the client is not open, or was closed meanwhile.
             LogUnavailable: the broker did not acknowledge the request.
         """
-        tensors = {
-            name: value if isinstance(value, Tensor) else _array(value)
-            for name, value in inputs.items()
-        }
-        content_type = self._content_type
-        encode = partial(
-            encode_request,
-            model=model,
-            inputs=tensors,
-            version=version,
-            id=id,
-            parameters=parameters,
-            outputs=outputs,
-        )
-        about = [*headers, *_urgency(priority, tenant)]
-        with _refusals_as_inference_errors():
+
+        def make_request() -> tuple[NewRecord, str]:
+            tensors = {
+                name: value if isinstance(value, Tensor) else _array(value)
+                for name, value in inputs.items()
+            }
+            content_type = self._content_type
+            encode = partial(
+                encode_request,
+                model=model,
+                inputs=tensors,
+                version=version,
+                id=id,
+                parameters=parameters,
+                outputs=outputs,
+            )
+            about = [*headers, *_urgency(priority, tenant)]
             value = encode(content_type)
             if self._claims.is_large(value):
                 # A claim needs the header, with which JSON may be taken for a record.
                 content_type = envelope.MSGPACK
                 value = encode(content_type) if content_type != self._content_type else value
                 about.append((HeaderName.MODEL, _named(model, version)))
-        return await self._call(NewRecord(key, value, about), content_type, timeout_s)
+            return NewRecord(key, value, about), content_type
+
+        return await self._call(make_request, timeout_s)
 
     async def infer_raw(
         self,
@@ -290,25 +295,31 @@ class Client:
         about = [*headers, *_urgency(priority, tenant), named]
         if accept:
             about.append((HeaderName.ACCEPT, accept.encode()))
-        return await self._call(NewRecord(key, payload, about), content_type, timeout_s)
+        request = NewRecord(key, payload, about)
+        return await self._call(lambda: (request, content_type), timeout_s)
 
-    async def _call(self, request: NewRecord, content_type: str, timeout_s: float) -> Response:
+    async def _call(
+        self, make_request: Callable[[], tuple[NewRecord, str]], timeout_s: float
+    ) -> Response:
+        """Send what a function makes, a request and its content type, and return the answer."""
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s}")
         deadline_ms = int((time.time() + timeout_s) * 1000)
         until_s = asyncio.get_running_loop().time() + timeout_s
-        about = [
-            *request.headers,
-            (HeaderName.CONTENT_TYPE, content_type.encode()),
-            (HeaderName.DEADLINE_MS, b"%d" % deadline_ms),
-        ]
-        if self._compression:
-            request = self._compress(request, about)
         if self._rpc is None:
             raise ClientClosed("the client is not open: use it within `async with`")
         with _refusals_as_inference_errors():
             try:
                 async with asyncio.timeout(timeout_s) as within, self._permits:
+                    # Not earlier: any number of calls may wait for their places.
+                    request, content_type = make_request()
+                    about = [
+                        *request.headers,
+                        (HeaderName.CONTENT_TYPE, content_type.encode()),
+                        (HeaderName.DEADLINE_MS, b"%d" % deadline_ms),
+                    ]
+                    if self._compression:
+                        request = self._compress(request, about)
                     request = await self._claims.put(request._replace(headers=about), content_type)
                     answer = await self._claims.fetch(await self._rpc.call(request, until_s))
                     return await self._decode(answer)

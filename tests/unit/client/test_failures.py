@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,29 @@ async def test_call_without_answer_times_out(client: Client, silent: Responder) 
     """A call ends at its timeout, whatever the services do."""
     with pytest.raises(InferenceTimeout, match=r"no answer within 0\.05 s"):
         await client.infer("m", INPUTS, timeout_s=0.05)
+
+
+class _Measured:
+    """Two values that count how often they were made an array."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray[Any, Any]:
+        self.made += 1
+        return np.zeros((1, 2), np.float32)
+
+
+async def test_call_without_place_holds_no_encoded_request(
+    log: MemoryLog, settings: Settings, silent: Responder
+) -> None:
+    """Any number of calls may wait for a place, and only those that have one are encoded."""
+    value = _Measured()
+    async with Client(log=log, settings=settings, max_in_flight=2) as client:
+        calls = [client.infer("m", {"x": value}, timeout_s=0.05) for _ in range(20)]
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(each) for each in ended} == {InferenceTimeout}
+    assert value.made == 2
 
 
 async def test_late_answers_are_dropped_and_counted(client: Client, silent: Responder) -> None:
