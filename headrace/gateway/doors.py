@@ -119,4 +119,7 @@ async def open_gateway(
             doors["grpc"] = await stack.enter_async_context(grpc_door)
         if not doors:
             raise ConfigurationError("gateway: expected a door that is open, got all of them off")
-        yield Doors(gateway, doors)
+        try:
+            yield Doors(gateway, doors)
+        finally:
+            gateway.under_way.end()  # the doors give what still waits a second to be answered

@@ -49,6 +49,9 @@ CONFLICT, UNSUPPORTED = "CONFLICT", "UNSUPPORTED"
 """Codes of changes of models: another one was made first; this process makes none."""
 
 
+_STOPS = "gateway: it stops, and waits for no more answers"
+
+
 class Unavailable(Retriable):
     """The gateway cannot take the request now."""
 
@@ -131,6 +134,8 @@ class UnderWay:
         self._callers = callers
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._has_ended = False
 
     @contextmanager
     def counting(self, caller: Caller | None = None) -> Iterator[CountedRequest]:
@@ -140,9 +145,11 @@ class UnderWay:
             caller: whose limits the request is counted against; None for none.
 
         Raises:
-            Unavailable: too many requests are under way.
+            Unavailable: too many requests are under way, or they were ended meanwhile.
             Rejected: the caller is over its limits; see `CallerUsage.begin`.
         """
+        if self._has_ended:
+            raise Unavailable(_STOPS)
         if self.requests >= self._max_requests:
             raise Unavailable(
                 f"gateway: {self.requests} requests are under way, which is the limit"
@@ -154,9 +161,18 @@ class UnderWay:
         self.requests += 1
         self.begun += 1
         self._is_idle.clear()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
             yield counted
+        except asyncio.CancelledError:
+            if not self._has_ended:
+                raise
+            task.uncancel()
+            raise Unavailable(_STOPS) from None
         finally:
+            self._tasks.discard(task)
             self.requests -= 1
             self.size_bytes -= counted.size_bytes
             if caller is not None and usage is not None:
@@ -185,6 +201,12 @@ class UnderWay:
                 "under way, got more"
             )
         self.size_bytes += size_bytes
+
+    def end(self) -> None:
+        """Refuse the requests under way, and all further ones: the gateway waits no longer."""
+        self._has_ended = True
+        for task in self._tasks:
+            task.cancel()
 
     async def wait_for_silence(self, silence_s: float) -> None:
         """Wait until no request has been under way for so long."""

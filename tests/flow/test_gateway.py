@@ -270,6 +270,23 @@ async def test_draining_gateway_is_not_ready_while_it_still_listens(gated: Path)
         assert await last == 200
 
 
+async def test_caller_that_waits_at_end_of_drain_is_told_why(repository: Path) -> None:
+    """Its connection is not just closed: the answer says that the gateway stops."""
+    async with asyncio.TaskGroup() as tasks, ClientSession() as http:
+        async with gateway_of(
+            repository, stages=(), sections={"limits": {"drain_timeout_s": 0.1}}
+        ) as served:
+            url = f"http://{served.url}/v2/models/digits/infer"
+            waiting = tasks.create_task(http.post(url, json={"inputs": [PIXELS]}))
+            await eventually(lambda: served.doors.snapshot().requests == 1)
+        answer = await waiting
+        body = await answer.json()
+
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    assert body["error"] == "gateway: it stops, and waits for no more answers"
+    assert served.counted(503) == 1
+
+
 async def ask_once(http: ClientSession, url: str, body: object) -> int:
     """Send a request, and return the status of its answer."""
     async with http.post(url, json=body) as response:

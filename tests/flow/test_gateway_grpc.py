@@ -464,6 +464,28 @@ async def test_drain_answers_open_stream_and_ends_it(gated: Path) -> None:
     assert "new stream" in (error.value.details() or "")
 
 
+async def test_callers_that_wait_at_end_of_drain_are_told_why(repository: Path) -> None:
+    """A call and a request of a stream both get the reason, with its details."""
+    async with asyncio.TaskGroup() as tasks:
+        async with gateway_of(
+            repository, stages=(), grpc_port=0, sections={"limits": {"drain_timeout_s": 0.1}}
+        ) as served:
+            channel = grpc.aio.insecure_channel(served.grpc)
+            stream = Caller(channel).stream()
+            await stream.write(pixels(id="a"))
+            call = Caller(channel).infer(pixels())
+            streamed = tasks.create_task(stream.read())
+            await eventually(lambda: served.doors.snapshot().requests == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call
+        answer = await streamed
+        await channel.close()
+
+    reason = "gateway: it stops, and waits for no more answers"
+    assert (error.value.code(), error.value.details()) == (grpc.StatusCode.UNAVAILABLE, reason)
+    assert (answer.error_message, answer.infer_response.id) == (reason, "a")
+
+
 async def test_drain_ends_open_reflection(repository: Path) -> None:
     """Its caller is told to begin another one, elsewhere."""
     async with gateway_of(repository, grpc_port=0) as served:
