@@ -135,7 +135,7 @@ class UnderWay:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._has_ended = False
+        self._ended = asyncio.Event()
 
     @contextmanager
     def counting(self, caller: Caller | None = None) -> Iterator[CountedRequest]:
@@ -148,7 +148,7 @@ class UnderWay:
             Unavailable: too many requests are under way, or they were ended meanwhile.
             Rejected: the caller is over its limits; see `CallerUsage.begin`.
         """
-        if self._has_ended:
+        if self._ended.is_set():
             raise Unavailable(_STOPS)
         if self.requests >= self._max_requests:
             raise Unavailable(
@@ -167,7 +167,7 @@ class UnderWay:
         try:
             yield counted
         except asyncio.CancelledError:
-            if not self._has_ended:
+            if not self._ended.is_set():
                 raise
             task.uncancel()
             raise Unavailable(_STOPS) from None
@@ -204,7 +204,7 @@ class UnderWay:
 
     def end(self) -> None:
         """Refuse the requests under way, and all further ones: the gateway waits no longer."""
-        self._has_ended = True
+        self._ended.set()
         for task in self._tasks:
             task.cancel()
 
