@@ -31,6 +31,8 @@ class Door(Protocol):
 
     @property
     def port(self) -> int: ...
+    @property
+    def untaken_bytes(self) -> int: ...
     async def stop_listening(self) -> None: ...
 
 
@@ -53,7 +55,8 @@ class Doors:
 
     def snapshot(self) -> GatewaySnapshot:
         """Return the state that the metrics show."""
-        return self._gateway.snapshot()
+        untaken_bytes = {name: door.untaken_bytes for name, door in self._doors.items()}
+        return self._gateway.snapshot(untaken_bytes)
 
     async def give_notice(self) -> None:
         """Take requests for `gateway.drain_notice_s` more, each answer the last of its connection.

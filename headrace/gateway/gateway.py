@@ -123,14 +123,18 @@ class UnderWay:
         max_requests: a further one is refused.
         max_bytes: of the bodies of all of them.
         callers: counts them for each caller.
+
+    Attributes:
+        refused: number of requests that were refused, by the limit that was reached.
     """
 
     def __init__(self, max_requests: int, max_bytes: int, callers: CallerLimits) -> None:
         self.requests = 0
         self.size_bytes = 0
         self.begun = 0
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
+        self.max_requests = max_requests
+        self.max_bytes = max_bytes
+        self.refused = {"requests": 0, "bytes": 0}
         self._callers = callers
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -150,7 +154,8 @@ class UnderWay:
         """
         if self._ended.is_set():
             raise Unavailable(_STOPS)
-        if self.requests >= self._max_requests:
+        if self.requests >= self.max_requests:
+            self.refused["requests"] += 1
             raise Unavailable(
                 f"gateway: {self.requests} requests are under way, which is the limit"
             )
@@ -195,9 +200,10 @@ class UnderWay:
 
     def add_bytes(self, size_bytes: int) -> None:
         """Count bytes of a request; see `CountedRequest.add`."""
-        if self.size_bytes + size_bytes > self._max_bytes:
+        if self.size_bytes + size_bytes > self.max_bytes:
+            self.refused["bytes"] += 1
             raise Unavailable(
-                f"gateway: expected at most {self._max_bytes} bytes in the bodies of all requests "
+                f"gateway: expected at most {self.max_bytes} bytes in the bodies of all requests "
                 "under way, got more"
             )
         self.size_bytes += size_bytes
@@ -320,19 +326,22 @@ class Gateway:
         self.regions.unregister()
         self.conversions.close()
 
-    def snapshot(self) -> GatewaySnapshot:
-        """Return the state that the metrics show."""
+    def snapshot(self, untaken_bytes: Mapping[str, int]) -> GatewaySnapshot:
+        """Return the state that the metrics show; `untaken_bytes` is what each door has of them."""
         under_way = self.under_way
         return GatewaySnapshot(
             under_way.requests,
+            under_way.max_requests,
             under_way.size_bytes,
+            under_way.max_bytes,
+            under_way.refused.copy(),
             self._client.late_answers,
             len(self.regions),
             len(self._limits),
             {reason: self._limits.refused[reason] for reason in Reason},
             len(self.connections),
             self.connections.closed_early,
-            self.connections.untaken_bytes,
+            untaken_bytes,
             self._responses,
             self._client.last_contact_s(),
         )

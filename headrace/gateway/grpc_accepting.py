@@ -154,6 +154,11 @@ class CallAcceptors:
             max_untaken_bytes, tuning.max_waiting_calls
         )
 
+    @property
+    def untaken_bytes(self) -> int:
+        """Size of what is kept for the calls that wait for their callers: see `_Call.end`."""
+        return self._waiting.size_bytes
+
     def start(self, count: int) -> None:
         """Accept `count` calls at a time, from now until the server stops."""
         self._acceptors = [

@@ -60,6 +60,11 @@ class GrpcDoor:
         """The port that it listens on, once started."""
         return self._port
 
+    @property
+    def untaken_bytes(self) -> int:
+        """Size of what is kept for calls whose callers have not taken their ends."""
+        return sum(each.untaken_bytes for each in self._acceptors)
+
     async def __aenter__(self) -> Self:
         host = self._gateway.settings.grpc_host
         server = self._make_server()

@@ -167,6 +167,11 @@ class HttpDoor:
         """The port that it listens on, once started."""
         return self._listener.port
 
+    @property
+    def untaken_bytes(self) -> int:
+        """Size of the answers whose callers have not taken them."""
+        return self._connections.untaken_bytes
+
     async def __aenter__(self) -> Self:
         settings = self._gateway.settings
         runner = web.AppRunner(

@@ -633,11 +633,30 @@ GATEWAY = (
         "Inference requests that a gateway has taken and not answered.",
     ),
     MetricSpec(
+        "headrace_gateway_in_flight_limit_requests",
+        "gauge",
+        (),
+        "The most of them: gateway.max_in_flight.",
+    ),
+    MetricSpec(
         "headrace_gateway_in_flight_bytes",
         "gauge",
         (),
         "The bytes of their bodies, decompressed, and of answers in gRPC streams that wait for "
         "their callers to read them.",
+    ),
+    MetricSpec(
+        "headrace_gateway_in_flight_limit_bytes",
+        "gauge",
+        (),
+        "The most of these bytes: gateway.max_in_flight_bytes.",
+    ),
+    MetricSpec(
+        "headrace_gateway_full_requests",
+        "counter",
+        ("reason",),
+        "Requests that a gateway refused with 503 or UNAVAILABLE because one of these limits was "
+        "reached: requests, bytes.",
     ),
     MetricSpec(
         "headrace_gateway_late_answers",
@@ -681,8 +700,9 @@ GATEWAY = (
     MetricSpec(
         "headrace_gateway_untaken_bytes",
         "gauge",
-        (),
-        "The bytes of the answers over HTTP that wait for their callers to take them.",
+        ("door",),
+        "The bytes of the answers that wait for their callers to take them; over gRPC twice "
+        "these, and their requests.",
     ),
 )
 

@@ -150,27 +150,31 @@ class GatewaySnapshot(NamedTuple):
     """State of the gateway of a process.
 
     Attributes:
-        requests: taken and not answered; `size_bytes` is the size of their bodies, and of answers
-            in streams that wait for their callers.
+        requests: taken and not answered, at most `limit_requests`; `size_bytes` is the size of
+            their bodies, and of answers in streams that wait for their callers.
+        refused: number of requests that one of these two limits refused: requests or bytes.
         late_answers: answers that were dropped because their callers had stopped waiting.
         regions: of shared memory that callers have registered.
         callers: whose requests are counted against limits of their own.
         limited: number of requests that such a limit refused, by limit.
         connections: open ones of the door for HTTP.
         connections_closed: number of those that the limits of connections closed.
-        untaken_bytes: size of the answers over HTTP that their callers have not taken.
+        untaken_bytes: by door, size of the answers that their callers have not taken.
         topic: of the answers that it reads.
         last_contact_s: seconds since the log's last answer; 0 before the gateway is open.
     """
 
     requests: int
+    limit_requests: int
     size_bytes: int
+    limit_bytes: int
+    refused: Mapping[str, int]
     late_answers: int
     regions: int
     callers: int
     limited: Mapping[str, int]
     connections: int
     connections_closed: int
-    untaken_bytes: int
+    untaken_bytes: Mapping[str, int]
     topic: str
     last_contact_s: float

@@ -401,12 +401,17 @@ def _labels(partition: PartitionSnapshot) -> tuple[str, str]:
 
 def _gateway_metrics(gateway: GatewaySnapshot) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
     yield _gauge("gateway_in_flight_requests", [((), gateway.requests)])
+    yield _gauge("gateway_in_flight_limit_requests", [((), gateway.limit_requests)])
     yield _gauge("gateway_in_flight_bytes", [((), gateway.size_bytes)])
+    yield _gauge("gateway_in_flight_limit_bytes", [((), gateway.limit_bytes)])
+    refused = [((limit,), count) for limit, count in gateway.refused.items()]
+    yield _counter("gateway_full_requests", refused)
     yield _gauge("gateway_shared_memory_regions", [((), gateway.regions)])
     yield _gauge("gateway_limited_callers", [((), gateway.callers)])
     yield _gauge("gateway_connections", [((), gateway.connections)])
     yield _counter("gateway_connections_closed", [((), gateway.connections_closed)])
-    yield _gauge("gateway_untaken_bytes", [((), gateway.untaken_bytes)])
+    untaken = [((door,), size_bytes) for door, size_bytes in gateway.untaken_bytes.items()]
+    yield _gauge("gateway_untaken_bytes", untaken)
     yield _counter("gateway_late_answers", [((), gateway.late_answers)])
     limited = [((reason,), count) for reason, count in gateway.limited.items()]
     yield _counter("gateway_limited_requests", limited)

@@ -29,6 +29,7 @@ from tests.support.models import add_version, digits, identity
 from tests.support.python_models import BEGUN, GATE
 from tests.support.tree import ROOT
 
+MIB = 1024 * 1024
 PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
 BODY = msgspec.json.encode({"inputs": [PIXELS]})
 
@@ -313,6 +314,27 @@ async def test_full_gateway_refuses_with_retry_after(gated: Path) -> None:
 
     assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
     assert refused.json["error_details"] == {"code": "UNAVAILABLE", "retriable": True}
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [({"max_in_flight": 1}, "requests"), ({"max_in_flight_bytes": MIB}, "bytes")],
+)
+async def test_full_gateway_shows_limit_that_refused(
+    gated: Path, limits: dict[str, int], reason: str
+) -> None:
+    """The metrics have the limits beside what is in use, and say which one was reached."""
+    async with gateway_of(gated, **limits) as served, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(served.infer("gated", number(0)))
+        await eventually(lambda: served.doors.snapshot().requests == 1)
+        refused = await served.post("/v2/models/gated/infer", b" " * MIB)
+        shown = served.pipeline.metrics.registry.get_sample_value
+        GATE.set()
+        await first
+
+    assert refused.status == 503
+    assert shown("headrace_gateway_full_requests_total", {"reason": reason}) == 1
+    assert shown("headrace_gateway_in_flight_limit_requests") == limits.get("max_in_flight", 1024)
 
 
 async def test_gateway_describes_models_by_open_inference_protocol(repository: Path) -> None:

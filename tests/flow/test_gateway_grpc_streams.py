@@ -205,6 +205,19 @@ async def test_answers_of_calls_that_nobody_reads_leave_room_for_others(identiti
     assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_untaken_answer_of_call_is_shown_until_its_caller_goes(identities: Path) -> None:
+    """The metric of what waits for callers has the door for gRPC as well."""
+    async with (
+        caller_of(identities, *SMALL_WINDOW) as (served, _),
+        grpc.aio.insecure_channel(served.grpc, options=APART) as channel,
+    ):
+        begin: Any = channel.stream_stream(f"/{SERVICE.full_name}/ModelInfer")
+        stalled = begin(iter([large().SerializeToString()]))
+        await eventually(lambda: served.doors.snapshot().untaken_bytes["grpc"] > LARGE)
+        stalled.cancel()
+        await eventually(lambda: served.doors.snapshot().untaken_bytes["grpc"] == 0)
+
+
 async def test_silent_stream_ends_and_busy_one_stays(gated: Path) -> None:
     """The time begins again with each answer."""
     async with caller_of(gated, idle_timeout_s=0.2) as (_, caller):

@@ -143,9 +143,9 @@ async def test_answers_nobody_reads_give_way_to_newest(models: Path, secured: An
             calling_after(served, 2, port, context) as third,
         ):
             await eventually(lambda: served.doors.snapshot().connections_closed == 2)
-            held_bytes = served.doors.snapshot().untaken_bytes
+            held_bytes = served.doors.snapshot().untaken_bytes["http"]
             whole = [await each.is_answered() for each in (first, second, third)]
-            await eventually(lambda: served.doors.snapshot().untaken_bytes == 0)
+            await eventually(lambda: served.doors.snapshot().untaken_bytes["http"] == 0)
 
     assert whole == [False, False, True]
     assert ANSWER_BYTES <= held_bytes <= LIMIT_BYTES
@@ -171,7 +171,7 @@ async def test_answer_nobody_reads_is_dropped_after_its_time(models: Path, secur
         calling(served.doors.ports["http"], context) as caller,
     ):
         await eventually(lambda: served.doors.snapshot().connections_closed == 1)
-        held_bytes = served.doors.snapshot().untaken_bytes
+        held_bytes = served.doors.snapshot().untaken_bytes["http"]
         is_whole = await caller.is_answered()
 
     assert (held_bytes, is_whole) == (0, False)

@@ -21,7 +21,10 @@ SHOWN_ONLY_WHEN = {
     "headrace_control_following",
     "headrace_model_memory_budget_bytes",  # models.memory_bytes is set
     "headrace_gateway_in_flight_requests",  # the process has a gateway
+    "headrace_gateway_in_flight_limit_requests",
     "headrace_gateway_in_flight_bytes",
+    "headrace_gateway_in_flight_limit_bytes",
+    "headrace_gateway_full_requests",
     "headrace_gateway_late_answers",
     "headrace_gateway_shared_memory_regions",
     "headrace_gateway_limited_requests",

@@ -209,11 +209,12 @@ GATEWAYS = Row(
         ),
         Panel(
             "Refused by limits, dropped and closed",
-            "Refused: their callers were over a limit. Late: answers whose callers had gone; when "
-            "requests end with 504 and this stands still, nothing answers. Closed: connections "
-            "over HTTP that were idle or too many.",
+            "Full: the gateway was at a limit. Refused: their callers were over one. Late: answers "
+            "whose callers had gone; when requests end with 504 and this stands still, nothing "
+            "answers. Closed: connections over HTTP that were idle or too many.",
             "ops",
             (
+                Query(rate("headrace_gateway_full_requests", "reason"), "full: {{reason}}"),
                 Query(rate("headrace_gateway_limited_requests", "reason"), "refused: {{reason}}"),
                 Query(rate("headrace_gateway_late_answers"), "late answers"),
                 Query(rate("headrace_gateway_connections_closed"), "closed connections"),
