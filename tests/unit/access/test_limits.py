@@ -148,7 +148,7 @@ def test_many_callers_take_bounded_memory() -> None:
     assert len(callers) == 100
 
 
-def test_bytes_that_gateway_refuses_are_not_counted_for_caller() -> None:
+async def test_bytes_that_gateway_refuses_are_not_counted_for_caller() -> None:
     """If they were counted, each refusal would lower the caller's own limit for ever."""
     callers, limits = CallerLimits(max_idle=10), Limits(max_in_flight_bytes=1000)
     under_way = UnderWay(max_requests=10, max_bytes=100, callers=callers)
@@ -164,7 +164,7 @@ def test_bytes_that_gateway_refuses_are_not_counted_for_caller() -> None:
     assert (under_way.requests, under_way.size_bytes) == (0, 0)
 
 
-def test_caller_over_limits_takes_no_place_in_gateway() -> None:
+async def test_caller_over_limits_takes_no_place_in_gateway() -> None:
     """It would otherwise fill the gateway with refusals."""
     callers = CallerLimits(max_idle=10)
     under_way = UnderWay(max_requests=2, max_bytes=100, callers=callers)
