@@ -306,11 +306,11 @@ class Client:
             raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s}")
         deadline_ms = int((time.time() + timeout_s) * 1000)
         until_s = asyncio.get_running_loop().time() + timeout_s
-        if self._rpc is None:
-            raise ClientClosed("the client is not open: use it within `async with`")
         with _refusals_as_inference_errors():
             try:
                 async with asyncio.timeout(timeout_s) as within, self._permits:
+                    if self._rpc is None or not self._rpc.is_open:
+                        raise ClientClosed("the client is not open: use it within `async with`")
                     # Not earlier: any number of calls may wait for their places.
                     request, content_type = make_request()
                     about = [

@@ -308,6 +308,11 @@ class RpcClient:
         self._producer = None
         await self._stack.aclose()
 
+    @property
+    def is_open(self) -> bool:
+        """True from entering until leaving."""
+        return self._producer is not None
+
     async def call(self, request: NewRecord, until_s: float = 0.0) -> Record:
         """Send a request and return its answer; the caller limits the time.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,29 @@ async def test_call_without_place_holds_no_encoded_request(
         ended = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(each) for each in ended} == {InferenceTimeout}
     assert value.made == 2
+
+
+async def test_calls_without_place_are_not_encoded_when_client_closes(
+    log: MemoryLog, settings: Settings, silent: Responder
+) -> None:
+    """They fail at once, however many they are and however long encoding them would take."""
+    value = _Measured()
+    async with (
+        asyncio.TaskGroup() as tasks,
+        Client(log=log, settings=settings, max_in_flight=2) as client,
+    ):
+        calls = [tasks.create_task(_failure(client.infer("m", {"x": value}))) for _ in range(20)]
+        await eventually(lambda: len(silent.seen) == 2)
+    assert {type(each.result()) for each in calls} == {ClientClosed}
+    assert value.made == 2
+
+
+async def _failure(call: Coroutine[Any, Any, object]) -> Exception | None:
+    try:
+        await call
+    except ClientClosed as error:
+        return error
+    return None
 
 
 async def test_late_answers_are_dropped_and_counted(client: Client, silent: Responder) -> None:
