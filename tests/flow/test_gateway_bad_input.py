@@ -43,7 +43,12 @@ async def digits_and_texts(tmp_path: Path, **options: Any) -> AsyncIterator[Serv
     async with gateway_of(tmp_path, max_body_bytes=LIMIT, grpc_port=0, **options) as served:
         yield served
         assert (await served.infer("digits", GOOD)).status == 200
-        await eventually(lambda: served.doors.snapshot()[:2] == (0, 0))
+        await eventually(lambda: _under_way(served) == (0, 0))
+
+
+def _under_way(served: Served) -> tuple[int, int]:
+    found = served.doors.snapshot()
+    return found.requests, found.size_bytes
 
 
 def pixels(**changes: Any) -> dict[str, Any]:
