@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import brotli
 import cramjam
@@ -321,7 +322,7 @@ async def test_full_gateway_refuses_with_retry_after(gated: Path) -> None:
     [({"max_in_flight": 1}, "requests"), ({"max_in_flight_bytes": MIB}, "bytes")],
 )
 async def test_full_gateway_shows_limit_that_refused(
-    gated: Path, limits: dict[str, int], reason: str
+    gated: Path, limits: dict[str, Any], reason: str
 ) -> None:
     """The metrics have the limits beside what is in use, and say which one was reached."""
     async with gateway_of(gated, **limits) as served, asyncio.TaskGroup() as tasks:
