@@ -27,7 +27,14 @@ from headrace.models.inputs.binding import Bound
 from headrace.models.version import ModelVersion
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.claims import Claim, refuse_claim
-from headrace.protocol.codec import callers_id, check_value, decode_request, plain_value, takes_long
+from headrace.protocol.codec import (
+    Contradiction,
+    callers_id,
+    check_value,
+    decode_request,
+    plain_value,
+    takes_long,
+)
 from headrace.protocol.headers import (
     BY_CORRELATION,
     DECODED_TYPES,
@@ -578,6 +585,8 @@ def _bind_json(
     except Rejected as absent:
         try:
             _bind(request, value, envelope, rules)  # the value may name a version that is there
+        except Contradiction:
+            raise  # it is an inference request, whose model is meant to be another one
         except Rejected as error:
             # As a payload the value may be right, so the model is what is wrong with the request.
             raise absent if error.code is Code.INVALID_REQUEST else error from None

@@ -17,6 +17,7 @@ from headrace.protocol.codec.client import (
 )
 from headrace.protocol.codec.json_data import bytes_to_data
 from headrace.protocol.codec.requests import (
+    Contradiction,
     callers_id,
     check_value,
     decode_request,
@@ -45,6 +46,7 @@ __all__ = [
     "RECORD",
     "Answer",
     "ChunkLimits",
+    "Contradiction",
     "answer_takes_long",
     "bytes_to_data",
     "callers_id",

@@ -37,6 +37,10 @@ from headrace.protocol.tensors import check_tensor
 from headrace.tuning import TUNING
 
 
+class Contradiction(Rejected):
+    """A value names another model or version than the header `x-model`."""
+
+
 class JsonInputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One input of a request in JSON: `data` is flat or nested, row-major."""
 
@@ -305,7 +309,7 @@ def _complete_model(request: InferenceRequest, envelope: Envelope) -> None:
 
 
 def _contradiction(where: str, header: str, body: str) -> Rejected:
-    return Rejected.mismatch(
+    return Contradiction.mismatch(
         Code.INVALID_REQUEST, where, expected=f'"{header}", as in x-model', got=f'"{body}"'
     )
 
