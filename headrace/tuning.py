@@ -717,8 +717,8 @@ class IngestTuning(Struct, frozen=True):
 
     far_ahead_requests: int = 4096
     far_ahead_pause_s: float = 40e-6
-    """With more than `far_ahead_requests` of a partition in flight, pause `far_ahead_pause_s` for
-    each request read. Reading ahead still helps to refuse late requests early and to share fairly,
+    """With more than `far_ahead_requests` of a partition in flight that have not ended, pause
+    `far_ahead_pause_s` for each request read. Reading ahead still helps to refuse late requests early and to share fairly,
     but must not take time from the requests read before."""
 
     inline_decompressed_bytes: int = 512 * 1024

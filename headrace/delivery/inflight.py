@@ -162,6 +162,8 @@ class AssignedPartition:
         last_read: the offset of the record read last, or the base minus one.
         in_flight: number of records read and not acknowledged.
         held: number of these whose answers all wait for earlier ones.
+        answering: at most so many of these have ended, and are in a step of `services.responder`
+            or wait for the next one.
         ages: ages of the chunks read.
         chains: predecessor of each record, where answers are ordered by key.
         last_commit: the last commit in the log; at first, what the assignment began with.
@@ -175,6 +177,7 @@ class AssignedPartition:
 
     __slots__ = (
         "ages",
+        "answering",
         "budget",
         "chains",
         "committed",
@@ -210,6 +213,7 @@ class AssignedPartition:
         self.last_read = progress.base - 1
         self.in_flight = 0
         self.held = 0
+        self.answering = 0
         self.ages = RecordAges(tuning.max_age_marks)
         self.committed = NEVER_COMMITTED
         self.last_commit = progress.committable(tuning.metadata_characters)

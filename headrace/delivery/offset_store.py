@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.inflight import InFlightAck, InFlightTracker, ack_all
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker, ack_all
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Request
@@ -56,8 +56,12 @@ class OffsetStore:
         """Return the progress of a source partition; None if it is not assigned here."""
         if self._source_offsets is not None:
             return self._source_offsets.progress(number)
-        assignment = self._tracker.get(self.source(number))
+        assignment = self.assignment(number)
         return None if assignment is None else assignment.progress
+
+    def assignment(self, number: int) -> AssignedPartition | None:
+        """Return the assignment of a source partition; None if it is not read here."""
+        return self._tracker.get(self.source(number))
 
     def same_assignment(self, number: int) -> Callable[[], bool]:
         """Return a function: whether a source partition still has the assignment that it has now.

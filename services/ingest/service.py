@@ -187,7 +187,9 @@ class IngestService:
                     break
                 await self._dispatch(polled, read)
                 # Yield even without a pause: the other stages work in between.
-                is_far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
+                # Those that have ended take no more time from others.
+                ahead = assignment.in_flight - assignment.answering
+                is_far_ahead = ahead > self._tuning.far_ahead_requests
                 pause_s = self._tuning.far_ahead_pause_s if is_far_ahead else 0.0
                 await asyncio.sleep(len(read) * pause_s)
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.failures import drop_revoked
-from headrace.delivery.inflight import InFlightAck
+from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer
 from headrace.delivery.ordering import AnswerOrder
 from headrace.delivery.producing import deliver, deliver_in_order, refused_for_size
@@ -34,16 +34,32 @@ AnswerStep = Callable[[int, list[PendingAnswer]], Awaitable[Sequence[PendingAnsw
 
 
 class _PartitionAnswers:
-    """Ended requests of one source partition, for one assignment."""
+    """Ended requests of one source partition, for one assignment.
 
-    def __init__(self, number: int, progress: AckedOffsets) -> None:
+    Attributes:
+        assignment: that assignment, if the source topic is read here.
+        queue: those that wait for the next step.
+        stepping: number of those in the current one.
+        waiting: those that a step could not answer.
+    """
+
+    def __init__(
+        self, number: int, progress: AckedOffsets, assignment: AssignedPartition | None
+    ) -> None:
         self.number = number
         self.progress = progress
+        self.assignment = assignment
         self.order: AnswerOrder[PendingAnswer] = AnswerOrder(progress)
         self.queue: list[PendingAnswer] = []
+        self.stepping = 0
         self.waiting: list[PendingAnswer] = []
         self.changed = AutoResetEvent()
         self.task: asyncio.Task[None] | None = None
+
+    def count(self) -> None:
+        """Say in the assignment how many requests are here."""
+        if self.assignment is not None:
+            self.assignment.answering = len(self.queue) + self.stepping + len(self.waiting)
 
 
 class PartitionSequencer:
@@ -127,7 +143,9 @@ class PartitionSequencer:
         if queue is None or queue.progress is not progress:
             if queue is not None:
                 self._close(queue)
-            queue = self._queues[number] = _PartitionAnswers(number, progress)
+            queue = self._queues[number] = _PartitionAnswers(
+                number, progress, self._offset_store.assignment(number)
+            )
         return queue
 
     def _follow_order(
@@ -153,6 +171,7 @@ class PartitionSequencer:
 
     def _enqueue(self, queue: _PartitionAnswers, pending: list[PendingAnswer]) -> None:
         queue.queue += pending
+        queue.count()
         self._queued_bytes.acquire(_size_bytes(pending))
 
     def _start(self, queue: _PartitionAnswers) -> None:
@@ -179,10 +198,12 @@ class PartitionSequencer:
         # Answers that an earlier step could not write go first, so that their order is kept.
         taken, queue.queue = queue.queue[:most], queue.queue[most:]
         step, queue.waiting = queue.waiting + taken, []
+        queue.stepping = len(step)
         size_bytes = _size_bytes(taken)
         try:
             queue.waiting += await self._step(queue.number, step)
         finally:
+            queue.stepping = 0
             self._queued_bytes.release(size_bytes)
         # A recovery within the step may have found answers written by another owner.
         released = queue.order.release_answered()

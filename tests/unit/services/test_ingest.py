@@ -280,3 +280,15 @@ async def test_ingest_far_ahead_pauses_between_chunks(models: Models) -> None:
 
     assert len(able) == 500
     assert time.monotonic() - began_s >= 500 * TUNING.ingest.far_ahead_pause_s
+
+
+async def test_ingest_behind_many_ended_requests_does_not_pause(models: Models) -> None:
+    """They wait for their transaction, and the next stages have nothing to do meanwhile."""
+    assignment = make_assignment()
+    ahead = delivery(digits_value(), assignment=assignment)
+    assignment.in_flight = assignment.answering = TUNING.ingest.far_ahead_requests
+    endless = replace(TUNING.ingest, far_ahead_pause_s=3600.0)
+    async with asyncio.timeout(30.0):
+        able, _ = await ingest(models, ahead, tuning=endless)
+
+    assert len(able) == 1

@@ -77,6 +77,11 @@ class TransactionalHarness:
         """How many requests are not acknowledged."""
         return self._assignment.in_flight
 
+    @property
+    def answering(self) -> int:
+        """How many of them have ended, and wait for their transaction or are in it."""
+        return self._assignment.answering
+
     async def acked(self) -> None:
         """Wait until nothing is in flight."""
         await eventually(lambda: not self._assignment.in_flight, deadline_s=10)
@@ -161,6 +166,20 @@ async def test_request_of_partition_that_is_fenced_again_is_answered() -> None:
         await bench.acked()
         assert await bench.statuses() == {0: "ok"}
         assert await bench.committed() == AckedOffsets(1)
+
+
+async def test_requests_that_wait_for_transaction_are_counted_until_it_ends() -> None:
+    """As ended ones: reading ahead of them takes no time from others."""
+    async with running() as bench:
+        transactions = bench.log.faults.transactions
+        transactions.hold()
+        await bench.incoming.send([bench.request()])
+        await eventually(transactions.open)
+        await bench.incoming.send([bench.request(), bench.request()])
+        assert bench.answering == 3
+        transactions.release()
+        await bench.acked()
+        await eventually(lambda: not bench.answering)
 
 
 @pytest.mark.parametrize("topic", ["headrace.compacted", "headrace.gone"])
