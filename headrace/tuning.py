@@ -279,8 +279,10 @@ class TransportTuning(Struct, frozen=True):
     """Batches whose round trips determine the number in flight."""
     max_undirected_batches: int = 4
     """Unacknowledged batches while no executor is known."""
-    max_batches_per_write: int = 16
-    """Most batches in one write to an executor, so that the others get their share."""
+    max_batches_per_write: int = 64
+    """Most batches in one write to an executor, so that the others get their share: as many as may
+    be in flight to one instance. Fewer cost every process more records of fewer batches: with 16 a
+    request of the digits model takes 1.13 times the processor time of all."""
     completion_timeout_s: float = 60.0
     """A batch without a completion for this long no longer counts as in flight."""
     source_near_offsets: int = 16
