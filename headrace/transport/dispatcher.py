@@ -23,7 +23,7 @@ from headrace.protocol.messages import Batch
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.transport.batch_io import BatchWriter, split_batch
-from headrace.transport.burst_limiter import BurstLimiter
+from headrace.transport.burst_limiter import BurstLimiter, input_bytes
 from headrace.transport.channels import BatchConsumer, BatchQueue, ModelKey
 from headrace.transport.executor_registry import (
     ANY_EXECUTOR,
@@ -217,8 +217,8 @@ class BatchDispatcher:
                 if batch is None:
                     break
                 batches.append(batch)
-            requests = sum(len(each.requests) for each in batches)
-            self._limiter.record_write(requests, time.monotonic())
+            requests = [request for each in batches for request in each.requests]
+            self._limiter.record_write(len(requests), input_bytes(requests), time.monotonic())
             await self._write(target, batches)
 
     async def _wait_for_room(self, target: _SlotConsumer) -> int:

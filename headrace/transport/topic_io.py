@@ -44,7 +44,7 @@ from headrace.protocol.messages import Failure, Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.burst_limiter import BurstLimiter
+from headrace.transport.burst_limiter import BurstLimiter, input_bytes
 from headrace.transport.channels import SendStream, Writer, Writers
 from headrace.transport.shared_values import SharedValuesWriter, Value, release_values
 from headrace.transport.source_values import SourceValues
@@ -311,7 +311,7 @@ class TopicSender:
                 await asyncio.sleep(delay_s)
             waiting = self._waiting.pop(partition)
             self._waiting_count -= len(waiting)
-            self._limiter.record_write(len(waiting), time.monotonic())
+            self._limiter.record_write(len(waiting), input_bytes(waiting), time.monotonic())
             self._taken.set()
             # The requests of one record share its ack handle.
             revoked = {each for each in {one.ack_handle for one in waiting} if each.revoked}

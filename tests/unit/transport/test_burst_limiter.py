@@ -15,7 +15,7 @@ def passed(
 ) -> float:
     """Let runs leave at even distances, whatever the limiter says; when the last one did."""
     for number in range(times):
-        limiter.record_write(requests, now_s + number * every_s)
+        limiter.record_write(requests, 0, now_s + number * every_s)
     return now_s + (times - 1) * every_s
 
 
@@ -40,18 +40,27 @@ def test_writes_in_burst_are_gathered() -> None:
     assert limiter.delay_s(last_s + MAX_DELAY_S) == 0
 
 
+@pytest.mark.parametrize(("per_s", "is_delayed"), [(500, False), (1000, True)])
+def test_flow_of_large_requests_is_delayed_from_lower_rate(per_s: int, is_delayed: bool) -> None:
+    """Of 150 KB; of small ones, neither rate would be delayed."""
+    limiter = BurstLimiter()
+    for number in range(1000):
+        limiter.record_write(1, 150_000, 100.0 + number / per_s)
+    assert (limiter.delay_s(100.0 + 999 / per_s + 0.002) > 0) is is_delayed
+
+
 def test_writes_after_burst_are_not_delayed() -> None:
     """The length of the burst does not matter."""
     limiter = BurstLimiter()
     last_s = passed(limiter, 500, 0.01, 1000)
-    limiter.record_write(1, last_s + 5 * MAX_DELAY_S)
+    limiter.record_write(1, 0, last_s + 5 * MAX_DELAY_S)
     assert limiter.delay_s(last_s + 5 * MAX_DELAY_S + 0.002) == 0
 
 
 def test_short_burst_is_not_delayed() -> None:
     """Sixty requests at once, and the next ones a moment later."""
     limiter = BurstLimiter()
-    limiter.record_write(60, 100.0)
+    limiter.record_write(60, 0, 100.0)
     assert limiter.delay_s(100.002) == 0
 
 
