@@ -288,6 +288,8 @@ class Deferral:
         kept: list[Request] = []
         over: list[Request] = []
         model, tenant, share = "", "", None
+        # What is known to have room is charged together.
+        room, taken = 0.0, 0
         charged: InFlightAck | None = None
         refused: InFlightAck | None = None
         for request in requests:
@@ -304,18 +306,34 @@ class Deferral:
                 over.append(request)
                 continue
             if share is None or request.model != model or envelope.tenant != tenant:
-                model, tenant = request.model, envelope.tenant
+                if share is not None:
+                    share.charge(taken)
+                model, tenant, taken = request.model, envelope.tenant, 0
                 share = self.shares.share(model, tenant)
+                room = self._room(share, free=free)
             size_bytes = ack_handle.size_bytes
-            if free or (not share.deferred_records and self.shares.has_room(share, size_bytes)):
-                share.charge(size_bytes)
-                ack_handle.share = share
-                charged = ack_handle
-                kept.append(request)
-            else:
-                refused = ack_handle
-                over.append(request)
+            if size_bytes > room:
+                share.charge(taken)
+                taken = 0
+                if share.deferred_records or not self.shares.has_room(share, size_bytes):
+                    refused = ack_handle
+                    over.append(request)
+                    continue
+                room = self._room(share, free=free)
+            room -= size_bytes
+            taken += size_bytes
+            ack_handle.share = share
+            charged = ack_handle
+            kept.append(request)
+        if share is not None:
+            share.charge(taken)
         return kept, over
+
+    def _room(self, share: Share, *, free: bool) -> float:
+        """Return how many bytes a share may take without a further look at what it holds."""
+        if free:
+            return math.inf
+        return -math.inf if share.deferred_records else self.shares.room(share)
 
     def _refuse(
         self, requests: Sequence[Request], refusal: Refusal

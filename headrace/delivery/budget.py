@@ -144,6 +144,17 @@ class BudgetShares:
             return True
         return tenant.used_bytes + size_bytes <= _limit_bytes(self._tenant_weight, free_bytes)
 
+    def room(self, share: Share) -> float:
+        """Return how many bytes `has_room` lets a share take in any case, in one or more parts; a
+        share that holds nothing may take more. Negative if the share holds more than it may.
+        """
+        budget, tenant = self._budget, share.tenant
+        free_bytes = budget.limit_bytes - budget.used_bytes
+        room = _limit_bytes(self._model_weight, free_bytes) - share.model.used_bytes
+        if tenant is None:
+            return room
+        return min(room, _limit_bytes(self._tenant_weight, free_bytes) - tenant.used_bytes)
+
     def model_bytes(self) -> dict[str, int]:
         """Return what each model holds now."""
         return {model: usage.used_bytes for model, usage in self._models.items()}

@@ -364,10 +364,12 @@ class InFlightAck(Struct, eq=False, gc=False):
 
 
 def ack_all(ack_handles: Iterable[AckHandle]) -> None:
-    """Acknowledge many records; consecutive ones of a partition with one update and one notify, and
-    consecutive parts of a record with one update.
+    """Acknowledge many records; consecutive ones of a partition with one update and one notify,
+    consecutive parts of a record with one update, and consecutive ones of a share with one charge.
     """
     assignment: AssignedPartition | None = None
+    share: Share | None = None
+    share_bytes = 0
     previous = last = -1
     count = size_bytes = 0
     divided: AckHandle | None = None
@@ -381,8 +383,11 @@ def ack_all(ack_handles: Iterable[AckHandle]) -> None:
             divided, parts = ack_handle, 1
             continue
         ack_handle.parts = 0
-        if ack_handle.share is not None:
-            ack_handle.share.charge(-ack_handle.size_bytes)
+        if ack_handle.share is not share:
+            if share is not None:
+                share.charge(-share_bytes)
+            share, share_bytes = ack_handle.share, 0
+        share_bytes += ack_handle.size_bytes
         if ack_handle.previous != last or ack_handle.assignment is not assignment:
             if assignment is not None:
                 assignment.mark_acked(previous, last, count, size_bytes)
@@ -392,6 +397,8 @@ def ack_all(ack_handles: Iterable[AckHandle]) -> None:
         count += 1
         size_bytes += ack_handle.size_bytes
     _ack_parts(divided, parts)
+    if share is not None:
+        share.charge(-share_bytes)
     if assignment is not None:
         assignment.mark_acked(previous, last, count, size_bytes)
 
