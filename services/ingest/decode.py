@@ -221,28 +221,65 @@ def decode_records(
     records: Sequence[Record], assignment: AssignedPartition, rules: IngestRules, now_us: int
 ) -> list[Request]:
     """Admit records and return a request for each, in order; see `decode_record`."""
-    decoder = _ChunkDecoder(assignment, rules, now_us)
+    templates = _TemplatesByLength(rules)
     timeout_ms = rules.limits.default_timeout_ms
-    templates, decode_from_template = decoder.templates, decoder.decode_from_template
+    number = assignment.partition.partition
+    # Items written to a topic refer to their tensors in the value, so nothing is copied then.
+    copied_bytes = 0 if rules.admission is None else rules.copied_tensor_bytes
     requests: list[Request] = []
+    # Records of known layouts are admitted together.
+    previous, count, charged_bytes = assignment.last_delivered, 0, 0
     for record in records:
         value, headers, envelope = record.value, record.headers, NO_HEADERS
         if headers or timeout_ms:
             envelope = parse_envelope(headers, record.timestamp, timeout_ms)
         known = None if value is None else templates[len(value)]
         if (
-            known is not None
-            and value is not None
-            and value.startswith(known.head)
-            and value.endswith(known.tail)
-            and (envelope is NO_HEADERS or _is_plain(envelope, now_us))
+            known is None
+            or value is None
+            or not value.startswith(known.head)
+            or not value.endswith(known.tail)
+            or not (envelope is NO_HEADERS or _is_plain(envelope, now_us))
         ):
-            requests.append(decode_from_template(record, value, envelope, known))
-        else:
-            decoder.track()  # `_decode` admits its record itself; offsets are tracked in order
+            # `_decode` admits its record itself, and offsets are tracked in order.
+            assignment.count_admitted(previous, count, charged_bytes)
             requests.append(_decode(record, envelope, assignment, rules, now_us))
-            decoder.previous = assignment.last_delivered
-    decoder.track()
+            previous, count, charged_bytes = assignment.last_delivered, 0, 0
+            continue
+        _, _, start, stop, name, datatype, shape, model, version, bound, places = known
+        rows, shape_class, tensor_bytes, wanted = bound
+        data = value[start:stop] if tensor_bytes <= copied_bytes else memoryview(value)[start:stop]
+        key, offset = record.key, record.offset
+        size_bytes = RECORD_OVERHEAD_BYTES + len(value)
+        if key is not None or headers:
+            size_bytes += key_and_header_bytes(key, headers)
+        # All fields by position: most requests take this path, and keywords take longer.
+        request = Request(
+            InFlightAck(assignment, previous, offset, size_bytes),
+            number,
+            offset,
+            previous,
+            record.timestamp,
+            key,
+            value,
+            headers,
+            envelope,
+            now_us,
+            model,
+            version,
+            (_new(Tensor, (name, datatype, shape, data)),),
+            rows,
+            shape_class,
+            tensor_bytes,
+            wanted,
+            None,
+            -1,
+            None,
+            places,
+        )
+        requests.append(request)
+        previous, count, charged_bytes = offset, count + 1, charged_bytes + size_bytes
+    assignment.count_admitted(previous, count, charged_bytes)
     return requests
 
 
@@ -258,74 +295,6 @@ class _TemplatesByLength(dict[int, DecodeTemplate | None]):
             known = self._rules.cache.template(length, self._rules.models.lookup)
         self[length] = known
         return known
-
-
-class _ChunkDecoder:
-    """Records that are read without yielding; values common to all of them are looked up once.
-
-    Attributes:
-        templates: templates of known layouts, by the lengths of values.
-        previous: offset of the last record read.
-    """
-
-    def __init__(self, assignment: AssignedPartition, rules: IngestRules, now_us: int) -> None:
-        self.templates = _TemplatesByLength(rules)
-        self.previous = assignment.last_delivered
-        self._assignment = assignment
-        self._partition = assignment.partition.partition
-        self._now_us = now_us
-        # Items written to a topic refer to their tensors in the value, so nothing is copied then.
-        self._copied_bytes = 0 if rules.admission is None else rules.copied_tensor_bytes
-        self._records = 0
-        self._size_bytes = 0
-
-    def track(self) -> None:
-        """Add the records read by `decode_from_template` to the in-flight tracker."""
-        self._assignment.count_admitted(self.previous, self._records, self._size_bytes)
-        self._records = self._size_bytes = 0
-
-    def decode_from_template(
-        self, record: Record, value: bytes, envelope: Envelope, template: DecodeTemplate
-    ) -> Request:
-        """Return the request in a record of this layout."""
-        _, _, start, stop, name, datatype, shape, model, version, bound, places = template
-        rows, shape_class, tensor_bytes, wanted = bound
-        content = (
-            value[start:stop]
-            if tensor_bytes <= self._copied_bytes
-            else memoryview(value)[start:stop]
-        )
-        key, headers, offset, previous = record.key, record.headers, record.offset, self.previous
-        size_bytes = RECORD_OVERHEAD_BYTES + len(value)
-        if key is not None or headers:
-            size_bytes += key_and_header_bytes(key, headers)
-        self.previous = offset
-        self._records += 1
-        self._size_bytes += size_bytes
-        # All fields by position: most requests take this path, and keywords take longer.
-        return Request(
-            InFlightAck(self._assignment, previous, offset, size_bytes),
-            self._partition,
-            offset,
-            previous,
-            record.timestamp,
-            key,
-            value,
-            headers,
-            envelope,
-            self._now_us,
-            model,
-            version,
-            (_new(Tensor, (name, datatype, shape, content)),),
-            rows,
-            shape_class,
-            tensor_bytes,
-            wanted,
-            None,
-            -1,
-            None,
-            places,
-        )
 
 
 def _is_plain(envelope: Envelope, now_us: int) -> bool:
