@@ -475,17 +475,20 @@ def answers_headers(
     content_type, partition, place = "", -1, b""
     request_header = HeaderName.REQUEST
     first, second = _first_two(content_type, status)
+    before: Envelope | None = None
     for request in requests:
         envelope = request.envelope
-        if status != "ok":
-            own_type = error_content_type(request)
-        elif envelope.accept:
-            own_type = tensors_content_type(envelope)
-        else:
-            own_type = envelope.content_type
-        if own_type != content_type:
-            content_type = own_type
-            first, second = _first_two(content_type, status)
+        if envelope is not before or status != "ok":  # those without headers share one
+            before = envelope
+            if status != "ok":
+                own_type = error_content_type(request)
+            elif envelope.accept:
+                own_type = tensors_content_type(envelope)
+            else:
+                own_type = envelope.content_type
+            if own_type != content_type:
+                content_type = own_type
+                first, second = _first_two(content_type, status)
         if request.partition != partition:
             partition = request.partition
             place = f"{request_topic}/{partition}/".encode()
