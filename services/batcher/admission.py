@@ -21,6 +21,9 @@ class ServiceRate:
     The ratio does not depend on batch sizes: after a period of small batches, which are slow per
     row, large ones are not expected to be as slow. With several instances it is below 1.
 
+    A batch of one request that has more rows than a batch may have can take less time per row than
+    the best size. Where such requests wait as well, the time per row is the average.
+
     Attributes:
         row_us: microseconds per row of a long queue; 0 while unknown.
     """
@@ -30,7 +33,9 @@ class ServiceRate:
         "_elapsed_us",
         "_learned_us",
         "_predicted_us",
+        "_rows",
         "_since_us",
+        "_taken_rows",
         "_taken_us",
         "_tuning",
         "row_us",
@@ -44,14 +49,19 @@ class ServiceRate:
         self._predicted_us = 0.0
         self._since_us = 0
         self._taken_us = 0.0
+        self._rows = 0.0
+        self._taken_rows = 0
         self._closes = 0
 
-    def record_close(self, run_us: float, best_row_us: float, left: int, now_us: int) -> None:
+    def record_close(
+        self, rows: int, run_us: float, best_row_us: float, left: int, now_us: int
+    ) -> None:
         """Record the close of a batch.
 
         Its duration is known when the next one closes, if rows waited all the time.
 
         Args:
+            rows: its number of rows.
             run_us: its predicted run time; its number of rows if there is no prediction.
             best_row_us: the same per row of a batch of the best size.
             left: rows that still wait.
@@ -64,16 +74,19 @@ class ServiceRate:
                 elapsed_us = min(elapsed_us, self._tuning.max_stall_ratio * usual * self._taken_us)
             self._elapsed_us += elapsed_us
             self._predicted_us += self._taken_us
+            self._rows += self._taken_rows
             if self._elapsed_us > self._tuning.rate_half_life_us:
                 self._elapsed_us /= 2
                 self._predicted_us /= 2
+                self._rows /= 2
             self._learned_us = now_us
         elif now_us - self._learned_us > self._tuning.rate_memory_us:
-            self._elapsed_us = self._predicted_us = self.row_us = 0.0
+            self._elapsed_us = self._predicted_us = self._rows = self.row_us = 0.0
         if self._predicted_us:
-            self.row_us = best_row_us * self._elapsed_us / self._predicted_us
+            best_us = best_row_us * self._elapsed_us / self._predicted_us
+            self.row_us = min(best_us, self._elapsed_us / self._rows)
         self._since_us = now_us if left else 0
-        self._taken_us = run_us
+        self._taken_us, self._taken_rows = run_us, rows
         self._closes += 1
 
     def count_close(self) -> None:

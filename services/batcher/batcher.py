@@ -450,14 +450,14 @@ def _record_close(queue: ModelQueue, group: ShapeGroup, rows: int, now_us: int) 
         return
     latency, best = group.limits.latency, group.best_rows
     if latency is None:
-        queue.rate.record_close(rows, 1.0, queue.rows, now_us)
+        queue.rate.record_close(rows, rows, 1.0, queue.rows, now_us)
         return
     run_us = latency.predict_us(group.shape_class, rows)
     best_us = latency.predict_us(group.shape_class, best)
     if run_us is None or best_us is None:
         queue.rate.stop_measuring()  # rows and microseconds cannot be mixed
     else:
-        queue.rate.record_close(run_us, best_us / best, queue.rows, now_us)
+        queue.rate.record_close(rows, run_us, best_us / best, queue.rows, now_us)
 
 
 class BatchSize(NamedTuple):

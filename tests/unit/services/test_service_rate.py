@@ -74,3 +74,21 @@ def test_batches_without_known_run_times_teach_no_service_rate() -> None:
     (request,) = wait(forming, 1, now_us, within_us=40 * ROW_US)
 
     assert request.failure is None
+
+
+def test_requests_larger_than_batch_are_expected_to_take_as_long_as_they_did() -> None:
+    """Each of them runs alone, and takes much less time for a row than a batch of small ones."""
+    latency, rows, run_us = Latency(), 1000 * ROWS, 10 * ROWS * ROW_US
+    teach(latency)
+    for _ in range(10):
+        latency.observe((64,), rows, run_us)
+    forming, now_us = forming_of(latency), NOW_US
+    for _ in range(20):
+        forming.add(make_request(rows=rows), now_us)
+    for _ in range(10):
+        close(forming, now_us)
+        now_us += run_us
+
+    wait(forming, 1, now_us, within_us=20 * run_us)
+
+    assert forming.ended == []
