@@ -166,15 +166,14 @@ class RequestReader:
             ):
                 requests += self._read_singly(some, assignment, isolation, now_us)
             else:
-                requests += decode_records(some, assignment, self._rules, now_us)
+                decoded = decode_records(some, assignment, self._rules, now_us)
+                _chain(decoded, assignment.chains)
+                requests += decoded
             elapsed_s = time.perf_counter() - began_s
             if requests and (elapsed_s >= tuning.hold_loop_s or self._decompressor.is_exhausted):
                 break
             if elapsed_s < tuning.double_records_for_s:
                 count = min(2 * count, tuning.max_records_at_once)
-        # An isolated record got its place in the order when it was parked.
-        if assignment.chains is not None and not polled.is_isolated:
-            _chain(requests, assignment.chains)
         return requests
 
     def _read_singly(
@@ -190,27 +189,36 @@ class RequestReader:
             request = decode_record(
                 isolated.record, assignment, self._rules, now_us, isolated.ack_handle
             )
-            request.after = isolated.after
+            request.after = isolated.after  # its place in the order since it was parked
             return [request]
         read: list[Request] = []
         for record in records:
             if record.offset in assignment.progress:
                 assignment.skip_answered(record.offset)
-            elif isolation is not None and (record.offset, 0) in isolation.poisoned:
-                read.append(fail_poisoned(record, assignment, self._rules, now_us))
+                continue
+            if isolation is not None and (record.offset, 0) in isolation.poisoned:
+                request = fail_poisoned(record, assignment, self._rules, now_us)
             elif (
                 isolation is not None
                 and isolation.is_suspect(record.offset)
                 and not cancels_another(record)
             ):
                 isolation.park_record(assignment, record)
+                continue
             else:
-                read.append(decode_record(record, assignment, self._rules, now_us))
+                request = decode_record(record, assignment, self._rules, now_us)
+            # One by one: a suspect between two requests of its key is chained when it is parked.
+            _chain([request], assignment.chains)
+            read.append(request)
         return read
 
 
-def _chain(requests: Sequence[IngestedRequest], chains: KeyChains) -> None:
-    """Set `after` of each request to the request with the same key that precedes it."""
+def _chain(requests: Sequence[IngestedRequest], chains: KeyChains | None) -> None:
+    """Set `after` of each request to the request with the same key that precedes it, if answers are
+    ordered by key.
+    """
+    if chains is None:
+        return
     for request in requests:
         # A cancelling record is not admitted and has no answer, so nothing can wait for it.
         if request.ack_handle is not NULL_ACK:

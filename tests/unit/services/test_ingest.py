@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from headrace.config import LimitSettings
 from headrace.consumer.ready_queue import PolledRecords
+from headrace.crash_isolation.isolation import Isolated, Isolation
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import (
     HEADER_OVERHEAD_BYTES,
@@ -220,6 +221,26 @@ async def test_cancelling_record_delays_no_request_of_its_key(models: Models) ->
     )
 
     assert [one.after for one in able if one.envelope.cancels is None] == [-1, 0]
+
+
+async def test_parked_suspect_keeps_its_place_in_order_of_its_key(models: Models) -> None:
+    """It follows the request read before it, and the next one follows it, also if all three are
+    read at once.
+    """
+    assignment = make_assignment()
+    assignment.chains = KeyChains(lambda _: False)
+    parked: list[Isolated] = []
+    isolation = Isolation(frozenset(), frozenset({1}), parked.append)
+    read = delivery(*[digits_value()] * 3, assignment=assignment)
+
+    able, _ = await ingest(models, read._replace(isolation=isolation))
+
+    (suspect,) = parked
+    assert {suspect.record.offset: suspect.after} | {one.offset: one.after for one in able} == {
+        0: -1,
+        1: 0,
+        2: 1,
+    }
 
 
 @pytest.mark.parametrize(
