@@ -128,6 +128,10 @@ class MarkedReading:
         isolation: returns the crash-isolation state of a partition.
         on_ended: called when an isolated record was read and no model runs for it.
         marked_records: most records that one marker can name.
+
+    Attributes:
+        is_idle: False from when the stage is to receive something, which may have to wait for a
+            lone run, until it has read that.
     """
 
     def __init__(
@@ -145,11 +149,7 @@ class MarkedReading:
         self._marked_records = marked_records
         self._entry: Entry | None = None
         self._isolated: Isolated | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """True if the stage has read all that it received."""
-        return self._entry is None and self._isolated is None
+        self.is_idle = True
 
     def divide(self, polled: PolledRecords) -> Iterator[PolledRecords]:
         """Yield parts of polled records that are small enough to be marked, while careful."""
@@ -164,6 +164,7 @@ class MarkedReading:
 
     async def admit(self, polled: PolledRecords) -> PolledRecords:
         """Return what the stage receives now, once it is marked as being read."""
+        self.is_idle = False
         partition = polled.assignment.partition
         isolation = polled.isolation or self._isolation(partition)
         isolated = isolation.isolated
@@ -181,6 +182,7 @@ class MarkedReading:
 
     def leave(self) -> None:
         """Leave the gate: the stage has read what it received last and passed it on."""
+        self.is_idle = True
         if self._entry is not None:
             self._gate.leave(self._entry)
             self._entry = None

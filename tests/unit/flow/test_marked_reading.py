@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client import CollectorRegistry
 
 from headrace.consumer.quarantine import MarkedReading
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.crash_isolation.isolation import Isolated, Isolation
+from headrace.crash_isolation.poison_search import Alone
 from headrace.crash_isolation.run_gate import RunGate
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
@@ -80,6 +83,21 @@ async def test_leaving_takes_records_out_of_next_marker() -> None:
 
     assert given.gate.running(ONE) == []
     assert given.reading.is_idle
+
+
+async def test_reading_is_not_idle_while_what_it_receives_waits_for_lone_run() -> None:
+    """Suspects in it were neither parked nor passed: idle, it would let them be forgotten."""
+    given = Reading(suspects=frozenset({1, 3}))
+    given.gate.is_marking = True
+    await given.gate.enter_alone(Alone(ONE, 9, 0))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(given.reading.admit(given.polled()), name="admit")
+        await asyncio.sleep(0)  # it has begun to wait
+        was_idle = given.reading.is_idle
+        given.gate.leave_alone()
+
+    assert not was_idle
 
 
 async def test_isolated_record_that_runs_no_model_has_ended_when_it_was_read() -> None:
