@@ -153,3 +153,18 @@ async def test_reader_continues_behind_oversized_batch(kafka: LocalKafka, unique
     assert [(gap.partition, gap.first, gap.end, gap.code) for gap in gaps] == [
         (partition, 1, 4, Code.TOO_LARGE)
     ]
+
+
+async def test_false_offset_in_uncompressed_batch_is_not_returned(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """The broker takes such a batch, and does not look at the offsets of its records."""
+    partition = TopicPartition(unique_name, 0)
+    async with KafkaLog(KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)) as log:
+        await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+        batch = raw_batch([RawRecord()] * 3, deltas=[0, 1_000, 2])
+        await produce_raw(kafka.bootstrap_servers, partition, batch)
+        await produce_raw(kafka.bootstrap_servers, partition, raw_batch([RawRecord()]))
+        found = await stored(log, partition, 2)
+
+    assert [each.offset for each in found] == [0, 3]

@@ -65,9 +65,12 @@ def raw_batch(
     codec: int = NONE,
     base: int = 0,
     timestamp_ms: int | None = None,
+    deltas: Sequence[int] | None = None,
 ) -> bytes:
-    """A batch of format 2 with these records, as a producer sends it."""
-    content = b"".join(encoded_record(each, delta) for delta, each in enumerate(records))
+    """A batch of format 2 with these records, as a producer sends it; or with false offsets."""
+    deltas = range(len(records)) if deltas is None else deltas
+    pairs = zip(records, deltas, strict=True)
+    content = b"".join(encoded_record(each, delta) for each, delta in pairs)
     return framed_batch(compressed(codec, content), len(records), codec, base, timestamp_ms)
 
 

@@ -344,6 +344,46 @@ async def test_records_before_damaged_record_are_read() -> None:
     assert places(gaps) == [(1, 3, Code.INVALID_REQUEST)]
 
 
+@pytest.mark.parametrize("false", [1_000, 0, -5, 3])
+@pytest.mark.parametrize("most", [1, 100])
+async def test_record_with_false_offset_is_passed_over_with_rest_of_batch(
+    false: int, most: int
+) -> None:
+    """Its offset would be committed: what it skips would be lost, what it repeats be read again."""
+    content = raw_batch([RawRecord()] * 3, base=4, deltas=[0, false, 2]) + batch(7, 1)
+    fetcher, state = Fetcher(one=content), ReadState()
+    found: list[int] = []
+    while fetcher.has_unread:
+        taken = await take_records(buffer_of(fetcher), 0, most, MAX_POLL_BYTES, state)
+        found += [each.offset for records in taken.values() for each in records]
+
+    assert found == [4, 7]
+    assert places(state.gaps) == [(5, 7, Code.INVALID_REQUEST)]
+    assert f"got {4 + false}" in state.gaps[0].reason
+
+
+async def test_batch_whose_offsets_count_from_one_is_passed_over() -> None:
+    """Each record would have the offset of the next one, and the last one no offset."""
+    content = raw_batch([RawRecord()] * 2, deltas=[1, 2])
+
+    found, gaps = await read_all(Fetcher(one=content), ReadState())
+
+    assert not found
+    assert places(gaps) == [(0, 2, Code.INVALID_REQUEST)]
+
+
+async def test_records_that_compaction_has_left_are_read() -> None:
+    """They are fewer than the offsets of their batch."""
+    content = bytearray(raw_batch([RawRecord()] * 2, deltas=[1, 4]))
+    content[23:27] = (6).to_bytes(4, "big")  # the last offset of the batch as it was written
+    fetcher = Fetcher(one=checked(bytes(content)) + batch(7, 1))
+
+    found, gaps = await read_all(fetcher, ReadState())
+
+    assert [each.offset for each in found] == [1, 4, 7]
+    assert not gaps
+
+
 async def test_frame_with_false_size_is_bounded() -> None:
     """Two frames of zstd, of which only the first says how large it is."""
     content = compressed(ZSTD, bytes(10)) + compressed(ZSTD, bytes(3_000_000))

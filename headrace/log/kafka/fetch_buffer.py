@@ -38,6 +38,8 @@ from headrace.log.kafka.record_batches import (
     RecordSet,
     UnreadableBatch,
     guarded_records,
+    has_offsets,
+    is_dense,
     is_intact,
     parse_records,
     plain_batch,
@@ -126,6 +128,7 @@ class UnreadPart:
         self._batch: Any = None
         self._content = memoryview(b"")
         self._records: Iterator[Any] = iter(())
+        self._is_dense = False
 
     def read(self, most: int, most_bytes: int) -> tuple[list[Record], int]:
         """Return the next records, within both limits, and their approximate size in bytes.
@@ -178,6 +181,7 @@ class UnreadPart:
             return
         # A batch can be iterated only once; a chain allows several slices.
         self._batch, self._content, self._records = batch, content, chain(batch)
+        self._is_dense = content[_MAGIC_AT] >= 2 and is_dense(batch, content)
         if len(content) > self._unmeasured_batch_bytes and content[_MAGIC_AT] >= 2:
             self._records = guarded_records(self._records, content)
         # Messages of formats 0 and 1 do not say where they begin, only where they end.
@@ -215,6 +219,7 @@ class UnreadPart:
         size_bytes = len(self._content)
         try:
             records, is_over = self._next_records(most, most_bytes)
+            self._check_offsets(records)
         except Exception:  # noqa: BLE001  # whatever the parser in C could not read
             # Start over, behind the records that were already taken from the batch.
             self._records = self._reparse()
@@ -239,6 +244,16 @@ class UnreadPart:
         elif records:
             self.next_fetch_offset = records[-1].offset + 1
         return size_bytes if is_over else most_bytes
+
+    def _check_offsets(self, records: list[Any]) -> None:
+        """Raise UnreadableBatch if an offset is not the record's own; older formats have no ends.
+
+        A false one would be committed: the records before it would be lost at the next start.
+        """
+        if self._content[_MAGIC_AT] >= 2 and not has_offsets(
+            records, self.next_fetch_offset, self._batch.next_offset, is_dense=self._is_dense
+        ):
+            raise UnreadableBatch("expected the offsets of the batch, got others")
 
     def _next_records(self, most: int, most_bytes: int) -> tuple[list[Any], bool]:
         """Return the next records of the current batch, and whether they are its last."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from operator import ge
 from typing import Any, Final, NamedTuple
 
 import cramjam
@@ -37,7 +39,8 @@ _LARGE_RECORD_BYTES: Final = 2 * MAX_HEADERS
 _FRAME = struct.Struct(">qi")  # base offset, and the number of bytes that follow
 _HEADER = struct.Struct(">qiibIhiqqqhii")
 _CRC = struct.Struct(">I")
-_LENGTH_AT, _MAGIC_AT, _CRC_AT, _ATTRIBUTES_AT = 8, 16, 17, 21
+_COUNT = struct.Struct(">i")
+_LENGTH_AT, _MAGIC_AT, _CRC_AT, _ATTRIBUTES_AT, _COUNT_AT = 8, 16, 17, 21, 57
 _CODEC, _LOG_APPEND_TIME = 0x07, 0x08
 _NONE, _GZIP, _SNAPPY, _LZ4, _ZSTD = range(5)
 _LEGACY_MIN_BYTES = 26
@@ -358,16 +361,55 @@ def parse_records(content: memoryview) -> Iterator[ParsedRecord]:
     lost, and the producer writes the same bytes again.
 
     Raises:
-        UnreadableBatch: at the first damaged record; at once in an older format, which has no
-            headers, so that aiokafka's parser can read whatever is intact.
+        UnreadableBatch: at the first damaged record, or the first whose offset cannot be its own;
+            at once in an older format, which has no headers, so that aiokafka's parser can read
+            whatever is intact.
     """
     if content[_MAGIC_AT] < 2:
         raise UnreadableBatch("damaged messages of format 0 or 1")
     header = BatchHeader(*_HEADER.unpack_from(content))
     stamp = header.max_timestamp if header.attributes & _LOG_APPEND_TIME else None
     cursor = _Cursor(content, _HEADER.size)
+    first, end = header.base_offset, header.base_offset + header.last_offset_delta + 1
+    is_dense = header.records == end - first
     for _ in range(header.records):
-        yield _parse_record(cursor, header, stamp)
+        record = _parse_record(cursor, header, stamp)
+        if not has_offsets([record], first, end, is_dense=is_dense):
+            raise UnreadableBatch(
+                f"damaged record: expected an offset from {first} to {end - 1}, got {record.offset}"
+            )
+        first = record.offset + 1
+        yield record
+
+
+def is_dense(batch: Any, content: memoryview) -> bool:
+    """Return whether a batch of format 2 has a record for each of its offsets.
+
+    Args:
+        batch: aiokafka's object for it.
+        content: its bytes.
+    """
+    (records,) = _COUNT.unpack_from(content, _COUNT_AT)
+    return bool(records == batch.next_offset - batch.base_offset)
+
+
+def has_offsets(records: Sequence[Any], first: int, end: int, *, is_dense: bool) -> bool:
+    """Return whether the offsets of records ascend, from `first` at the lowest to below `end`.
+
+    Brokers compare the number of records with the offsets of their batch. But only in a compressed
+    batch do they check the offset that the producer has written into each record.
+
+    Args:
+        records: some that follow each other in a batch.
+        first: the lowest offset that the first one may have.
+        end: the offset behind the batch.
+        is_dense: whether the batch has a record for each offset: the first one has `first` then,
+            and no offset is left out, as it is after compaction.
+    """
+    offsets = [first - 1, *[record.offset for record in records], end]
+    if is_dense and offsets[-2] != first + len(records) - 1:
+        return False
+    return not any(map(ge, offsets, islice(offsets, 1, None)))
 
 
 def _parse_record(cursor: _Cursor, header: BatchHeader, stamp: int | None) -> ParsedRecord:
