@@ -384,6 +384,18 @@ async def test_records_that_compaction_has_left_are_read() -> None:
     assert not gaps
 
 
+@pytest.mark.parametrize("magic", [0, 1])
+async def test_batch_whose_format_is_damaged_is_passed_over(magic: int) -> None:
+    """Read as a format of which it is not, its parts have lengths that cannot be."""
+    content = bytearray(batch(0, 2))
+    content[16] = magic
+
+    found, gaps = await read_all(Fetcher(one=bytes(content) + batch(2, 1)), ReadState())
+
+    assert [each.offset for each in found] == [2]
+    assert places(gaps) == [(0, 2, Code.INVALID_REQUEST)]
+
+
 async def test_frame_with_false_size_is_bounded() -> None:
     """Two frames of zstd, of which only the first says how large it is."""
     content = compressed(ZSTD, bytes(10)) + compressed(ZSTD, bytes(3_000_000))

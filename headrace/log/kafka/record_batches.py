@@ -133,7 +133,7 @@ class RecordSet:
         """Return aiokafka's object for the next batch; None if there is none.
 
         Raises:
-            UnreadableBatch: its format is unknown.
+            UnreadableBatch: its format is unknown, or it has no message of the older format.
         """
         if not self.has_next():
             return None
@@ -145,7 +145,10 @@ class RecordSet:
         if magic == 2 and len(content) >= _HEADER.size:
             return DefaultRecordBatch(content)
         if magic in (0, 1) and len(content) >= _LEGACY_MIN_BYTES:
-            return LegacyRecordBatch(content, magic)
+            try:
+                return LegacyRecordBatch(content, magic)
+            except Exception as error:  # noqa: BLE001  # its parser in C raises at false lengths
+                raise UnreadableBatch(f"damaged message of format {magic}: {error}") from None
         raise UnreadableBatch(
             f"expected a batch of format 0, 1 or 2, got format {magic} in {len(content)} bytes"
         )
