@@ -396,6 +396,20 @@ async def test_batch_whose_format_is_damaged_is_passed_over(magic: int) -> None:
     assert places(gaps) == [(0, 2, Code.INVALID_REQUEST)]
 
 
+async def test_damaged_length_skips_no_further_than_batch() -> None:
+    """Behind it the offset of the next batch would be read from a value, here a tensor's."""
+    tensor = bytes.fromhex("3f9df3b63f9df3b6bfc44bf5") * 8
+    damaged = bytearray(raw_batch([RawRecord(tensor)] * 2))
+    damaged[8:12] = (damaged.index(tensor) - 12).to_bytes(4, "big")
+    content, state = bytes(damaged) + batch(2, 1), ReadState()
+
+    await read_all(Fetcher(one=content), state)  # the first time it is fetched again
+    fetcher = Fetcher(one=content)
+    await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, state)
+
+    assert places(state.gaps)[0] == (0, 2, Code.INVALID_REQUEST)
+
+
 async def test_frame_with_false_size_is_bounded() -> None:
     """Two frames of zstd, of which only the first says how large it is."""
     content = compressed(ZSTD, bytes(10)) + compressed(ZSTD, bytes(3_000_000))

@@ -41,6 +41,7 @@ _HEADER = struct.Struct(">qiibIhiqqqhii")
 _CRC = struct.Struct(">I")
 _COUNT = struct.Struct(">i")
 _LENGTH_AT, _MAGIC_AT, _CRC_AT, _ATTRIBUTES_AT, _COUNT_AT = 8, 16, 17, 21, 57
+_FORMATS: Final = (0, 1, 2)
 _CODEC, _LOG_APPEND_TIME = 0x07, 0x08
 _NONE, _GZIP, _SNAPPY, _LZ4, _ZSTD = range(5)
 _LEGACY_MIN_BYTES = 26
@@ -118,16 +119,23 @@ class RecordSet:
 
     def has_next(self) -> bool:
         """Return whether there is another complete batch."""
-        return self.following_offset() is not None
-
-    def following_offset(self) -> int | None:
-        """Return the base offset of the next batch; None if there is no complete one."""
         left = len(self._all) - self._at
         if left < _FRAME.size:
+            return False
+        _, length = _FRAME.unpack_from(self._all, self._at)
+        return bool(length < 0 or _FRAME.size + length <= left)
+
+    def following_offset(self) -> int | None:
+        """Return the base offset of the next batch; None if there is no complete one.
+
+        Also None if what follows does not look like a batch: behind one whose length is damaged
+        these are any bytes.
+        """
+        if not self.has_next() or len(self._all) - self._at <= _MAGIC_AT:
             return None
         offset, length = _FRAME.unpack_from(self._all, self._at)
-        is_whole = length < 0 or _FRAME.size + length <= left
-        return int(offset) if is_whole else None
+        is_batch = length >= 0 and self._all[self._at + _MAGIC_AT] in _FORMATS
+        return int(offset) if is_batch else None
 
     def next_batch(self) -> Any:
         """Return aiokafka's object for the next batch; None if there is none.
