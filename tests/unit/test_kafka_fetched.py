@@ -396,6 +396,30 @@ async def test_batch_whose_format_is_damaged_is_passed_over(magic: int) -> None:
     assert places(gaps) == [(0, 2, Code.INVALID_REQUEST)]
 
 
+@pytest.mark.parametrize("false", [0, 1 << 40])
+async def test_batch_with_damaged_offset_hides_no_other(false: int) -> None:
+    """No checksum covers its offset: the batches around it show that it cannot be there."""
+    damaged = bytearray(batch(8, 2))
+    damaged[:8] = false.to_bytes(8, "big")
+    content = batch(6, 2) + bytes(damaged) + batch(10, 2)
+
+    found, gaps = await read_all(Fetcher(position=6, one=content), ReadState())
+
+    assert [each.offset for each in found] == [6, 7, 10, 11]
+    assert places(gaps) == [(8, 10, Code.INVALID_REQUEST)]
+
+
+async def test_last_batch_with_damaged_offset_moves_position_back_by_none() -> None:
+    """The records before it would be read again and again."""
+    damaged = bytearray(batch(8, 2))
+    damaged[:8] = bytes(8)
+    fetcher = Fetcher(position=6, one=batch(6, 2) + bytes(damaged))
+
+    await read_all(fetcher, ReadState())
+
+    assert fetcher.states[ONE].position == 8
+
+
 async def test_damaged_length_skips_no_further_than_batch() -> None:
     """Behind it the offset of the next batch would be read from a value, here a tensor's."""
     tensor = bytes.fromhex("3f9df3b63f9df3b6bfc44bf5") * 8

@@ -170,10 +170,12 @@ class UnreadPart:
             if self._state.is_damaged_again(self._partition, self.next_fetch_offset):
                 raise UnreadableBatch("expected the checksum of the batch, got another one")
             raise ChecksumError
-        if not is_visible(self._fetched, batch):
-            self.next_fetch_offset = batch.next_offset
-            return
         content = batches.content
+        if content[_MAGIC_AT] >= 2:
+            self._check_place(batch, batches.following_offset())
+        if not is_visible(self._fetched, batch):
+            self._advance(batch)
+            return
         try:
             batch, content = plain_batch(batch, content, self._state.decompressed_bytes)
         except UnreadableBatch as error:
@@ -190,6 +192,24 @@ class UnreadPart:
             # passed over here, outside the limits of a poll: a poll that returned none of the
             # others could be followed by a seek, and the next one would begin here again.
             self._records = dropwhile(self._is_passed, self._records)
+
+    def _check_place(self, batch: Any, following: int | None) -> None:
+        """Raise UnreadableBatch if a batch does not lie between the position and the next batch.
+
+        The offset of a batch is outside its checksum. A damaged one would let the next batches be
+        passed over as read already, and be committed.
+        """
+        if following is None or following <= self.next_fetch_offset:
+            return
+        if not self.next_fetch_offset < batch.next_offset <= following:
+            raise UnreadableBatch(
+                f"expected a batch of offsets between {self.next_fetch_offset} and {following - 1},"
+                f" got {batch.base_offset} to {batch.next_offset - 1}"
+            )
+
+    def _advance(self, batch: Any) -> None:
+        """Move the position behind a batch, unless all of the batch lies before it."""
+        self.next_fetch_offset = max(batch.next_offset, self.next_fetch_offset)
 
     def _is_passed(self, record: Any) -> bool:
         return bool(record.offset < self.next_fetch_offset)
@@ -234,11 +254,7 @@ class UnreadPart:
         if is_over:
             # Compaction may have removed its last records: the batch says where the next one
             # begins. A message of format 0 or 1 may lie before the position altogether.
-            is_behind = self._content[_MAGIC_AT] < 2
-            following = self._batch.next_offset
-            self.next_fetch_offset = (
-                max(following, self.next_fetch_offset) if is_behind else following
-            )
+            self._advance(self._batch)
             self._batch = None
             self._content = memoryview(b"")
         elif records:
