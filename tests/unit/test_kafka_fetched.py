@@ -490,6 +490,19 @@ async def test_messages_of_old_formats_are_read_from_position(
     assert found == {ONE: list(range(max(position, 6), 10))}
 
 
+@pytest.mark.parametrize(("magic", "timestamp_ms"), [(0, None), (1, -1)])
+async def test_message_of_old_format_without_timestamp_is_read_with_minus_one(
+    magic: int, timestamp_ms: int | None
+) -> None:
+    """Format 0 has no timestamps; in format 1 a broker wrote -1 for clients that knew none."""
+    builder = LegacyRecordBatchBuilder(magic, 0, 1 << 20)
+    builder.append(0, timestamp_ms, None, b"v")
+
+    (found,), _ = await read_all(Fetcher(one=bytes(builder.build())), ReadState())
+
+    assert found.timestamp == -1
+
+
 async def test_large_batch_read_from_middle_returns_its_records() -> None:
     """The bytes of records that are passed over do not count."""
     records = [RawRecord(bytes(300_000))] * 6

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from itertools import chain
 from typing import Any, Final
 
 import aiokafka.errors as kafka_errors
@@ -20,10 +19,10 @@ from headrace.log.kafka.errors import answered, broker_error
 from headrace.log.kafka.record_batches import (
     RecordSet,
     UnreadableBatch,
-    guarded_records,
     is_intact,
     parse_records,
     plain_batch,
+    records_of,
 )
 from headrace.log.kafka.topic_cache import TopicCache
 from headrace.log.port import Fetched, Record, TopicPartition, Wanted
@@ -33,7 +32,6 @@ _NO_REPLICA: Final = -1
 _EARLIEST: Final = -2
 _LATEST: Final = -1
 _NO_LEADER: Final = (None, -1)
-_FORMAT_WITH_HEADERS: Final = 2
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 
@@ -214,10 +212,7 @@ class DirectFetch:
 
     def _records_of(self, batch: Any, content: memoryview) -> list[Any]:
         batch, content = plain_batch(batch, content, self._connection.decompressed_bytes)
-        records: Iterator[Any] = chain(batch)
-        unmeasured_bytes = self._connection.tuning.unmeasured_batch_bytes
-        if len(content) > unmeasured_bytes and content[16] >= _FORMAT_WITH_HEADERS:
-            records = guarded_records(records, content)
+        records = records_of(batch, content, self._connection.tuning.unmeasured_batch_bytes)
         try:
             return list(records)
         except UnreadableBatch:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain, dropwhile, islice
+from itertools import dropwhile, islice
 from typing import Any, Final
 
 import aiokafka
@@ -37,13 +37,13 @@ from headrace.log.kafka.record_batches import (
     ParsedRecord,
     RecordSet,
     UnreadableBatch,
-    guarded_records,
     has_offsets,
     is_dense,
     is_intact,
     parse_records,
     plain_batch,
     read_header,
+    records_of,
 )
 from headrace.log.port import Gap, Record, TopicPartition
 from headrace.tuning import TUNING, KafkaTuning
@@ -181,11 +181,9 @@ class UnreadPart:
         except UnreadableBatch as error:
             self._add_gap(batch.next_offset, error)
             return
-        # A batch can be iterated only once; a chain allows several slices.
-        self._batch, self._content, self._records = batch, content, chain(batch)
+        self._batch, self._content = batch, content
         self._is_dense = content[_MAGIC_AT] >= 2 and is_dense(batch, content)
-        if len(content) > self._unmeasured_batch_bytes and content[_MAGIC_AT] >= 2:
-            self._records = guarded_records(self._records, content)
+        self._records = records_of(batch, content, self._unmeasured_batch_bytes)
         # Messages of formats 0 and 1 do not say where they begin, only where they end.
         if content[_MAGIC_AT] < 2 or batch.base_offset < self.next_fetch_offset:
             # A batch arrives whole, even if it was fetched from its middle. The records before are

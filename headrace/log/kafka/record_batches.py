@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import ge
 from typing import Any, Final, NamedTuple
 
@@ -441,7 +441,30 @@ def _parse_record(cursor: _Cursor, header: BatchHeader, stamp: int | None) -> Pa
     return ParsedRecord(offset, timestamp if stamp is None else stamp, key, value, headers)
 
 
-def guarded_records(records: Iterator[Any], content: memoryview) -> Iterator[Any]:
+def records_of(batch: Any, content: memoryview, unmeasured_bytes: int) -> Iterator[Any]:
+    """Yield the records of a batch, as aiokafka's parser reads them. Several slices may be taken.
+
+    Args:
+        batch: aiokafka's object for it, as `plain_batch` returns it. It can be iterated only once.
+        content: its bytes.
+        unmeasured_bytes: in a larger batch the header count of each record is checked first.
+
+    Raises:
+        UnreadableBatch: at a record with more than `MAX_HEADERS`, before it is parsed.
+    """
+    records = chain(batch)
+    if content[_MAGIC_AT] < 2:
+        return map(_with_timestamp, records)
+    return _guarded_records(records, content) if len(content) > unmeasured_bytes else records
+
+
+def _with_timestamp(message: Any) -> ParsedRecord:
+    """Return a message of format 0 or 1; not all have a timestamp."""
+    timestamp = -1 if message.timestamp is None else message.timestamp
+    return ParsedRecord(message.offset, timestamp, message.key, message.value, [])
+
+
+def _guarded_records(records: Iterator[Any], content: memoryview) -> Iterator[Any]:
     """Yield the records of aiokafka's parser, checking the header count of each first.
 
     A header takes two bytes in the batch and dozens as an object, so that one large record could
