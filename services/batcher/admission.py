@@ -22,20 +22,22 @@ class ServiceRate:
     row, large ones are not expected to be as slow. With several instances it is below 1.
 
     A batch of one request that has more rows than a batch may have can take less time per row than
-    the best size. Where such requests wait as well, the time per row is the average.
+    the best size. Where such requests ran as well, the ratio is to the time that their rows would
+    take in batches of the best size. It holds for every shape class; an average time per row would
+    not.
 
     Attributes:
         row_us: microseconds per row of a long queue; 0 while unknown.
     """
 
     __slots__ = (
+        "_best_us",
         "_closes",
         "_elapsed_us",
         "_learned_us",
         "_predicted_us",
-        "_rows",
         "_since_us",
-        "_taken_rows",
+        "_taken_best_us",
         "_taken_us",
         "_tuning",
         "row_us",
@@ -49,8 +51,8 @@ class ServiceRate:
         self._predicted_us = 0.0
         self._since_us = 0
         self._taken_us = 0.0
-        self._rows = 0.0
-        self._taken_rows = 0
+        self._best_us = 0.0
+        self._taken_best_us = 0.0
         self._closes = 0
 
     def record_close(
@@ -74,19 +76,19 @@ class ServiceRate:
                 elapsed_us = min(elapsed_us, self._tuning.max_stall_ratio * usual * self._taken_us)
             self._elapsed_us += elapsed_us
             self._predicted_us += self._taken_us
-            self._rows += self._taken_rows
+            self._best_us += self._taken_best_us
             if self._elapsed_us > self._tuning.rate_half_life_us:
                 self._elapsed_us /= 2
                 self._predicted_us /= 2
-                self._rows /= 2
+                self._best_us /= 2
             self._learned_us = now_us
         elif now_us - self._learned_us > self._tuning.rate_memory_us:
-            self._elapsed_us = self._predicted_us = self._rows = self.row_us = 0.0
+            self._elapsed_us = self._predicted_us = self._best_us = self.row_us = 0.0
         if self._predicted_us:
-            best_us = best_row_us * self._elapsed_us / self._predicted_us
-            self.row_us = min(best_us, self._elapsed_us / self._rows)
+            usual_us = max(self._predicted_us, self._best_us)
+            self.row_us = best_row_us * self._elapsed_us / usual_us
         self._since_us = now_us if left else 0
-        self._taken_us, self._taken_rows = run_us, rows
+        self._taken_us, self._taken_best_us = run_us, rows * best_row_us
         self._closes += 1
 
     def count_close(self) -> None:

@@ -92,3 +92,25 @@ def test_requests_larger_than_batch_are_expected_to_take_as_long_as_they_did() -
     wait(forming, 1, now_us, within_us=20 * run_us)
 
     assert forming.ended == []
+
+
+def test_late_request_behind_rows_of_slower_shape_class_is_refused() -> None:
+    """The rows before were a hundred times as quick, and say nothing about these."""
+    latency, slow, now_us = Latency(), (1024,), NOW_US
+    teach(latency)
+    for rows in range(1, ROWS + 1):
+        for _ in range(3):
+            latency.observe(slow, rows, 100 * (2000 + rows * ROW_US))
+    forming = forming_of(latency)
+    wait(forming, 100 * ROWS, now_us)
+    while forming.next(KEY, now_us) is not None:
+        now_us += ROWS * ROW_US
+    for _ in range(10 * ROWS):
+        forming.add(make_request(shape_class=slow), now_us)
+    for _ in range(2):
+        close(forming, now_us)
+        now_us += 100 * ROWS * ROW_US
+
+    (request,) = wait(forming, 1, now_us, within_us=100 * ROWS * ROW_US)
+
+    assert forming.ended == [request]
