@@ -426,6 +426,8 @@ class DynamicBatcher:
         self.ended += built.ended
         # All requests of the group may have been refused or revoked; `next` then tries another.
         if not built.requests:
+            if not queue.count:
+                queue.rate.stop_measuring()
             return None
         batch = Batch(
             f"{self._prefix}-{next(self._numbers)}", built.requests, built.reason, size.end_us

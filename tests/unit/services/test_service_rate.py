@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Envelope, Request
 from headrace.services.batcher.batcher import DynamicBatcher
-from tests.support.work import NOW_US, Limits, make_request
+from tests.support.work import NOW_US, Limits, make_request, receipt_of
 
 KEY = ("digits", "1")
 ROW_US = 10_000
@@ -114,3 +114,23 @@ def test_late_request_behind_rows_of_slower_shape_class_is_refused() -> None:
     (request,) = wait(forming, 1, now_us, within_us=100 * ROWS * ROW_US)
 
     assert forming.ended == [request]
+
+
+def test_time_after_revoked_backlog_is_not_part_of_service_rate() -> None:
+    """Nothing waited in it."""
+    latency = Latency()
+    teach(latency)
+    forming, now_us = forming_of(latency), NOW_US
+    backlog = wait(forming, 2 * ROWS, now_us)
+    close(forming, now_us)
+    for request in backlog:
+        receipt_of(request).revoked = True
+    assert forming.next(KEY, now_us + ROWS * ROW_US) is None
+    forming.ended.clear()
+    now_us += 3_600_000_000
+    wait(forming, 2 * ROWS, now_us)
+    close(forming, now_us)
+
+    wait(forming, 1, now_us, within_us=20 * ROWS * ROW_US)
+
+    assert forming.ended == []
