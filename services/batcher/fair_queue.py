@@ -87,11 +87,14 @@ class Fifo:
         self.ended += 1
         if self.ended > self._tuning.max_stale_entries and self.ended * 2 > len(self.requests):
             self.requests = deque(one for one in self.requests if one.failure is None)
-            self.deadlines = deque(one for one in self.deadlines if one.failure is None)
+            self.deadlines.clear()
+            self.add_deadlines([one for one in self.requests if one.due_us])
             self.ended = 0
 
     def earliest_due_us(self) -> int:
-        """Return the earliest deadline of the waiting requests; 0 if none has one."""
+        """Return the earliest deadline of the waiting requests; 0 if none has one. While some have
+        `ended`, it may be a later one, or 0: that of a request before them is not in `deadlines`.
+        """
         deadlines = self.deadlines
         while deadlines and deadlines[0].failure is not None:
             deadlines.popleft()
@@ -167,7 +170,11 @@ class TenantQueue:
 
     def earliest_due_us(self) -> int:
         """Return the earliest deadline of the waiting requests; 0 if none has one."""
-        found = [fifo.earliest_due_us() for fifo in self.fifos if fifo.deadlines]
+        if any(fifo.ended for fifo in self.fifos):
+            # Few wait where this is called, so all may be looked at.
+            found = [one.due_us for one in self.waiting()]
+        else:
+            found = [fifo.earliest_due_us() for fifo in self.fifos if fifo.deadlines]
         return min(filter(None, found), default=0)
 
     def waiting(self) -> list[Request]:

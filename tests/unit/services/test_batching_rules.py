@@ -208,6 +208,18 @@ def test_batch_is_cut_for_its_most_urgent_request() -> None:
     assert (batch.reason, batch.rows, batch.requests[0]) == ("deadline", 10, urgent)
 
 
+def test_batch_is_cut_for_request_that_was_less_urgent_than_an_expired_one() -> None:
+    """Otherwise it would be refused as late, and be given up."""
+    less_urgent, expired = request_of(in_ms=2), request_of()
+    expired.envelope = Envelope(deadline_ms=NOW_MS)
+    others = [request_of() for _ in range(19)]
+    forming = filled(Limits(32, 10_000, latency=learned(LINE_US)), less_urgent, *others, expired)
+
+    batch = pulled(forming, NOW_US + 500)
+
+    assert (batch.reason, batch.rows, batch.requests[0]) == ("deadline", 10, less_urgent)
+
+
 def test_batches_under_backlog_stay_large_and_refuse_late_requests() -> None:
     """Small batches would make everybody late."""
     hopeless = request_of(in_ms=1)
