@@ -757,6 +757,9 @@ class BatcherTuning(Struct, frozen=True):
     samples of a size may come from one bad moment."""
     explore_every_early_batches: int = 8
     """The same as `explore_every_batches`, for the first batches."""
+    max_compared_tenants: int = 16
+    """Most waiting tenants whose rows are looked at to predict a wait; the others are estimated by
+    their number and their rows together."""
     timer_step_us: int = 1000
     """How late a timer of the event loop may fire."""
     priority_step_us: int = 100_000

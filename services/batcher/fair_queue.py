@@ -204,6 +204,10 @@ class Tenant:
         """True if the tenant has no waiting requests."""
         return not self.queues
 
+    def count_rows(self) -> int:
+        """Return the number of waiting rows of all priorities."""
+        return sum([row_count[0] for row_count in self.rows.values()])
+
     def row_count_for(self, priority: int) -> list[int]:
         """Return the one-element list that counts the rows of a priority."""
         return self.rows.setdefault(priority, [0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from headrace.protocol.messages import Envelope, IngestedRequest, Request
 from headrace.services.batcher.admission import ServiceRate
@@ -262,15 +263,24 @@ class ModelQueue:
     def rows_ahead(self, tenant: str, priority: int) -> int:
         """Return about how many rows go before a request that arrives now.
 
-        These are its own tenant's rows of its priority or above, and as many of each other
+        These are its own tenant's rows of its priority or above, and at most as many of each other
         waiting tenant, because tenants get equal shares.
         """
         mine = self._tenants.get(tenant)
         if mine is None:
             return 0
         own = sum([row_count[0] for each, row_count in mine.rows.items() if each >= priority])
-        less_urgent = sum([row_count[0] for row_count in mine.rows.values()]) - own
-        return min(self.rows - less_urgent, own * len(self._tenants))
+        # Those that always have rows waiting are among the first, and the others have few.
+        left = self.rows - mine.count_rows()
+        ahead, compared = own, 1
+        if left:
+            for other in islice(self._tenants.values(), self._tuning.max_compared_tenants):
+                if other is not mine:
+                    rows = other.count_rows()
+                    ahead += min(own, rows)
+                    left -= rows
+                    compared += 1
+        return ahead + min(own * (len(self._tenants) - compared), left)
 
     def predict_end_us(
         self, envelope: Envelope, request: IngestedRequest | None, now_us: int, more_rows: int = 0

@@ -13,6 +13,7 @@ from tests.support.batching import (
     KEY,
     LINE_US,
     NOW_MS,
+    backlogged,
     filled,
     learned,
     pulled,
@@ -242,3 +243,22 @@ def test_single_request_runs_though_predicted_late() -> None:
     batch = pulled(filled(Limits(32, 10_000, latency=learned({1: 50_000})), alone))
 
     assert batch.requests == [alone]
+
+
+@pytest.mark.parametrize(("in_ms", "is_late"), [(250, True), (350, False)])
+def test_request_of_one_tenant_waits_behind_as_many_rows_of_each_other(
+    in_ms: int, is_late: bool
+) -> None:
+    """A hundred of its own and of the busy tenant, eighty of one without a name, and eight."""
+    forming = backlogged(Limits(max_batch_size=4, max_batch_bytes=10_000), row_us=1000)
+    for number in range(8):
+        forming.add(request_of(tenant=f"quiet-{number}"))
+    for _ in range(1000):
+        forming.add(request_of(tenant="busy"))
+    for _ in range(100):
+        forming.add(request_of(tenant="own"))
+    request = request_of(tenant="own", in_ms=in_ms)
+
+    forming.add(request)
+
+    assert (request.failure is not None) is is_late
