@@ -29,6 +29,7 @@ from headrace.transport.shared_values import SharedValuesWriter, release_values
 from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     admit_record,
+    check_partitions,
     copied_beside,
     decode_or_ack,
     refuse_oversized,
@@ -134,6 +135,8 @@ class BatchReceiver:
         clock: wall clock, in epoch microseconds.
         refusal: returns why requests for a version are refused although it can be loaded; None if
             they are not.
+        source_partitions: number of partitions of the topic of requests, and so of `results`; None
+            if it is not known.
     """
 
     def __init__(
@@ -148,7 +151,9 @@ class BatchReceiver:
         clock: Callable[[], int] = wall_clock_us,
         tuning: TransportTuning = TUNING.transport,
         refusal: Callable[[str, str], Rejected | None] = lambda _model, _version: None,
+        source_partitions: int | None = None,
     ) -> None:
+        self._source_partitions = source_partitions
         self._refusal = refusal
         self._values = values
         self._is_on_its_way = is_on_its_way
@@ -352,13 +357,19 @@ class BatchReceiver:
         ack_handle = admit_record(assignment, record, isolation)
         if ack_handle is None:
             return None
-        batch = decode_or_ack(record, ack_handle, decode_batch)
+        batch = decode_or_ack(record, ack_handle, self._decode)
         if batch is not None:
             ack_handle.parts = len(batch.requests)
             added_bytes = copied_beside(batch.requests)
             if self._values is not None:
                 added_bytes += self._values.missing_bytes(batch.requests)
             ack_handle.resize(ack_handle.size_bytes + added_bytes)
+        return batch
+
+    def _decode(self, value: bytes, ack_handle: InFlightAck) -> Batch:
+        batch = decode_batch(value, ack_handle)
+        if self._source_partitions is not None:
+            check_partitions(batch.requests, range(self._source_partitions))
         return batch
 
     def apply_change(self, change: VersionChange) -> None:

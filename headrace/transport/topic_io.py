@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -125,7 +126,8 @@ class TopicReceiver:
         ack_handle = admit_record(assignment, record, isolation)
         if ack_handle is None:
             return []
-        requests = decode_or_ack(record, ack_handle, self._decode)
+        decode = partial(_decode_of_partition, self._decode, record.partition)
+        requests = decode_or_ack(record, ack_handle, decode)
         if requests is None:
             return []
         # The record is done when all its requests are.
@@ -136,6 +138,34 @@ class TopicReceiver:
         if added_bytes:
             ack_handle.resize(ack_handle.size_bytes + added_bytes)
         return requests
+
+
+def _decode_of_partition(
+    decode: Callable[[bytes, InFlightAck], list[Request]],
+    partition: int,
+    value: bytes,
+    ack_handle: InFlightAck,
+) -> list[Request]:
+    """Decode the requests of a record, which are of the source partition with its own number.
+
+    Raises:
+        Rejected: they are of another one, which a topic written next may not have.
+    """
+    requests = decode(value, ack_handle)
+    check_partitions(requests, range(partition, partition + 1))
+    return requests
+
+
+def check_partitions(requests: Sequence[Request], partitions: range) -> None:
+    """Raise `Rejected` unless the source partitions of requests are among these."""
+    for partition in {request.partition for request in requests}:
+        if partition not in partitions:
+            raise Rejected.mismatch(
+                Code.INTERNAL,
+                "record",
+                expected=f"requests of partitions from {partitions.start} to {partitions.stop - 1}",
+                got=f"one of partition {partition}",
+            )
 
 
 def copied_beside(requests: Sequence[Request]) -> int:

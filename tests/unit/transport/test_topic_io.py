@@ -21,7 +21,7 @@ from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, NewRecord, Producer, SentBatch, TopicInfo, TopicPartition
 from headrace.protocol.ack import NULL_ACK
-from headrace.protocol.codec import decode_items, encode_items
+from headrace.protocol.codec import decode_items, encode_items, encode_results
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
@@ -149,6 +149,26 @@ async def test_results_survive_topic() -> None:
     assert first.value is None
     assert second.failure == failed.failure
     assert bytes(second.value or b"") == b"value"
+
+
+@pytest.mark.parametrize("make_receiver", [lambda of: item_receiver(of, Tray()), result_receiver])
+async def test_record_of_requests_of_another_partition_is_dropped(make_receiver: Any) -> None:
+    """The next topic may not have their partition, which would end the process that writes it."""
+    log = await make_log()
+    strange, good = make_request(inputs=PIXELS), make_request(inputs=PIXELS)
+    strange.partition = 99
+    encode = encode_results if make_receiver is result_receiver else encode_items
+    for request in (strange, good):
+        if encode is encode_results:
+            request.outputs = request.inputs
+        await write_to(log, PARTITION, encode([request]))
+
+    async with reading(log) as source:
+        (got,) = await received(source, make_receiver, 1)
+        got.ack_handle.ack()
+        await eventually(lambda: is_committed(log, 2))
+
+    assert got.offset == good.offset
 
 
 @pytest.mark.parametrize("part", ["key", "header"])
@@ -375,6 +395,27 @@ async def test_received_batches_go_to_consumers_of_their_model() -> None:
     assert in_flight == [1, 1, 1, 0]
     assert [receipt_of(one).acked for one in sent] == [1, 1, 1]
     assert refused.requests == []
+
+
+async def test_batch_with_request_of_unknown_partition_is_dropped() -> None:
+    """No `results` has its partition, which would end the executor; the next batch runs."""
+    log = await make_log()
+    strange, good = make_request(inputs=PIXELS), make_request(inputs=PIXELS)
+    strange.partition = 99
+    for batch_id, request in (("strange", strange), ("good", good)):
+        await write_batches(log, Batch(batch_id, [request], "full"))
+
+    async with reading(log) as source:
+        feed = BatchReceiver(source, Tray(), lambda _name, _version: None, source_partitions=2)
+        running = asyncio.create_task(feed.run())
+        batch = await feed.batch_queue.consumer(("digits", "1")).pull()
+        assert batch is not None
+        batch.requests[0].ack_handle.ack()
+        await eventually(lambda: is_committed(log, 2))
+        source.stop_reading()
+        await running
+
+    assert batch.batch_id == "good"
 
 
 async def test_written_batch_keeps_no_record_alive() -> None:
