@@ -331,7 +331,7 @@ class RemoteExecutors:
                 version.batching_off = hosted.batching_off
         for done in event.completions:
             version = self._catalog.find(done.model, done.version)
-            if version is not None and done.compute_us:
+            if version is not None and done.compute_us and done.rows > 0:
                 version.latency.observe(tuple(done.shape_class), done.rows, done.compute_us)
 
 

@@ -46,6 +46,9 @@ class BatchWriter:
         inline_bytes: values from this size on are not written (`refer_to_source`); None writes all.
         shared: where such values are passed to other processes of this machine; None to pass none.
         tuning: of writes that fail.
+
+    Attributes:
+        partitions: number of partitions of the topic.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class BatchWriter:
         self._shared = shared
         self._inline_bytes = inline_bytes
         self._producer = producer
-        self._topic, self._partitions = topic
+        self._topic, self.partitions = topic
         self._refused = refused
         self._metrics = metrics
         self._turn = count()
@@ -75,7 +78,7 @@ class BatchWriter:
             partition: None to choose one round-robin.
         """
         if partition is None:
-            partition = next(self._turn) % self._partitions
+            partition = next(self._turn) % self.partitions
         target = TopicPartition(self._topic, partition)
         if self._inline_bytes is not None:
             for batch in batches:

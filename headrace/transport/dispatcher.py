@@ -108,7 +108,7 @@ class BatchDispatcher:
         self._models, self._remote = models, models.remote
         self._event_reader = event_reader
         self._metrics = metrics
-        self._registry = ExecutorRegistry()
+        self._registry = ExecutorRegistry(writer.partitions)
         self._limiter = BurstLimiter(tuning)
         self._slots: dict[ExecutorSlot, _SlotConsumer] = {}
         self._flights: dict[str, _InFlight] = {}

@@ -77,9 +77,15 @@ class _Executor:
 
 
 class ExecutorRegistry:
-    """Known executors, their model instances and the partitions that they read."""
+    """Known executors, their model instances and the partitions that they read.
 
-    def __init__(self) -> None:
+    Args:
+        partitions: number of partitions of `batches`. Others that are announced are ignored: they
+            cannot be written to.
+    """
+
+    def __init__(self, partitions: int) -> None:
+        self._partitions = range(partitions)
         self._executors: dict[str, _Executor] = {}
         self._owners: dict[int, str] = {}
 
@@ -98,10 +104,11 @@ class ExecutorRegistry:
         executor.instances = {
             (model.name, model.version): model.instances for model in event.models
         }
-        for partition in set(executor.partitions).difference(event.partitions):
+        announced = [each for each in event.partitions if each in self._partitions]
+        for partition in set(executor.partitions).difference(announced):
             self._owners.pop(partition, None)
-        executor.partitions = list(event.partitions)
-        for partition in event.partitions:
+        executor.partitions = announced
+        for partition in announced:
             self._assign_partition(partition, event.executor)
 
     def expire(self, now_s: float) -> None:

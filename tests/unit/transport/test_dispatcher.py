@@ -69,6 +69,7 @@ class DispatcherHarness:
         instances: int = 1,
         ended: list[str] | None = None,
         leaving: bool = False,
+        rows: int = 4,
     ) -> None:
         """Have an executor speak, and wait until it was heard."""
         hosted = HostedModel(name=model, version="1", instances=instances, max_batch_size=7)
@@ -83,7 +84,7 @@ class DispatcherHarness:
                     model="digits",
                     version="1",
                     shape_class=[64],
-                    rows=4,
+                    rows=rows,
                     compute_us=RUN_US,
                     busy_us=RUN_US,
                 )
@@ -261,6 +262,25 @@ async def test_foreign_records_on_events_are_ignored(tmp_path: Path) -> None:
         await write_to(bench.log, EVENTS, b"nonsense")
         await bench.announce("a", 0)
         await eventually(lambda: bench.known() == 1)
+
+
+async def test_completion_of_no_rows_is_not_a_run_time(tmp_path: Path) -> None:
+    """No batch has none, and no run time follows from it."""
+    async with running(tmp_path) as bench:
+        version = bench.models.catalog.lookup("digits")
+        await bench.announce("a", 0, ended=["b-1"], rows=0)
+        await bench.announce("a", 0, ended=["b-2"], rows=0)
+        await bench.announce("a", 0, ended=["b-3"])
+        await eventually(lambda: version.latency.predict_us((64,), 4) == RUN_US)
+
+
+async def test_executor_of_partition_that_is_not_there_gets_no_batches(tmp_path: Path) -> None:
+    """They go to partitions that exist."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", PARTITIONS, -1)
+        await bench.announce("b", 1)
+        await heard(bench, 1)
+        assert set((await bench.settles(2)).values()) == {1}
 
 
 async def test_missing_completion_times_out(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.transport.executor_registry import ExecutorRegistry, ExecutorSlot, InFlightWindow
 
 DIGITS = ("digits", "1")
+PARTITIONS = 8
 
 
 def event(
@@ -28,7 +29,7 @@ def event(
 
 def registry_of(*events: ExecutorEvent) -> ExecutorRegistry:
     """A registry with these events, at second 0."""
-    registry = ExecutorRegistry()
+    registry = ExecutorRegistry(PARTITIONS)
     for each in events:
         registry.apply(each, 0.0)
     return registry
