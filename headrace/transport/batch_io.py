@@ -29,7 +29,7 @@ from headrace.transport.shared_values import SharedValuesWriter, release_values
 from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     admit_record,
-    check_partitions,
+    check_origins,
     copied_beside,
     decode_or_ack,
     refuse_oversized,
@@ -372,7 +372,7 @@ class BatchReceiver:
     def _decode(self, value: bytes, ack_handle: InFlightAck) -> Batch:
         batch = decode_batch(value, ack_handle)
         if self._source_partitions is not None:
-            check_partitions(batch.requests, range(self._source_partitions))
+            check_origins(batch.requests, range(self._source_partitions))
         return batch
 
     def apply_change(self, change: VersionChange) -> None:

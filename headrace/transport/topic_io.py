@@ -149,22 +149,27 @@ def _decode_of_partition(
     """Decode the requests of a record, which are of the source partition with its own number.
 
     Raises:
-        Rejected: they are of another one, which a topic written next may not have.
+        Rejected: they are of another one, which a topic written next may not have, or they are not
+            behind the offsets before them.
     """
     requests = decode(value, ack_handle)
-    check_partitions(requests, range(partition, partition + 1))
+    check_origins(requests, range(partition, partition + 1))
     return requests
 
 
-def check_partitions(requests: Sequence[Request], partitions: range) -> None:
-    """Raise `Rejected` unless the source partitions of requests are among these."""
-    for partition in {request.partition for request in requests}:
-        if partition not in partitions:
+def check_origins(requests: Sequence[Request], partitions: range) -> None:
+    """Raise `Rejected` unless the source partitions of requests are among these, and each request
+    is behind the offset that was delivered before it.
+    """
+    for request in requests:
+        if request.partition not in partitions or request.previous >= request.offset:
             raise Rejected.mismatch(
                 Code.INTERNAL,
                 "record",
-                expected=f"requests of partitions from {partitions.start} to {partitions.stop - 1}",
-                got=f"one of partition {partition}",
+                expected=f"partition {partitions.start} to {partitions.stop - 1}, and each offset "
+                "above the one before it",
+                got=f"partition {request.partition}, offset {request.offset} "
+                f"after {request.previous}",
             )
 
 

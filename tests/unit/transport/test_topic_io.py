@@ -152,11 +152,14 @@ async def test_results_survive_topic() -> None:
 
 
 @pytest.mark.parametrize("make_receiver", [lambda of: item_receiver(of, Tray()), result_receiver])
-async def test_record_of_requests_of_another_partition_is_dropped(make_receiver: Any) -> None:
-    """The next topic may not have their partition, which would end the process that writes it."""
+@pytest.mark.parametrize("fault", ["partition", "previous"])
+async def test_record_of_impossible_origin_is_dropped(make_receiver: Any, fault: str) -> None:
+    """The next topic may not have that partition, and no progress follows from a range that ends
+    before it begins: either would end a process.
+    """
     log = await make_log()
     strange, good = make_request(inputs=PIXELS), make_request(inputs=PIXELS)
-    strange.partition = 99
+    setattr(strange, fault, strange.offset + 99)
     encode = encode_results if make_receiver is result_receiver else encode_items
     for request in (strange, good):
         if encode is encode_results:
