@@ -61,6 +61,11 @@ class _SlotConsumer:
         self.in_flight = 0
         self.changed = asyncio.Event()
 
+    @property
+    def is_idle(self) -> bool:
+        """True if it takes batches and none is in flight."""
+        return self.room > 0 and not self.in_flight
+
     def ended(self) -> None:
         """Count one batch as no longer in flight."""
         self.in_flight -= 1
@@ -213,6 +218,8 @@ class BatchDispatcher:
                 return
             batches = [batch]
             while len(batches) < room and not consumer.demand.is_last:
+                if self._is_other_idle(target):
+                    await asyncio.sleep(0)  # it takes a batch as well, instead of none
                 batch = consumer.pull_nowait()
                 if batch is None:
                     break
@@ -220,6 +227,13 @@ class BatchDispatcher:
             requests = [request for each in batches for request in each.requests]
             self._limiter.record_write(len(requests), input_bytes(requests), time.monotonic())
             await self._write(target, batches)
+
+    def _is_other_idle(self, target: _SlotConsumer) -> bool:
+        """Return True if another executor of the same model has nothing to do."""
+        return any(
+            other is not target and other.slot.key == target.slot.key and other.is_idle
+            for other in self._slots.values()
+        )
 
     async def _wait_for_room(self, target: _SlotConsumer) -> int:
         """Wait for room and return how many batches this slot may write; 0 once the slot has been

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -167,6 +168,17 @@ async def test_dispatcher_sends_two_batches_for_each_instance(tmp_path: Path) ->
         await bench.announce("a", 1, 3, instances=2)
         await heard(bench, 1)
         await bench.settles(4)
+
+
+async def test_burst_is_divided_among_idle_executors(tmp_path: Path) -> None:
+    """Either has room for all of it; the other one would have nothing to do."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 0, instances=32)
+        await bench.announce("b", 1, instances=32)
+        await eventually(lambda: bench.known() == 2)
+        bench.left = 40
+        bench.batch_queue.notify()
+        assert Counter((await bench.settles(40)).values()) == {0: 20, 1: 20}
 
 
 async def test_partitions_of_executor_take_turns(tmp_path: Path) -> None:
