@@ -681,6 +681,7 @@ def test_value_that_does_not_hold_inputs_is_refused() -> None:
         lambda fields: fields.update(shared="ring", shared_at=[]),
         lambda fields: fields.update(part=0, payload=b"four"),
         lambda fields: fields["inputs"][0].update(start=30),
+        lambda fields: fields["inputs"][0].update(start=9),
         lambda fields: fields["inputs"][1].update(start=-2),
         lambda fields: fields["inputs"][1].update(size=3),
     ],

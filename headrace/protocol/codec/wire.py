@@ -711,13 +711,20 @@ def _contents_behind(
 ) -> list[memoryview]:
     """Return the bytes of each request's tensor; none if they lie before the request's first byte
     in the payload, in a value that is not here.
+
+    Raises:
+        Rejected: a tensor lies in both.
     """
     payload = layout.payload
-    places = zip(layout.bases, starts, stops, first_bytes, strict=True)
-    return [
-        _EMPTY if base + start < first else payload[base + start : base + stop]
-        for base, start, stop, first in places
-    ]
+    contents: list[memoryview] = []
+    for base, start, stop, first in zip(layout.bases, starts, stops, first_bytes, strict=True):
+        if base + start >= first:
+            contents.append(payload[base + start : base + stop])
+        elif base + stop > first:
+            raise unreadable(f"a tensor within {first - base} bytes", f"{start} to {stop}")
+        else:
+            contents.append(_EMPTY)
+    return contents
 
 
 def _sum_sizes(wired: Sequence[WireTensors], requests: Sequence[object]) -> Iterable[int]:
