@@ -162,7 +162,8 @@ def check_origins(requests: Sequence[Request], partitions: range) -> None:
     is behind the offset that was delivered before it.
     """
     for request in requests:
-        if request.partition not in partitions or request.previous >= request.offset:
+        is_behind = -1 <= request.previous < request.offset < 2**63  # a log has no other offsets
+        if request.partition not in partitions or not is_behind:
             raise Rejected.mismatch(
                 Code.INTERNAL,
                 "record",

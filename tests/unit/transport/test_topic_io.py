@@ -152,14 +152,18 @@ async def test_results_survive_topic() -> None:
 
 
 @pytest.mark.parametrize("make_receiver", [lambda of: item_receiver(of, Tray()), result_receiver])
-@pytest.mark.parametrize("fault", ["partition", "previous"])
-async def test_record_of_impossible_origin_is_dropped(make_receiver: Any, fault: str) -> None:
-    """The next topic may not have that partition, and no progress follows from a range that ends
-    before it begins: either would end a process.
+@pytest.mark.parametrize(
+    "fault", [("partition", 99), ("previous", 1 << 40), ("previous", -2), ("offset", 1 << 63)]
+)
+async def test_record_of_impossible_origin_is_dropped(
+    make_receiver: Any, fault: tuple[str, int]
+) -> None:
+    """The next topic may not have that partition or offset, and no progress follows from a range
+    that ends before it begins: each would end a process.
     """
     log = await make_log()
     strange, good = make_request(inputs=PIXELS), make_request(inputs=PIXELS)
-    setattr(strange, fault, strange.offset + 99)
+    setattr(strange, *fault)
     encode = encode_results if make_receiver is result_receiver else encode_items
     for request in (strange, good):
         if encode is encode_results:
