@@ -484,7 +484,6 @@ class _Composition:
         else:
             heartbeat = self._make_heartbeat(producer, await self._describe_topic(Topic.EVENTS))
             requested = self._requested_versions()
-            _, source_partitions = await self._describe_topic(Topic.REQUESTS)
             batches = BatchReceiver(
                 self._source,
                 answers.writer(),
@@ -496,7 +495,6 @@ class _Composition:
                 self._instruments.clock,
                 self._tuning.transport,
                 requested.refusal_of_bound,
-                source_partitions,
             )
             self._models.lifecycle.subscribe(batches.apply_change)
             stages.functions["read-batches"] = batches.run

@@ -138,8 +138,6 @@ class BatchReceiver:
         clock: wall clock, in epoch microseconds.
         refusal: returns why requests for a version are refused although it can be loaded; None if
             they are not.
-        source_partitions: number of partitions of the topic of requests, and so of `results`; None
-            if it is not known.
     """
 
     def __init__(
@@ -154,9 +152,7 @@ class BatchReceiver:
         clock: Callable[[], int] = wall_clock_us,
         tuning: TransportTuning = TUNING.transport,
         refusal: Callable[[str, str], Rejected | None] = lambda _model, _version: None,
-        source_partitions: int | None = None,
     ) -> None:
-        self._source_partitions = source_partitions
         self._refusal = refusal
         self._values = values
         self._is_on_its_way = is_on_its_way
@@ -360,19 +356,13 @@ class BatchReceiver:
         ack_handle = admit_record(assignment, record, isolation)
         if ack_handle is None:
             return None
-        batch = decode_or_ack(record, ack_handle, self._decode)
+        batch = decode_or_ack(record, ack_handle, _decode)
         if batch is not None:
             ack_handle.parts = len(batch.requests)
             added_bytes = copied_beside(batch.requests)
             if self._values is not None:
                 added_bytes += self._values.missing_bytes(batch.requests)
             ack_handle.resize(ack_handle.size_bytes + added_bytes)
-        return batch
-
-    def _decode(self, value: bytes, ack_handle: InFlightAck) -> Batch:
-        batch = decode_batch(value, ack_handle)
-        if self._source_partitions is not None:
-            check_origins(batch.requests, range(self._source_partitions))
         return batch
 
     def apply_change(self, change: VersionChange) -> None:
@@ -419,3 +409,10 @@ class BatchReceiver:
     def _supply(self, key: ModelKey | None, _demand: Demand) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
         return queue.popleft() if queue else None
+
+
+def _decode(value: bytes, ack_handle: InFlightAck) -> Batch:
+    batch = decode_batch(value, ack_handle)
+    # Any partition: `requests` may have got more since this process began.
+    check_origins(batch.requests, range(2**31))
+    return batch

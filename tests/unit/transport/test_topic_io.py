@@ -404,16 +404,16 @@ async def test_received_batches_go_to_consumers_of_their_model() -> None:
     assert refused.requests == []
 
 
-async def test_batch_with_request_of_unknown_partition_is_dropped() -> None:
-    """No `results` has its partition, which would end the executor; the next batch runs."""
+async def test_batch_with_request_before_the_offset_before_it_is_dropped() -> None:
+    """Its answer could not be committed, which would end the responder; the next batch runs."""
     log = await make_log()
     strange, good = make_request(inputs=PIXELS), make_request(inputs=PIXELS)
-    strange.partition = 99
+    strange.previous = strange.offset
     for batch_id, request in (("strange", strange), ("good", good)):
         await write_batches(log, Batch(batch_id, [request], "full"))
 
     async with reading(log) as source:
-        feed = BatchReceiver(source, Tray(), lambda _name, _version: None, source_partitions=2)
+        feed = BatchReceiver(source, Tray(), lambda _name, _version: None)
         running = asyncio.create_task(feed.run())
         batch = await feed.batch_queue.consumer(("digits", "1")).pull()
         assert batch is not None
