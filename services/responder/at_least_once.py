@@ -121,9 +121,9 @@ class AtLeastOnce:
             # From here on `submit` adds answers for these targets to their lists, and
             # `_answer_target` writes them once a target accepts answers again. The chunk gives its
             # room back, so that answers for other targets go on.
-            for target in unwritten:
+            for target in unwritten - self._stalled.keys():
                 log.warning(Event.ANSWERS_STALLED, topic=str(target))
-                self._stalled.setdefault(target, [])
+                self._stalled[target] = []
             permit.release()
 
         timer = asyncio.get_running_loop().call_later(self._stalled_after_s, stall)

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
@@ -14,6 +15,7 @@ from headrace.delivery.inflight import InFlightTracker
 from headrace.log.port import TopicPartition
 from headrace.protocol.messages import Request
 from headrace.services.responder.ordered import OrderBy
+from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING
 from tests.support.answering import (
     MINE,
@@ -41,6 +43,29 @@ async def test_stalled_target_delays_no_other_answers() -> None:
         bench.log.faults.topics.elect(MINE.topic)
         await eventually(lambda: all(receipt_of(one).acked == 1 for one in stuck))
         assert len(await bench.records(MINE.topic)) == 40
+
+
+async def test_stall_of_several_chunks_is_logged_once() -> None:
+    """All chunks under way to a target stall with it; 16 of them wrote the same line."""
+    tuning = replace(TUNING.responder, target_stalled_after_s=0.1, max_unacknowledged_chunks=3)
+    mine = TopicPartition(MINE.topic, 0)
+    theirs = TopicPartition(RESPONSES.topic, 0)
+    async with running(tuning=tuning) as bench:
+        faults = bench.log.faults
+        faults.acknowledgements.hold()
+        with capture_logs() as lines:
+            for target in [mine] * 3 + [theirs] * 3:  # theirs have room when all of mine stall
+                before = faults.partitions.end_offset(target)
+                name = target.topic.encode()
+                await bench.incoming.send([answerable(kafka_replyTopic=name)])
+                await eventually(
+                    lambda target=target, before=before: (
+                        faults.partitions.end_offset(target) > before
+                    )
+                )
+        faults.acknowledgements.release()
+    stalled = [line["topic"] for line in lines if line["event"] == Event.ANSWERS_STALLED]
+    assert stalled.count(str(mine)) == 1
 
 
 async def test_many_answers_for_one_target_are_written_in_parts() -> None:
