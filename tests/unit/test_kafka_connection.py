@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -124,3 +125,34 @@ def test_first_refusal_for_a_while_is_not_held_back() -> None:
     refused = FetchResponse([("t", [(0, FAILED_DISK, 0, 0, 0, None, -1, b"")])])
     refusals = RefusedFetches(pause_s=1.0)
     assert [refusals.pause_s(refused, now_s) for now_s in (0.0, 1.0, 2.0, 13.0)] == [0, 1, 1, 0]
+
+
+async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Disconnect at once, as a listener of another protocol does."""
+    writer.close()
+
+
+async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Accept the connection and answer nothing, as a paused broker does."""
+    await reader.read()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        (stay_silent, "expected an answer within 0.2 s, got none"),
+        (hang_up, "expected an answer, but the connection was closed; is this a listener for"),
+    ],
+)
+async def test_server_without_answer_is_unavailable_with_reason(
+    server: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], reason: str
+) -> None:
+    """The names of Python's and aiokafka's exceptions do not say what happened."""
+    tuning = msgspec.structs.replace(TUNING.kafka, bootstrap_timeout_s=0.2)
+    async with await asyncio.start_server(server, "127.0.0.1") as listening:
+        address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        connection = Connection(KafkaSettings(bootstrap_servers=address), tuning=tuning)
+        with pytest.raises(LogUnavailable) as caught:
+            await connection.open_client()
+    assert str(caught.value).startswith(f"{address}: {reason}")

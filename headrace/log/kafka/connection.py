@@ -345,7 +345,8 @@ class Connection:
             self._record_attempt((host, port), reached=True)
         except (OSError, KafkaError, ValueError) as error:
             self._record_attempt((host, port), reached=False)
-            raise connection_error(self.settings, f"{host}:{port}", error) from error
+            where = f"{host}:{port}"
+            raise connection_error(self.settings, where, error, timeout_s) from error
         finally:
             await close_connection(connection, self.tuning.close_timeout_s)
         if not answer.brokers:

@@ -28,6 +28,7 @@ class TransactionAbortable(kafka_errors.BrokerResponseError):  # type: ignore[mi
 
     errno = 120
     message = "TRANSACTION_ABORTABLE"
+    description = "the broker could not take part in the transaction, which is aborted"
     retriable = False
 
 
@@ -40,6 +41,7 @@ class FencedProducer(kafka_errors.BrokerResponseError):  # type: ignore[misc]
 
     errno = 90
     message = "PRODUCER_FENCED"
+    description = "a producer with the same transactional id has taken over"
     retriable = False
 
 
@@ -51,6 +53,7 @@ class UnstableOffsetCommit(kafka_errors.BrokerResponseError):  # type: ignore[mi
 
     errno = 88
     message = "UNSTABLE_OFFSET_COMMIT"
+    description = "an open transaction commits the offset that was asked for"
     retriable = False
 
 
@@ -98,6 +101,51 @@ _PASSING = (
     UnstableOffsetCommit,
 )
 
+_SENTENCES: dict[type[KafkaError], str] = {
+    kafka_errors.RequestTimedOutError: "expected an answer within the request's timeout, got none",
+    kafka_errors.KafkaTimeoutError: (
+        "expected the partition's leader to accept the records in time, but it has none, "
+        "or its broker did not answer"
+    ),
+    kafka_errors.KafkaConnectionError: "expected an answer, but the connection was lost",
+    kafka_errors.ProducerClosed: "expected an open producer, but it was closed meanwhile",
+    kafka_errors.NotEnoughReplicasError: (
+        "expected at least min.insync.replicas replicas in sync, got fewer"
+    ),
+    kafka_errors.NotEnoughReplicasAfterAppendError: (
+        "expected at least min.insync.replicas replicas to have the records, got fewer"
+    ),
+    kafka_errors.UnknownTopicOrPartitionError: "the broker has no such topic or partition",
+    kafka_errors.LeaderNotAvailableError: "the partition has no leader at present",
+    kafka_errors.NotLeaderForPartitionError: "expected the partition's leader, got another broker",
+    kafka_errors.GroupCoordinatorNotAvailableError: "there is no coordinator at present",
+    kafka_errors.NotCoordinatorForGroupError: "expected the coordinator, got another broker",
+    kafka_errors.GroupLoadInProgressError: "the coordinator is still loading its state",
+    kafka_errors.KafkaStorageError: "the broker's log directory has failed, or its disk is full",
+    kafka_errors.TopicAuthorizationFailedError: "the broker does not allow this on the topic",
+    kafka_errors.GroupAuthorizationFailedError: "the broker does not allow this on the group",
+    kafka_errors.ClusterAuthorizationFailedError: "the broker does not allow this on the cluster",
+    kafka_errors.TransactionalIdAuthorizationFailed: (
+        "the broker does not allow this on the transactional id"
+    ),
+    kafka_errors.RebalanceInProgressError: "the consumer group has begun a rebalance",
+    kafka_errors.IllegalGenerationError: "the consumer group has a newer generation",
+    kafka_errors.UnknownMemberIdError: "the consumer group has removed this member",
+    kafka_errors.InvalidSessionTimeoutError: (
+        "expected kafka.session_timeout_ms between the broker's group.min.session.timeout.ms "
+        "and group.max.session.timeout.ms"
+    ),
+    kafka_errors.InvalidTransactionTimeout: (
+        "expected kafka.transaction_timeout_ms to be at most the broker's "
+        "transaction.max.timeout.ms"
+    ),
+    kafka_errors.InvalidProducerEpoch: (
+        "a producer with the same transactional id has taken over, "
+        "or the broker has aborted its transaction"
+    ),
+}
+"""What happened, for those that brokers and aiokafka raise without a text of their own."""
+
 
 def in_port_words(error: KafkaError, what: str) -> HeadraceError:
     """Return the port's error for one of aiokafka's.
@@ -106,7 +154,7 @@ def in_port_words(error: KafkaError, what: str) -> HeadraceError:
         error: the error that aiokafka raised.
         what: the operation, which begins the message: `commit for group g`.
     """
-    message = f"{what}: {_text(error)}"
+    message = f"{what}: {error_text(error)}"
     if isinstance(error, _NOT_ALLOWED):
         return LogAuthenticationFailed(message)
     if isinstance(error, _MOVED_ON):
@@ -142,7 +190,14 @@ def broker_error(code: int, *details: object) -> KafkaError | None:
     return None if kind is kafka_errors.NoError else kind(*details)
 
 
-def _text(error: KafkaError) -> str:
-    """Return the broker's own message if there is one, with the error's name, on one line."""
-    words = " ".join(str(part) for part in error.args if part)
-    return f"{type(error).__name__} ({words})" if words else type(error).__name__
+def error_text(error: KafkaError) -> str:
+    """Return what happened, with the details and the error's name, on one line."""
+    details = " ".join(str(part) for part in error.args if part)
+    if isinstance(error, kafka_errors.KafkaConnectionError) and details:
+        sentence = ""  # aiokafka's says what happened, and to which broker
+    else:
+        # A description of aiokafka's explains a code, but not beside a broker's own text.
+        described = getattr(error, "description", "").rstrip(".")
+        sentence = _SENTENCES.get(type(error)) or ("" if details else described)
+    text = ": ".join(filter(None, (sentence, details)))
+    return f"{text} ({type(error).__name__})" if text else type(error).__name__

@@ -13,6 +13,7 @@ from aiokafka.abc import AbstractTokenProvider
 from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
+from headrace.log.kafka.errors import error_text
 
 
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
@@ -97,17 +98,20 @@ def no_brokers_error(settings: KafkaSettings, where: str) -> HeadraceError:
     if by_token and settings.security_protocol.startswith("SASL"):
         # A broker refuses a bearer token in a challenge (RFC 7628, 3.2.3) that aiokafka does not
         # read: the refusal then arrives instead of the first response.
-        return connection_error(settings, where, kafka_errors.SaslAuthenticationFailed())
+        return LogAuthenticationFailed(f"{where}: {_credentials(settings)} refused")
     return LogUnavailable(f"{where}: it is starting, and knows of no broker yet")
 
 
-def connection_error(settings: KafkaSettings, where: str, error: Exception) -> HeadraceError:
+def connection_error(
+    settings: KafkaSettings, where: str, error: Exception, timeout_s: float
+) -> HeadraceError:
     """Return an error of the right kind, with one line on why a connection failed.
 
     Args:
         settings: the settings with which it was attempted.
         where: the server's address.
         error: the error of the socket, of TLS, or of aiokafka.
+        timeout_s: how long each answer was waited for.
     """
     tls = _find_tls_error(error)
     if tls is not None:
@@ -126,6 +130,12 @@ def connection_error(settings: KafkaSettings, where: str, error: Exception) -> H
         return ConfigurationError(f"kafka.oauth_token_file: {error.filename}: {error.strerror}")
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     hint = ""
+    if isinstance(error, TimeoutError) and not error.strerror:
+        reason = f"expected an answer within {timeout_s:g} s, got none"
+    elif isinstance(error, kafka_errors.KafkaConnectionError):
+        reason = "expected an answer, but the connection was closed"
+    elif isinstance(error, kafka_errors.KafkaError):
+        reason = error_text(error)
     if isinstance(error, ConnectionResetError | kafka_errors.KafkaConnectionError):
         # A listener of another protocol disconnects without a message.
         hint = f"; is this a listener for {settings.security_protocol} (kafka.security_protocol)?"

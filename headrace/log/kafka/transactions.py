@@ -44,6 +44,7 @@ from headrace.log.kafka.errors import (
     TransactionAbortable,
     answered,
     broker_error,
+    error_text,
     in_port_words,
 )
 from headrace.log.kafka.producer import RecordBatch
@@ -218,11 +219,12 @@ def _translate_error(error: Exception, what: str) -> HeadraceError:
     if isinstance(error, kafka_errors.TopicAuthorizationFailedError):
         return TopicForbidden(error.args[0])
     if isinstance(error, _FINAL):
-        return LogRefused(f"{what}: {type(error).__name__} {error}")
+        return LogRefused(f"{what}: {error_text(error)}")
     if isinstance(error, KafkaError):
         translated = in_port_words(error, what)
         if isinstance(translated, Fenced):
             return translated
+        return LogUnavailable(f"{what}: {error_text(error)}")
     return LogUnavailable(f"{what}: {error!r}")
 
 
