@@ -83,6 +83,21 @@ class FetchedFrom:
             await connection.close_client(client)
         return took_s
 
+    async def refresh(self, topic: str) -> float:
+        """Return how many seconds three refreshes of a topic's metadata take."""
+        async with await asyncio.start_server(self._answer, "127.0.0.1") as server:
+            _, self._port = server.sockets[0].getsockname()
+            settings = KafkaSettings(bootstrap_servers=f"127.0.0.1:{self._port}")
+            connection = Connection(settings, tuning=self._tuning)
+            client = await connection.open_client()
+            begun_s = time.monotonic()
+            await client.add_topic(topic)
+            for _ in range(2):
+                await client.force_metadata_update()
+            took_s = time.monotonic() - begun_s
+            await connection.close_client(client)
+        return took_s
+
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         bodies = {API_VERSIONS: FETCH_SUPPORTED, METADATA: self._brokers(), FETCH: self._fetched()}
         try:
@@ -95,7 +110,13 @@ class FetchedFrom:
             writer.close()
 
     def _brokers(self) -> bytes:
-        return struct.pack(">iih9sii", 1, 1, 9, b"127.0.0.1", self._port, 0)
+        """Answer that this is the broker, and leads partition 0 of t; 1 of u has no leader."""
+        broker = struct.pack(">iih9si", 1, 1, 9, b"127.0.0.1", self._port)
+        topics = b"".join(
+            struct.pack(">hh1sihiiii", 0, 1, name, 1, 0, number, leader, 0, 0)
+            for name, number, leader in ((b"t", 0, 1), (b"u", 1, -1))
+        )
+        return broker + struct.pack(">i", 2) + topics
 
     def _fetched(self) -> bytes:
         parts = [
@@ -125,6 +146,18 @@ def test_first_refusal_for_a_while_is_not_held_back() -> None:
     refused = FetchResponse([("t", [(0, FAILED_DISK, 0, 0, 0, None, -1, b"")])])
     refusals = RefusedFetches(pause_s=1.0)
     assert [refusals.pause_s(refused, now_s) for now_s in (0.0, 1.0, 2.0, 13.0)] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("topic", ["absent", "u"])
+async def test_metadata_without_leader_is_requested_again_after_pause(topic: str) -> None:
+    """A reader of such a partition requested it thousands of times a second."""
+    assert await FetchedFrom(pause_s=0.2).refresh(topic) >= 0.4
+
+
+async def test_metadata_with_all_leaders_is_requested_again_at_once() -> None:
+    """A new topic, or a new leader, is found without delay."""
+    async with asyncio.timeout(30):
+        await FetchedFrom(pause_s=3600.0).refresh("t")
 
 
 async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

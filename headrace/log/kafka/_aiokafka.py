@@ -316,6 +316,7 @@ def replace_connecting(
     find_metadata: Callable[[ClusterMetadata, Collection[str]], Awaitable[bool]],
     on_request: Callable[[str], None],
     pause_s: Callable[[Any, float], float],
+    metadata_pause_s: float,
 ) -> None:
     """Replace how a client finds and connects to brokers.
 
@@ -329,16 +330,32 @@ def replace_connecting(
         on_request: called with the name of each request to a broker.
         pause_s: called with each response and the time in monotonic seconds; returns for how long
             the response is held back.
+        metadata_pause_s: between requests for metadata while a topic, or a leader, is missing.
     """
     ask_known_brokers = client._metadata_update
+    held_until_s = 0.0
 
     async def update_metadata(cluster: ClusterMetadata, topics: Collection[str]) -> bool:
-        return await ask_known_brokers(cluster, topics) or await find_metadata(cluster, topics)
+        # aiokafka's fetcher requests metadata in a loop while a partition that it reads has no
+        # leader, or its topic was deleted: thousands of times a second, of each process.
+        nonlocal held_until_s
+        if (delay_s := held_until_s - time.monotonic()) > 0:
+            await asyncio.sleep(delay_s)
+        found = await ask_known_brokers(cluster, topics) or await find_metadata(cluster, topics)
+        if not all(_has_leaders(cluster, topic) for topic in topics or ()):
+            held_until_s = time.monotonic() + metadata_pause_s
+        return found
 
     client.send = partial(_send_or_connection_error, client.send, on_request, pause_s)
     client._get_conn = get_connection
     client.bootstrap = bootstrap
     client._metadata_update = update_metadata
+
+
+def _has_leaders(cluster: ClusterMetadata, topic: str) -> bool:
+    """Return whether a topic exists and each of its partitions has a leader."""
+    partitions = cluster.partitions_for_topic(topic)
+    return bool(partitions) and partitions == cluster.available_partitions_for_topic(topic)
 
 
 async def _send_or_connection_error(

@@ -213,6 +213,7 @@ class Connection:
             find_metadata=self._find_metadata,
             on_request=self._on_request,
             pause_s=RefusedFetches(self.tuning.request_retry_s).pause_s,
+            metadata_pause_s=self.tuning.request_retry_s,
         )
 
     async def _bootstrap(self, client: AIOKafkaClient) -> None:
