@@ -52,5 +52,5 @@ def test_error_with_details_has_both() -> None:
     """A topic, or another detail of a broker's answer, is no sentence by itself."""
     refused = kafka_errors.TopicAuthorizationFailedError("orders")
     assert str(in_port_words(refused, "read")) == (
-        "read: the broker does not allow this on the topic: orders (TopicAuthorizationFailedError)"
+        "read: the broker does not allow this on the topic (TopicAuthorizationFailedError: orders)"
     )

@@ -199,5 +199,7 @@ def error_text(error: KafkaError) -> str:
         # A description of aiokafka's explains a code, but not beside a broker's own text.
         described = getattr(error, "description", "").rstrip(".")
         sentence = _SENTENCES.get(type(error)) or ("" if details else described)
-    text = ": ".join(filter(None, (sentence, details)))
-    return f"{text} ({type(error).__name__})" if text else type(error).__name__
+    name = type(error).__name__
+    if not sentence:
+        return f"{details} ({name})" if details else name
+    return f"{sentence} ({name}: {details})" if details else f"{sentence} ({name})"
