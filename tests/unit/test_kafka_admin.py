@@ -1,4 +1,4 @@
-"""Questions to a group's coordinator, when the broker that is asked is not, or no longer, it."""
+"""Questions to a group's coordinator, and what is made of a broker's refusals."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 from aiokafka.client import AIOKafkaClient
-from aiokafka.errors import GroupAuthorizationFailedError
+from aiokafka.errors import GroupAuthorizationFailedError, TopicAuthorizationFailedError
 
 from headrace.log.kafka.admin import AdminClient
 from headrace.log.port import Committed, TopicPartition
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)
-NOT_COORDINATOR, GROUP_FORBIDDEN, NOT_LOADED = 16, 30, 14
+NOT_COORDINATOR, GROUP_FORBIDDEN, TOPIC_FORBIDDEN, NOT_LOADED = 16, 30, 29, 14
 ILLEGAL_GENERATION, UNKNOWN_MEMBER, REBALANCING = 22, 25, 27
 
 
@@ -24,6 +24,9 @@ class Client:
         self._answers = list(answers)
         self._lookups = 0
         self.asked: list[int] = []
+
+    def get_random_node(self) -> int:
+        return 1
 
     async def coordinator_lookup(self, kind: object, key: str) -> int:
         self._lookups += 1
@@ -81,6 +84,14 @@ async def test_refused_admin_request_is_not_retried() -> None:
     client = Client(SimpleNamespace(error_code=GROUP_FORBIDDEN, topics=[]))
     with pytest.raises(GroupAuthorizationFailedError):
         await admin_of(client).fetch_committed("g", [P0])
+
+
+async def test_refused_topic_settings_name_topic() -> None:
+    """The broker's own message is the same for every topic."""
+    message = "Topic authorization failed."
+    client = Client(SimpleNamespace(resources=[(TOPIC_FORBIDDEN, message, 2, "orders", [])]))
+    with pytest.raises(TopicAuthorizationFailedError, match="orders"):
+        await admin_of(client).topic_configs(["orders"])
 
 
 @pytest.mark.parametrize(
