@@ -163,7 +163,7 @@ class AssignedPartition:
         in_flight: number of records read and not acknowledged.
         held: number of these whose answers all wait for earlier ones.
         answering: at most so many of these have ended, and are in a step of `services.responder`
-            or wait for the next one.
+            or will be in the next one.
         ages: ages of the chunks read.
         chains: predecessor of each record, where answers are ordered by key.
         last_commit: the last commit in the log; at first, what the assignment began with.

@@ -56,10 +56,13 @@ class _PartitionAnswers:
         self.changed = AutoResetEvent()
         self.task: asyncio.Task[None] | None = None
 
-    def count(self) -> None:
-        """Say in the assignment how many requests are here."""
+    def count(self, most: int) -> None:
+        """Say in the assignment how many requests are in the current step, and in the next one,
+        which takes `most`. Those behind it are too many: they would wait for several steps.
+        """
         if self.assignment is not None:
-            self.assignment.answering = len(self.queue) + self.stepping + len(self.waiting)
+            following = min(len(self.queue) + len(self.waiting), most)
+            self.assignment.answering = self.stepping + following
 
 
 class PartitionSequencer:
@@ -171,7 +174,7 @@ class PartitionSequencer:
 
     def _enqueue(self, queue: _PartitionAnswers, pending: list[PendingAnswer]) -> None:
         queue.queue += pending
-        queue.count()
+        queue.count(self._tuning.max_step_answers)
         self._queued_bytes.acquire(_size_bytes(pending))
 
     def _start(self, queue: _PartitionAnswers) -> None:
