@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -50,19 +51,20 @@ async def test_stall_of_several_chunks_is_logged_once() -> None:
     tuning = replace(TUNING.responder, target_stalled_after_s=0.1, max_unacknowledged_chunks=3)
     mine = TopicPartition(MINE.topic, 0)
     theirs = TopicPartition(RESPONSES.topic, 0)
+
+    async def send_to(target: TopicPartition) -> None:
+        """Send an answer, and wait until it is written."""
+        end_offset = partial(bench.log.faults.partitions.end_offset, target)
+        before = end_offset()
+        await bench.incoming.send([answerable(kafka_replyTopic=target.topic.encode())])
+        await eventually(lambda: end_offset() > before)
+
     async with running(tuning=tuning) as bench:
         faults = bench.log.faults
         faults.acknowledgements.hold()
         with capture_logs() as lines:
             for target in [mine] * 3 + [theirs] * 3:  # theirs have room when all of mine stall
-                before = faults.partitions.end_offset(target)
-                name = target.topic.encode()
-                await bench.incoming.send([answerable(kafka_replyTopic=name)])
-                await eventually(
-                    lambda target=target, before=before: (
-                        faults.partitions.end_offset(target) > before
-                    )
-                )
+                await send_to(target)
         faults.acknowledgements.release()
     stalled = [line["topic"] for line in lines if line["event"] == Event.ANSWERS_STALLED]
     assert stalled.count(str(mine)) == 1
