@@ -112,6 +112,8 @@ def test_taking_batches_equals_reading_records(
     content, base = b"", 0
     for each in given_batches:
         part, base = encoded(each, base)
+        if not content:  # brokers send no batch that lies before the position
+            offset = min(offset, base - 1)
         content += part
     by_record = fetched(content, aborted, offset)
     expected = [told(each) for each in by_record]
