@@ -264,9 +264,12 @@ class UnreadPart:
 
         A false one would be committed: the records before it would be lost at the next start.
         """
-        if self._content[_MAGIC_AT] >= 2 and not has_offsets(
-            records, self.next_fetch_offset, self._batch.next_offset, is_dense=self._is_dense
-        ):
+        batch = self._batch
+        if self._content[_MAGIC_AT] < 2:
+            return
+        # Compaction may have removed the batches before this one.
+        first = max(self.next_fetch_offset, batch.base_offset)
+        if not has_offsets(records, first, batch.next_offset, is_dense=self._is_dense):
             raise UnreadableBatch("expected the offsets of the batch, got others")
 
     def _next_records(self, most: int, most_bytes: int) -> tuple[list[Any], bool]:
