@@ -71,7 +71,7 @@ def _is_answered(served: Served, stream: Any, before: float) -> bool:
 
 
 async def test_answers_that_nobody_reads_count_as_bytes(identities: Path) -> None:
-    """Until they are written; their requests have ended by then."""
+    """They count until they are written; their requests have ended by then."""
     async with caller_of(identities, *SMALL_WINDOW) as (served, caller):
         stream = caller.stream()
         for _ in range(COUNT):

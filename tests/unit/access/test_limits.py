@@ -124,7 +124,7 @@ def test_changed_limits_hold_for_next_request() -> None:
 
 
 def test_idle_callers_beyond_limit_are_forgotten_oldest_first() -> None:
-    """Those with requests under way are not."""
+    """Callers with requests under way are kept."""
     callers = CallerLimits(max_idle=2)
     busy = callers.begin("busy", RATE, 100.0)
     for caller in ("a", "b", "c"):
