@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from itertools import islice
+from operator import itemgetter, lt
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker, ack_all
@@ -160,8 +161,11 @@ class OffsetStore:
             progress.merge(AckedOffsets.from_committed(committed))
 
 
-def by_offset(pending: Iterable[PendingAnswer]) -> list[PendingAnswer]:
+def by_offset(pending: Sequence[PendingAnswer]) -> list[PendingAnswer]:
     """Sort answers of one partition by source offset."""
+    offsets = [request.offset for request, _ in pending]
+    if all(map(lt, offsets, islice(offsets, 1, None))):  # as nearly always
+        return list(pending)
     return sorted(pending, key=_offset)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.failures import drop_revoked
+from headrace.delivery.failures import any_revoked, drop_revoked
 from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer
 from headrace.delivery.ordering import AnswerOrder
@@ -39,6 +39,7 @@ class _PartitionAnswers:
     Attributes:
         assignment: that assignment, if the source topic is read here.
         queue: those that wait for the next step.
+        queued_bytes: size of their outputs when they were queued.
         stepping: number of those in the current one.
         waiting: those that a step could not answer.
     """
@@ -51,6 +52,7 @@ class _PartitionAnswers:
         self.assignment = assignment
         self.order: AnswerOrder[PendingAnswer] = AnswerOrder(progress)
         self.queue: list[PendingAnswer] = []
+        self.queued_bytes = 0
         self.stepping = 0
         self.waiting: list[PendingAnswer] = []
         self.changed = AutoResetEvent()
@@ -113,12 +115,13 @@ class PartitionSequencer:
         queues: dict[int, _PartitionAnswers | None] = {}
         ready: dict[int, list[PendingAnswer]] = {}
         for target, requests in addressed.items():
+            is_any_revoked = any_revoked(requests)
             for request in requests:
                 number = request.partition
                 if number not in queues:
                     queues[number], ready[number] = self._queue_of(number), []
                 queue = queues[number]
-                if queue is None or request.ack_handle.revoked:
+                if queue is None or (is_any_revoked and request.ack_handle.revoked):
                     self._drop(request)
                 elif self._order_by == "none":
                     ready[number].append((request, target))
@@ -173,9 +176,11 @@ class PartitionSequencer:
         return ready
 
     def _enqueue(self, queue: _PartitionAnswers, pending: list[PendingAnswer]) -> None:
+        size_bytes = _size_bytes(pending)
         queue.queue += pending
+        queue.queued_bytes += size_bytes
         queue.count(self._tuning.max_step_answers)
-        self._queued_bytes.acquire(_size_bytes(pending))
+        self._queued_bytes.acquire(size_bytes)
 
     def _start(self, queue: _PartitionAnswers) -> None:
         queue.changed.set()
@@ -202,7 +207,8 @@ class PartitionSequencer:
         taken, queue.queue = queue.queue[:most], queue.queue[most:]
         step, queue.waiting = queue.waiting + taken, []
         queue.stepping = len(step)
-        size_bytes = _size_bytes(taken)
+        size_bytes = _size_bytes(taken) if queue.queue else queue.queued_bytes
+        queue.queued_bytes -= size_bytes
         try:
             queue.waiting += await self._step(queue.number, step)
         finally:
@@ -222,7 +228,8 @@ class PartitionSequencer:
             del self._queues[queue.number]
         queue.changed.set()
         left, queue.queue = queue.queue, []
-        self._queued_bytes.release(_size_bytes(left))
+        self._queued_bytes.release(queue.queued_bytes)
+        queue.queued_bytes = 0
         # A running step may still add to the waiting answers: `_run_steps` closes again after it.
         if queue.task is None:
             left += queue.waiting
