@@ -394,11 +394,8 @@ class KafkaTuning(Struct, frozen=True):
     """Limit of one produce request, which holds batches of several partitions."""
     flush_timeout_s: float = 3.0
     """How long a closing producer waits for acknowledgements."""
-    retire_timeout_s: float = 2.0
-    """How long the batches of a producer that failed may still be acknowledged before the next
-    producer starts."""
-    producer_restart: Backoff = Backoff(first_s=0.1, longest_s=1.0, jitter=0.2)
-    """Pauses between attempts to start a producer."""
+    producer_id_retry: Backoff = Backoff(first_s=0.1, longest_s=1.0, jitter=0.2)
+    """Pauses before a producer id is asked for again."""
     transaction_retry: Backoff = Backoff(first_s=0.002, longest_s=0.1, jitter=0.0)
     """Pauses before a request of a transaction is repeated. The first is also the minimum pause
     after a transaction: the broker refuses a new one while it writes the markers of the last."""

@@ -23,7 +23,7 @@ from headrace.log.port import Committed, NewRecord, Record, TopicInfo, TopicPart
 from headrace.telemetry.metrics import Metrics
 from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
-from tests.support.aiokafka_tasks import fetching_tasks, sending_tasks
+from tests.support.aiokafka_tasks import fetching_tasks
 from tests.support.broker import running
 from tests.support.conditions import eventually
 from tests.support.limits import lower_limit
@@ -333,19 +333,6 @@ async def test_records_of_every_compression_are_read(
         async with log.producer() as producer, log.reader([partition]) as reader:
             await write(producer, partition, *([bytes(1000)] * 100))
             assert values(await read(reader, 100)) == [bytes(1000)] * 100
-
-
-async def test_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) -> None:
-    """When aiokafka's task is gone, which it does not say, the next record goes to a new one."""
-    async with KafkaLog(settings(kafka), tuning=PATIENT) as log:
-        partition = await make_topic(log, unique_name)
-        async with log.producer() as producer, log.reader([partition]) as reader:
-            await write(producer, partition, b"before")
-            (task,) = sending_tasks()
-            task.cancel()
-            await asyncio.wait([task])
-            await write(producer, partition, b"after")
-            assert values(await read(reader, 2)) == [b"before", b"after"]
 
 
 async def test_concurrent_small_sends_share_batches(kafka: LocalKafka, unique_name: str) -> None:

@@ -6,11 +6,6 @@ import asyncio
 from typing import Any
 
 
-def sending_tasks() -> set[asyncio.Task[Any]]:
-    """Return a task for each producer that is open."""
-    return _tasks_of("Sender._sender_routine")
-
-
 def fetching_tasks() -> set[asyncio.Task[Any]]:
     """Return a task for each consumer that is open."""
     return _tasks_of("Fetcher._fetch_requests_routine")

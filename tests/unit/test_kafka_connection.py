@@ -14,7 +14,7 @@ from aiokafka.protocol.fetch import FetchRequest
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
 from headrace.log.kafka.connection import Connection, RefusedFetches
-from headrace.log.kafka.fetch_wire import FetchResponse
+from headrace.log.kafka.record_requests import FetchResponse
 from headrace.tuning import TUNING
 
 API_VERSIONS, METADATA = 18, 3

@@ -68,6 +68,9 @@ class Fetcher:
         self.notified = 0
         self._closed = False
         self._wait_consume_future = None
+        self._prefetch_backoff = 60.0
+        self._fetch_waiters: set[asyncio.Future[None]] = set()
+        self.is_found = True
         self._subscriptions = SimpleNamespace(reassignment_in_progress=False)
         self._records: OrderedDict[TopicPartition, Any] = OrderedDict()
         assignment = SimpleNamespace(active=True, state_value=self.states.get)
@@ -91,11 +94,23 @@ class Fetcher:
         """Return the records of a result."""
         return self._records[partition]._partition_records
 
-    def _notify(self, _: object) -> None:
+    def _notify(self, waiting: asyncio.Future[None] | None) -> None:
         self.notified += 1
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def _create_fetch_waiter(self) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._fetch_waiters.add(waiter)
+        return waiter
+
+    async def _proc_fetch_request(self, *_: object) -> bool:
+        """Return whether something was fetched, or failed."""
+        return self.is_found
+
+    def begin_fetch(self) -> asyncio.Task[bool]:
+        """Begin a fetch, as aiokafka's fetcher does."""
+        return asyncio.create_task(self._proc_fetch_request())
 
 
 def buffer_of(fetcher: Fetcher) -> FetchBuffer:
@@ -162,6 +177,49 @@ async def test_poll_after_few_records_sends_next_fetch(timeout_s: float) -> None
     await take_records(buffer, timeout_s, 100, MAX_POLL_BYTES, state)
 
     assert fetcher.notified == 1
+
+
+async def test_fetch_with_records_lasts_until_next_is_due() -> None:
+    """Aiokafka's fetcher has nothing to do before; those who wait for records are woken at once."""
+    fetcher = Fetcher()
+    buffer = buffer_of(fetcher)
+    waiting = asyncio.create_task(buffer.wait_for_records(60.0))
+    await asyncio.sleep(0)
+    fetch = fetcher.begin_fetch()
+
+    assert await waiting
+    assert not fetch.done()
+    buffer.fetch_again()
+    assert await fetch is False  # there is nobody whom aiokafka's fetcher would have to wake
+
+
+async def test_fetch_without_records_ends_at_once() -> None:
+    """The next one has to be sent."""
+    fetcher = Fetcher()
+    fetcher.is_found = False
+    buffer_of(fetcher)
+
+    assert await fetcher.begin_fetch() is False
+
+
+async def test_fetch_whose_records_nobody_reads_ends_after_pause_of_aiokafka() -> None:
+    """Other partitions of the broker do not wait for a reader that is slow, or paused."""
+    fetcher = Fetcher()
+    fetcher._prefetch_backoff = 0.001
+    buffer_of(fetcher)
+
+    assert await fetcher.begin_fetch() is False
+
+
+async def test_cancelled_fetch_ends_without_error() -> None:
+    """Aiokafka's fetcher cancels its fetches at a rebalance, and would end with their error."""
+    fetcher = Fetcher()
+    buffer_of(fetcher)
+    fetch = fetcher.begin_fetch()
+    await asyncio.sleep(0)
+    fetch.cancel()
+
+    assert await fetch is False
 
 
 async def test_outdated_result_is_fetched_again_in_same_poll() -> None:

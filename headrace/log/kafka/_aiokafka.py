@@ -12,7 +12,7 @@ The parts, and what each is for:
 - consumer: state of the group and of reading, commits of one generation (P2, P5)
 - fetch buffer: polls that are limited by bytes, batches that cannot be read (P2, P5), fetches that
   are encoded and decoded in one step for each partition
-- batches: records without futures of their own, header names that are not UTF-8, limited requests
+- batches: records without futures of their own, header names that are not UTF-8
 - closing: everything ends within seconds, also without a broker
 """
 
@@ -22,15 +22,16 @@ import asyncio
 import struct
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from io import BytesIO
 from types import ModuleType
 from typing import Any, Final
 
 import aiokafka
 import aiokafka.errors as kafka_errors
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer
 from aiokafka import client as aiokafka_client
 from aiokafka import conn as aiokafka_conn
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
@@ -40,10 +41,11 @@ from aiokafka.consumer import fetcher as aiokafka_fetcher
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
 from aiokafka.consumer.group_coordinator import GroupCoordinator, NoGroupCoordinator
 from aiokafka.consumer.subscription_state import SubscriptionState
-from aiokafka.errors import ProducerClosed
-from aiokafka.producer.message_accumulator import BatchBuilder, MessageAccumulator, MessageBatch
+from aiokafka.producer import sender as aiokafka_sender
+from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.protocol.fetch import FetchRequest_v11
 from aiokafka.protocol.group import HeartbeatRequest
+from aiokafka.protocol.produce import ProduceRequest_v7
 from aiokafka.record import default_records
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from aiokafka.structs import OffsetAndMetadata
@@ -71,25 +73,33 @@ PRIVATE_NAMES: Final[Mapping[type | ModuleType, tuple[str, ...]]] = {
         "send",
     ),
     AIOKafkaConnection: (
+        "_client_id",
         "_closed_fut",
         "_create_reader_task",
         "_handle_frame",
         "_last_action",
+        "_next_correlation_id",
+        "_request_timeout",
+        "_requests",
+        "_versions",
         "_writer",
     ),
     AIOKafkaConsumer: ("_client", "_coordinator", "_fetcher", "_subscription"),
-    AIOKafkaProducer: ("_closed", "_message_accumulator", "_sender"),
     BatchBuilder: ("_build", "_builder", "_relative_offset", "_set_producer_state"),
     FetchError: ("_error",),
     FetchRequest_v11: ("RESPONSE_TYPE", "encode"),  # public, but replaced
+    ProduceRequest_v7: ("RESPONSE_TYPE", "encode"),  # public, but replaced
     FetchResult: ("_partition_records", "_update_position"),
     Fetcher: (
         "_closed",
         "_create_fetch_waiter",
         "_fetch_max_wait_ms",
         "_fetch_task",
+        "_fetch_waiters",
         "_notify",
         "_pending_tasks",
+        "_prefetch_backoff",
+        "_proc_fetch_request",
         "_records",
         "_subscriptions",
         "_wait_consume_future",
@@ -107,15 +117,6 @@ PRIVATE_NAMES: Final[Mapping[type | ModuleType, tuple[str, ...]]] = {
         "generation",
         "member_id",
     ),
-    MessageAccumulator: (
-        "_batches",
-        "_closed",
-        "_cluster",
-        "_pending_batches",
-        "drain_by_nodes",  # public, but replaced on the object
-        "fail_all",
-    ),
-    MessageBatch: ("_builder", "_drain_waiter"),
     PartitionRecords: (
         "_aborted_producers",
         "_consume_aborted_up_to",
@@ -272,10 +273,36 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
 
     def send(self, request: Any, expect_response: bool = True) -> Any:
         """Send a request; see the base class, which has one timeout for all."""
-        sent = super().send(request, expect_response)
-        if isinstance(request, HeartbeatRequest):
-            return asyncio.wait_for(sent, self.heartbeat_timeout_s)
-        return sent
+        if self._writer is None or not expect_response:
+            return super().send(request, expect_response)
+        message = request.prepare(self._versions)
+        correlation_id = self._next_correlation_id()
+        header = message.build_request_header(correlation_id, self._client_id).encode()
+        body = message.encode()
+        try:
+            self._writer.write(b"".join((_LENGTH.pack(len(header) + len(body)), header, body)))
+        except OSError as error:
+            self.close(reason=CloseReason.CONNECTION_BROKEN, exc=error)
+            raise kafka_errors.KafkaConnectionError(
+                f"Connection at {self.host}:{self.port} broken: {error}"
+            ) from error
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._requests.append((correlation_id, message, answer))
+        is_heartbeat = isinstance(request, HeartbeatRequest)
+        timeout_s = self.heartbeat_timeout_s if is_heartbeat else self._request_timeout
+        return _wait_for(answer, timeout_s)
+
+    def _handle_frame(self, frame: bytes) -> None:
+        correlation_id, request, answer = self._requests[0]
+        if request is None or request.FLEXIBLE_VERSION or frame[:4] != _LENGTH.pack(correlation_id):
+            super()._handle_frame(frame)
+            return
+        if not answer.done():
+            content = BytesIO(frame)
+            content.seek(_LENGTH.size)
+            answer.set_result(request.RESPONSE_TYPE.decode(content))
+        self._last_action = time.monotonic()
+        self._requests.popleft()
 
     def _create_reader_task(self) -> asyncio.Future[None]:
         """Called where aiokafka begins to read: on the new transport, before anything was sent.
@@ -286,6 +313,25 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
         self.transport = self._writer.transport
         self.transport.set_protocol(ResponseProtocol(self, self._closed_fut))
         return asyncio.get_running_loop().create_future()
+
+
+async def _wait_for(answer: asyncio.Future[Any], timeout_s: float | None) -> Any:
+    """Wait for an answer. Raises TimeoutError.
+
+    aiokafka makes a context for each request, which takes longer than this timer.
+    """
+    if timeout_s is None:
+        return await answer
+    timer = asyncio.get_running_loop().call_later(timeout_s, _time_out, answer)
+    try:
+        return await answer
+    finally:
+        timer.cancel()
+
+
+def _time_out(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())
 
 
 async def close_connection(connection: DirectConnection, timeout_s: float) -> None:
@@ -346,7 +392,7 @@ def replace_connecting(
             held_until_s = time.monotonic() + metadata_pause_s
         return found
 
-    client.send = partial(_send_or_connection_error, client.send, on_request, pause_s)
+    client.send = partial(_send, client, get_connection, on_request, pause_s)
     client._get_conn = get_connection
     client.bootstrap = bootstrap
     client._metadata_update = update_metadata
@@ -358,23 +404,33 @@ def _has_leaders(cluster: ClusterMetadata, topic: str) -> bool:
     return bool(partitions) and partitions == cluster.available_partitions_for_topic(topic)
 
 
-async def _send_or_connection_error(
-    send: Callable[..., Awaitable[Any]],
+async def _send(
+    client: AIOKafkaClient,
+    get_connection: Callable[..., Awaitable[AIOKafkaConnection | None]],
     on_request: Callable[[str], None],
     pause_s: Callable[[Any, float], float],
     node_id: int,
     request: Any,
-    **options: Any,
+    *,
+    group: int = ConnectionGroup.DEFAULT,
 ) -> Any:
-    """Call aiokafka's `send`, and raise its own error if the transport is closed already.
+    """Send a request as aiokafka's client does, and raise its own error if the transport is closed
+    already.
 
     asyncio's transport ignores writes after it was closed, and the request fails with its
     connection. uvloop's raises RuntimeError, which aiokafka does not expect and which would end its
     background tasks.
     """
     on_request(type(request).__name__.removesuffix("Request"))
+    connection = open_connection(client, (node_id, group))
+    connection = connection or await get_connection(node_id, group=group)
+    if connection is None:
+        raise kafka_errors.NodeNotReadyError(f"node {node_id}: there is no connection at present")
     try:
-        response = await send(node_id, request, **options)
+        response = await connection.send(request)
+    except TimeoutError as error:
+        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)  # the next request opens another
+        raise kafka_errors.RequestTimedOutError from error
     except RuntimeError as error:
         if "handler is closed" not in str(error):
             raise
@@ -438,6 +494,13 @@ def add_connection(
 def log_connecting_failed(node_id: int, error: Exception) -> None:
     """Log as aiokafka's client does, so that the same filters apply."""
     aiokafka_client.log.error("Unable connect to node with id %s: %s", node_id, error)
+
+
+def log_send_retried(partition: TopicPartition, reason: str) -> None:
+    """Log as aiokafka's producer does, so that the same filters apply."""
+    aiokafka_sender.log.warning(
+        "Got error produce response on topic-partition %s, retrying. Error: %s", partition, reason
+    )
 
 
 def last_response_s(client: AIOKafkaClient) -> float:
@@ -524,10 +587,49 @@ async def commit_once(
 
 
 class FetchBuffer:
-    """The records that a consumer has fetched and not returned yet."""
+    """The records that a consumer has fetched and not returned yet.
+
+    aiokafka's fetcher is a task that is woken when a fetch ends. It wakes those who wait for
+    records, looks for a fetch that it could send, and is woken again once the records have been
+    read. Here the end of a fetch wakes them itself, and the fetcher sees it end when the next fetch
+    is due: it has one turn for each fetch, after the records have been passed on.
+
+    Args:
+        consumer: one that has been started. It has no other buffer.
+    """
 
     def __init__(self, consumer: AIOKafkaConsumer) -> None:
         self._fetcher: Fetcher = consumer._fetcher
+        self._unread: set[asyncio.Future[object]] = set()
+        """One for each fetch whose records are being read."""
+        self._fetcher._proc_fetch_request = partial(self._fetch, self._fetcher._proc_fetch_request)
+
+    async def _fetch(self, fetch: Callable[..., Awaitable[bool]], *request: Any) -> bool:
+        """Fetch from one broker; return once the next fetch from it is due.
+
+        This is after `fetch_again`, or after the pause in which aiokafka itself sends no fetch to a
+        broker of whose records some are unread.
+
+        Returns:
+            False: nobody has to be woken by aiokafka.
+        """
+        fetcher = self._fetcher
+        if not await fetch(*request):
+            return False
+        for waiter in fetcher._fetch_waiters:
+            fetcher._notify(waiter)
+        loop = asyncio.get_running_loop()
+        unread: asyncio.Future[object] = loop.create_future()
+        self._unread.add(unread)
+        timer = loop.call_later(fetcher._prefetch_backoff, _end_wait, unread)
+        try:
+            await unread
+        except asyncio.CancelledError:
+            pass  # as aiokafka's own method does: the partitions are revoked, or this is the end
+        finally:
+            timer.cancel()
+            self._unread.discard(unread)
+        return False
 
     async def wait_for_assignment(self) -> None:
         """Wait for the end of a rebalance in progress."""
@@ -560,7 +662,8 @@ class FetchBuffer:
 
     def fetch_again(self) -> None:
         """Send the next fetches, of the partitions without a result."""
-        self._fetcher._notify(self._fetcher._wait_consume_future)
+        for waiting in self._unread or (self._fetcher._wait_consume_future,):
+            self._fetcher._notify(waiting)
 
 
 _TIMED_OUT: Final = object()
@@ -635,49 +738,16 @@ def replace_record_sets(record_set: type) -> None:
     aiokafka_fetcher.MemoryRecords = record_set
 
 
-def replace_fetch_codec(encode: Callable[[FetchRequest_v11], bytes], response: type) -> None:
-    """Make aiokafka's connections encode fetch requests of version 11 and decode the responses by
-    these.
+def replace_codec(request: type, encode: Callable[[Any], bytes], response: type) -> None:
+    """Make aiokafka's connections encode requests of a class, and decode the responses, by these.
 
-    They must do what aiokafka's do, for every other consumer in the process.
+    They must do what aiokafka's do, for every other client in the process.
     """
-    FetchRequest_v11.encode = encode
-    FetchRequest_v11.RESPONSE_TYPE = response
+    request.encode = encode  # type: ignore[attr-defined]
+    request.RESPONSE_TYPE = response  # type: ignore[attr-defined]
 
 
 # --- batches ----------------------------------------------------------------------------------
-
-
-def is_sending(producer: AIOKafkaProducer) -> bool:
-    """Return whether the task that sends a producer's batches is running."""
-    return not producer._sender.sender_task.done()
-
-
-def limit_requests(producer: AIOKafkaProducer, most_bytes: int) -> None:
-    """Limit the bytes of batches that a producer puts into one request; one batch may exceed it.
-
-    aiokafka puts a batch of each partition into the request to their leader, however many there
-    are. A broker closes the connection at a request over `socket.request.max.bytes`, and aiokafka
-    would send the same one again.
-    """
-    accumulator = producer._message_accumulator
-    drain = accumulator.drain_by_nodes
-
-    def drain_by_nodes(ignore_nodes: Collection[int], muted_partitions: Set[Any]) -> Any:
-        sizes: dict[int, int] = {}
-        over = set()
-        for partition, batches in accumulator._batches.items():
-            leader = accumulator._cluster.leader_for_partition(partition)
-            if partition in muted_partitions or leader in (None, -1):
-                continue
-            size = batches[0]._builder.size()
-            if leader in sizes and sizes[leader] + size > most_bytes:
-                over.add(partition)  # it goes with a later request: aiokafka sends one at a time
-            else:
-                sizes[leader] = sizes.get(leader, 0) + size
-        return drain(ignore_nodes, muted_partitions | over)
-
-    accumulator.drain_by_nodes = drain_by_nodes
 
 
 def record_appender(builder: BatchBuilder) -> tuple[Callable[..., Any], int]:
@@ -802,35 +872,6 @@ async def close_consumer(
         tasks += [fetcher._fetch_task, *fetcher._pending_tasks]
     await _cancel(tasks, timeout_s)
     await close_client(consumer._client, timeout_s)
-
-
-async def close_producer(producer: AIOKafkaProducer, timeout_s: float) -> None:
-    """Stop sending; what is queued or unacknowledged fails with `ProducerClosed`."""
-    producer._closed = True
-    sender, accumulator = producer._sender, producer._message_accumulator
-    accumulator._closed = True
-    # Close the sockets first: requests in flight end with them, and a cancelled sender awaits
-    # those.
-    task = sender.sender_task
-    if task is not None:
-        task.cancel()
-    await close_client(producer.client, timeout_s)
-    if task is not None:
-        await asyncio.wait([task], timeout=timeout_s)
-    await _cancel([task, *_tasks_of(sender)], timeout_s)
-    waiting = [batch for batches in accumulator._batches.values() for batch in batches]
-    # Batches that wait to be sent again are not in `_pending_batches`, but aiokafka's callback at
-    # their end removes them from it, and logs a KeyError for each that is missing.
-    accumulator._pending_batches.update(waiting)
-    accumulator.fail_all(ProducerClosed())
-    for batch in waiting:
-        batch._drain_waiter.exception()
-
-
-def _tasks_of(owner: object) -> list[asyncio.Task[Any]]:
-    """Return the tasks that run methods of this object; aiokafka's sender keeps no list of them."""
-    frames = ((task, getattr(task.get_coro(), "cr_frame", None)) for task in asyncio.all_tasks())
-    return [task for task, frame in frames if frame and frame.f_locals.get("self") is owner]
 
 
 def _without_request(client: AIOKafkaClient) -> Any:

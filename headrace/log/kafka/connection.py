@@ -14,7 +14,9 @@ from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
 from aiokafka.errors import KafkaError
+from aiokafka.protocol.fetch import FetchRequest_v11
 from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.protocol.produce import ProduceRequest_v7
 
 from headrace.config import KafkaSettings
 from headrace.errors import HeadraceError
@@ -28,13 +30,18 @@ from headrace.log.kafka._aiokafka import (
     log_connecting_failed,
     new_connection,
     open_connection,
+    replace_codec,
     replace_connecting,
-    replace_fetch_codec,
     start_metadata_refresh,
 )
 from headrace.log.kafka.errors import answered
-from headrace.log.kafka.fetch_wire import FetchResponse, encode_request
 from headrace.log.kafka.record_batches import DEFAULT_DECOMPRESSED_BYTES
+from headrace.log.kafka.record_requests import (
+    FetchResponse,
+    ProduceResponse,
+    encode_fetch,
+    encode_produce,
+)
 from headrace.log.kafka.security import connection_error, no_brokers_error, security_options
 from headrace.primitives.backoff import Backoff
 from headrace.tuning import TUNING, KafkaTuning
@@ -42,7 +49,8 @@ from headrace.tuning import TUNING, KafkaTuning
 Address: TypeAlias = tuple[str, int]
 
 # All clients are opened with a `Connection`.
-replace_fetch_codec(encode_request, FetchResponse)
+replace_codec(FetchRequest_v11, encode_fetch, FetchResponse)
+replace_codec(ProduceRequest_v7, encode_produce, ProduceResponse)
 
 
 class ReconnectTimes:

@@ -138,6 +138,8 @@ class ContactMonitor:
 class KafkaConsumer:
     """The common part of members and readers; see `headrace.log.port.Consumer`."""
 
+    _buffer: FetchBuffer  # set once the consumer has started
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._started: AIOKafkaConsumer | None = None
@@ -204,6 +206,7 @@ class KafkaConsumer:
     async def _start(self, consumer: AIOKafkaConsumer) -> None:
         async with self._request("connect"):
             await consumer.start()
+        self._buffer = FetchBuffer(consumer)
         self._contact.client = client_of(consumer)
 
     @property
@@ -232,7 +235,7 @@ class KafkaConsumer:
             self._set_fetch_wait(consumer)
             with count_as_polling(consumer):
                 found = await take_records(
-                    FetchBuffer(consumer), timeout_s, max_records, max_bytes, self._read_state
+                    self._buffer, timeout_s, max_records, max_bytes, self._read_state
                 )
         except KafkaError as error:
             self._handle_poll_error(consumer, error)

@@ -151,7 +151,10 @@ class DirectFetch:
             leader = client.cluster.leader_for_partition(partition)
             if leader not in _NO_LEADER:
                 response = await client.send(leader, request)
-                ((_, ((_, code, *rest),)),) = response.topics
+                ((_, parts),) = response.topics
+                if not parts:  # a fetch that found nothing
+                    return (b"",)
+                ((_, code, *rest),) = parts
                 fields: Sequence[Any] = rest
                 error = broker_error(code, str(partition))
                 if error is None:

@@ -1,8 +1,7 @@
 """The producer: packs records into batches and sends the batches of each partition in order.
 
 A batch is filled while the previous one of its partition is in flight, so a chunk of many records
-and many callers with one record each produce the same few requests. Batches go by aiokafka's bulk
-path (`send_batch`), which makes no future for each record.
+and many callers with one record each produce the same few requests.
 """
 
 from __future__ import annotations
@@ -10,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
+from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import DuplicateSequenceNumber, KafkaError, TopicAuthorizationFailedError
 from aiokafka.producer.message_accumulator import BatchBuilder
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.protocol.transaction import InitProducerIdRequest
 
 from headrace.errors import HeadraceError
 from headrace.log.errors import (
@@ -28,16 +30,22 @@ from headrace.log.errors import (
 )
 from headrace.log.kafka._aiokafka import (
     AnyNameBuilder,
-    close_producer,
-    is_sending,
-    limit_requests,
+    build_batch,
+    log_send_retried,
     record_appender,
     set_record_count,
 )
 from headrace.log.kafka.connection import Connection
-from headrace.log.kafka.errors import answered, in_port_words
+from headrace.log.kafka.errors import answered, broker_error, error_text, in_port_words
 from headrace.log.kafka.topic_cache import TopicCache, TopicLimits
 from headrace.log.port import NewRecord, SentBatch, TopicPartition
+
+SEQUENCES: Final = 2**31
+"""A partition's sequence numbers wrap around to 0 (`DefaultRecordBatch.incrementSequence`)."""
+_ALL_REPLICAS: Final = -1
+_NO_LEADER: Final = -1
+_NO_TIMEOUT_MS: Final = 2**31 - 1
+"""Of transactions, of which a producer without a transactional id has none."""
 
 
 class _BatchTooLarge(LogUnavailable):
@@ -46,16 +54,72 @@ class _BatchTooLarge(LogUnavailable):
     """
 
 
-class _PartitionQueue:
-    """State of one partition: the batch being filled, and the task that sends batches in order."""
+class PartitionQueue:
+    """Batches of one partition: the one being filled, and the one in flight.
 
-    __slots__ = ("batch_taken", "open_batch", "partition", "task")
+    Attributes:
+        open_batch: takes records; None if there are none to be sent.
+        in_flight: was sent, and waits for its response or for the next attempt.
+        content: the bytes of the batch in flight.
+        batch_taken: set while `open_batch` is None.
+    """
+
+    __slots__ = ("batch_taken", "content", "in_flight", "open_batch", "partition")
 
     def __init__(self, partition: TopicPartition) -> None:
         self.partition = partition
         self.open_batch: PendingBatch | None = None
+        self.in_flight: PendingBatch | None = None
+        self.content = b""
         self.batch_taken = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+
+    def drop_ended(self) -> None:
+        """Drop batches that have ended without a response."""
+        if self.in_flight is not None and self.in_flight.ended.done():
+            self.end_flight()
+        self.drop_ended_open()
+
+    def drop_ended_open(self) -> None:
+        """Drop the open batch if it has ended."""
+        if self.open_batch is not None and self.open_batch.ended.done():
+            self._take()
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether there is a batch that could be sent now."""
+        if self.in_flight is not None:
+            return True
+        return self.open_batch is not None and self.open_batch.is_due
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the batch to be sent."""
+        if self.in_flight is not None:
+            return len(self.content)
+        return 0 if self.open_batch is None else self.open_batch.builder.size()
+
+    def begin_flight(self, build: Callable[[PendingBatch], bytes]) -> bytes:
+        """Return the bytes to send: again those in flight, or those of the open batch."""
+        if self.in_flight is None:
+            batch = self._take()
+            self.in_flight, self.content = batch, build(batch)
+        return self.content
+
+    def end_flight(self) -> None:
+        """Let the next batch be sent."""
+        self.in_flight, self.content = None, b""
+
+    def fail_next(self, error: HeadraceError) -> None:
+        """Fail the batch to be sent."""
+        batch = self.in_flight or self.open_batch
+        if batch is not None:
+            batch.fail(error)
+
+    def _take(self) -> PendingBatch:
+        batch, self.open_batch = self.open_batch, None
+        assert batch is not None
+        self.batch_taken.set()
+        return batch
 
 
 class KafkaProducer:
@@ -67,9 +131,9 @@ class KafkaProducer:
         self._delivery_s = 2 * connection.request_timeout_s
         self._codec = connection.codec
         self._tuning = connection.tuning
-        self._sender = Sender(connection, self._delivery_s)
+        self._sender = Sender(connection)
         self._topics = TopicCache(connection.tuning)
-        self._queues: dict[TopicPartition, _PartitionQueue] = {}
+        self._queues: dict[TopicPartition, PartitionQueue] = {}
         self._unacknowledged: set[PendingBatch] = set()
         self._finished = self._closed = False
 
@@ -78,6 +142,7 @@ class KafkaProducer:
             await self._sender.start()
         except BaseException:
             self._closed = True
+            await self._sender.close()
             raise
         return self
 
@@ -94,11 +159,6 @@ class KafkaProducer:
         self._closed = True
         if not self._finished:
             await wait_ended(self._unacknowledged, self._tuning.flush_timeout_s)
-        tasks = [queue.task for queue in self._queues.values() if queue.task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
         await self._sender.close()
         for batch in list(self._unacknowledged):
             batch.fail(LogUnavailable(f"send to {batch.partition}: the producer was closed"))
@@ -118,7 +178,7 @@ class KafkaProducer:
         limits = self._cached_limits(partition) or await self._fetch_limits(partition)
         queue = self._queues.get(partition)
         if queue is None:
-            queue = self._queues[partition] = _PartitionQueue(partition)
+            queue = self._queues[partition] = PartitionQueue(partition)
         batches: list[SentBatch] = []
         start = 0
         while start < len(records) and not (first_batch_only and batches):
@@ -126,6 +186,7 @@ class KafkaProducer:
                 await self._wait_for_room(queue)
             batch = self._open_batch(queue, limits)
             end, refusal = batch.add(records, start)
+            self._send_soon(queue, batch)
             if end > start:
                 batches.append(SentBatch(end - start, batch.acknowledged))
             if refusal is not None:
@@ -136,22 +197,23 @@ class KafkaProducer:
 
     def _cached_limits(self, partition: TopicPartition) -> TopicLimits | None:
         """Return the topic's limits if they are known without a request; else None."""
-        producer = None if self._closed else self._sender.current
-        return None if producer is None else self._topics.cached_limits(producer.client, partition)
+        if self._closed:
+            return None
+        return self._topics.cached_limits(self._sender.client, partition)
 
     async def _fetch_limits(self, partition: TopicPartition) -> TopicLimits:
         self._check_open()
         async with answered(f"send to {partition}", self._delivery_s):
-            producer = await self._sender.get_producer()
-            return await self._topics.fetch_limits(producer.client, partition)
+            return await self._topics.fetch_limits(self._sender.client, partition)
 
-    async def _wait_for_room(self, queue: _PartitionQueue) -> None:
+    async def _wait_for_room(self, queue: PartitionQueue) -> None:
         async with answered(f"send to {queue.partition}: room", self._delivery_s):
             while queue.open_batch is not None and queue.open_batch.is_full:
                 await queue.batch_taken.wait()
 
-    def _open_batch(self, queue: _PartitionQueue, limits: TopicLimits) -> PendingBatch:
-        """Return the partition's batch with room in it; start the task that will send it."""
+    def _open_batch(self, queue: PartitionQueue, limits: TopicLimits) -> PendingBatch:
+        """Return the partition's batch with room in it."""
+        queue.drop_ended_open()
         if queue.open_batch is None:
             batch = PendingBatch(
                 queue.partition,
@@ -165,23 +227,22 @@ class KafkaProducer:
             batch.ended.add_done_callback(partial(self._forget, batch))
             queue.open_batch = batch
             queue.batch_taken.clear()
-        if queue.task is None or queue.task.done():
-            queue.task = asyncio.create_task(
-                self._send_batches(queue), name=f"kafka-{queue.partition}"
-            )
         return queue.open_batch
 
-    async def _send_batches(self, queue: _PartitionQueue) -> None:
-        """Send the partition's batches one at a time, in order, until there is none."""
-        while (batch := queue.open_batch) is not None:
-            if self._linger_s and not batch.is_full:
-                await asyncio.sleep(self._linger_s)
-            queue.open_batch = None
-            queue.batch_taken.set()
-            if batch.builder.record_count() == 0:  # its only record was refused
-                batch.succeed()
-                continue
-            await self._sender.send(batch)
+    def _send_soon(self, queue: PartitionQueue, batch: PendingBatch) -> None:
+        """Send a batch once it is full, or has waited for more records long enough."""
+        if batch.builder.record_count() == 0:  # its only record was refused
+            batch.succeed()
+        elif batch.is_full or not self._linger_s:
+            self._mark_due(queue, batch)
+        elif not batch.is_lingering:
+            batch.is_lingering = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._linger_s, self._mark_due, queue, batch)
+
+    def _mark_due(self, queue: PartitionQueue, batch: PendingBatch) -> None:
+        batch.is_due = True
+        self._sender.send_soon(queue)
 
     def _forget(self, batch: PendingBatch, ended: asyncio.Future[None]) -> None:
         self._unacknowledged.discard(batch)
@@ -192,7 +253,7 @@ class KafkaProducer:
             self._topics.forget_limits(batch.partition.topic)  # they must have changed
 
     def _on_overdue(self, batch: PendingBatch) -> HeadraceError:
-        self._sender.mark_unreliable()
+        self._sender.renew_producer_id()
         return LogUnavailable(
             f"send to {batch.partition}: not acknowledged within {self._delivery_s:g} s"
         )
@@ -207,8 +268,7 @@ class KafkaProducer:
         """See the port."""
         self._check_open()
         async with answered(f"metadata of topic {topic}", self._tuning.topic_timeout_s):
-            producer = await self._sender.get_producer()
-            return await self._topics.partitions(producer.client, topic)
+            return await self._topics.partitions(self._sender.client, topic)
 
 
 def _refused_record(error: HeadraceError) -> SentBatch:
@@ -223,168 +283,229 @@ def _refused_record(error: HeadraceError) -> SentBatch:
 
 
 class Sender:
-    """Sends batches by aiokafka's idempotent producer, which it replaces once it is unreliable.
+    """Sends the batches of partitions to their leaders, idempotently.
 
-    Two of that producer's properties require this. It retries an idempotent batch forever; and a
-    batch that fails for good has used up its sequence numbers, so that all following batches are
-    refused as out of order (aiokafka issue 1017). So every batch has a deadline of its own, and
-    after any failure the next batch goes to a new producer, which has a new producer id.
+    aiokafka's producer is not used. It passes a batch on through three tasks of its own, retries an
+    idempotent batch forever, and refuses all that follow a batch that has failed for good, which
+    has used up its sequence numbers (aiokafka issue 1017).
 
-    One batch is in flight for each partition.
+    One request is in flight for each broker, with one batch of a partition; batches that come
+    meanwhile go together with the next one. A batch that is sent again has the producer id and the
+    sequence numbers of the first time, by which the broker knows it. Once a batch has failed, those
+    that follow have a new producer id: nobody knows which sequence numbers the broker expects.
+
+    Source: "Idempotent producer" in KIP-98, "Exactly Once Delivery and Transactional Messaging".
 
     Args:
-        connection: the options of the producers.
-        restart_timeout_s: how long starting a new producer is retried.
+        connection: the options of the client.
         random_share: returns random numbers from 0 to 1.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        restart_timeout_s: float,
-        random_share: Callable[[], float] = random.random,
+        self, connection: Connection, random_share: Callable[[], float] = random.random
     ) -> None:
         self._connection = connection
-        self._restart_timeout_s = restart_timeout_s
         self._random_share = random_share
-        self._producer: AIOKafkaProducer | None = None
-        self._retired: AIOKafkaProducer | None = None
-        self._is_unreliable = False
-        self._replacing: asyncio.Task[AIOKafkaProducer] | None = None
-        self._in_flight: set[PendingBatch] = set()
+        self._client: AIOKafkaClient | None = None
+        self._producer_id: tuple[int, int] | None = None  # with its epoch
+        self._identifying = asyncio.Lock()
+        self._sequences: dict[TopicPartition, int] = defaultdict(int)
+        self._due: dict[PartitionQueue, None] = {}
+        self._sending: dict[int | None, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Connect, once. Raises `LogUnavailable` and `LogAuthenticationFailed`."""
-        self._producer = await self._new_producer()
+        async with answered("start the producer", self._connection.request_timeout_s):
+            self._client = await self._connection.open_client()
+            await self._get_producer_id()
 
     @property
-    def current(self) -> AIOKafkaProducer | None:
-        """The producer, or None if there is none that is reliable."""
-        producer = self._producer
-        if producer is None or self._is_unreliable or not is_sending(producer):
-            return None
-        return producer
+    def client(self) -> AIOKafkaClient:
+        """The client, which is connected until `close`."""
+        if self._client is None:
+            raise RuntimeError("the producer is closed")
+        return self._client
 
-    async def get_producer(self) -> AIOKafkaProducer:
-        """Return the producer; start a new one if the last has failed in any way.
-
-        Raises:
-            LogUnavailable: none could be started in time.
-            LogAuthenticationFailed: the brokers refuse us.
+    def send_soon(self, queue: PartitionQueue) -> None:
+        """Send a partition's batch as soon as the one before it has been acknowledged, and its
+        broker has answered the last request.
         """
-        producer = self.current
-        if producer is not None:
-            return producer
-        if self._replacing is None or self._replacing.done():
-            self._replacing = asyncio.create_task(self._replace(), name="kafka-producer-start")
-            self._replacing.add_done_callback(_retrieve_error)
-        return await asyncio.shield(self._replacing)
-
-    def mark_unreliable(self) -> None:
-        """Mark the producer as unreliable; the next batch goes to a new one."""
-        self._is_unreliable = True
-
-    async def send(self, batch: PendingBatch) -> None:
-        """Queue a batch, which may wait for the previous one of its partition.
-
-        The batch ends in any case; nothing is raised.
-        """
-        producer = None
-        try:
-            producer = await self.get_producer()
-            if batch.ended.done():  # its deadline has passed
-                return
-            batch.builder.close()
-            self._in_flight.add(batch)
-            sent = await producer.send_batch(
-                batch.builder, batch.partition.topic, partition=batch.partition.partition
-            )
-        except Exception as error:  # noqa: BLE001  # it goes to those who await the batch
-            self._on_failure(batch, producer, error)
-        else:
-            sent.add_done_callback(partial(self._on_response, batch, producer))
+        if queue.in_flight is None:
+            self._add_due(queue)
 
     async def close(self) -> None:
-        """Close; batches that are still in flight fail."""
-        if self._replacing is not None:
-            self._replacing.cancel()
-            await asyncio.wait([self._replacing])
-        for producer in (self._retired, self._producer):
-            if producer is not None:
-                await close_producer(producer, self._connection.tuning.close_timeout_s)
-        self._retired = self._producer = None
-        for batch in list(self._in_flight):
-            batch.fail(LogUnavailable(f"send to {batch.partition}: the producer was closed"))
+        """Close; nothing more is sent."""
+        client, self._client = self._client, None
+        tasks = list(self._sending.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if client is not None:
+            await self._connection.close_client(client)
 
-    async def _new_producer(self) -> AIOKafkaProducer:
-        settings, tuning = self._connection.settings, self._connection.tuning
-        producer = AIOKafkaProducer(
-            **self._connection.client_options(),
-            acks="all",
-            enable_idempotence=True,
-            compression_type=None if settings.compression == "none" else settings.compression,
-            max_batch_size=tuning.max_batch_bytes,
-            max_request_size=tuning.max_request_bytes,
-            linger_ms=0,  # a batch lingers before it is handed over
-        )
-        self._connection.take_over_connecting(producer.client)
-        limit_requests(producer, tuning.max_request_bytes)
-        try:
-            async with answered("start the producer", self._connection.request_timeout_s):
-                await producer.start()
-        except BaseException:
-            await close_producer(producer, self._connection.tuning.close_timeout_s)
-            raise
-        return producer
+    def renew_producer_id(self) -> None:
+        """Give the next batches a new producer id."""
+        self._producer_id = None
 
-    async def _replace(self) -> AIOKafkaProducer:
-        tuning = self._connection.tuning
-        self._retired, self._producer = self._producer or self._retired, None
-        if self._retired is not None:
-            # The old producer's batches may still be acknowledged; the rest fails with it. Wait, to
-            # keep the order within each partition.
-            await wait_ended(self._in_flight, tuning.retire_timeout_s)
-            await close_producer(self._retired, tuning.close_timeout_s)
-            self._retired = None
-        self._producer = await self._start_within(self._restart_timeout_s)
-        self._is_unreliable = False
-        return self._producer
-
-    async def _start_within(self, timeout_s: float) -> AIOKafkaProducer:
-        """Start a producer; retry until one has started or the time is over."""
-        deadline_s = time.monotonic() + timeout_s
-        attempt = 0
-        while True:
-            try:
-                return await self._new_producer()
-            except LogUnavailable:
-                if time.monotonic() >= deadline_s:
-                    raise
-            backoff = self._connection.tuning.producer_restart
-            await asyncio.sleep(backoff.pause_s(attempt, self._random_share()))
-            attempt += 1
-
-    def _on_response(
-        self, batch: PendingBatch, producer: AIOKafkaProducer, sent: asyncio.Future[Any]
-    ) -> None:
-        error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
-        if error is not None:
-            self._on_failure(batch, producer, error)
+    def _add_due(self, queue: PartitionQueue) -> None:
+        if self._client is None:  # closed, while the batch waited to be sent again
             return
-        self._in_flight.discard(batch)
-        batch.succeed()
+        self._due[queue] = None
+        self._start_sending(self._leader(queue))
 
-    def _on_failure(
-        self, batch: PendingBatch, producer: AIOKafkaProducer | None, error: BaseException
+    def _start_sending(self, node: int | None) -> None:
+        if node not in self._sending:
+            task = asyncio.create_task(self._send_due(node), name=f"kafka-send-{node}")
+            self._sending[node] = task
+
+    def _leader(self, queue: PartitionQueue) -> int | None:
+        node: int | None = self.client.cluster.leader_for_partition(queue.partition)
+        return None if node == _NO_LEADER else node
+
+    async def _send_due(self, node: int | None) -> None:
+        """Send requests to a broker, one after the other, until none is due.
+
+        Args:
+            node: the broker; None for the partitions whose leader is unknown.
+        """
+        try:
+            while queues := self._due_at(node):
+                if node is None:
+                    self.client.force_metadata_update()
+                    await asyncio.sleep(self._connection.tuning.request_retry_s)
+                elif self._producer_id is None:
+                    await self._identify(queues)
+                else:
+                    await self._send_to(node, self._producer_id, queues)
+        finally:
+            del self._sending[node]
+
+    def _due_at(self, node: int | None) -> list[PartitionQueue]:
+        """Return the queues with a batch that is due at this broker."""
+        found = []
+        for queue in list(self._due):
+            queue.drop_ended()
+            if not queue.is_due:
+                del self._due[queue]
+                continue
+            leader = self._leader(queue)
+            if leader == node:
+                found.append(queue)
+            else:
+                self._start_sending(leader)  # it may have become the leader since
+        return found
+
+    async def _identify(self, queues: Iterable[PartitionQueue]) -> None:
+        """Get a producer id; if the brokers refuse us, all batches fail."""
+        try:
+            await self._get_producer_id()
+        except HeadraceError as error:
+            for queue in queues:
+                queue.fail_next(error)
+
+    async def _get_producer_id(self) -> None:
+        """Get a producer id, unless there is one; retry until it succeeds.
+
+        Raises:
+            LogAuthenticationFailed: the brokers refuse us.
+        """
+        async with self._identifying:
+            attempt = 0
+            while self._producer_id is None:
+                try:
+                    found = await self._request_producer_id()
+                except KafkaError as error:
+                    if not error.retriable:
+                        raise in_port_words(error, "start the producer") from error
+                    # Connecting again fails without a reason.
+                    if (refusal := await self._connection.refusal()) is not None:
+                        raise refusal from error
+                else:
+                    self._producer_id = found
+                    self._sequences.clear()
+                    return
+                backoff = self._connection.tuning.producer_id_retry
+                await asyncio.sleep(backoff.pause_s(attempt, self._random_share()))
+                attempt += 1
+
+    async def _request_producer_id(self) -> tuple[int, int]:
+        """Return a new producer id, and its epoch. Raises `KafkaError`."""
+        request = InitProducerIdRequest(None, _NO_TIMEOUT_MS)
+        answer = await self.client.send(self.client.get_random_node(), request)
+        error = broker_error(answer.error_code)
+        if error is not None:
+            raise error
+        return answer.producer_id, answer.producer_epoch
+
+    async def _send_to(
+        self, node: int, producer_id: tuple[int, int], queues: Iterable[PartitionQueue]
     ) -> None:
-        self._in_flight.discard(batch)
+        """Send one request with a batch of each partition, as many as it may hold."""
+        most_bytes = self._connection.tuning.max_request_bytes
+        topics: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
+        sent: dict[tuple[str, int], PartitionQueue] = {}
+        size_bytes = 0
+        for queue in queues:
+            size_bytes += queue.size_bytes
+            # A broker closes the connection at a request over `socket.request.max.bytes`.
+            if sent and size_bytes > most_bytes:
+                break
+            del self._due[queue]
+            content = queue.begin_flight(partial(self._build, producer_id))
+            topics[queue.partition.topic].append((queue.partition.partition, content))
+            sent[queue.partition] = queue
+        timeout_ms = self._connection.settings.request_timeout_ms
+        request = ProduceRequest(None, _ALL_REPLICAS, timeout_ms, list(topics.items()))
+        try:
+            response = await self.client.send(node, request)
+        except Exception as error:  # noqa: BLE001  # it goes to those who await the batches
+            unsent: Exception = error.with_traceback(None)  # its frames hold the batches
+        else:
+            for topic, partitions in response.topics:
+                for number, code, *_ in partitions:
+                    answered_queue = sent.pop((topic, number), None)
+                    if answered_queue is not None:
+                        self._end_attempt(answered_queue, broker_error(code))
+            unsent = LogUnavailable("expected an answer for each partition, got none for this one")
+        for queue in sent.values():
+            self._end_attempt(queue, unsent)
+
+    def _build(self, producer_id: tuple[int, int], batch: PendingBatch) -> bytes:
+        sequence = self._sequences[batch.partition]
+        following = (sequence + batch.builder.record_count()) % SEQUENCES
+        self._sequences[batch.partition] = following
+        return build_batch(batch.builder, *producer_id, sequence)
+
+    def _end_attempt(self, queue: PartitionQueue, error: Exception | None) -> None:
+        """End the batch in flight, or send it again after a pause."""
+        batch = queue.in_flight
+        assert batch is not None
+        if error is None or isinstance(error, DuplicateSequenceNumber):
+            queue.end_flight()
+            batch.succeed()
+        elif isinstance(error, KafkaError) and error.retriable and not batch.ended.done():
+            if not batch.is_retried:
+                batch.is_retried = True
+                log_send_retried(queue.partition, error_text(error))
+            if error.invalid_metadata:
+                self.client.force_metadata_update()
+            pause_s = self._connection.tuning.request_retry_s
+            asyncio.get_running_loop().call_later(pause_s, self._add_due, queue)
+            return
+        else:
+            queue.end_flight()
+            self._fail(batch, error)
+        if queue.is_due:
+            self._add_due(queue)
+
+    def _fail(self, batch: PendingBatch, error: Exception) -> None:
         if isinstance(error, TopicAuthorizationFailedError):
-            # Keep the producer: a caller that names forbidden topics must not slow the others down.
-            # The sequence numbers used up belong to a partition that accepts none.
+            # Keep the producer id: a caller that names forbidden topics must not slow the others
+            # down. The sequence numbers used up belong to a partition that accepts none.
             batch.fail(TopicForbidden(batch.partition.topic))
             return
-        if producer is self._producer:
-            self.mark_unreliable()
+        self.renew_producer_id()
         what = f"send to {batch.partition}"
         if isinstance(error, KafkaError):
             translated = in_port_words(error, what)
@@ -405,12 +526,6 @@ async def wait_ended(batches: Iterable[PendingBatch], timeout_s: float) -> None:
     waiting = [batch.ended for batch in batches]
     if waiting:
         await asyncio.wait(waiting, timeout=timeout_s)
-
-
-def _retrieve_error(task: asyncio.Task[Any]) -> None:
-    """Mark a start's error as retrieved: all callers awaiting it may be gone when it fails."""
-    if not task.cancelled():
-        task.exception()
 
 
 # --- batches -----------------------------------------------------------------------------------
@@ -548,9 +663,15 @@ class PendingBatch(RecordBatch):
         max_bytes: the largest batch, if the topic accepts more.
         deadline_s: the acknowledgement fails after this, whatever has become of the records.
         overdue: called at the deadline; returns the error.
+
+    Attributes:
+        ended: done once the batch has been acknowledged, or has failed.
+        is_lingering: whether a timer runs that makes it due.
+        is_due: whether it is to be sent, however few its records are.
+        is_retried: whether it was sent more than once.
     """
 
-    __slots__ = ("_timer", "ended")
+    __slots__ = ("_timer", "ended", "is_due", "is_lingering", "is_retried")
 
     def __init__(
         self,
@@ -562,6 +683,7 @@ class PendingBatch(RecordBatch):
         overdue: Callable[[PendingBatch], HeadraceError],
     ) -> None:
         super().__init__(partition, limits, codec, max_bytes)
+        self.is_due = self.is_lingering = self.is_retried = False
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
         self._timer = loop.call_later(deadline_s, lambda: self.fail(overdue(self)))

@@ -47,14 +47,12 @@ from headrace.log.kafka.errors import (
     error_text,
     in_port_words,
 )
-from headrace.log.kafka.producer import RecordBatch
+from headrace.log.kafka.producer import SEQUENCES, RecordBatch
 from headrace.log.kafka.topic_cache import TopicCache, require_known_leaders, require_leaders
 from headrace.log.port import Committed, Membership, NewRecord, TopicPartition
 from headrace.tuning import TUNING, KafkaTuning
 
 _ALL_REPLICAS: Final = -1
-_SEQUENCES: Final = 2**31
-"""A partition's sequence numbers wrap around to 0 (`DefaultRecordBatch.incrementSequence`)."""
 _COULD_NOT_END = (
     kafka_errors.ConcurrentTransactions,
     kafka_errors.GroupCoordinatorNotAvailableError,
@@ -383,7 +381,7 @@ class ProducerEpoch:
                 waiting[batch.partition] = build_batch(
                     builder, self._producer_id, self._epoch, sequence
                 )
-                following = (sequence + builder.record_count()) % _SEQUENCES
+                following = (sequence + builder.record_count()) % SEQUENCES
                 self._sequences[batch.partition] = following
             await self._deliver(waiting)
 

@@ -1,12 +1,12 @@
-"""Encode fetch requests and decode fetch responses, of version 11.
+"""Encode the requests that carry records, and decode their responses: Fetch 11 and Produce 7.
 
 aiokafka opens no fetch sessions (KIP-227): each request lists all partitions that a process reads
 from a broker, and each response has a part for each of them, nearly all empty. Its own codec makes
 about 30 calls for each partition in both directions. Here each is packed and unpacked in one step.
 What that saves, and when to undo it, is in docs/decisions/0020. Other versions, of brokers older
-than 2.3, are still read by aiokafka.
+than 2.3, are still read and written by aiokafka.
 
-Source of the layouts: "Fetch API" in Kafka's protocol guide.
+Source of the layouts: "Fetch API" and "Produce API" in Kafka's protocol guide.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from aiokafka.errors import NotLeaderForPartitionError
 from aiokafka.protocol.fetch import FetchRequest_v11
+from aiokafka.protocol.produce import ProduceRequest_v7
 
 _REQUEST = struct.Struct(">iiiibii")  # replica, wait, two sizes, isolation, session and its epoch
 _REQUESTED = struct.Struct(">iiqqi")  # partition, leader epoch, offset, log start, most bytes
@@ -24,8 +25,13 @@ _RESPONSE = struct.Struct(">ihii")  # throttled, error, session, number of topic
 _PART = struct.Struct(">ihqqqi")  # partition, error, three offsets, number of transactions
 _PART_END = struct.Struct(">ii")  # replica, size of the batches
 _TRANSACTION = struct.Struct(">qq")
+_PRODUCE = struct.Struct(">hii")  # acknowledgements, timeout, number of topics
+_PART_BEGIN = struct.Struct(">ii")  # partition, size of the batches
+_PRODUCED = struct.Struct(">ihqqq")  # partition, error, offset, timestamp, log start
 _COUNT = struct.Struct(">i")
 _LENGTH = struct.Struct(">h")
+_NO_STRING: Final = _LENGTH.pack(-1)
+_NO_REPLICA: Final = -1
 _LEADER_UNFIT: Final = frozenset({9, 56, 74, 78})
 """REPLICA_NOT_AVAILABLE, KAFKA_STORAGE_ERROR, FENCED_LEADER_EPOCH and OFFSET_NOT_AVAILABLE."""
 
@@ -36,9 +42,10 @@ class FetchResponse:
     Args:
         topics: (topic, parts) of each topic. A part is (partition, error code, high watermark, last
             stable offset, log start offset, aborted transactions, preferred replica, batches), as
-            aiokafka's own response has it. But errors of a leader that may have been replaced, such
-            as one whose disk failed, are NOT_LEADER_OR_FOLLOWER: after this one alone aiokafka asks
-            for the leader anew, as Kafka's own client does after all of them.
+            aiokafka's own response has it. But parts without records, error and replica are left
+            out: aiokafka would only remember their offsets. And errors of a leader that may have
+            been replaced, such as one whose disk failed, are NOT_LEADER_OR_FOLLOWER: after this one
+            alone aiokafka asks for the leader anew, as Kafka's own client does after all of them.
 
     Attributes:
         is_refused: True if there are errors and no records. A broker answers so at once, and
@@ -89,12 +96,13 @@ class FetchResponse:
                     if len(batches) < size:
                         raise ValueError(f"expected batches of {size} bytes, got {len(batches)}")
                     at += size
-                parts.append((*fields, aborted, replica, batches))
+                if batches or fields[1] or replica != _NO_REPLICA:
+                    parts.append((*fields, aborted, replica, batches))
             topics.append((topic, parts))
         return cls(topics)
 
 
-def encode_request(request: FetchRequest_v11) -> bytes:
+def encode_fetch(request: FetchRequest_v11) -> bytes:
     """Encode a fetch request, without the header of the frame."""
     encoded = [
         _REQUEST.pack(
@@ -113,6 +121,60 @@ def encode_request(request: FetchRequest_v11) -> bytes:
         encoded += [_REQUESTED.pack(*partition) for partition in partitions]
     # No topics are forgotten without a session.
     encoded += (_COUNT.pack(0), _string(request.rack_id))
+    return b"".join(encoded)
+
+
+class ProduceResponse:
+    """A response to a produce request.
+
+    Args:
+        topics: (topic, parts) of each topic. A part is (partition, error code, base offset,
+            timestamp, log start offset), as aiokafka's own response has it.
+    """
+
+    API_VERSION: Final = 7
+
+    def __init__(self, topics: list[tuple[str, list[tuple[int, ...]]]]) -> None:
+        self.topics = topics
+
+    @classmethod
+    def decode(cls, frame: BytesIO) -> ProduceResponse:
+        """Decode the rest of a frame, behind its header.
+
+        Raises:
+            struct.error: the frame is cut off.
+            UnicodeDecodeError: it is cut off within the name of a topic.
+        """
+        data, at = frame.getvalue(), frame.tell()
+        (topic_count,) = _COUNT.unpack_from(data, at)
+        at += _COUNT.size
+        topics: list[tuple[str, list[tuple[int, ...]]]] = []
+        for _ in range(topic_count):
+            (length,) = _LENGTH.unpack_from(data, at)
+            at += _LENGTH.size + length
+            topic = data[at - length : at].decode()
+            (part_count,) = _COUNT.unpack_from(data, at)
+            at += _COUNT.size
+            parts: list[tuple[int, ...]] = []
+            for _ in range(part_count):
+                parts.append(_PRODUCED.unpack_from(data, at))
+                at += _PRODUCED.size
+            topics.append((topic, parts))
+        _COUNT.unpack_from(data, at)  # how long the request was throttled
+        return cls(topics)
+
+
+def encode_produce(request: ProduceRequest_v7) -> bytes:
+    """Encode a produce request, without the header of the frame."""
+    name = request.transactional_id
+    encoded = [
+        _NO_STRING if name is None else _string(name),
+        _PRODUCE.pack(request.required_acks, request.timeout, len(request.topics)),
+    ]
+    for topic, partitions in request.topics:
+        encoded += (_string(topic), _COUNT.pack(len(partitions)))
+        for number, batches in partitions:
+            encoded += (_PART_BEGIN.pack(number, len(batches)), batches)
     return b"".join(encoded)
 
 
