@@ -6,7 +6,7 @@ import aiokafka.errors as kafka_errors
 import pytest
 from aiokafka.errors import KafkaError
 
-from headrace.log.kafka.errors import FencedProducer, in_port_words
+from headrace.log.kafka.errors import FencedProducer, broker_error, in_port_words
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,20 @@ def test_error_with_details_has_both() -> None:
     assert str(in_port_words(refused, "read")) == (
         "read: the broker does not allow this on the topic (TopicAuthorizationFailedError: orders)"
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            87,  # INVALID_RECORD
+            "a topic with cleanup.policy=compact accepts no record without a key (InvalidRecord)",
+        ),
+        (9999, "error code 9999 (UnknownError)"),
+    ],
+)
+def test_code_unknown_to_aiokafka_says_what_happened(code: int, text: str) -> None:
+    """Without its number, nobody could look up a code."""
+    error = broker_error(code)
+    assert error is not None
+    assert text in str(in_port_words(error, "send"))

@@ -57,8 +57,18 @@ class UnstableOffsetCommit(kafka_errors.BrokerResponseError):  # type: ignore[mi
     retriable = False
 
 
+class InvalidRecord(kafka_errors.BrokerResponseError):  # type: ignore[misc]
+    """The topic accepts no such record (KIP-467). aiokafka does not know the code."""
+
+    errno = 87
+    message = "INVALID_RECORD"
+    description = "a topic with cleanup.policy=compact accepts no record without a key"
+    retriable = False
+
+
 _UNKNOWN_TO_AIOKAFKA = {
-    each.errno: each for each in (TransactionAbortable, FencedProducer, UnstableOffsetCommit)
+    each.errno: each
+    for each in (TransactionAbortable, FencedProducer, UnstableOffsetCommit, InvalidRecord)
 }
 _NOT_ALLOWED = (
     kafka_errors.AuthenticationFailedError,
@@ -187,6 +197,8 @@ async def answered(what: str, deadline_s: float) -> AsyncIterator[None]:
 def broker_error(code: int, *details: object) -> KafkaError | None:
     """Return the error for a code in a broker's response; None for success."""
     kind = _UNKNOWN_TO_AIOKAFKA.get(code) or kafka_errors.for_code(code)
+    if kind.errno != code:  # aiokafka does not know it
+        details = (*details, f"error code {code}")
     return None if kind is kafka_errors.NoError else kind(*details)
 
 
