@@ -68,6 +68,14 @@ def show(settings: Settings, in_json: bool) -> None:
         click.echo(_heading(settings))
         for line in _table(states):
             click.echo(line)
+    for each in states:
+        if each.hidden:
+            click.echo(
+                f"partition {each.partition}: an open transaction of another producer hides the "
+                f"offsets {each.end} to {each.end + each.hidden - 1}: no service reads them before "
+                "it has ended",
+                err=True,
+            )
     unreadable = [each for each in states if each.form == "unreadable"]
     for each in unreadable:
         assert each.committed is not None
@@ -168,6 +176,7 @@ def _described(state: PartitionOffsets) -> dict[str, Any]:
         "end": state.end,
         "lag": state.lag,
         "unanswered": state.unanswered,
+        "hidden": state.hidden,
     }
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from headrace.cli.outcome import Exit
 from headrace.config import KafkaSettings
@@ -77,6 +78,24 @@ def test_offsets_command_shows_progress(call: Call, deployment: Deployment) -> N
     document = json.loads(call(*config, "offsets", "show", "--json").stdout)
     assert document["group"] == deployment.namespace
     assert document["partitions"][0]["answered"] == [[4, 9]]
+
+
+async def test_open_transaction_that_hides_requests_is_reported(
+    call: Call, deployment: Deployment
+) -> None:
+    """Otherwise there would be neither lag nor answers, and nothing to see of it."""
+    command = ("--config", str(deployment.config), "offsets", "show")
+    async with (
+        AIOKafkaProducer(
+            bootstrap_servers=deployment.servers, transactional_id=deployment.namespace
+        ) as producer,
+        producer.transaction(),
+    ):
+        await producer.send_and_wait(deployment.topic, b"v", partition=1)
+        shown = await asyncio.to_thread(call, *command)
+    assert shown.exit_code == Exit.DONE, shown.output
+    assert shown.stdout.splitlines()[3].split()[:4] == ["1", "-", "0", "0"]
+    assert "partition 1: an open transaction of another producer hides the" in shown.stderr
 
 
 def test_offsets_command_resets_progress(call: Call, deployment: Deployment) -> None:

@@ -15,6 +15,7 @@ from headrace.tools.offsets import Target, read_offsets, reset
 from headrace.tools.offsets.resetting import Edge, GroupActive
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, write_to
+from tests.support.transactions import leave_transaction_open
 
 FIRST, SECOND = (TopicPartition("headrace.requests", number) for number in (0, 1))
 STUCK = AckedOffsets(3, [(4, 9)])
@@ -53,6 +54,16 @@ async def test_progress_is_read_with_bounds_of_partitions(
     first, second = await read_offsets(log, settings)
     assert (first.progress, first.end, first.lag, first.unanswered) == (STUCK, 10, 7, 2)
     assert (second.committed, second.end, second.lag) == (None, 10, 10)
+
+
+async def test_offsets_behind_open_transaction_are_counted_as_hidden(
+    log: MemoryLog, settings: Settings
+) -> None:
+    """No service reads them, so the lag does not have them, and their callers wait."""
+    await leave_transaction_open(log, FIRST, "of-another-producer")
+    await write_to(log, FIRST, b"behind it")
+    first, second = await read_offsets(log, settings)
+    assert (first.end, first.lag, first.hidden, second.hidden) == (10, 7, 2, 0)
 
 
 async def test_reading_progress_of_missing_topic_is_refused(settings: Settings) -> None:

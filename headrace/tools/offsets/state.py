@@ -23,6 +23,8 @@ class PartitionOffsets(NamedTuple):
         end: the offset of the next record; with transactions, the last stable offset.
         committed: the base and the metadata text; None if nothing is committed.
         progress: decoded from `committed`; None if nothing is committed, or the text is unreadable.
+        hidden: number of offsets from `end` on that no service can read yet: the first of them has
+            a record of an open transaction. Neither the lag nor `unanswered` includes them.
     """
 
     partition: int
@@ -30,6 +32,7 @@ class PartitionOffsets(NamedTuple):
     end: int
     committed: Committed | None
     progress: AckedOffsets | None
+    hidden: int = 0
 
     @property
     def position(self) -> int:
@@ -77,6 +80,7 @@ async def read_with(
     """Read the state of some partitions with an existing reader."""
     committed = await log.committed(settings.namespace, partitions)
     beginnings = await reader.beginning_offsets(partitions)
+    written = await log.written_ends(partitions)  # before the ends, which may go on meanwhile
     ends = await reader.end_offsets(partitions)
     return [
         PartitionOffsets(
@@ -85,6 +89,7 @@ async def read_with(
             ends[each],
             committed[each],
             readable_progress(committed[each]),
+            max(0, written[each] - ends[each]),
         )
         for each in partitions
     ]
