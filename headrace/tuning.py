@@ -412,6 +412,8 @@ class KafkaTuning(Struct, frozen=True):
     """How long the number of a topic's partitions is cached."""
     topic_limits_ttl_s: float = 300.0
     """How long a topic's limits are cached."""
+    refusing_limits_ttl_s: float = 1.0
+    """How long limits by which a record was refused are cached from then on."""
     cached_topics: int = 10_000
     """The most topics in each cache."""
 

@@ -26,7 +26,7 @@ from headrace.tuning import TUNING
 from tests.support.aiokafka_tasks import fetching_tasks
 from tests.support.broker import running
 from tests.support.conditions import eventually
-from tests.support.limits import lower_limit
+from tests.support.limits import set_limit
 from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write, write_to
 
 SMALL_REQUEST_BYTES = 1024 * 1024
@@ -239,13 +239,28 @@ async def test_lowered_topic_limit_is_noticed(kafka: LocalKafka, unique_name: st
         partition = await make_topic(log, unique_name)
         async with log.producer() as producer, log.reader([partition]) as reader:
             await write(producer, partition, b"before")
-            await lower_limit(kafka, partition, 10_000)
+            await set_limit(kafka, partition, 10_000)
             with pytest.raises(RecordTooLarge):
                 await write(producer, partition, bytes(20_000))
             await write(producer, partition, b"after")
             assert values(await read(reader, 2)) == [b"before", b"after"]
             with pytest.raises(RecordTooLarge, match="at most 10000 bytes"):
                 await write(producer, partition, bytes(20_000))
+
+
+async def test_raised_topic_limit_is_noticed(kafka: LocalKafka, unique_name: str) -> None:
+    """An operator raises it because records were refused, and expects that no more are."""
+    record = NewRecord(None, bytes(20_000))
+    async with KafkaLog(settings(kafka)) as log, log.producer() as producer:
+        partition = await make_topic(log, unique_name, max_message_bytes="10000")
+
+        async def is_accepted() -> bool:
+            refused = await deliver(producer, partition, [record], tuning=TUNING.delivery)
+            return not refused
+
+        assert not await is_accepted()
+        await set_limit(kafka, partition, 30_000)
+        await eventually(is_accepted)
 
 
 async def test_small_records_are_not_refused_for_batch_that_they_share(
@@ -256,7 +271,7 @@ async def test_small_records_are_not_refused_for_batch_that_they_share(
         partition = await make_topic(log, unique_name)
         async with log.producer() as producer:
             await write(producer, partition, b"before")
-            await lower_limit(kafka, partition, 10_000)
+            await set_limit(kafka, partition, 10_000)
             record = NewRecord(None, bytes(2000))
             refused = await asyncio.gather(
                 *(deliver(producer, partition, [record], tuning=TUNING.delivery) for _ in range(20))

@@ -14,6 +14,7 @@ from headrace.log.errors import (
     Fenced,
     LogRefused,
     LogUnavailable,
+    RecordsRefused,
     RecordTooLarge,
     TopicForbidden,
     TransactionTimedOut,
@@ -29,7 +30,7 @@ from headrace.log.port import Committed, Membership, NewRecord, TopicInfo, Topic
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import Operation, Resource, allow_only
 from tests.support.conditions import eventually
-from tests.support.limits import lower_limit
+from tests.support.limits import set_limit
 from tests.support.logs import PATIENT, RecordingListener, polling, read, values, write_to
 
 ROOMY = TopicLimits(limit_bytes=1_000_000, needs_key=False)
@@ -196,7 +197,7 @@ async def test_record_refused_by_broker_aborts_transaction(
     async with log.reader([answers, source]) as reader:
         async with log.transactional_producer(unique_name, unique_name) as producer:
             await producer.commit_transaction({answers: [NewRecord(None, b"before")]}, {})
-            await lower_limit(kafka, answers, 10_000)
+            await set_limit(kafka, answers, 10_000)
             with pytest.raises(RecordTooLarge):
                 await producer.commit_transaction(
                     {source: [small], answers: [large]}, {source: Committed(7)}
@@ -205,6 +206,30 @@ async def test_record_refused_by_broker_aborts_transaction(
             assert (await log.committed(unique_name, [source]))[source] is None
             await successor.commit_transaction({answers: [NewRecord(None, b"after")]}, {})
         assert values(await read(reader, 2)) == [b"before", b"after"]
+
+
+async def test_raised_topic_limit_is_noticed_by_transactions(
+    kafka: LocalKafka,
+    log: KafkaLog,
+    partitions: tuple[TopicPartition, TopicPartition],
+    unique_name: str,
+) -> None:
+    """An operator raises it because records were refused, and expects that no more are."""
+    answers, _ = partitions
+    large = NewRecord(None, bytes(20_000))
+    await set_limit(kafka, answers, 10_000)
+    async with log.transactional_producer(unique_name, unique_name) as producer:
+
+        async def is_accepted() -> bool:
+            try:
+                await producer.commit_transaction({answers: [large]}, {})
+            except RecordsRefused:
+                return False
+            return True
+
+        assert not await is_accepted()
+        await set_limit(kafka, answers, 30_000)
+        await eventually(is_accepted)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Lowering what a topic of a real broker accepts, while others go by what it was."""
+"""Changing what a topic of a real broker accepts, while others go by what it was."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 
 
-async def lower_limit(cluster: LocalKafka, partition: TopicPartition, limit_bytes: int) -> None:
+async def set_limit(cluster: LocalKafka, partition: TopicPartition, limit_bytes: int) -> None:
     """Set a topic's `max.message.bytes`, and wait until its broker says so."""
     servers = cluster.bootstrap_servers
     admin = AIOKafkaAdminClient(bootstrap_servers=servers)
@@ -24,10 +24,10 @@ async def lower_limit(cluster: LocalKafka, partition: TopicPartition, limit_byte
     finally:
         await admin.close()
 
-    async def is_lowered() -> bool:
+    async def is_set() -> bool:
         settings = KafkaSettings(bootstrap_servers=servers)
         async with KafkaLog(settings) as log:
             (found,) = (await log.describe_topics([partition.topic])).values()
             return found is not None and found.config["max.message.bytes"] == str(limit_bytes)
 
-    await eventually(is_lowered)
+    await eventually(is_set)

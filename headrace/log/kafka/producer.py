@@ -191,6 +191,7 @@ class KafkaProducer:
                 batches.append(SentBatch(end - start, batch.acknowledged))
             if refusal is not None:
                 batches.append(_refused_record(refusal))
+                self._topics.recheck_limits(partition.topic)
                 end += 1
             start = end
         return batches[:1] if first_batch_only else batches

@@ -68,6 +68,12 @@ class ExpiringCache(Generic[V]):
         if len(self._values) > self._most:
             self._values.popitem(last=False)
 
+    def expire_by(self, topic: str, until: float) -> None:
+        """Keep the value until then at most."""
+        found = self._values.get(topic)
+        if found is not None and found[1] > until:
+            self._values[topic] = (found[0], until)
+
     def forget(self, topic: str) -> None:
         """Drop the value, so that the next use requests it again."""
         self._values.pop(topic, None)
@@ -168,6 +174,13 @@ class TopicCache:
     def forget_limits(self, topic: str) -> None:
         """Drop the cached limits, since a broker applied different ones."""
         self._limits.forget(topic)
+
+    def recheck_limits(self, topic: str) -> None:
+        """Request the limits again soon, since a record was refused by them without a broker: an
+        operator who sees that may raise them, and expects the next records to be accepted.
+        """
+        until_s = time.monotonic() + self._tuning.refusing_limits_ttl_s
+        self._limits.expire_by(topic, until_s)
 
     def limit_batches(self, topic: str, size_bytes: int) -> None:
         """Limit batches of several records to this size for a while. A larger record is sent alone:

@@ -187,6 +187,7 @@ class KafkaTransactionalProducer:
                 start, refusal = batch.add(chunk, start)
                 while refusal is not None:
                     refused.setdefault(partition, {})[start] = refusal
+                    self._topics.recheck_limits(partition.topic)
                     start, refusal = batch.add(chunk, start + 1)
                 of_partition.append(batch)
             batches.append(of_partition)
