@@ -429,7 +429,10 @@ def refuse_oversized(request: Request, topic: str, stage: Stage) -> Request:
     elif request.headers:
         request.headers = []
     else:
-        raise LogRefused(f"topic {topic}: expected it to take an error, got too large a record")
+        raise LogRefused(
+            f"topic {topic}: expected max.message.bytes to have room for at least the error of a "
+            "request, but it is smaller: raise it"
+        )
     return request
 
 

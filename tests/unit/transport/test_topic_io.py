@@ -257,7 +257,7 @@ def test_intermediate_topic_that_refuses_records_ends_process() -> None:
     for _ in range(4):
         refuse_oversized(request, "results", Stage.EXECUTOR)
 
-    with pytest.raises(LogRefused, match="results"):
+    with pytest.raises(LogRefused, match=r"results: expected max\.message\.bytes"):
         refuse_oversized(request, "results", Stage.EXECUTOR)
 
 
