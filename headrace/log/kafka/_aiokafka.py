@@ -629,6 +629,10 @@ class FetchBuffer:
         finally:
             timer.cancel()
             self._unread.discard(unread)
+        # The broker counts as busy until a callback at the end of this task. A partition that is
+        # resumed or sought in the same turn makes the fetcher look for fetches just before that;
+        # it would not look again until its own timeout.
+        loop.call_soon(self._wake_fetcher)
         return False
 
     async def wait_for_assignment(self) -> None:
@@ -662,8 +666,13 @@ class FetchBuffer:
 
     def fetch_again(self) -> None:
         """Send the next fetches, of the partitions without a result."""
-        for waiting in self._unread or (self._fetcher._wait_consume_future,):
+        if not self._unread:
+            self._wake_fetcher()
+        for waiting in self._unread:
             self._fetcher._notify(waiting)
+
+    def _wake_fetcher(self) -> None:
+        self._fetcher._notify(self._fetcher._wait_consume_future)
 
 
 _TIMED_OUT: Final = object()

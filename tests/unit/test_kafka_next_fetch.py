@@ -1,0 +1,106 @@
+"""When aiokafka's fetcher sends the next fetch to a broker of whose records some are unread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.subscription_state import SubscriptionState
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+
+from headrace.log.kafka._aiokafka import FetchBuffer
+from headrace.log.kafka.fetch_buffer import ReadState, take_records
+from headrace.log.kafka.record_requests import FetchResponse
+from headrace.log.port import MAX_POLL_BYTES
+from tests.support.conditions import DEADLINE_S
+
+ONE, TWO = TopicPartition("t", 0), TopicPartition("t", 1)
+NEVER_S = 100 * DEADLINE_S
+RECORDS = 10
+VERSIONS = {FetchRequest.API_KEY: (11, 11)}
+
+
+class Broker:
+    """A client whose only broker has records from each offset on."""
+
+    def __init__(self) -> None:
+        self.cluster = SimpleNamespace(
+            leader_for_partition=lambda _: 1, broker_metadata=lambda _: None
+        )
+        self._loop = asyncio.get_running_loop()
+        self._metadata_max_age_ms = 300_000
+
+    async def send(self, _node: int, request: Any) -> FetchResponse:
+        """Answer a fetch in a later turn, as a broker does."""
+        await asyncio.sleep(0)
+        topics = [
+            (topic, [(number, 0, 0, 0, 0, None, -1, batch(at)) for number, _, at, *_ in parts])
+            for topic, parts in request.prepare(VERSIONS).topics
+        ]
+        return FetchResponse(topics)
+
+
+def batch(first: int) -> bytes:
+    """Return a record batch from this offset on."""
+    builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 1 << 20)
+    for delta in range(RECORDS):
+        builder.append(delta, 1_000, None, b"v", [])
+    content = builder.build()
+    content[:8] = first.to_bytes(8, "big")
+    return bytes(content)
+
+
+class Consumer:
+    """Reads two partitions of the broker by aiokafka's own fetcher, which never looks for fetches
+    without being woken.
+    """
+
+    def __init__(self) -> None:
+        self.partitions = SubscriptionState()
+        self.partitions.assign_from_user([ONE, TWO])
+        self.fetcher = Fetcher(
+            Broker(),
+            self.partitions,
+            fetcher_timeout=NEVER_S,
+            prefetch_backoff=NEVER_S,
+            isolation_level="read_committed",
+        )
+        self.buffer = FetchBuffer(SimpleNamespace(_fetcher=self.fetcher))
+        self._state = ReadState()
+
+    async def poll(self, most: int = 3) -> dict[TopicPartition, int]:
+        """Return the first offset of the records of each partition."""
+        async with asyncio.timeout(DEADLINE_S):
+            found = await take_records(self.buffer, NEVER_S, most, MAX_POLL_BYTES, self._state)
+        return {TopicPartition(*each): records[0].offset for each, records in found.items()}
+
+
+@pytest.fixture
+async def consumer() -> AsyncIterator[Consumer]:
+    """A consumer that reads `ONE` from its beginning; `TWO` is paused."""
+    made = Consumer()
+    made.partitions.seek(TWO, 0)
+    made.partitions.pause(TWO)
+    made.partitions.seek(ONE, 0)
+    yield made
+    await made.fetcher.close()
+
+
+async def test_partition_resumed_instead_of_another_is_fetched_at_once(consumer: Consumer) -> None:
+    """Neither the fetch with the unread records nor the look of the fetcher for another may hide
+    that the broker can be asked.
+    """
+    await consumer.poll()
+    consumer.partitions.pause(ONE)
+    consumer.partitions.resume(TWO)
+    await consumer.poll()
+    consumer.partitions.pause(TWO)
+    consumer.partitions.resume(ONE)
+
+    assert await consumer.poll() == {ONE: 3}
