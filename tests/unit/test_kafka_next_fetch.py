@@ -71,7 +71,8 @@ class Consumer:
             prefetch_backoff=NEVER_S,
             isolation_level="read_committed",
         )
-        self.buffer = FetchBuffer(SimpleNamespace(_fetcher=self.fetcher))
+        consumer = SimpleNamespace(_fetcher=self.fetcher, seek=self.fetcher.seek_to)
+        self.buffer = FetchBuffer(consumer)
         self._state = ReadState()
 
     async def poll(self, most: int = 3) -> dict[TopicPartition, int]:
@@ -87,9 +88,17 @@ async def consumer() -> AsyncIterator[Consumer]:
     made = Consumer()
     made.partitions.seek(TWO, 0)
     made.partitions.pause(TWO)
-    made.partitions.seek(ONE, 0)
+    made.buffer.seek(ONE, 0)
     yield made
     await made.fetcher.close()
+
+
+async def test_sought_partition_is_fetched_at_once(consumer: Consumer) -> None:
+    """The unread rest of the last fetch is dropped: nobody has to read it first."""
+    await consumer.poll()
+    consumer.buffer.seek(ONE, 100)
+
+    assert await consumer.poll() == {ONE: 100}
 
 
 async def test_partition_resumed_instead_of_another_is_fetched_at_once(consumer: Consumer) -> None:

@@ -599,6 +599,7 @@ class FetchBuffer:
     """
 
     def __init__(self, consumer: AIOKafkaConsumer) -> None:
+        self._consumer = consumer
         self._fetcher: Fetcher = consumer._fetcher
         self._unread: set[asyncio.Future[object]] = set()
         """One for each fetch whose records are being read."""
@@ -659,6 +660,11 @@ class FetchBuffer:
     def results(self) -> list[tuple[aiokafka.TopicPartition, FetchResult | FetchError]]:
         """Return the result of the last fetch of each partition, in the order of arrival."""
         return list(self._fetcher._records.items())
+
+    def seek(self, partition: aiokafka.TopicPartition, offset: int) -> None:
+        """Make this offset the next one; what was fetched from the partition is dropped."""
+        self._consumer.seek(partition, offset)
+        self.fetch_again()
 
     def drop_result(self, partition: aiokafka.TopicPartition) -> None:
         """Drop a result; its partition is fetched again after `fetch_again`."""

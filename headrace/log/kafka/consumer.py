@@ -339,7 +339,7 @@ class KafkaConsumer:
         """See the port."""
         self._check_owned([partition])
         self._note_change(self._consumer)
-        self._consumer.seek(aiokafka.TopicPartition(*partition), offset)
+        self._buffer.seek(aiokafka.TopicPartition(*partition), offset)
 
     async def position(self, partition: TopicPartition) -> int:
         """See the port."""
