@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -271,6 +272,18 @@ async def test_value_other_than_bytes_is_refused(
     async with log.producer() as producer:
         with pytest.raises(TypeError):
             await producer.send(partition, [record])
+
+
+async def test_finish_does_not_wait_for_record_that_is_no_bytes(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """What was sent before it is acknowledged, and nothing else is waited for."""
+    (partition,) = await make_topic()
+    async with log.producer() as producer:
+        with pytest.raises(TypeError):
+            await producer.send(partition, [NewRecord(None, "text")])  # type: ignore[arg-type]
+        async with asyncio.timeout(DEADLINE_S / 2):
+            await producer.finish(DEADLINE_S)
 
 
 async def test_fetch_returns_records_between_its_offsets(log: Log, make_topic: MakeTopic) -> None:

@@ -185,8 +185,10 @@ class KafkaProducer:
             if queue.open_batch is not None and queue.open_batch.is_full:
                 await self._wait_for_room(queue)
             batch = self._open_batch(queue, limits)
-            end, refusal = batch.add(records, start)
-            self._send_soon(queue, batch)
+            try:
+                end, refusal = batch.add(records, start)
+            finally:  # after a TypeError, too: others wait for the end of each batch
+                self._send_soon(queue, batch)
             if end > start:
                 batches.append(SentBatch(end - start, batch.acknowledged))
             if refusal is not None:
