@@ -406,6 +406,31 @@ async def test_batch_after_overdue_one_waits_for_its_answer() -> None:
     assert [each.producer_id for each in brokers.sent] == [1, 2]
 
 
+async def test_refusal_of_overdue_batch_keeps_producer_id() -> None:
+    """Those that follow have a new one since the deadline; another would only delay them."""
+    brokers = Brokers({ONE: [NOT_ENOUGH_REPLICAS]})
+    brokers.may_answer.clear()
+    async with sending(brokers) as sender:
+        queue, other = PartitionQueue(ONE), PartitionQueue(THREE)
+        overdue = add(queue)
+        sender.send_soon(queue)
+        await brokers.first_request.wait()
+        overdue.fail(LogUnavailable("overdue"))
+        sender.renew_producer_id()
+        brokers.leaders[THREE] = 2
+        meanwhile = add(other)
+        sender.send_soon(other)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        brokers.may_answer.set()
+        await meanwhile.acknowledged
+        following = add(queue)
+        sender.send_soon(queue)
+        await following.acknowledged
+
+    assert [each.producer_id for each in brokers.sent] == [1, 2, 2]
+
+
 async def test_overdue_batch_is_not_sent_again() -> None:
     """Its caller has been told that it failed, and may have sent the records anew."""
     brokers = Brokers({ONE: [NOT_ENOUGH_REPLICAS]})

@@ -484,10 +484,12 @@ class Sender:
         """End the batch in flight, or send it again after a pause."""
         batch = queue.in_flight
         assert batch is not None
-        if error is None or isinstance(error, DuplicateSequenceNumber):
+        if batch.ended.done():  # overdue: those that follow have a new producer id already
+            queue.end_flight()
+        elif error is None or isinstance(error, DuplicateSequenceNumber):
             queue.end_flight()
             batch.succeed()
-        elif isinstance(error, KafkaError) and error.retriable and not batch.ended.done():
+        elif isinstance(error, KafkaError) and error.retriable:
             if not batch.is_retried:
                 batch.is_retried = True
                 log_send_retried(queue.partition, error_text(error))
