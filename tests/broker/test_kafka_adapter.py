@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import aiokafka
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, RecordsToDelete
+from aiokafka.errors import RequestTimedOutError
+from aiokafka.protocol.metadata import MetadataRequest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.config import KafkaSettings
 from headrace.delivery.producing import deliver, deliver_in_order
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge
+from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.consumer import KafkaMember
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.kafka.producer import Acknowledgement
@@ -94,6 +100,26 @@ async def test_absent_broker_error_names_address() -> None:
             await log.describe_topics(["any"])
         with pytest.raises(LogUnavailable, match=r"127\.0\.0\.1:1: .*Connect"):
             await log.producer().__aenter__()
+
+
+async def test_request_without_answer_leaves_no_cycle_of_references(fragile: LocalKafka) -> None:
+    """It may hold megabytes of records, and the garbage collector looks rarely."""
+    connection = Connection(settings(fragile, request_timeout_ms=2000))
+    client = await connection.open_client()
+    node, request = client.get_random_node(), MetadataRequest([])
+    await client.send(node, request)
+    await hold(fragile)
+    kept = weakref.ref(request)
+    gc.disable()
+    try:
+        with suppress(RequestTimedOutError):
+            await client.send(node, request)
+        del request
+        await asyncio.sleep(0)
+        assert kept() is None
+    finally:
+        gc.enable()
+        await connection.close_client(client)
 
 
 @pytest.mark.slow

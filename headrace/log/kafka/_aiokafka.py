@@ -327,6 +327,7 @@ async def _wait_for(answer: asyncio.Future[Any], timeout_s: float | None) -> Any
         return await answer
     finally:
         timer.cancel()
+        del answer  # its error refers to this frame, and to that of the request
 
 
 def _time_out(answer: asyncio.Future[Any]) -> None:
