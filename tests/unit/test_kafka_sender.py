@@ -482,6 +482,21 @@ async def test_batches_fail_once_brokers_refuse_us() -> None:
             await batch.acknowledged
 
 
+async def test_batches_fail_if_no_producer_id_can_be_asked_for() -> None:
+    """Such as while the file with a token cannot be read; the next batch tries again."""
+    brokers = Brokers({ONE: [OUT_OF_ORDER]}, [0, ValueError("the token is no text")])
+    async with sending(brokers) as sender:
+        queue = PartitionQueue(ONE)
+        for reason in ("sequence", "the token is no text"):
+            failed = add(queue)
+            sender.send_soon(queue)
+            with pytest.raises(LogUnavailable, match=reason):
+                await failed.acknowledged
+        batch = add(queue)
+        sender.send_soon(queue)
+        await batch.acknowledged
+
+
 async def test_closed_sender_sends_nothing() -> None:
     """Neither what waits for another attempt, nor what comes later."""
     brokers = Brokers({ONE: [NOT_ENOUGH_REPLICAS]})

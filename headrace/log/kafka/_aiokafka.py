@@ -261,7 +261,8 @@ class ResponseProtocol(asyncio.Protocol):
 
 
 class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka publishes no types
-    """aiokafka's connection, except for how responses are read, and how long heartbeats may take.
+    """aiokafka's connection, except for how requests are written and responses read, and how long
+    heartbeats may take.
 
     Attributes:
         transport: the transport; None before there is a connection. Kept after the connection has
@@ -288,8 +289,9 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
             ) from error
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._requests.append((correlation_id, message, answer))
-        is_heartbeat = isinstance(request, HeartbeatRequest)
-        timeout_s = self.heartbeat_timeout_s if is_heartbeat else self._request_timeout
+        timeout_s = self._request_timeout
+        if isinstance(request, HeartbeatRequest) and self.heartbeat_timeout_s is not None:
+            timeout_s = self.heartbeat_timeout_s
         return _wait_for(answer, timeout_s)
 
     def _handle_frame(self, frame: bytes) -> None:
@@ -315,13 +317,11 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
         return asyncio.get_running_loop().create_future()
 
 
-async def _wait_for(answer: asyncio.Future[Any], timeout_s: float | None) -> Any:
+async def _wait_for(answer: asyncio.Future[Any], timeout_s: float) -> Any:
     """Wait for an answer. Raises TimeoutError.
 
     aiokafka makes a context for each request, which takes longer than this timer.
     """
-    if timeout_s is None:
-        return await answer
     timer = asyncio.get_running_loop().call_later(timeout_s, _time_out, answer)
     try:
         return await answer

@@ -400,10 +400,12 @@ class Sender:
         return found
 
     async def _identify(self, queues: Iterable[PartitionQueue]) -> None:
-        """Get a producer id; if the brokers refuse us, all batches fail."""
+        """Get a producer id; all batches fail if brokers refuse us, or none can be asked for."""
         try:
             await self._get_producer_id()
-        except HeadraceError as error:
+        except Exception as error:  # noqa: BLE001  # it goes to those who await the batches
+            if not isinstance(error, HeadraceError):
+                error = LogUnavailable(f"start the producer: {error!r}")
             for queue in queues:
                 queue.fail_next(error)
 
