@@ -270,6 +270,8 @@ async def test_batch_that_broker_has_already_is_acknowledged() -> None:
         sender.send_soon(queue)
         await batch.acknowledged
 
+    assert brokers.sent == [Sent(node=1, producer_id=1, sequence=0, records=1)] * 2
+
 
 @pytest.mark.parametrize("code", [TOO_LARGE, OUT_OF_ORDER])
 async def test_batches_after_failed_one_have_new_producer_id(code: int) -> None:
