@@ -13,7 +13,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 
 import structlog
 
@@ -327,9 +328,8 @@ class TransactionRecords:
         `pending` and return the answers that must wait for the next one.
         """
         encoder, read = self._encoder, self._read
-        lacking = [
-            each for each in encoder.lacking_values(requests_of(pending)) if each not in read
-        ]
+        failed = [request for request, _ in pending if request.failure is not None]
+        lacking = [each for each in encoder.lacking_values(failed) if each not in read]
         if not lacking:
             return []
         most = max(1, encoder.most_values - len(read))
@@ -351,9 +351,11 @@ class TransactionRecords:
         self._clock = encoder.anchored_clock()
         self._began_us = self._clock()
         self._answered, self._dead_letters = {}, {}
-        for request, target in pending:
-            if not request.skipped:
-                self._answered.setdefault(target, []).append(request)
+        answered = pending
+        if any(request.skipped for request, _ in pending if request.output_data is None):
+            answered = [each for each in pending if not each[0].skipped]
+        for target, consecutive in groupby(answered, itemgetter(1)):
+            self._answered.setdefault(target, []).extend(requests_of(consecutive))
         self._answers = self._answered
         if self._omitted:
             self._answers = {
@@ -364,11 +366,10 @@ class TransactionRecords:
             target: self._encode_answers(requests) for target, requests in self._answers.items()
         }
         self._encoded_us = self._clock()
-        for request, _ in pending:
-            if request.failure is not None and request not in self._without_dead_letter:
-                where = encoder.dead_letter_target(request)
-                if where is not None:
-                    self._dead_letters.setdefault(where, []).append(request)
+        for request in [each for each, _ in pending if each.failure is not None]:
+            where = encoder.dead_letter_target(request)
+            if where is not None and request not in self._without_dead_letter:
+                self._dead_letters.setdefault(where, []).append(request)
         for where, requests in self._dead_letters.items():
             self._records[where] = list(map(encoder.encode_dead_letter, requests))
         return self._records

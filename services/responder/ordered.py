@@ -8,11 +8,14 @@ once a step is a transaction (see `transactional`); otherwise it is an `OrderedS
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import groupby, repeat
+from operator import attrgetter
 from typing import Literal
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.failures import any_revoked, drop_revoked
+from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer
 from headrace.delivery.ordering import AnswerOrder
@@ -38,8 +41,7 @@ class _PartitionAnswers:
 
     Attributes:
         assignment: that assignment, if the source topic is read here.
-        queue: those that wait for the next step.
-        queued_bytes: size of their outputs when they were queued.
+        queued: number of those that wait for the next step.
         stepping: number of those in the current one.
         waiting: those that a step could not answer.
     """
@@ -51,19 +53,42 @@ class _PartitionAnswers:
         self.progress = progress
         self.assignment = assignment
         self.order: AnswerOrder[PendingAnswer] = AnswerOrder(progress)
-        self.queue: list[PendingAnswer] = []
-        self.queued_bytes = 0
-        self.stepping = 0
+        self.queued = self.stepping = 0
         self.waiting: list[PendingAnswer] = []
         self.changed = AutoResetEvent()
         self.task: asyncio.Task[None] | None = None
+        self._chunks: deque[tuple[list[PendingAnswer], int]] = deque()
+        """Those that were queued together, and the size of their outputs at that time."""
+
+    def add(self, pending: list[PendingAnswer], size_bytes: int) -> None:
+        """Queue requests whose outputs have this size."""
+        if pending:
+            self._chunks.append((pending, size_bytes))
+            self.queued += len(pending)
+
+    def take(self, most: int) -> tuple[list[PendingAnswer], int]:
+        """Remove and return the first requests of the queue, and the size of their outputs."""
+        taken: list[PendingAnswer] = []
+        taken_bytes = 0
+        while self._chunks and len(taken) < most:
+            pending, size_bytes = self._chunks.popleft()
+            room = most - len(taken)
+            if len(pending) > room:
+                pending, rest = pending[:room], pending[room:]
+                part_bytes = _size_bytes(pending)
+                self._chunks.appendleft((rest, size_bytes - part_bytes))
+                size_bytes = part_bytes
+            taken += pending
+            taken_bytes += size_bytes
+        self.queued -= len(taken)
+        return taken, taken_bytes
 
     def count(self, most: int) -> None:
         """Say in the assignment how many requests are in the current step, and in the next one,
         which takes `most`. Those behind it are too many: they would wait for several steps.
         """
         if self.assignment is not None:
-            following = min(len(self.queue) + len(self.waiting), most)
+            following = min(self.queued + len(self.waiting), most)
             self.assignment.answering = self.stepping + following
 
 
@@ -115,18 +140,19 @@ class PartitionSequencer:
         queues: dict[int, _PartitionAnswers | None] = {}
         ready: dict[int, list[PendingAnswer]] = {}
         for target, requests in addressed.items():
-            is_any_revoked = any_revoked(requests)
-            for request in requests:
-                number = request.partition
+            assigned = drop_revoked(requests, self._metrics)
+            for number, of_partition in groupby(assigned, attrgetter("partition")):
                 if number not in queues:
                     queues[number], ready[number] = self._queue_of(number), []
                 queue = queues[number]
-                if queue is None or (is_any_revoked and request.ack_handle.revoked):
-                    self._drop(request)
+                if queue is None:
+                    for request in of_partition:
+                        self._drop(request)
                 elif self._order_by == "none":
-                    ready[number].append((request, target))
+                    ready[number] += zip(of_partition, repeat(target))
                 else:
-                    ready[number] += self._follow_order(queue, (request, target))
+                    for request in of_partition:
+                        ready[number] += self._follow_order(queue, (request, target))
         for number, queue in queues.items():
             if queue is not None:
                 self._enqueue(queue, ready[number])
@@ -177,14 +203,13 @@ class PartitionSequencer:
 
     def _enqueue(self, queue: _PartitionAnswers, pending: list[PendingAnswer]) -> None:
         size_bytes = _size_bytes(pending)
-        queue.queue += pending
-        queue.queued_bytes += size_bytes
+        queue.add(pending, size_bytes)
         queue.count(self._tuning.max_step_answers)
         self._queued_bytes.acquire(size_bytes)
 
     def _start(self, queue: _PartitionAnswers) -> None:
         queue.changed.set()
-        if queue.queue and queue.task is None:
+        if queue.queued and queue.task is None:
             queue.task = self._tasks.start(self._run_steps(queue), f"answer-{queue.number}")
 
     async def _run_steps(self, queue: _PartitionAnswers) -> None:
@@ -192,8 +217,8 @@ class PartitionSequencer:
         next answers.
         """
         try:
-            while queue.queue or (queue.waiting and self._is_current(queue)):
-                if not queue.queue:
+            while queue.queued or (queue.waiting and self._is_current(queue)):
+                if not queue.queued:
                     await queue.changed.wait(self._tuning.waiting_answers_retry_s)
                 await self._run_step(queue)
         finally:
@@ -204,11 +229,9 @@ class PartitionSequencer:
     async def _run_step(self, queue: _PartitionAnswers) -> None:
         most = self._tuning.max_step_answers
         # Answers that an earlier step could not write go first, so that their order is kept.
-        taken, queue.queue = queue.queue[:most], queue.queue[most:]
+        taken, size_bytes = queue.take(most)
         step, queue.waiting = queue.waiting + taken, []
         queue.stepping = len(step)
-        size_bytes = _size_bytes(taken) if queue.queue else queue.queued_bytes
-        queue.queued_bytes -= size_bytes
         try:
             queue.waiting += await self._step(queue.number, step)
         finally:
@@ -227,9 +250,8 @@ class PartitionSequencer:
         if self._is_current(queue):
             del self._queues[queue.number]
         queue.changed.set()
-        left, queue.queue = queue.queue, []
-        self._queued_bytes.release(queue.queued_bytes)
-        queue.queued_bytes = 0
+        left, size_bytes = queue.take(queue.queued)
+        self._queued_bytes.release(size_bytes)
         # A running step may still add to the waiting answers: `_run_steps` closes again after it.
         if queue.task is None:
             left += queue.waiting

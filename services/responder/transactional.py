@@ -201,10 +201,9 @@ class UnavailableTargets:
         """Forget the stalls of a partition that has taken its answers."""
         self._stalls.pop(target, None)
 
-    def is_stalled(self, target: TopicPartition, now_s: float) -> bool:
-        """Return True if the partition is stalled now."""
-        stall = self._stalls.get(target)
-        return stall is not None and now_s < stall.until_s
+    def find_stalled(self, now_s: float) -> set[TopicPartition]:
+        """Return the partitions that are stalled now."""
+        return {target for target, stall in self._stalls.items() if now_s < stall.until_s}
 
     def forbid(self, topic: str) -> None:
         """Remember a forbidden topic: each attempt to write to it costs a producer."""
@@ -460,9 +459,10 @@ class TransactionalStep:
     ) -> Sequence[PendingAnswer]:
         """Answer requests except those of stalled targets; return those that must wait."""
         now_s, unavailable = time.monotonic(), self._unavailable
-        stalled = [each for each in pending if unavailable.is_stalled(each[1], now_s)]
-        if stalled:
-            pending = [each for each in pending if not unavailable.is_stalled(each[1], now_s)]
+        stalled: list[PendingAnswer] = []
+        if targets := unavailable.find_stalled(now_s):
+            stalled = [each for each in pending if each[1] in targets]
+            pending = [each for each in pending if each[1] not in targets]
         for topic in unavailable.find_forbidden(pending, now_s):
             pending = self._redirect(pending, TopicForbidden(topic))
         return [*stalled, *await self._answer(committer, by_offset(pending))]

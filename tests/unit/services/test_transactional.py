@@ -358,3 +358,13 @@ async def test_transaction_is_limited_to_one_encoded_chunk() -> None:
         bench.log.faults.transactions.release()
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(12), "ok")
+
+
+async def test_chunk_divided_between_transactions_releases_its_bytes() -> None:
+    """Without room for a queued answer, the next chunk is taken only once all is released."""
+    tuning = replace(QUICK.responder, max_step_answers=5, max_queued_answer_bytes=0)
+    async with running(tuning=tuning) as bench:
+        for _ in range(2):
+            await bench.incoming.send([bench.request(size=each) for each in range(1, 13)])
+            await bench.acked()
+        assert await bench.statuses() == dict.fromkeys(range(24), "ok")
