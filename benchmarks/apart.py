@@ -1,4 +1,5 @@
-"""CPU cost of a request when the stages run in separate processes, by request size.
+"""Costs of a request when the stages run in separate processes, by request size: CPU time, and
+bytes written to the broker.
 
     python -m benchmarks.apart      digits, 4 KB and 150 KB, on a local broker
 
@@ -68,10 +69,13 @@ HOPS: dict[str, tuple[Hop, ...]] = {
 
 
 class Drained(NamedTuple):
-    """Costs of one answered backlog: CPU microseconds per request, and requests per second."""
+    """Costs of one answered backlog: CPU microseconds and written bytes per request, and requests
+    per second.
+    """
 
     cpu_us: dict[str, float]
     broker_us: float
+    written_bytes: float
     per_s: float
 
 
@@ -82,11 +86,13 @@ class Form(msgspec.Struct, frozen=True):
         cpu_us: of all processes, for each answer.
         cpu_us_of: of each process, by its stages.
         broker_us: of the broker, for each answer.
+        written_bytes: to all topics, each record once, with the request and its answer.
     """
 
     cpu_us: float
     cpu_us_of: dict[str, float]
     broker_us: float
+    written_bytes: float
     per_s: float
     rounds: int
 
@@ -129,6 +135,7 @@ async def drain(
                 await cluster.fill(place.requests, subject.values, warm)
                 await answered(running, answers, warm)
                 running.signal(signal.SIGSTOP)
+                warm_bytes = cluster.written_bytes([*topics, place.requests])
                 await cluster.fill(place.requests, subject.values, requests)
                 before, broker_s, began_s = running.cpu_each_s(), cluster.cpu_s(), time.monotonic()
                 running.signal(signal.SIGCONT)
@@ -139,9 +146,12 @@ async def drain(
                     for now_s, then_s in zip(running.cpu_each_s(), before, strict=True)
                 ]
                 broker_us = (cluster.cpu_s() - broker_s) / requests * 1e6
+                all_bytes = cluster.written_bytes([*topics, place.requests])
+                written_bytes = (all_bytes - warm_bytes) / requests
     finally:
         await cluster.delete([*topics, place.requests])
-    return Drained(dict(zip(FORMS[form.name], spent, strict=True)), broker_us, requests / took_s)
+    cpu_us = dict(zip(FORMS[form.name], spent, strict=True))
+    return Drained(cpu_us, broker_us, written_bytes, requests / took_s)
 
 
 async def answered(running: Running, answers: Counter, count: int) -> None:
@@ -193,6 +203,7 @@ def _summary(rounds: list[Drained]) -> Form:
             stages: median(each.cpu_us[stages] for each in rounds) for stages in rounds[0].cpu_us
         },
         broker_us=median(each.broker_us for each in rounds),
+        written_bytes=median(each.written_bytes for each in rounds),
         per_s=median(each.per_s for each in rounds),
         rounds=len(rounds),
     )
@@ -211,7 +222,7 @@ async def _of_size(cluster: Cluster, name: str, subject: BenchmarkModel, request
             each = " + ".join(f"{us:.1f}" for us in found.cpu_us.values())
             click.echo(
                 f"{name}, {form}: {sum(found.cpu_us.values()):.1f} us ({each}), broker "
-                f"{found.broker_us:.1f} us, {found.per_s:,.0f}/s",
+                f"{found.broker_us:.1f} us, {found.written_bytes:,.0f} bytes, {found.per_s:,.0f}/s",
                 err=True,
             )
     forms = {form: _summary(each) for form, each in rounds.items()}

@@ -5,8 +5,10 @@ reports the broker's CPU time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 from aiokafka.admin import AIOKafkaAdminClient
@@ -34,11 +36,15 @@ class Cluster:
     """
 
     def __init__(self, properties: Mapping[str, str] | None = None) -> None:
-        self._kafka = LocalKafka(properties=properties)
+        self._properties = properties
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
+            self._directory = Path(
+                stack.enter_context(TemporaryDirectory(prefix="headrace-kafka-"))
+            )
+            self._kafka = LocalKafka(self._directory, properties=self._properties)
             await stack.enter_async_context(self._kafka)
             settings = KafkaSettings(bootstrap_servers=self.bootstrap_servers)
             self.log = await stack.enter_async_context(KafkaLog(settings))
@@ -61,6 +67,14 @@ class Cluster:
         pid = self._kafka.pid()
         assert pid is not None
         return cpu_s(pid)
+
+    def written_bytes(self, topics: Iterable[str]) -> int:
+        """Return the size of all records that were written to topics: of their log segments."""
+        return sum(
+            segment.stat().st_size
+            for topic in topics
+            for segment in self._directory.rglob(f"{topic}-[0-9]*/*.log")
+        )
 
     async def create(self, topics: Sequence[TopicInfo]) -> None:
         """Create topics."""

@@ -32,7 +32,6 @@ from benchmarks.plan import (
     plan_resources,
 )
 from benchmarks.results import LATEST, Results
-from headrace.config import LimitSettings
 
 PAGE = Path("docs/scaling.md")
 RATES_PER_S = (1_000, 10_000, 100_000)
@@ -40,9 +39,6 @@ KEYS = 10_000
 UTILISATIONS = (0.5, 0.7, 0.8, 0.9)
 PROCESSES = (1, 8, 64)
 SIMULATED = 400_000
-LAST_STAGES = ("executor", "responder")
-"""A process that ends with one of these stages writes no requests, and its results are small here.
-"""
 
 
 class Waiting(NamedTuple):
@@ -107,23 +103,17 @@ def render(apart: Apart | None, results: Results | None) -> str:
 
 
 def _costs(size: OfSize, form: Form) -> Costs:
-    """Return the costs of a request. It is written to `requests`, and if it is small again by each
-    process that passes it on; references to large values, and answers, are small here and left out.
-    """
-    handing_on = sum(not stages.endswith(LAST_STAGES) for stages in form.cpu_us_of)
-    is_inline = size.value_bytes < LimitSettings().inline_payload_bytes
-    written = size.value_bytes * (1 + handing_on * is_inline)
-    return Costs(form.cpu_us_of, form.broker_us, written, GPUS.get(size.name))
+    return Costs(form.cpu_us_of, form.broker_us, form.written_bytes, GPUS.get(size.name))
 
 
 def _carried(apart: Apart) -> Iterator[str]:
     yield "### What one of each carries"
     yield ""
     yield (
-        "| requests | stages | µs of processes | of the broker | one process | three brokers |"
-        + (" one GPU | binds first |")
+        "| requests | stages | µs of processes | of the broker | bytes written | one process |"
+        " three brokers | one GPU | binds first |"
     )
-    yield "|---|---|---|---:|---:|---:|---:|---|"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---|"
     for size in apart.sizes:
         for name, form in size.forms.items():
             found = capacities(_costs(size, form))
@@ -131,7 +121,8 @@ def _carried(apart: Apart) -> Iterator[str]:
             gpu = "" if math.isinf(found.gpu) else f"{found.gpu:,.0f}/s"
             yield (
                 f"| {size.name} | {name} | {each} | {form.broker_us:,.1f} "
-                f"| {found.process:,.0f}/s | {found.brokers:,.0f}/s | {gpu} | {found.first} |"
+                f"| {form.written_bytes:,.0f} | {found.process:,.0f}/s | {found.brokers:,.0f}/s "
+                f"| {gpu} | {found.first} |"
             )
     yield ""
 
