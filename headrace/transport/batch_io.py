@@ -18,14 +18,14 @@ from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.models.lifecycle import VersionChange
 from headrace.primitives.stage_tasks import StageTasks
-from headrace.protocol.codec import decode_batch, encode_batch
+from headrace.protocol.codec import decode_batch, encode_batch, refer_all_to_source
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.channels import BatchQueue, Demand, ModelKey, SendStream
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
-from headrace.transport.shared_values import SharedValuesWriter, release_values
+from headrace.transport.shared_values import SharedValuesWriter
 from headrace.transport.source_values import SourceValues
 from headrace.transport.topic_io import (
     admit_record,
@@ -82,7 +82,7 @@ class BatchWriter:
         target = TopicPartition(self._topic, partition)
         if self._inline_bytes is not None:
             for batch in batches:
-                values = release_values(batch.requests, self._inline_bytes)
+                values = refer_all_to_source(batch.requests, self._inline_bytes)
                 if values and self._shared is not None:
                     self._shared.put(batch.requests, values, time.monotonic())
         records = [NewRecord(None, encode_batch(batch)) for batch in batches]

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import structlog
 
-from headrace.protocol.codec import has_inputs_in_source, refer_to_source, restore_values
+from headrace.protocol.codec import has_inputs_in_source, restore_values
 from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -132,30 +132,21 @@ class SharedValuesWriter:
         Args:
             requests: those of one record. Other requests than those in `released`, and all if
                 the first has no inputs in its value, are left out: no process needs these values.
-            released: values of requests, see `release_values`.
+            released: values of requests, see `refer_all_to_source`.
             now_s: monotonic.
         """
-        if self._is_off or not has_inputs_in_source(requests[0]):
-            return
-        part: list[Request] = []
-        size_bytes = 0
-        for request in requests:
-            if request not in released:
-                continue
-            value_bytes = len(released[request])
-            # More at once would take the room of many others.
-            if size_bytes + value_bytes > self._size_bytes // 16:
-                self._put_part(part, released, now_s)
-                part, size_bytes = [], 0
-            part.append(request)
-            size_bytes += value_bytes
-        self._put_part(part, released, now_s)
+        if has_inputs_in_source(requests[0]):
+            part = [request for request in requests if request in released]
+            self._put_part(part, [released[request] for request in part], now_s)
 
-    def _put_part(
-        self, requests: Sequence[Request], released: Mapping[Request, Value], now_s: float
-    ) -> None:
-        values = [released[request] for request in requests]
+    def _put_part(self, requests: Sequence[Request], values: Sequence[Value], now_s: float) -> None:
         if self._is_off or not values:
+            return
+        # More at once would take the room of many others.
+        if len(values) > 1 and sum(map(len, values)) > self._size_bytes // 16:
+            middle = len(values) // 2
+            self._put_part(requests[:middle], values[:middle], now_s)
+            self._put_part(requests[middle:], values[middle:], now_s)
             return
         try:
             start = self._write(values, now_s)
@@ -273,23 +264,6 @@ class SharedValuesWriter:
         self._ring = None
         self._end = self._last_read = self._file_bytes = 0
         self._metrics.shared_values_bytes.set(0)
-
-
-def release_values(requests: Sequence[Request], from_bytes: int) -> dict[Request, Value]:
-    """Release the values of requests that have at least so many bytes, and return them.
-
-    A value that the request's chunk holds stays there, as the process that wrote it has decided.
-    """
-    released: dict[Request, Value] = {}
-    last: Request | None = None
-    for request in requests:
-        value = request.value
-        if value is not None and len(value) >= from_bytes:
-            refer_to_source(request, from_bytes, last)
-            if request.referenced:  # an empty value is not worth a reference
-                released[request] = value
-                last = request
-    return released
 
 
 def _remove_orphans(directory: Path) -> None:

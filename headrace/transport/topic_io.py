@@ -17,7 +17,7 @@ import structlog
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
-from headrace.delivery.failures import poisoned_failure
+from headrace.delivery.failures import any_revoked, poisoned_failure
 from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
     AssignedPartition,
@@ -39,6 +39,7 @@ from headrace.protocol.codec import (
     divide_results,
     encode_items,
     encode_results,
+    refer_all_to_source,
 )
 from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import Failure, Request
@@ -47,7 +48,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.burst_limiter import BurstLimiter, input_bytes
 from headrace.transport.channels import SendStream, Writer, Writers
-from headrace.transport.shared_values import SharedValuesWriter, Value, release_values
+from headrace.transport.shared_values import SharedValuesWriter, Value
 from headrace.transport.source_values import SourceValues
 from headrace.tuning import TUNING, DeliveryTuning, TransportTuning
 
@@ -349,21 +350,19 @@ class TopicSender:
             self._waiting_count -= len(waiting)
             self._limiter.record_write(len(waiting), input_bytes(waiting), time.monotonic())
             self._taken.set()
-            # The requests of one record share its ack handle.
-            revoked = {each for each in {one.ack_handle for one in waiting} if each.revoked}
-            if revoked:
-                dropped = [one.ack_handle for one in waiting if one.ack_handle in revoked]
+            if any_revoked(waiting):
+                dropped = [one.ack_handle for one in waiting if one.ack_handle.revoked]
                 ack_all(dropped)
                 if self._metrics is not None:
                     self._metrics.revoked.inc(len(dropped))
-                waiting = [one for one in waiting if one.ack_handle not in revoked]
+                waiting = [one for one in waiting if not one.ack_handle.revoked]
             await self._write_partition(target, waiting)
         self._partitions_in_write.discard(partition)
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         values: dict[Request, Value] = {}
         if self._inline_bytes is not None:
-            values = release_values(requests, self._inline_bytes)
+            values = refer_all_to_source(requests, self._inline_bytes)
         chunks = self._divide(requests, self._chunk_limits)
         if values and self._shared is not None:
             for chunk in chunks:

@@ -21,6 +21,7 @@ from headrace.protocol.codec import (
     encode_batch,
     encode_items,
     encode_results,
+    refer_all_to_source,
     refer_to_source,
     restore_value,
     restore_values,
@@ -585,19 +586,11 @@ def alike(count: int) -> list[Request]:
     return chunk
 
 
-def release_alike(chunk: Sequence[Request]) -> None:
-    """Let requests go of their values, one after the other."""
-    last = None
-    for request in chunk:
-        refer_to_source(request, 24, last)
-        last = request
-
-
 def test_alike_requests_share_inputs_without_data() -> None:
     """Later steps look for the same object before they compare."""
     chunk = alike(3)
 
-    release_alike(chunk)
+    refer_all_to_source(chunk, 24)
 
     assert {id(request.inputs) for request in chunk} == {id(chunk[0].inputs)}
     assert bytes_of(chunk[0]) == [b""]
@@ -609,7 +602,7 @@ def test_requests_of_other_shape_share_no_inputs() -> None:
     (tensor,) = chunk[1].inputs
     chunk[1].inputs = (tensor._replace(shape=(4, 1)),)
 
-    release_alike(chunk)
+    refer_all_to_source(chunk, 24)
 
     assert [request.inputs[0].shape for request in chunk] == [(1, 4), (4, 1)]
 
@@ -621,7 +614,7 @@ def test_requests_whose_inputs_lie_beside_values_share_none() -> None:
     for request in chunk:
         request.places = beside
 
-    release_alike(chunk)
+    refer_all_to_source(chunk, 24)
 
     assert [bytes_of(request) for request in chunk] == [bytes_of(each) for each in alike(2)]
 
@@ -629,7 +622,7 @@ def test_requests_whose_inputs_lie_beside_values_share_none() -> None:
 def test_values_that_follow_each_other_are_restored_to_alike_requests() -> None:
     """Each gets its own value, and the inputs in it."""
     sent, chunk = alike(3), alike(3)
-    release_alike(chunk)
+    refer_all_to_source(chunk, 24)
 
     refused = restore_values(chunk, memoryview(b"".join([each.value or b"" for each in sent])))
 
@@ -644,7 +637,7 @@ def test_booleans_of_each_alike_request_are_checked() -> None:
     chunk = alike(3)
     for request in chunk:
         request.inputs = (Tensor("x", "BOOL", (1, 16), request.inputs[0].data),)
-    release_alike(chunk)
+    refer_all_to_source(chunk, 24)
 
     wrong = chunk[1]
     refused = restore_values(chunk, memoryview(bytes(24) + b"\2" * 24 + bytes(24)))

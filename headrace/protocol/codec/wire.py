@@ -90,15 +90,9 @@ _format_decoder = msgspec.msgpack.Decoder(_Format)
 # --- items and batches ------------------------------------------------------------------------
 
 
-def refer_to_source(request: Request, from_bytes: int, like: Request | None = None) -> None:
+def refer_to_source(request: Request, from_bytes: int) -> None:
     """Release the value of a request, and the inputs in it, if it has at least so many bytes: the
     source record holds them, or the object of its claim.
-
-    Args:
-        request: the request.
-        from_bytes: smallest size of a value that is released.
-        like: another request that refers to its source; if nothing is left of the inputs of both,
-            and they differ in nothing else, they share one object, which later steps look for.
     """
     value = request.value
     if not value or len(value) < from_bytes:
@@ -107,37 +101,52 @@ def refer_to_source(request: Request, from_bytes: int, like: Request | None = No
     if places is None:
         places, _ = _places(request.inputs, value)
     size_bytes = len(value)
-    if like is not None and places is like.places and size_bytes == like.referenced:
-        inputs = _shared_without_data(request.inputs, like.inputs)
-    else:
-        inputs = None
-    if inputs is None:
-        inputs = tuple(
-            [
-                _new(Tensor, (name, datatype, shape, _EMPTY if start < size_bytes else data))
-                for (name, datatype, shape, data), (start, _) in zip(
-                    request.inputs, places, strict=True
-                )
-            ]
-        )
-    request.inputs = inputs
+    request.inputs = tuple(
+        [
+            _new(Tensor, (name, datatype, shape, _EMPTY if start < size_bytes else data))
+            for (name, datatype, shape, data), (start, _) in zip(
+                request.inputs, places, strict=True
+            )
+        ]
+    )
     request.value, request.item = None, None
     request.places, request.referenced, request.shared = places, size_bytes, None
 
 
-def _shared_without_data(
-    inputs: tuple[Tensor, ...], others: tuple[Tensor, ...]
-) -> tuple[Tensor, ...] | None:
-    """Return `others`, whose data was released, if `inputs` would be equal to them without data;
-    None if that is not known at a glance.
+def refer_all_to_source(
+    requests: Sequence[Request], from_bytes: int
+) -> dict[Request, bytes | memoryview]:
+    """Release the values of requests, see `refer_to_source`, and return those that were released.
+
+    Requests with one input that differ in its data alone, as those of one client mostly do, share
+    one object of inputs, which later steps look for. A value that the request's chunk holds stays
+    there, as the process that wrote it has decided.
     """
-    if len(inputs) != 1 or len(others) != 1:
-        return None
-    ((name, datatype, shape, _),) = inputs
-    ((other_name, other_datatype, other_shape, left),) = others
-    # The places of both are the same: this input lies in its value if that one did.
-    is_same = name is other_name and datatype is other_datatype and shape is other_shape
-    return others if is_same and not left else None
+    released: dict[Request, bytes | memoryview] = {}
+    inputs: tuple[Tensor, ...] | None = None  # of the last request, without their data
+    places: tuple[_Place, ...] | None = None
+    name, datatype = "", ""
+    shape: tuple[int, ...] = ()
+    size_bytes = 0
+    for request in requests:
+        value = request.value
+        if value is None or len(value) < from_bytes:
+            continue
+        if inputs is not None and request.places is places and len(value) == size_bytes:
+            ((own_name, own_datatype, own_shape, _),) = request.inputs
+            if own_name is name and own_datatype is datatype and own_shape is shape:
+                request.inputs, request.referenced = inputs, size_bytes
+                request.value = request.item = request.shared = None
+                released[request] = value
+                continue
+        refer_to_source(request, from_bytes)
+        if request.referenced:  # an empty value is not worth a reference
+            released[request] = value
+            inputs = None
+            if len(request.inputs) == 1 and not request.inputs[0].data:
+                inputs, places, size_bytes = request.inputs, request.places, request.referenced
+                ((name, datatype, shape, _),) = inputs
+    return released
 
 
 def has_inputs_in_source(request: Request) -> bool:

@@ -17,14 +17,18 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from headrace.protocol.codec import decode_items, encode_items, restore_value
+from headrace.protocol.codec import (
+    decode_items,
+    encode_items,
+    refer_all_to_source,
+    restore_value,
+)
 from headrace.protocol.messages import Envelope, Request, Tensor
 from headrace.telemetry.metrics import Metrics
 from headrace.transport.shared_values import (
     SharedValuesReader,
     SharedValuesWriter,
     Value,
-    release_values,
 )
 from headrace.tuning import TUNING, TransportTuning
 from tests.support.work import TestReceipt
@@ -61,7 +65,7 @@ def released(*values: bytes) -> tuple[list[Request], dict[Request, Value]]:
         inside = memoryview(value)[4:]
         request.inputs = (Tensor("x", "UINT8", (1, len(inside)), inside),)
         requests.append(request)
-    return requests, release_values(requests, 1)
+    return requests, refer_all_to_source(requests, 1)
 
 
 def put(writer: SharedValuesWriter, *values: bytes, now_s: float = 1.0) -> list[Request]:
@@ -177,7 +181,7 @@ def test_request_stays_as_it_was_after_a_wrong_value(
         Tensor("behind", "UINT8", (1, 4), memoryview(b"1234")),
         Tensor("x", "BOOL", (1, 100), memoryview(own)),
     )
-    release_values([request], 1)
+    refer_all_to_source([request], 1)
     request.shared = other.shared
 
     assert reader.read([request]) == [request]
