@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -108,7 +109,8 @@ class Load:
     """Callers that send one request after another, each second one on a connection of its own.
 
     Attributes:
-        ended: number of requests by how they ended; `refused` ones were never begun.
+        ended: number of requests by how they ended; `refused` ones were never begun, and neither
+            were those on a new connection that was `reset`.
     """
 
     def __init__(self, port: int) -> None:
@@ -140,7 +142,8 @@ class Load:
                     self.ended["refused" if kind == "ConnectionRefusedError" else kind] += 1
                     return
                 except aiohttp.ClientError as error:
-                    self.ended[repr(error)] += 1
+                    is_reset = isinstance(error, OSError) and error.errno == errno.ECONNRESET
+                    self.ended["reset" if is_reset and force_close else repr(error)] += 1
 
 
 async def answered(port: int) -> float:
@@ -178,7 +181,10 @@ async def test_workers_share_ports_and_end_without_loss(settings: Settings, tmp_
                 code = await workers.process.wait()
             exits = workers.logged("worker.ended", "exit_code")
 
+    # Linux resets a connection that is being made in the instant in which a socket stops listening,
+    # unless `net.ipv4.tcp_migrate_req` is 1: at most one of each caller that makes a new one.
+    assert rolled.pop("reset", 0) <= CALLERS // 2
     assert list(rolled) == ["200"]
-    assert set(load.ended) == {"200", "refused"}
+    assert set(load.ended) - {"reset"} == {"200", "refused"}
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     assert (code, exits) == (0, [0, 0, 0])
