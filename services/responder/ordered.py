@@ -158,6 +158,15 @@ class PartitionSequencer:
                 self._enqueue(queue, ready[number])
                 self._start(queue)
 
+    def release_answered(self, number: int) -> None:
+        """Queue the answers of a source partition that wait for one which was answered otherwise
+        than by a step, or never will be: their predecessors would not release them.
+        """
+        queue = self._queues.get(number)
+        if queue is not None:
+            self._enqueue_released(queue)
+            self._start(queue)
+
     def drop_revoked(self) -> None:
         """Drop answers of revoked partitions, so that their bytes are freed."""
         for number, queue in list(self._queues.items()):
@@ -238,6 +247,9 @@ class PartitionSequencer:
             queue.stepping = 0
             self._queued_bytes.release(size_bytes)
         # A recovery within the step may have found answers written by another owner.
+        self._enqueue_released(queue)
+
+    def _enqueue_released(self, queue: _PartitionAnswers) -> None:
         released = queue.order.release_answered()
         _release(released)
         self._enqueue(queue, released)

@@ -218,6 +218,8 @@ class ResponderService:
                 unanswered.append(request)
             elif request.skipped:  # its last offset is answered; those before it may not be
                 self._offset_store.ack([request])
+                if self._sequencer is not None:
+                    self._sequencer.release_answered(request.partition)
             else:
                 repeated.append(request)
         return unanswered, repeated

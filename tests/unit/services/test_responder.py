@@ -278,6 +278,22 @@ async def test_deleted_range_with_answered_end_moves_base(
         assert await bench.responses() == []
 
 
+async def test_deleted_range_with_held_end_releases_what_waits_behind_it() -> None:
+    """The records before the end are gone, so that nothing else would ever release them."""
+    log = MemoryLog()
+    source_offsets = await origins_of(log)
+    held, following, skipped = (answerable() for _ in range(3))
+    held.offset, held.previous = 9, 8
+    following.offset, following.previous = 10, 9
+    skipped.outputs, skipped.offset, skipped.previous = None, 9, -1
+    async with running(source_offsets, log, "partition") as bench:
+        await bench.incoming.send([following, held])
+        await bench.answer(skipped)
+        await eventually(lambda: receipt_of(following).acked)
+        assert list(map(status, await bench.responses())) == ["ok", "ok"]
+        assert source_offsets.progress(0) == AckedOffsets(11)
+
+
 async def test_record_is_acked_only_after_answer_is_acknowledged() -> None:
     """Only what the log has taken may be committed."""
     request = answerable()
