@@ -18,7 +18,7 @@ import structlog
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.offset_reset import TopicIdentity, committed_progress, truncate
-from headrace.errors import Retriable
+from headrace.errors import ConfigurationError, Retriable
 from headrace.log.errors import UnknownPartition
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.primitives.backoff import Backoff, Pauses
@@ -57,13 +57,24 @@ class SourceOffsets:
         The base may be below the beginning, and is 0 without a commit: results of requests that
         were deleted after ingest read them are still answered. Ingest sends a marker for those that
         it did not read.
+
+        Raises:
+            ConfigurationError: there is no such source partition: the topic of results has more.
+            LogUnavailable: no broker answered.
         """
         self._consumer = consumer
         replacement = await self._identity.replacement()
         sources = [TopicPartition(self._topic, partition) for partition in partitions]
-        committed = await consumer.committed(sources)
-        beginnings = await consumer.beginning_offsets(sources)
-        ends = await consumer.end_offsets(sources)
+        try:
+            committed = await consumer.committed(sources)
+            beginnings = await consumer.beginning_offsets(sources)
+            ends = await consumer.end_offsets(sources)
+        except UnknownPartition as missing:
+            raise ConfigurationError(
+                f"{self._topic}: expected partition {missing.partition.partition}, since the topic "
+                f"of results has it, got {missing.partitions or 'no'} partitions; give both topics "
+                "the same number of partitions"
+            ) from missing
         for source in sources:
             found = None if replacement else committed[source]
             self._progress[source.partition] = committed_progress(source, found, ends[source])

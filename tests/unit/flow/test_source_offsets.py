@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.source_offsets import SourceOffsets
+from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 from headrace.protocol.messages import Request
@@ -125,6 +126,23 @@ async def test_offset_of_revoked_partition_is_not_taken(log: MemoryLog) -> None:
 
     assert not source_offsets.take(0, 1)
     assert source_offsets.committable() == {}
+
+
+async def test_results_partition_without_source_partition_is_configuration_error(
+    log: MemoryLog,
+) -> None:
+    """Partitions were added to the topic of results alone; no request is to blame."""
+    source_offsets = SourceOffsets(log, "requests")
+    listener = RecordingListener()
+    async with log.member("group", ["results"], listener) as member:
+        await eventually(lambda: listener.held)
+        with pytest.raises(ConfigurationError) as raised:
+            await source_offsets.on_assigned(member, [0, 1])
+
+    assert str(raised.value) == (
+        "requests: expected partition 1, since the topic of results has it, got 1 partitions; "
+        "give both topics the same number of partitions"
+    )
 
 
 async def test_deleted_request_is_answered_unless_ingest_skipped_it(log: MemoryLog) -> None:
