@@ -136,7 +136,7 @@ def _until_acknowledged(tuning: DeliveryTuning) -> AsyncRetrying:
     )
 
 
-def refused_for_size(partition: TopicPartition, refused: Mapping[int, Rejected]) -> list[int]:
+def refused_for_size(refused: Mapping[int, Rejected]) -> list[int]:
     """Return the indexes of refused records, for an internal topic, which refuses only for size.
 
     Raises:
@@ -145,7 +145,7 @@ def refused_for_size(partition: TopicPartition, refused: Mapping[int, Rejected])
     """
     for error in refused.values():
         if not isinstance(error, RecordTooLarge):
-            raise LogRefused(f"{partition}: {error.message}") from error
+            raise LogRefused(error.message) from error  # it has the name of the topic
     return list(refused)
 
 

@@ -92,7 +92,7 @@ class BatchWriter:
                 ack_all([request.ack_handle for request in batch.requests])
                 for request in batch.requests:
                     request.chunk = None  # its deadline may keep the request, but not the record
-        return [batches[index] for index in refused_for_size(target, refused)]
+        return [batches[index] for index in refused_for_size(refused)]
 
     async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
         """Write batches of one request each; return those that are too large, which fail."""

@@ -381,7 +381,7 @@ class TopicSender:
                     for request in chunk
                 ]
             )
-            unfitting = [chunks[index] for index in refused_for_size(target, refused)]
+            unfitting = [chunks[index] for index in refused_for_size(refused)]
             chunks = [[request] for chunk in unfitting if len(chunk) > 1 for request in chunk]
             oversized = [
                 refuse_oversized(chunk[0], target.topic, self._stage)

@@ -234,5 +234,5 @@ class AtLeastOnce:
             refused = await deliver(
                 self._producer, target, records, self._metrics, tuning=self._delivery_tuning
             )
-            if dropped := refused_for_size(target, refused):
+            if dropped := refused_for_size(refused):
                 self._encoder.record_dropped_dead_letters(target, len(dropped))

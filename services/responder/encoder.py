@@ -257,7 +257,7 @@ class AnswerEncoder:
         """
         if not isinstance(error, RecordTooLarge):
             if target.topic == self._routes.responses:
-                raise LogRefused(f"{target}: {error.message}") from error
+                raise LogRefused(error.message) from error  # it has the name of the topic
             if (
                 isinstance(error, UnknownPartition)
                 and error.partitions
@@ -397,7 +397,7 @@ class TransactionRecords:
         targets: dict[Request, TopicPartition] = {}
         for where, refused in error.refused.items():
             if where in self._dead_letters:
-                refused_for_size(where, refused)
+                refused_for_size(refused)
                 self._without_dead_letter.update(
                     self._dead_letters[where][index] for index in refused
                 )

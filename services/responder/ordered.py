@@ -364,7 +364,7 @@ class OrderedStep:
             refused = await deliver(
                 self._producer, where, records, self._metrics, tuning=self._tuning
             )
-            if dropped := refused_for_size(where, refused):
+            if dropped := refused_for_size(refused):
                 self._encoder.record_dropped_dead_letters(where, len(dropped))
 
     async def _answer_refused(
