@@ -286,7 +286,7 @@ class QuarantineGate:
         # Mark the partitions as open before anything is read: an end from here on is noticed.
         self._apply_search()
         await self._write()
-        if self.is_active:
+        if self._search.is_careful:  # a first unclean end changes nothing
             names = [str(each) for each in unclean]
             log.warning(
                 Event.QUARANTINE_STARTED, partitions=names, offsets=self._search.suspect_count

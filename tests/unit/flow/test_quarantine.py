@@ -244,6 +244,22 @@ async def test_first_unclean_end_delays_no_record(log: MemoryLog) -> None:
     assert during == CrashMarker(True, 10, 1)
 
 
+@pytest.mark.parametrize(("ends", "started"), [(0, []), (1, [0])])
+async def test_quarantine_is_logged_from_second_unclean_end(
+    log: MemoryLog, ends: int, started: list[int]
+) -> None:
+    """The first one changes nothing; after the second what runs is marked, with no suspect yet."""
+    await mark(log, CrashMarker(True, 10, ends))
+    with capture_logs() as lines:
+        async with reading(log) as stage:
+            await eventually(lambda: len(stage.ack_handles) == 10)
+            stage.ack_all()
+
+    assert [
+        line["offsets"] for line in lines if line["event"] == Event.QUARANTINE_STARTED
+    ] == started
+
+
 def _becomes(
     log: MemoryLog, mark: CrashMarker, partition: TopicPartition = ONE
 ) -> Callable[[], Awaitable[bool]]:
