@@ -19,6 +19,7 @@ from headrace.runtime.topic_plan import (
     CLEANUP_POLICY,
     MAX_MESSAGE_BYTES,
     MIN_INSYNC_REPLICAS,
+    RETENTION_BYTES,
     RETENTION_MS,
     SEGMENT_MS,
     Fault,
@@ -29,7 +30,14 @@ from headrace.runtime.topic_plan import (
 )
 from headrace.topics import TOPICS, Topic
 
-SHOWN = (CLEANUP_POLICY, RETENTION_MS, SEGMENT_MS, MAX_MESSAGE_BYTES, MIN_INSYNC_REPLICAS)
+SHOWN = (
+    CLEANUP_POLICY,
+    RETENTION_MS,
+    RETENTION_BYTES,
+    SEGMENT_MS,
+    MAX_MESSAGE_BYTES,
+    MIN_INSYNC_REPLICAS,
+)
 
 EMBEDDED = "no broker is configured: the embedded log has its topics already"
 

@@ -19,6 +19,7 @@ from headrace.tuning import TUNING, RuntimeTuning
 CLEANUP_POLICY = "cleanup.policy"
 MAX_MESSAGE_BYTES = "max.message.bytes"
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
+RETENTION_BYTES = "retention.bytes"
 RETENTION_MS = "retention.ms"
 SEGMENT_MS = "segment.ms"
 
@@ -72,6 +73,9 @@ def _plan(
         RETENTION_MS: str(retention_ms),
         MAX_MESSAGE_BYTES: str(largest),
     }
+    if spec.readers:
+        # What a stage has not read, or not answered, is kept for the time above, whatever its size.
+        config[RETENTION_BYTES] = "-1"
     if internal:
         # Retention deletes whole closed segments, and by default one stays open for a week.
         config[SEGMENT_MS] = str(max(1, retention_ms // segments_per_retention))
@@ -202,7 +206,7 @@ def _is_good(name: str, value: str, wanted: str) -> bool:
         return value == wanted
     if name == SEGMENT_MS:
         return int(value) <= int(wanted)
-    if name == RETENTION_MS and int(value) < 0:
+    if name in (RETENTION_MS, RETENTION_BYTES) and int(value) < 0:
         return True  # unlimited
     if int(wanted) < 0:
         return False

@@ -60,6 +60,7 @@ def test_topic_plan_follows_settings() -> None:
         "cleanup.policy": "delete",
         "retention.ms": "5000",
         "max.message.bytes": "2048",
+        "retention.bytes": "-1",
     }
     assert plan[Topic.ITEMS].config["retention.ms"] == "800"
     assert plan[Topic.ITEMS].config["segment.ms"] == "100"
@@ -129,6 +130,8 @@ def test_compacted_requests_topic_is_error() -> None:
         ("retention.ms", "-1", 0),
         ("retention.ms", "999999999999", 0),
         ("retention.ms", "1000", 1),
+        ("retention.bytes", "-1", 0),
+        ("retention.bytes", "1073741824", 1),
         ("max.message.bytes", "99999999", 0),
         ("max.message.bytes", "1048588", 1),
         ("segment.ms", "604800000", 1),
@@ -140,6 +143,20 @@ def test_topic_settings_above_plan_pass_check(name: str, value: str, faults: int
     settings = make_settings({})
     found = compare(plan_topics(settings), changed(settings, Topic.ITEMS, config={name: value}))
     assert [fault.blocking for fault in found] == [False] * faults
+
+
+@pytest.mark.parametrize(
+    ("topic", "faults"),
+    [(Topic.REQUESTS, 1), (Topic.RESULTS, 1), (Topic.CONTROL, 1), (Topic.RESPONSES, 0)],
+)
+def test_topic_that_stages_read_is_not_bounded_by_size(topic: Topic, faults: int) -> None:
+    """Retention by size deletes records before a stage has read them; callers read `responses`."""
+    settings = make_settings({})
+    existing = changed(settings, topic, config={"retention.bytes": "1073741824"})
+    found = compare(plan_topics(settings), existing)
+    assert [fault.problem for fault in found] == [
+        "retention.bytes: expected -1, got 1073741824"
+    ] * faults
 
 
 def test_unused_topic_may_be_missing() -> None:
