@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from headrace.cli.findings import Finding, Severity
 from headrace.config import KafkaSettings, Settings
 from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
 from headrace.log.errors import LogAuthenticationFailed
-from headrace.log.port import Log, TopicInfo
+from headrace.log.port import Log, TopicInfo, TopicPartition
 from headrace.models.backends.onnx_session import find_runtime
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.topic_plan import compare, plan_topics, required_topics
@@ -33,6 +34,9 @@ CUDA = "CUDAExecutionProvider"
 
 SLACK_S = 10.0
 """Time allowed for the broker check in addition to the log's own request timeout."""
+
+LONGEST_TRANSACTION_S = 60.0
+"""Age from which an open transaction is reported: the default timeout of producers in Java."""
 
 
 def check_settings(settings: Settings) -> Iterator[Finding]:
@@ -90,6 +94,7 @@ async def check_log(settings: Settings) -> list[Finding]:
                 settings.kafka, names, settings.namespace, transactional_id(settings)
             )
             topics = await _described(log, [*found.topics])
+            open_transactions = await check_transactions(settings, log, topics or {}, time.time())
     except TimeoutError:
         return [_unreachable(settings.kafka, f"no answer within {deadline_s:g} s")]
     except LogAuthenticationFailed as error:
@@ -111,6 +116,7 @@ async def check_log(settings: Settings) -> list[Finding]:
         *check_rights(settings, found),
         *check_topics(settings, topics, found.forbidden_topics),
         *check_replicas(found, topics or {}),
+        *open_transactions,
     ]
 
 
@@ -120,6 +126,52 @@ async def _described(log: Log, names: Sequence[str]) -> Mapping[str, TopicInfo |
         return await log.describe_topics(names)
     except LogAuthenticationFailed:  # of a topic: the survey was authenticated before
         return None
+
+
+async def check_transactions(
+    settings: Settings, log: Log, topics: Mapping[str, TopicInfo | None], now_s: float
+) -> list[Finding]:
+    """Find open transactions that hide what is written behind their first records.
+
+    What cannot be read within some seconds is left out, since other checks report that.
+
+    Args:
+        settings: have the names of the topics; stages write the others without transactions.
+        log: holds the topics.
+        topics: those that exist, by name.
+        now_s: seconds since the epoch.
+    """
+    names = [settings.topic(each) for each in (Topic.REQUESTS, Topic.RESPONSES, Topic.DEAD_LETTERS)]
+    partitions = [
+        TopicPartition(name, number)
+        for name in names
+        if (info := topics.get(name)) is not None
+        for number in range(info.partitions)
+    ]
+    findings: list[Finding] = []
+    try:
+        async with asyncio.timeout(SLACK_S / 2), log.reader(partitions) as reader:
+            written = await log.written_ends(partitions)  # before the ends, which may go on
+            ends = await reader.end_offsets(partitions)
+            for each in partitions:
+                if written[each] > (end := ends[each]):
+                    for first in (await log.fetch(each, end, end, max_bytes=1))[:1]:
+                        age_s = now_s - first.timestamp / 1000
+                        if age_s >= LONGEST_TRANSACTION_S:
+                            findings.append(_open_transaction(each, end, age_s))
+    except (TimeoutError, HeadraceError):
+        pass
+    return findings
+
+
+def _open_transaction(partition: TopicPartition, offset: int, age_s: float) -> Finding:
+    return Finding(
+        "topics",
+        Severity.WARNING,
+        f"{partition}: a transaction that was begun {age_s:.0f} s ago is open and hides the "
+        f"offsets from {offset} on",
+        "see that its producer ends it, or abort it with `kafka-transactions.sh`",
+    )
 
 
 def _unreachable(kafka: KafkaSettings, reason: str) -> Finding:

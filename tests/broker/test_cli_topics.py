@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from headrace.cli.outcome import Exit
 from headrace.tools.local_kafka import LocalKafka
@@ -137,6 +140,28 @@ def test_doctor_reports_missing_topics(call: Call, config: Path, unique_name: st
         f"error   topics        {unique_name}.requests: does not exist "
         "-> run `headrace topics create`" in result.stdout.splitlines()
     )
+
+
+async def test_doctor_reports_transaction_left_open(
+    call: Call, config: Path, kafka: LocalKafka, unique_name: str
+) -> None:
+    """One of two minutes is a warning with its partition and first offset; a new one is none."""
+    topic = f"{unique_name}.requests"
+    await asyncio.to_thread(call, "--config", str(config), "topics", "create")
+    async with (
+        AIOKafkaProducer(
+            bootstrap_servers=kafka.bootstrap_servers, transactional_id=unique_name
+        ) as producer,
+        producer.transaction(),
+    ):
+        now_ms = int(time.time() * 1000)
+        await producer.send_and_wait(topic, b"v", partition=1, timestamp_ms=now_ms - 120_000)
+        await producer.send_and_wait(topic, b"v", partition=2, timestamp_ms=now_ms)
+        result = await asyncio.to_thread(call, "--config", str(config), "doctor")
+    (line,) = (line for line in result.stdout.splitlines() if "was begun" in line)
+    assert result.exit_code == Exit.DONE
+    assert line.startswith(f"warning topics        {topic}/1: a transaction that was begun 12")
+    assert "is open and hides the offsets from 0 on -> " in line
 
 
 def test_right_password_is_accepted(call: Call, secure_config: Path) -> None:
