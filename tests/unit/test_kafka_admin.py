@@ -86,11 +86,11 @@ async def test_refused_admin_request_is_not_retried() -> None:
         await admin_of(client).fetch_committed("g", [P0])
 
 
-async def test_refused_topic_settings_name_topic() -> None:
-    """The broker's own message is the same for every topic."""
+async def test_refused_topic_settings_name_topic_and_right() -> None:
+    """The broker's own message is the same for every topic and right."""
     message = "Topic authorization failed."
     client = Client(SimpleNamespace(resources=[(TOPIC_FORBIDDEN, message, 2, "orders", [])]))
-    with pytest.raises(TopicAuthorizationFailedError, match="orders"):
+    with pytest.raises(TopicAuthorizationFailedError, match="DescribeConfigs of orders"):
         await admin_of(client).topic_configs(["orders"])
 
 

@@ -97,7 +97,8 @@ class AdminClient:
         response = await self._ask_any_node(request)
         configs: dict[str, Mapping[str, str]] = {}
         for code, message, _kind, name, entries in response.resources:
-            error = broker_error(code, name, message)  # the message does not name the topic
+            # A broker's message names neither the topic nor the right.
+            error = broker_error(code, f"DescribeConfigs of {name}", message)
             if error is None:
                 configs[name] = {entry[0]: entry[1] for entry in entries if entry[1] is not None}
             elif not isinstance(error, _ABSENT):
