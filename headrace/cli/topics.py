@@ -106,11 +106,14 @@ def check(settings: Settings, in_json: bool) -> None:
 async def _create(settings: Settings) -> tuple[Mapping[str, bool], list[Fault]]:
     async with open_log(settings) as log:
         before = await log.describe_topics([settings.topic(topic) for topic in Topic])
-        plan = plan_topics(settings, before[settings.topic(Topic.REQUESTS)])
+        requests = settings.topic(Topic.REQUESTS)
+        plan = plan_topics(settings, before[requests])
         created = await log.create_topics(
             list(plan.values()), replication_factor=settings.topics.replication_factor
         )
-        return created, compare(plan, before, needed=())
+        # The others are compared with `requests`, also where that is new.
+        existing = {**before, requests: before[requests] or plan[Topic.REQUESTS]}
+        return created, compare(plan, existing, needed=())
 
 
 async def _describe(settings: Settings) -> Mapping[str, TopicInfo | None]:

@@ -112,6 +112,25 @@ def test_create_follows_existing_requests_topic(call: Call, config: Path, unique
     assert counts[f"{unique_name}.items"] == 3
 
 
+def test_create_refuses_existing_topic_that_differs_from_new_requests(
+    call: Call, config: Path, unique_name: str
+) -> None:
+    """An `items` that was there before `requests` is an error at once, as for `check`."""
+    text = config.read_text()
+    call("--config", str(config), "topics", "create")
+    config.write_text(
+        f'{text}\n[topics.names]\nrequests = "{unique_name}.new"\n'.replace(
+            "partitions = 3", "partitions = 4"
+        )
+    )
+    created = call("--config", str(config), "topics", "create")
+    assert created.exit_code == Exit.FAILED
+    assert (
+        f"error: {unique_name}.items: expected the 4 partitions of {unique_name}.new, got 3"
+        in created.stderr
+    )
+
+
 def test_description_has_settings_of_broker(call: Call, config: Path, unique_name: str) -> None:
     """`describe` shows what the broker says of each topic."""
     call("--config", str(config), "topics", "create")
