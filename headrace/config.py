@@ -47,6 +47,20 @@ def _refuse_name_of_group(namespace: str) -> str:
 Namespace = Annotated[
     str, Field(pattern=r"^[a-zA-Z0-9._-]{1,100}$"), AfterValidator(_refuse_name_of_group)
 ]
+
+
+def _require_topic_name(name: str) -> str:
+    if not _TOPIC_NAME.fullmatch(name):
+        raise ValueError(
+            "expected a topic name of 1 to 249 letters, digits, dots, underscores and hyphens, "
+            f"got {name!r}"
+        )
+    return name
+
+
+TopicName = Annotated[str, AfterValidator(_require_topic_name)]
+_TOPIC_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
+"""Names that Kafka accepts. Source: `org.apache.kafka.common.internals.Topic`."""
 _DAY_S = 24 * 3600
 _HOUR_MS = 3600 * 1000
 _KAFKA_INT = 2**31 - 1
@@ -182,7 +196,7 @@ class TopicSettings(_Section):
     max_message_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 8 * 1024 * 1024
     reply_allowed: tuple[str, ...] = (r"{namespace}\..*",)
     """Regular expressions; a `kafka_replyTopic` must match one of them in full."""
-    names: dict[Topic, str] = {}
+    names: dict[Topic, TopicName] = {}
     """Full names of topics, instead of `{namespace}.{topic}`."""
 
 

@@ -113,6 +113,13 @@ def test_topics_of_same_name_are_refused(name: str) -> None:
         make_settings({"topics": {"names": names}})
 
 
+@pytest.mark.parametrize("name", ["", "a b", "..", "x" * 250])
+def test_name_that_no_topic_can_have_is_refused(name: str) -> None:
+    """Kafka would have no such topic, and creating it as advised would fail."""
+    with pytest.raises(ConfigurationError, match="expected a topic name of 1 to 249 letters"):
+        make_settings({"topics": {"names": {"requests": name}}})
+
+
 @pytest.mark.parametrize("suffix", ["ingest", "batcher", "executor", "marks", "redrive"])
 def test_namespace_with_name_of_group_is_refused(suffix: str) -> None:
     """The batcher of a namespace `prod` is in the group `prod.batcher`."""
