@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from headrace.errors import Fatal
-from headrace.log.port import Committed
+from headrace.log.port import Committed, TopicPartition
 from headrace.tuning import TUNING
 
 _MAX_CHARACTERS = TUNING.delivery.metadata_characters
@@ -175,6 +175,14 @@ class AckedOffsets:
     def from_committed(cls, committed: Committed) -> AckedOffsets:
         """Decode a commit. Raises `UnknownMetadata`."""
         return cls(committed.offset, decode_ranges(committed.offset, committed.metadata))
+
+    @classmethod
+    def of_partition(cls, partition: TopicPartition, committed: Committed) -> AckedOffsets:
+        """Decode the commit of a partition, which is named in `UnknownMetadata`."""
+        try:
+            return cls.from_committed(committed)
+        except UnknownMetadata as error:
+            raise UnknownMetadata(f"{partition}: {error}") from error
 
 
 def encode_ranges(base: int, ranges: Sequence[Range]) -> str:

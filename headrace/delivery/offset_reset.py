@@ -82,7 +82,7 @@ def committed_progress(
     """
     if committed is None:
         return AckedOffsets(0)
-    progress = AckedOffsets.from_committed(committed)
+    progress = AckedOffsets.of_partition(partition, committed)
     truncate(partition, progress, end)
     return progress
 

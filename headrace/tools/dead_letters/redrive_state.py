@@ -53,7 +53,7 @@ def done_letters(
         if known is None:
             done[partition] = AckedOffsets(span.start)
             continue
-        progress = AckedOffsets.from_committed(known)
+        progress = AckedOffsets.of_partition(partition, known)
         progress.truncate(span.end)
         if progress.base < span.start:
             progress.mark_acked(progress.base - 1, span.start - 1)

@@ -160,8 +160,8 @@ def test_redrive_progress_of_lost_end_is_forgotten_and_no_more(
 
 
 def test_foreign_commit_of_redrive_group_is_refused() -> None:
-    """To ignore it could send letters twice."""
-    with pytest.raises(UnknownMetadata):
+    """To ignore it could send letters twice; the error names the partition."""
+    with pytest.raises(UnknownMetadata, match=f"{LETTERS}: committed metadata: expected forms"):
         done_letters({LETTERS: Committed(3, "whose?")}, {LETTERS: OffsetRange(0, 20)})
 
 
