@@ -76,6 +76,12 @@ def show(settings: Settings, in_json: bool) -> None:
                 "it has ended",
                 err=True,
             )
+        if each.position > each.end:
+            click.echo(
+                f"partition {each.partition}: the base {each.position} is beyond the end "
+                f"{each.end}: records were lost, and `headrace run` goes on at the end",
+                err=True,
+            )
     unreadable = [each for each in states if each.form == "unreadable"]
     for each in unreadable:
         assert each.committed is not None

@@ -98,6 +98,14 @@ async def test_open_transaction_that_hides_requests_is_reported(
     assert "partition 1: an open transaction of another producer hides the" in shown.stderr
 
 
+def test_base_beyond_end_is_reported(call: Call, deployment: Deployment) -> None:
+    """A partition that has lost its end shows no lag, though requests were lost."""
+    asyncio.run(deployment.commit(Committed(30)))
+    shown = call("--config", str(deployment.config), "offsets", "show")
+    assert shown.exit_code == Exit.DONE
+    assert "partition 0: the base 30 is beyond the end 10: " in shown.stderr
+
+
 def test_offsets_command_resets_progress(call: Call, deployment: Deployment) -> None:
     """A dry run says the same as the reset after it, and only that one commits."""
     reset = ("--config", str(deployment.config), "offsets", "reset", "--to", "4")
