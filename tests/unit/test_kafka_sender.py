@@ -60,6 +60,7 @@ class Brokers:
     Args:
         answers: of each partition, in turn; then success.
         identity: of the requests for a producer id, in turn; then success.
+        throttle_time_ms: of each answer to a produce request.
 
     Attributes:
         requests: the batches of each produce request, by partition.
@@ -73,7 +74,9 @@ class Brokers:
         self,
         answers: Mapping[TopicPartition, Sequence[Answer]] | None = None,
         identity: Sequence[int | Exception] = (),
+        throttle_time_ms: int = 0,
     ) -> None:
+        self._throttle_time_ms = throttle_time_ms
         self._answers = {each: list(all_) for each, all_ in (answers or {}).items()}
         self._identity = list(identity)
         self._next_producer_id = 1
@@ -114,7 +117,7 @@ class Brokers:
         parts = [
             (each.partition, code, 0, 0, 0) for each, code in codes.items() if code is not None
         ]
-        return SimpleNamespace(topics=[("answers", parts)])
+        return SimpleNamespace(topics=[("answers", parts)], throttle_time_ms=self._throttle_time_ms)
 
     def _identify(self) -> Any:
         answer = self._identity.pop(0) if self._identity else 0
@@ -383,6 +386,22 @@ async def test_request_holds_no_more_than_its_limit() -> None:
             await batch.acknowledged
 
     assert [set(each) for each in brokers.requests] == [{ONE}, {TWO, THREE}]
+
+
+async def test_batch_that_is_due_while_producer_is_throttled_is_not_sent() -> None:
+    """The broker would read it from the connection later, after it was given up."""
+    brokers = Brokers(throttle_time_ms=3_600_000)
+    async with sending(brokers) as sender:
+        queue = PartitionQueue(ONE)
+        first = add(queue)
+        sender.send_soon(queue)
+        await first.acknowledged
+        second = add(queue, deadline_s=0.05)
+        sender.send_soon(queue)
+        with pytest.raises(LogUnavailable, match="overdue"):
+            await second.acknowledged
+
+    assert len(brokers.sent) == 1
 
 
 async def test_batch_after_overdue_one_waits_for_its_answer() -> None:

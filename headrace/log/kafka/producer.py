@@ -462,6 +462,7 @@ class Sender:
             sent[queue.partition] = queue
         timeout_ms = self._connection.settings.request_timeout_ms
         request = ProduceRequest(None, _ALL_REPLICAS, timeout_ms, list(topics.items()))
+        throttled_s = 0.0
         try:
             response = await self.client.send(node, request)
         except Exception as error:  # noqa: BLE001  # it goes to those who await the batches
@@ -473,8 +474,14 @@ class Sender:
                     if answered_queue is not None:
                         self._end_attempt(answered_queue, broker_error(code))
             unsent = LogUnavailable("expected an answer for each partition, got none for this one")
+            throttled_s = response.throttle_time_ms / 1000
         for queue in sent.values():
             self._end_attempt(queue, unsent)
+        # Over a quota, the broker answers at once and then reads nothing from the connection for
+        # this long (KIP-219). A request that waits there may time out, be given up, and be written
+        # nevertheless; a batch that has not been sent is not.
+        if throttled_s:
+            await asyncio.sleep(throttled_s)
 
     def _build(self, producer_id: tuple[int, int], batch: PendingBatch) -> bytes:
         sequence = self._sequences[batch.partition]

@@ -130,12 +130,16 @@ class ProduceResponse:
     Args:
         topics: (topic, parts) of each topic. A part is (partition, error code, base offset,
             timestamp, log start offset), as aiokafka's own response has it.
+        throttle_time_ms: how long the broker reads nothing more from the connection.
     """
 
     API_VERSION: Final = 7
 
-    def __init__(self, topics: list[tuple[str, list[tuple[int, ...]]]]) -> None:
+    def __init__(
+        self, topics: list[tuple[str, list[tuple[int, ...]]]], throttle_time_ms: int
+    ) -> None:
         self.topics = topics
+        self.throttle_time_ms = throttle_time_ms
 
     @classmethod
     def decode(cls, frame: BytesIO) -> ProduceResponse:
@@ -160,8 +164,7 @@ class ProduceResponse:
                 parts.append(_PRODUCED.unpack_from(data, at))
                 at += _PRODUCED.size
             topics.append((topic, parts))
-        _COUNT.unpack_from(data, at)  # how long the request was throttled
-        return cls(topics)
+        return cls(topics, *_COUNT.unpack_from(data, at))
 
 
 def encode_produce(request: ProduceRequest_v7) -> bytes:
