@@ -27,9 +27,16 @@ VERSIONS = {FetchRequest.API_KEY: (11, 11)}
 
 
 class Broker:
-    """A client whose only broker has records from each offset on."""
+    """A client whose only broker has records from each offset on.
+
+    Attributes:
+        held: the answer to the next fetch, which has no records; None to answer with records.
+        has_request: set by a fetch.
+    """
 
     def __init__(self) -> None:
+        self.held: asyncio.Future[FetchResponse] | None = None
+        self.has_request = asyncio.Event()
         self.cluster = SimpleNamespace(
             leader_for_partition=lambda _: 1, broker_metadata=lambda _: None
         )
@@ -38,6 +45,10 @@ class Broker:
 
     async def send(self, _node: int, request: Any) -> FetchResponse:
         """Answer a fetch in a later turn, as a broker does."""
+        self.has_request.set()
+        if self.held is not None:
+            held, self.held = self.held, None
+            return await held
         await asyncio.sleep(0)
         topics = [
             (topic, [(number, 0, 0, 0, 0, None, -1, batch(at)) for number, _, at, *_ in parts])
@@ -62,10 +73,11 @@ class Consumer:
     """
 
     def __init__(self) -> None:
+        self.broker = Broker()
         self.partitions = SubscriptionState()
         self.partitions.assign_from_user([ONE, TWO])
         self.fetcher = Fetcher(
-            Broker(),
+            self.broker,
             self.partitions,
             fetcher_timeout=NEVER_S,
             prefetch_backoff=NEVER_S,
@@ -113,3 +125,20 @@ async def test_partition_resumed_instead_of_another_is_fetched_at_once(consumer:
     consumer.partitions.resume(ONE)
 
     assert await consumer.poll() == {ONE: 3}
+
+
+async def test_partition_resumed_as_fetch_ends_without_records_is_fetched_at_once(
+    consumer: Consumer,
+) -> None:
+    """The fetcher may look for the resumed partition just before the broker counts as free."""
+    await consumer.poll(RECORDS + 1)
+    broker = consumer.broker
+    broker.has_request.clear()
+    answer = broker.held = asyncio.get_running_loop().create_future()
+    consumer.buffer.fetch_again()
+    await broker.has_request.wait()
+    consumer.partitions.pause(ONE)
+    consumer.partitions.resume(TWO)
+    answer.set_result(FetchResponse([]))
+
+    assert await consumer.poll() == {TWO: 0}

@@ -625,9 +625,17 @@ class FetchBuffer:
         Returns:
             False: nobody has to be woken by aiokafka.
         """
+        if await fetch(*request):
+            await self._wait_until_due()
+        # The broker counts as busy until a callback at the end of this task. A partition that is
+        # resumed or sought in the same turn makes the fetcher look for fetches just before that;
+        # it would not look again until its own timeout.
+        asyncio.get_running_loop().call_soon(self._wake_fetcher)
+        return False
+
+    async def _wait_until_due(self) -> None:
+        """Pass records, or an error, to those who wait, and wait until the next fetch is due."""
         fetcher = self._fetcher
-        if not await fetch(*request):
-            return False
         for waiter in fetcher._fetch_waiters:
             fetcher._notify(waiter)
         loop = asyncio.get_running_loop()
@@ -641,11 +649,6 @@ class FetchBuffer:
         finally:
             timer.cancel()
             self._unread.discard(unread)
-        # The broker counts as busy until a callback at the end of this task. A partition that is
-        # resumed or sought in the same turn makes the fetcher look for fetches just before that;
-        # it would not look again until its own timeout.
-        loop.call_soon(self._wake_fetcher)
-        return False
 
     async def wait_for_assignment(self) -> None:
         """Wait for the end of a rebalance in progress."""
