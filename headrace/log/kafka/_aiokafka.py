@@ -279,7 +279,7 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
             return super().send(request, expect_response)
         message = request.prepare(self._versions)
         correlation_id = self._next_correlation_id()
-        header, body = self._header(message, correlation_id), message.encode()
+        header, body = _header(message, correlation_id, self._client_id), message.encode()
         try:
             self._writer.write(b"".join((_LENGTH.pack(len(header) + len(body)), header, body)))
         except OSError as error:
@@ -293,16 +293,6 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
         if isinstance(request, HeartbeatRequest) and self.heartbeat_timeout_s is not None:
             timeout_s = self.heartbeat_timeout_s
         return _wait_for(answer, timeout_s)
-
-    def _header(self, message: Any, correlation_id: int) -> bytes:
-        """Encode the header of a request, version 1 or 2.
-
-        aiokafka makes an object for each. Source: "Request Header" in Kafka's protocol guide.
-        """
-        client_id = self._client_id.encode()
-        header = _HEADER.pack(message.API_KEY, message.API_VERSION, correlation_id, len(client_id))
-        tagged_fields = b"\0" if message.FLEXIBLE_VERSION else b""  # none
-        return b"".join((header, client_id, tagged_fields))
 
     def _handle_frame(self, frame: bytes) -> None:
         correlation_id, request, answer = self._requests[0]
@@ -325,6 +315,17 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
         self.transport = self._writer.transport
         self.transport.set_protocol(ResponseProtocol(self, self._closed_fut))
         return asyncio.get_running_loop().create_future()
+
+
+def _header(message: Any, correlation_id: int, client_id: str) -> bytes:
+    """Encode the header of a request, version 1 or 2.
+
+    aiokafka makes an object for each. Source: "Request Header" in Kafka's protocol guide.
+    """
+    name = client_id.encode()
+    header = _HEADER.pack(message.API_KEY, message.API_VERSION, correlation_id, len(name))
+    tagged_fields = b"\0" if message.FLEXIBLE_VERSION else b""  # none
+    return b"".join((header, name, tagged_fields))
 
 
 async def _wait_for(answer: asyncio.Future[Any], timeout_s: float) -> Any:
