@@ -247,7 +247,7 @@ class Client:
 
         def make_request() -> tuple[NewRecord, str]:
             tensors = {
-                name: value if isinstance(value, Tensor) else _array(value)
+                name: value if isinstance(value, Tensor) else _array(name, value)
                 for name, value in inputs.items()
             }
             content_type = self._content_type
@@ -366,9 +366,18 @@ def _override(settings: Settings, bootstrap_servers: str | None, namespace: str 
     return settings.model_copy(update=explicit)
 
 
-def _array(value: ArrayLike) -> NDArray[Any]:
-    """Return the value as an array. A NumPy value keeps its dtype; Python floats become FP32."""
-    array = np.asarray(value)
+def _array(name: str, value: ArrayLike) -> NDArray[Any]:
+    """Return the value of an input as an array. A NumPy value keeps its dtype; Python floats become
+    FP32.
+
+    Raises:
+        Rejected: `INVALID_TENSOR`: it is no array, such as a list of lists of different lengths.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        expected = "lists of one length in each dimension"
+        raise Rejected(Code.INVALID_TENSOR, f"{name}: expected {expected}: {error}") from error
     if isinstance(value, np.ndarray | np.generic):
         return array
     if array.dtype.kind in "SU":

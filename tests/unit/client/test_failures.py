@@ -67,6 +67,13 @@ async def test_arrays_without_datatype_are_refused(client: Client) -> None:
     assert (caught.value.code, caught.value.retriable) == ("INVALID_TENSOR", False)
 
 
+async def test_lists_of_different_lengths_are_refused_with_name_of_input(client: Client) -> None:
+    """NumPy's error alone does not say which of the inputs it is."""
+    with pytest.raises(InferenceError, match="ids: expected lists of one length") as caught:
+        await client.infer("m", {**INPUTS, "ids": [[1, 2], [3]]})
+    assert (caught.value.code, caught.value.retriable) == ("INVALID_TENSOR", False)
+
+
 async def test_requests_too_large_for_topic_are_refused(client: Client) -> None:
     """The log's refusal of a record has the same form."""
     with pytest.raises(InferenceError) as caught:
