@@ -114,7 +114,7 @@ class GrpcModels:
     def _show_model(self, request: messages.ModelMetadataRequest) -> Message:
         models = self._gateway.models
         version = models.lookup(request.name, request.version or None)
-        described: dict[str, Any] = {**describe_model(version, models.servable())}
+        described: dict[str, Any] = {**describe_model(version, models.offered())}
         del described["batching"]
         return messages.ModelMetadataResponse(**described)
 

@@ -592,11 +592,11 @@ class ManagementPaths:
         )
 
     async def _show_models(self, request: web.Request) -> web.Response:
-        names = {version.name for version in self._gateway.models.servable()}
+        names = {version.name for version in self._gateway.models.offered()}
         return _json_response(ModelNames(models=sorted(names)))
 
     async def _show_model(self, request: web.Request) -> web.Response:
-        ready = self._gateway.models.servable()
+        ready = self._gateway.models.offered()
         return _json_response(describe_model(_find_version(self._gateway, request), ready))
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:

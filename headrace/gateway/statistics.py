@@ -183,7 +183,7 @@ class Statistics:
             self._versions.get((each.name, each.version), _Version()).describe(
                 each.name, each.version
             )
-            for each in self._models.servable()
+            for each in self._models.offered()
             if (not model or each.name == model) and (not version or each.version == version)
         ]
 

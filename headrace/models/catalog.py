@@ -387,6 +387,13 @@ class ModelCatalog:
         """
         return [version for version in self.versions() if version.is_servable]
 
+    def offered(self) -> list[ModelVersion]:
+        """Return as `servable`, without the versions that are kept only for requests which were
+        bound to them before they were replaced.
+        """
+        offered = {*self._ready.values()}
+        return [version for version in self.servable() if version in offered]
+
     def names(self) -> list[str]:
         """Return the names of all models, including those with faults."""
         return sorted(self.models)

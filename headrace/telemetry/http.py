@@ -71,7 +71,7 @@ class ServedModels(Protocol):
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
     def lookup_bound(self, name: str, version: str) -> ModelVersion: ...
-    def servable(self) -> list[ModelVersion]: ...
+    def offered(self) -> list[ModelVersion]: ...
     def status(self) -> list[dict[str, Any]]: ...
 
 
@@ -261,7 +261,7 @@ class HttpServer:
 
     async def _show_model(self, request: web.Request) -> web.Response:
         version = self._find_version(request)
-        ready = self._models.servable()
+        ready = self._models.offered()
         return web.json_response(describe_model(version, ready))
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:

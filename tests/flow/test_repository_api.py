@@ -43,6 +43,7 @@ input [ { name: "pixels" data_type: TYPE_FP32 dims: [64] } ]
 output [ { name: "scores" data_type: TYPE_FP32 dims: [10] } ]
 version_policy: { latest { num_versions: 2 } }
 """
+FIRST_ALONE = {"backend": "onnxruntime", "version_policy": {"specific": {"versions": [1]}}}
 
 
 @pytest.fixture
@@ -122,11 +123,7 @@ def change_models(client: Any, module: Any, index: Callable[[], list[dict[str, s
     assert states_of(index()) == [unloaded[0], ("2", "READY", ""), ("3", "READY", "")]
     assert (factor_of(client, tensor), factor_of(client, tensor, "2")) == (3, 2)
 
-    config = {
-        "backend": "onnxruntime",
-        "max_batch_size": 2,
-        "version_policy": {"specific": {"versions": [1]}},
-    }
+    config = {**FIRST_ALONE, "max_batch_size": 2}
     client.load_model("digits", headers=LOGIN, config=json.dumps(config))
     assert factor_of(client, tensor) == 1
     found = client.get_model_config("digits")
@@ -182,6 +179,19 @@ async def test_tritonclient_changes_models_over_grpc(repository: Path, keys: str
     async with gateway_of(repository, mode="explicit", keys_file=keys, grpc_port=0) as served:
         await asyncio.to_thread(change_over_grpc, served.grpc)
         assert await wanted_of(served) == {}
+
+
+async def test_version_kept_for_bound_requests_is_not_listed_as_ready(repository: Path) -> None:
+    """A new request for it is refused, though it stays in memory for a while."""
+    async with gateway_of(repository, mode="explicit", **ANYONE) as served:
+        await post(served.http, "load", {})
+        await post(served.http, "load", {"config": json.dumps(FIRST_ALONE)})
+        metadata = await served.get("/v2/models/digits")
+        await post(served.http, "unload", {})
+        shown = [(await served.get(path)).json for path in ("/v2/models", "/v1/models")]
+
+    assert metadata.json["versions"] == ["1"]
+    assert shown == [{"models": []}] * 2
 
 
 async def test_change_without_login_is_refused_though_index_is_open(
