@@ -541,7 +541,9 @@ class GatewaySettings(AccessSettings):
     address of one without a login. Each process counts for itself.
     """
     caller_burst: Annotated[int, Field(ge=0, le=1_000_000), NOT_BOOL] = 0
-    """Requests that a caller may send at once after a pause; 0 for those of a second."""
+    """Requests that a caller may send at once after a pause, if there is a rate; 0 for those of a
+    second.
+    """
     caller_max_in_flight: Annotated[int, Field(ge=0, le=1_000_000), NOT_BOOL] = 0
     """Limit of concurrent requests of each caller; 0 for none."""
     caller_max_in_flight_bytes: Annotated[int, Field(ge=0, le=2**40), NOT_BOOL] = 0
@@ -593,6 +595,16 @@ class GatewaySettings(AccessSettings):
             raise ValueError(
                 "reuse_port: regions of shared memory (gateway.shared_memory) belong to one "
                 "process, and calls on a port that is shared may come to another"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _burst_belongs_to_a_rate(self) -> Self:
+        # A key in the file may have a rate alone, of which this is the burst.
+        if self.caller_burst and not self.caller_requests_per_second and self.keys_file is None:
+            raise ValueError(
+                "caller_burst: expected caller_requests_per_second beside it, or keys_file with "
+                f"rates, without which nothing is limited, got {self.caller_burst} alone"
             )
         return self
 

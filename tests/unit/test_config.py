@@ -207,6 +207,18 @@ def test_trusted_keys_that_check_nothing_are_refused() -> None:
         make_settings({"models": {"trusted_keys": ["release.pub"]}})
 
 
+def test_burst_of_callers_without_any_rate_is_refused() -> None:
+    """Nothing would be limited where a limit is expected."""
+    with pytest.raises(ConfigurationError, match="caller_burst: expected caller_requests_per_sec"):
+        make_settings({"gateway": {"caller_burst": 5}})
+
+
+@pytest.mark.parametrize("beside", [{"caller_requests_per_second": 2}, {"keys_file": "keys.toml"}])
+def test_burst_of_callers_beside_rate_is_taken(beside: dict[str, object]) -> None:
+    """A key may have a rate of its own in the file, without a burst of its own."""
+    assert make_settings({"gateway": {"caller_burst": 5, **beside}}).gateway.caller_burst == 5
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
