@@ -80,11 +80,10 @@ class ClientClaims:
             return answer
         try:
             if self._fetcher is None:
-                raise Rejected.mismatch(
+                raise Rejected(
                     Code.INTERNAL,
-                    "answer",
-                    expected="its store in claims.allowed or answers.claim_store",
-                    got="neither in the settings of this client",
+                    "expected its store in claims.allowed or answers.claim_store, got neither in "
+                    "the settings of this client",
                 )
             value = await self._fetcher.fetch(self._fetcher.read_claim(header))
         except (Rejected, ClaimUnavailable) as error:

@@ -558,7 +558,7 @@ async def test_client_without_store_of_answer_says_so(tmp_path: Path) -> None:
             Client(log=log, settings=plain) as client,
             Client(log=log, settings=settings) as putting,
         ):
-            with pytest.raises(InferenceError, match="neither in the settings of this client"):
+            with pytest.raises(InferenceError, match="INTERNAL: answer: expected its store"):
                 await client.infer("digits", {"pixels": pixels})
             store.forgets = "/out"
             with pytest.raises(InferenceError, match=r"answer: .* got none") as raised:
