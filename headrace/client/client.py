@@ -243,7 +243,10 @@ class Client:
             InferenceTimeout: no answer arrived in time.
             ClientClosed: the client is not open, or was closed meanwhile.
             LogUnavailable: the broker did not acknowledge the request.
+            TypeError: `outputs` is one text, whose characters would be taken for names.
         """
+        if isinstance(outputs, str):
+            raise TypeError(f"outputs: expected a list of names, got {outputs!r}")
 
         def make_request() -> tuple[NewRecord, str]:
             tensors = {

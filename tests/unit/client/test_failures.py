@@ -74,6 +74,12 @@ async def test_lists_of_different_lengths_are_refused_with_name_of_input(client:
     assert (caught.value.code, caught.value.retriable) == ("INVALID_TENSOR", False)
 
 
+async def test_name_of_output_without_list_is_refused(client: Client) -> None:
+    """A text is a sequence of texts, which type checkers accept; its letters are no outputs."""
+    with pytest.raises(TypeError, match="outputs: expected a list of names, got 'label'"):
+        await client.infer("m", INPUTS, outputs="label")
+
+
 async def test_requests_too_large_for_topic_are_refused(client: Client) -> None:
     """The log's refusal of a record has the same form."""
     with pytest.raises(InferenceError) as caught:
