@@ -14,6 +14,7 @@ A `Model` with a method `cancel` has it called from another thread when a run ta
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -84,18 +85,20 @@ def _declared(path: Path, model: Any, kind: str) -> list[TensorSpec]:
             f"{where}: expected a list of (name, datatype, shape), here or in model.toml, "
             f"got {declared!r}"
         )
+    return [_declared_tensor(where, each) for each in declared]
+
+
+def _declared_tensor(where: str, given: Any) -> TensorSpec:
     try:
-        return [
-            DeclaredTensor(name=name, datatype=datatype, shape=tuple(shape)).spec()
-            for name, datatype, shape in declared
-        ]
+        name, datatype, shape = given
+        return DeclaredTensor(name=name, datatype=datatype, shape=tuple(shape)).spec()
     except ValidationError as error:
-        faults = "; ".join(map(describe_fault, error.errors(include_url=False)))
-        raise ConfigurationError(f"{where}: {faults}") from error
+        faults = map(describe_fault, error.errors(include_url=False))
+        reason = "; ".join(dict.fromkeys(faults))
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{where}: expected (name, datatype, shape) each: {error}"
-        ) from error
+        reason = str(error)
+    expected = "(name, datatype, shape) each"
+    raise ConfigurationError(f"{where}: expected {expected}, got {reprlib.repr(given)}: {reason}")
 
 
 class PythonBackend:

@@ -66,8 +66,12 @@ def test_signature_of_configuration_needs_no_class(make: Make) -> None:
         ("pass", r"Model\.inputs: expected a list of \(name, datatype, shape\)"),
         ("inputs = [('x', 'FP32')]", r"Model\.inputs: expected \(name, datatype, shape\) each"),
         ("inputs = [('x', 'float', (-1,))]", r"Model\.inputs: .*datatype: expected one of BOOL"),
+        (
+            "inputs = [{'name': 'x', 'datatype': 'FP32', 'shape': [-1, 3]}]",
+            r"Model\.inputs: expected \(name, datatype, shape\) each, got \{.*'name': 'x'",
+        ),
     ],
-    ids=["none", "incomplete", "datatype"],
+    ids=["none", "incomplete", "datatype", "table"],
 )
 def test_wrong_signature_is_refused(make: Make, body: str, message: str) -> None:
     """The message says where it was expected and how it looks."""
