@@ -91,7 +91,9 @@ def describe_json_error(error: Exception, content: bytes) -> str:
     """
     text = str(error)
     is_cut = isinstance(error, msgspec.DecodeError) and "truncated" in text
-    return f"a value that ends at byte {len(content)}" if is_cut else text
+    if is_cut:
+        return f"a value that ends at byte {len(content)}"
+    return text.replace("JSON is malformed", "malformed JSON", 1)
 
 
 def _misfit(text: str, value: bytes | memoryview, form: Format) -> Rejected:

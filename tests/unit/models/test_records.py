@@ -344,6 +344,7 @@ def test_wrong_value_is_refused_with_row_and_path(
     [
         (b'{"amount": 1', JSON, "payload: expected JSON, got "),
         (b"[" * 100_000, JSON, "payload: expected JSON, got "),
+        (b"a,b", JSON, "payload: expected JSON, got malformed JSON: invalid character (byte 0)"),
         (b"[]", JSON, "payload: expected at least one record, got none"),
         (b"\xff", CSV, "payload: expected UTF-8, got byte 0xff at 0"),
         (b"", CSV, "payload: expected at least one record, got none"),
