@@ -332,7 +332,7 @@ def _make_reader(
 
 
 _SHOWN_TYPES = {
-    "json": JSON,
+    "json": f"{JSON}, application/x-ndjson",
     "csv": CSV,
     "avro": "avro/binary",
     "avro_container": AVRO_CONTAINER,

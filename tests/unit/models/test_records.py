@@ -350,7 +350,11 @@ def test_wrong_value_is_refused_with_row_and_path(
         (b"", CSV, "payload: expected at least one record, got none"),
         (b"amount\n1\n1,2\n", CSV, "rows[1]: expected 1 fields, got 2"),
         (b'amount\n"1', CSV, "payload: expected CSV, got unexpected end of data in line 2"),
-        (b"1", "image/jpeg", "header content-type: expected one of application/json, text/csv, "),
+        (
+            b"1",
+            "image/jpeg",
+            "header content-type: expected one of application/json, application/x-ndjson, text/csv",
+        ),
         (b"1", "avro/binary", "header content-type: expected"),
     ],
 )
