@@ -75,6 +75,8 @@ def parse_overrides(text: str, model: str) -> Mapping[str, Any]:
         if not isinstance(given, dict):
             raise ValueError("expected an object")  # noqa: TRY004 - callers expect one kind
         config = json_format.ParseDict(given, ModelConfig())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected JSON: {error}") from error
     except json_format.ParseError as error:
         raise ValueError(str(error).replace(f"{ModelConfig.DESCRIPTOR.full_name}", "")) from error
     except RecursionError as error:

@@ -223,7 +223,7 @@ def test_json_of_load_has_only_keys_of_its_fields(text: str, expected: dict[str,
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "Expecting value"),
+        ("", "expected JSON: Expecting value"),
         ("[1]", "expected an object"),
         ('{"max_batch": 8}', 'no field named "max_batch"'),
         ('{"max_batch_size": "many"}', "max_batch_size"),
