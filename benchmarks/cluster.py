@@ -73,7 +73,7 @@ class Cluster:
         return sum(
             segment.stat().st_size
             for topic in topics
-            for segment in self._directory.rglob(f"{topic}-[0-9]*/*.log")
+            for segment in self._directory.glob(f"*/*/{topic}-[0-9]*/*.log")
         )
 
     async def create(self, topics: Sequence[TopicInfo]) -> None:
