@@ -1,23 +1,15 @@
-"""Producers behind a quota, on a real Kafka: slow, without repeated records, and exactly once not
-for ever the same step.
-"""
+"""Exactly once behind a producer quota, on a real Kafka: slow, and not for ever the same step."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headrace.config import KafkaSettings
-from headrace.delivery.producing import deliver
-from headrace.log.kafka.log import KafkaLog
-from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.protocol.codec import encode_request
 from headrace.tools.local_kafka import LocalKafka
-from headrace.tuning import TUNING
 from tests.broker.test_exactly_once import FUSED, ExactlyOnceHarness
 from tests.support.models import add_version, identity
 from tests.support.processes import Process, create_topics
@@ -26,10 +18,6 @@ from tests.support.quotas import limit_producers
 ANSWERS = 60
 FLOATS = 50_000
 BYTES_PER_S = 500_000
-
-RECORDS = 100
-RECORD_BYTES = 10_000
-SPACING_S = 0.02
 
 
 @pytest.fixture
@@ -61,29 +49,3 @@ async def test_backlog_under_producer_quota_is_answered_once(bench: ExactlyOnceH
         await bench.all_seen(deadline_s=150.0)
 
     assert bench.seen == bench.each_once()
-
-
-@pytest.mark.timeout(120)
-async def test_records_under_producer_quota_are_written_once(
-    kafka: LocalKafka, unique_name: str
-) -> None:
-    """A record waits here, and not in a request that is given up and written nevertheless."""
-    settings = KafkaSettings(
-        bootstrap_servers=kafka.bootstrap_servers, client_id=unique_name, request_timeout_ms=1000
-    )
-    target = TopicPartition(unique_name, 0)
-    topics = [TopicInfo(unique_name, 1, {})]
-    async with KafkaLog(settings) as log:
-        await log.create_topics(topics, replication_factor=1)
-        await limit_producers(kafka.bootstrap_servers, unique_name, BYTES_PER_S / 10)
-        try:
-            async with log.producer() as producer, asyncio.TaskGroup() as tasks:
-                for _ in range(RECORDS):
-                    records = [NewRecord(None, b"v" * RECORD_BYTES)]
-                    writing = deliver(producer, target, records, tuning=TUNING.delivery)
-                    tasks.create_task(writing, name="writing")
-                    await asyncio.sleep(SPACING_S)
-        finally:
-            await limit_producers(kafka.bootstrap_servers, unique_name, None)
-
-        assert await log.written_ends([target]) == {target: RECORDS}

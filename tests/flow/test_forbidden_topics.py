@@ -81,7 +81,7 @@ async def test_forbidden_own_topic_ends_process(tmp_path: Path, topic: Topic) ->
         committed = await log.committed(settings.namespace, [requests])
 
     name = settings.topic(topic)
-    lines = [f"{name}/0: not allowed to write to topic {name}"]
+    lines = [f"not allowed to write to topic {name}"]
     assert explain(caught.value) == (Exit.FAILED, lines)
     found = committed[requests]
     assert found is None or found.offset == 0
