@@ -313,7 +313,7 @@ async def test_client_resumes_reading_after_retention(
     """Answers that retention took are lost; those that come later are read."""
     log.faults.partitions.skip_offsets(REPLIES, 5)
     log.faults.partitions.trim(REPLIES, 5)
-    await client.infer("m", INPUTS)
+    assert (await client.infer("m", INPUTS, id="later")).id == "later"
 
 
 async def test_client_resumes_reading_after_retention_although_request_fails(
