@@ -392,6 +392,8 @@ class KafkaTuning(Struct, frozen=True):
     trip."""
     max_request_bytes: int = 16 * 1024 * 1024
     """Limit of one produce request, which holds batches of several partitions."""
+    packed_records: int = 256
+    """So many answers of a transaction are encoded and then packed, before the next ones are."""
     flush_timeout_s: float = 3.0
     """How long a closing producer waits for acknowledgements."""
     producer_id_retry: Backoff = Backoff(first_s=0.1, longest_s=1.0, jitter=0.2)

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, overload
 
 import structlog
 
@@ -45,6 +47,7 @@ from headrace.log.port import (
     TransactionalProducer,
 )
 from headrace.primitives.backoff import Backoff, Pauses
+from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.tuning import TUNING, DeliveryTuning
@@ -53,6 +56,46 @@ log = structlog.get_logger(__name__)
 
 Records = Mapping[TopicPartition, Sequence[NewRecord]]
 Compose = Callable[[Sequence[PendingAnswer]], Records]
+
+
+class AnswersToEncode(Sequence[NewRecord]):
+    """The answers of one target, each encoded whenever it is read.
+
+    A transaction has thousands of answers. Encoded all together, and then packed into batches, they
+    would have left the processor's caches in between; a producer reads some at a time instead.
+
+    Args:
+        requests: ended requests.
+        encode: returns the answer of each request, in order.
+        size_bytes: approximate size of their values together.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        encode: Callable[[Sequence[Request]], Sequence[NewRecord]],
+        size_bytes: int,
+    ) -> None:
+        self._requests = requests
+        self._encode = encode
+        self.size_bytes = size_bytes
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, index: int) -> NewRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[NewRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> NewRecord | Sequence[NewRecord]:
+        if isinstance(index, slice):
+            return self._encode(self._requests[index])
+        return self._encode([self._requests[index]])[0]
+
+    def __iter__(self) -> Iterator[NewRecord]:
+        return iter(self[:])
 
 
 class TransactionAborted(Retriable):
@@ -139,9 +182,12 @@ class _Part:
         return not self.owned.closed and self.owned.is_same_assignment()
 
     def size_bytes(self) -> int:
-        """Return the size of the values to write."""
+        """Return the approximate size of the values to write."""
         return sum(
-            len(record.value or b"") for records in self.records.values() for record in records
+            records.size_bytes
+            if isinstance(records, AnswersToEncode)
+            else sum([len(record.value or b"") for record in records])
+            for records in self.records.values()
         )
 
     async def commit(self) -> None:
@@ -272,12 +318,16 @@ class _SharedTransactions:
                 part.woken.set()
 
     async def _commit_together(self, parts: Sequence[_Part]) -> None:
-        records: dict[TopicPartition, list[NewRecord]] = {}
+        found: dict[TopicPartition, list[Sequence[NewRecord]]] = defaultdict(list)
         offsets: Offsets = {}
         for part in parts:
             offsets |= part.offsets
             for target, of_target in part.records.items():
-                records.setdefault(target, []).extend(of_target)
+                found[target].append(of_target)
+        records = {
+            target: each[0] if len(each) == 1 else list(chain.from_iterable(each))
+            for target, each in found.items()
+        }
         owned = parts[0].owned
         producer = owned.producer
         assert producer is not None

@@ -13,6 +13,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -21,7 +22,7 @@ import structlog
 from headrace.delivery.failures import deadline_passed
 from headrace.delivery.offset_store import PendingAnswer, requests_of
 from headrace.delivery.producing import refused_for_size
-from headrace.delivery.transactions import Records
+from headrace.delivery.transactions import AnswersToEncode, Records
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused, RecordsRefused, RecordTooLarge, UnknownPartition
 from headrace.log.port import NewRecord, TopicPartition
@@ -120,10 +121,7 @@ class AnswerEncoder:
             now_us: epoch microseconds.
             minimal: encode errors without the caller's key and headers.
         """
-        for request in [each for each in requests if each.envelope.deadline_ms]:
-            late = deadline_passed(request, now_us, Stage.RESPONDER)
-            if late is not None and request.failure is None:
-                request.fail(late)
+        self.fail_late(requests, now_us)
         fine = [request for request in requests if request.failure is None]
         # A list: unlike the steps of a generator, its steps are not calls.
         values: Sequence[bytes | None]
@@ -151,6 +149,13 @@ class AnswerEncoder:
             else self._encode_error(request, now_us, minimal=minimal)
             for request in requests
         ]
+
+    def fail_late(self, requests: Iterable[Request], now_us: int) -> None:
+        """Fail the requests whose deadline has passed and that have not failed."""
+        for request in [each for each in requests if each.envelope.deadline_ms]:
+            late = deadline_passed(request, now_us, Stage.RESPONDER)
+            if late is not None and request.failure is None:
+                request.fail(late)
 
     def _encode_error(self, request: Request, now_us: int, *, minimal: bool) -> NewRecord:
         failure = request.failure
@@ -299,9 +304,9 @@ class AnswerEncoder:
 class TransactionRecords:
     """The records of one partition's transactions, for exactly once.
 
-    An answer that its topic refuses before the transaction begins is replaced by a fallback; only
-    that answer is encoded again. It keeps its fallback from one transaction to the next: it may be
-    minimal or omitted, and its dead letter may be omitted.
+    An answer that its topic refuses before the transaction begins is replaced by a fallback. It
+    keeps its fallback from one transaction to the next: it may be minimal or omitted, and its dead
+    letter may be omitted.
 
     Attributes:
         is_cut: True if `read_values` has left answers to the next transaction; reset by the caller.
@@ -314,8 +319,6 @@ class TransactionRecords:
         self._without_dead_letter: set[Request] = set()
         self._read: set[Request] = set()
         self.is_cut = False
-        self._encoded: dict[Request, NewRecord] = {}  # answers that need not be encoded again
-        self._records: dict[TopicPartition, list[NewRecord]] = {}
         self._answered: RequestsByTarget = {}
         self._answers: RequestsByTarget = {}
         self._dead_letters: RequestsByTarget = {}
@@ -362,27 +365,29 @@ class TransactionRecords:
                 target: [each for each in requests if each not in self._omitted]
                 for target, requests in self._answered.items()
             }
-        self._records = {
-            target: self._encode_answers(requests) for target, requests in self._answers.items()
-        }
-        self._encoded_us = self._clock()
+        encode = partial(self._encode_answers, began_us=self._began_us)
+        records: dict[TopicPartition, Sequence[NewRecord]] = {}
+        for target, requests in self._answers.items():
+            encoder.fail_late(requests, self._began_us)  # before their dead letters are looked for
+            records[target] = AnswersToEncode(requests, encode, output_bytes(requests))
         for request in [each for each, _ in pending if each.failure is not None]:
             where = encoder.dead_letter_target(request)
             if where is not None and request not in self._without_dead_letter:
                 self._dead_letters.setdefault(where, []).append(request)
         for where, requests in self._dead_letters.items():
-            self._records[where] = list(map(encoder.encode_dead_letter, requests))
-        return self._records
+            records[where] = list(map(encoder.encode_dead_letter, requests))
+        return records
 
-    def _encode_answers(self, requests: Sequence[Request]) -> list[NewRecord]:
-        encode, encoded = self._encoder.encode_answers, self._encoded
-        if not (self._minimal or encoded):
-            return encode(requests, self._began_us)
-        missing = [each for each in requests if each not in encoded]
-        for minimal in (False, True):
-            part = [each for each in missing if (each in self._minimal) is minimal]
-            encoded.update(zip(part, encode(part, self._began_us, minimal=minimal), strict=True))
-        return [encoded[each] for each in requests]
+    def _encode_answers(self, requests: Sequence[Request], *, began_us: int) -> list[NewRecord]:
+        encode, minimal = self._encoder.encode_answers, self._minimal
+        if not minimal:
+            records = encode(requests, began_us)
+        else:
+            records = []
+            for is_minimal, part in groupby(requests, minimal.__contains__):
+                records += encode(list(part), began_us, minimal=is_minimal)
+        self._encoded_us = self._clock()
+        return records
 
     def replace_refused(
         self, pending: Sequence[PendingAnswer], error: RecordsRefused
@@ -392,8 +397,6 @@ class TransactionRecords:
         Raises:
             LogRefused: one of Headrace's topics refused a record for a reason other than size.
         """
-        for target, requests in self._answers.items():
-            self._encoded.update(zip(requests, self._records[target], strict=True))
         targets: dict[Request, TopicPartition] = {}
         for where, refused in error.refused.items():
             if where in self._dead_letters:
@@ -411,7 +414,6 @@ class TransactionRecords:
         self, request: Request, target: TopicPartition, refusal: Rejected
     ) -> TopicPartition:
         """Choose an answer's fallback, return its target; see `AnswerEncoder.choose_fallback`."""
-        self._encoded.pop(request, None)
         fallback = self._encoder.choose_fallback(
             request, target, refusal, minimal=request in self._minimal
         )
@@ -455,11 +457,10 @@ class TransactionRecords:
             self._encoder.record_dropped_dead_letters(where, count)
 
     def release(self) -> None:
-        """Free the encoded records after their transaction, and the values that were read."""
+        """Free the values that were read for a transaction, after it."""
         for request in self._read:
             request.value = None
         self._read.clear()
-        self._encoded, self._records = {}, {}
         self._answered, self._answers, self._dead_letters = {}, {}, {}
 
 

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count, zip_longest
 from typing import Any, Final, Self
 
@@ -168,6 +169,7 @@ class KafkaTransactionalProducer:
         Raises:
             RecordsRefused: lists all records that their topics never accept.
         """
+        tuning = self._connection.tuning
         batches = []
         refused: dict[TopicPartition, dict[int, RecordTooLarge | RecordRefused]] = {}
         for partition, chunk in records.items():
@@ -175,22 +177,29 @@ class KafkaTransactionalProducer:
                 continue
             limits = self._topics.cached_limits(client, partition)
             limits = limits or await self._topics.fetch_limits(client, partition)
-            of_partition, start = [], 0
-            while start < len(chunk):
-                batch = RecordBatch(
-                    partition,
-                    limits,
-                    self._connection.codec,
-                    self._connection.tuning.max_batch_bytes,
-                    is_transactional=True,
-                )
-                start, refusal = batch.add(chunk, start)
-                while refusal is not None:
-                    refused.setdefault(partition, {})[start] = refusal
-                    self._topics.recheck_limits(partition.topic)
-                    start, refusal = batch.add(chunk, start + 1)
-                of_partition.append(batch)
+            new_batch = partial(
+                RecordBatch,
+                partition,
+                limits,
+                self._connection.codec,
+                tuning.max_batch_bytes,
+                is_transactional=True,
+            )
+            of_partition = [new_batch()]
+            # Answers are encoded when they are read: few enough at a time to stay in the caches.
+            for first in range(0, len(chunk), tuning.packed_records):
+                part, start = chunk[first : first + tuning.packed_records], 0
+                while start < len(part):
+                    start, refusal = of_partition[-1].add(part, start)
+                    if refusal is not None:
+                        refused.setdefault(partition, {})[first + start] = refusal
+                        self._topics.recheck_limits(partition.topic)
+                        start += 1
+                    elif start < len(part):
+                        of_partition.append(new_batch())
             batches.append(of_partition)
+            if len(chunk) > tuning.packed_records:
+                await asyncio.sleep(0)  # other tasks have a turn between much work
         if refused:
             raise RecordsRefused(refused)
         return batches

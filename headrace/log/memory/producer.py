@@ -177,6 +177,7 @@ class MemoryTransactionalProducer:
         epoch = self._epoch
         if epoch is None:
             raise RuntimeError("the producer was not entered, has failed, or is closed")
+        records = {partition: list(chunk) for partition, chunk in records.items()}
         self._require_acceptable(records)
         # Any failure below leaves the producer unusable: it is set again only on success.
         self._epoch = None
