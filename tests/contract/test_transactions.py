@@ -20,6 +20,7 @@ from headrace.log.port import (
     TopicPartition,
     TransactionalProducer,
 )
+from headrace.tuning import TUNING
 from tests.contract.conftest import MakeTopic
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values, write_to
@@ -216,18 +217,34 @@ async def test_oversized_record_is_refused_before_transaction_begins(
     assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
 
+async def test_refused_records_far_behind_in_transaction_are_named_by_their_place(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Records are packed some at a time; a refused one is named by its place among all of them."""
+    (answers,) = await make_topic(max_message_bytes="2000")
+    places = (TUNING.kafka.packed_records + 1, 2 * TUNING.kafka.packed_records)
+    contents = [b"small"] * (places[1] + 2)
+    for place in places:
+        contents[place] = b"x" * 5000
+    async with log.transactional_producer(unique_name, unique_name) as producer:
+        with pytest.raises(RecordsRefused) as refusal:
+            await producer.commit_transaction({answers: _news(*contents)}, {})
+    assert list(refusal.value.refused[answers]) == list(places)
+
+
 async def test_many_small_records_are_split_into_batches_within_topic_limit(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """The limit is one of batches: 50 answers that pass it together travel in several."""
+    """The limit is one of batches: answers that pass it together travel in several, in order."""
     (answers,) = await make_topic(max_message_bytes="2000")
-    contents = [str(number).encode() * 50 for number in range(50)]
+    count = 2 * TUNING.kafka.packed_records + 50
+    contents = [str(number).encode() * 50 for number in range(count)]
     async with (
         log.reader([answers]) as reader,
         log.transactional_producer(unique_name, unique_name) as producer,
     ):
         await producer.commit_transaction({answers: _news(*contents)}, {})
-        assert values(await read(reader, 50)) == contents
+        assert values(await read(reader, count)) == contents
 
 
 async def test_transaction_into_missing_partition_is_refused(
