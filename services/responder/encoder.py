@@ -352,7 +352,7 @@ class TransactionRecords:
         """
         encoder = self._encoder
         self._clock = encoder.anchored_clock()
-        self._began_us = self._clock()
+        self._began_us = self._encoded_us = self._clock()
         self._answered, self._dead_letters = {}, {}
         answered = pending
         if any(request.skipped for request, _ in pending if request.output_data is None):
