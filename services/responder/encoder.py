@@ -121,7 +121,8 @@ class AnswerEncoder:
             now_us: epoch microseconds.
             minimal: encode errors without the caller's key and headers.
         """
-        self.fail_late(requests, now_us)
+        if limited := [each for each in requests if each.envelope.deadline_ms]:
+            self.fail_late(limited, now_us)
         fine = [request for request in requests if request.failure is None]
         # A list: unlike the steps of a generator, its steps are not calls.
         values: Sequence[bytes | None]
@@ -152,7 +153,7 @@ class AnswerEncoder:
 
     def fail_late(self, requests: Iterable[Request], now_us: int) -> None:
         """Fail the requests whose deadline has passed and that have not failed."""
-        for request in [each for each in requests if each.envelope.deadline_ms]:
+        for request in requests:
             late = deadline_passed(request, now_us, Stage.RESPONDER)
             if late is not None and request.failure is None:
                 request.fail(late)
@@ -368,7 +369,8 @@ class TransactionRecords:
         encode = partial(self._encode_answers, began_us=self._began_us)
         records: dict[TopicPartition, Sequence[NewRecord]] = {}
         for target, requests in self._answers.items():
-            encoder.fail_late(requests, self._began_us)  # before their dead letters are looked for
+            if limited := [each for each in requests if each.envelope.deadline_ms]:
+                encoder.fail_late(limited, self._began_us)  # before dead letters are looked for
             records[target] = AnswersToEncode(requests, encode, output_bytes(requests))
         for request in [each for each, _ in pending if each.failure is not None]:
             where = encoder.dead_letter_target(request)
