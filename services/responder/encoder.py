@@ -121,8 +121,10 @@ class AnswerEncoder:
             now_us: epoch microseconds.
             minimal: encode errors without the caller's key and headers.
         """
-        if limited := [each for each in requests if each.envelope.deadline_ms]:
-            self.fail_late(limited, now_us)
+        for request in [each for each in requests if each.envelope.deadline_ms]:
+            late = deadline_passed(request, now_us, Stage.RESPONDER)
+            if late is not None and request.failure is None:
+                request.fail(late)
         fine = [request for request in requests if request.failure is None]
         # A list: unlike the steps of a generator, its steps are not calls.
         values: Sequence[bytes | None]
@@ -150,13 +152,6 @@ class AnswerEncoder:
             else self._encode_error(request, now_us, minimal=minimal)
             for request in requests
         ]
-
-    def fail_late(self, requests: Iterable[Request], now_us: int) -> None:
-        """Fail the requests whose deadline has passed and that have not failed."""
-        for request in requests:
-            late = deadline_passed(request, now_us, Stage.RESPONDER)
-            if late is not None and request.failure is None:
-                request.fail(late)
 
     def _encode_error(self, request: Request, now_us: int, *, minimal: bool) -> NewRecord:
         failure = request.failure
@@ -367,11 +362,11 @@ class TransactionRecords:
                 for target, requests in self._answered.items()
             }
         encode = partial(self._encode_answers, began_us=self._began_us)
-        records: dict[TopicPartition, Sequence[NewRecord]] = {}
-        for target, requests in self._answers.items():
-            if limited := [each for each in requests if each.envelope.deadline_ms]:
-                encoder.fail_late(limited, self._began_us)  # before dead letters are looked for
-            records[target] = AnswersToEncode(requests, encode, output_bytes(requests))
+        # Those that are late fail as they are encoded, which makes no dead letters.
+        records: dict[TopicPartition, Sequence[NewRecord]] = {
+            target: AnswersToEncode(requests, encode, output_bytes(requests))
+            for target, requests in self._answers.items()
+        }
         for request in [each for each, _ in pending if each.failure is not None]:
             where = encoder.dead_letter_target(request)
             if where is not None and request not in self._without_dead_letter:

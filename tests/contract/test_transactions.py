@@ -430,7 +430,7 @@ async def test_offsets_of_former_generation_are_refused(
 async def test_member_reads_offsets_of_ended_transactions_at_once(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """Of several producers in turn: none is behind, and none goes back."""
+    """Several producers commit in turn, and what is read is never behind and never goes back."""
     (source,) = await make_topic()
     listener = RecordingListener()
     async with (
