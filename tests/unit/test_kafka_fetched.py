@@ -69,6 +69,9 @@ class Fetcher:
         self._closed = False
         self._wait_consume_future = None
         self._prefetch_backoff = 60.0
+        self._in_flight: set[int] = set()
+        self.next_requests: list[str] = []
+        self.sent: list[str] = []
         self._fetch_waiters: set[asyncio.Future[None]] = set()
         self.is_found = True
         self._subscriptions = SimpleNamespace(reassignment_in_progress=False)
@@ -104,13 +107,21 @@ class Fetcher:
         self._fetch_waiters.add(waiter)
         return waiter
 
-    async def _proc_fetch_request(self, *_: object) -> bool:
+    async def _proc_fetch_request(self, _assignment: object, _node: int, request: str) -> bool:
         """Return whether something was fetched, or failed."""
+        self.sent.append(request)
         return self.is_found
+
+    def _get_actions_per_node(self, _assignment: object) -> tuple[Any, ...]:
+        """Find the next request for the broker, unless one is in flight."""
+        due, self.next_requests = self.next_requests[:1], self.next_requests[1:]
+        return [(1, each) for each in due if not self._in_flight], {}, 0, False, []
 
     def begin_fetch(self) -> asyncio.Task[bool]:
         """Begin a fetch, as aiokafka's fetcher does."""
-        return asyncio.create_task(self._proc_fetch_request())
+        self._in_flight.add(1)
+        assignment = SimpleNamespace(active=True)
+        return asyncio.create_task(self._proc_fetch_request(assignment, 1, "first"))
 
 
 def buffer_of(fetcher: Fetcher) -> FetchBuffer:
@@ -191,6 +202,17 @@ async def test_fetch_with_records_lasts_until_next_is_due() -> None:
     assert not fetch.done()
     buffer.fetch_again()
     assert await fetch is False  # there is nobody whom aiokafka's fetcher would have to wake
+
+
+async def test_next_fetch_is_sent_without_aiokafkas_fetcher() -> None:
+    """It has to look for fetches only when none follows the last one from the same broker."""
+    fetcher = Fetcher()
+    fetcher.next_requests = ["second"]
+    fetcher._prefetch_backoff = 0.001
+    buffer_of(fetcher)
+    await fetcher.begin_fetch()
+
+    assert fetcher.sent == ["first", "second"]
 
 
 async def test_fetch_without_records_ends_at_once() -> None:

@@ -26,25 +26,37 @@ RECORDS = 10
 VERSIONS = {FetchRequest.API_KEY: (11, 11)}
 
 
-class Broker:
-    """A client whose only broker has records from each offset on.
+class Brokers:
+    """A client whose brokers have records from each offset on.
 
     Attributes:
+        leaders: the broker of each partition; -1 if there is none.
+        asked: the brokers to which fetches were sent.
         held: the answer to the next fetch, which has no records; None to answer with records.
         has_request: set by a fetch.
+        needs_metadata: set when the leaders are to be asked for.
     """
 
     def __init__(self) -> None:
+        self.leaders = {ONE: 1, TWO: 1}
+        self.asked: list[int] = []
         self.held: asyncio.Future[FetchResponse] | None = None
         self.has_request = asyncio.Event()
+        self.needs_metadata = asyncio.Event()
         self.cluster = SimpleNamespace(
-            leader_for_partition=lambda _: 1, broker_metadata=lambda _: None
+            leader_for_partition=self.leaders.get, broker_metadata=lambda _: None
         )
         self._loop = asyncio.get_running_loop()
         self._metadata_max_age_ms = 300_000
 
-    async def send(self, _node: int, request: Any) -> FetchResponse:
+    def force_metadata_update(self) -> asyncio.Future[bool]:
+        """Note that metadata is needed; it never arrives."""
+        self.needs_metadata.set()
+        return self._loop.create_future()
+
+    async def send(self, node: int, request: Any) -> FetchResponse:
         """Answer a fetch in a later turn, as a broker does."""
+        self.asked.append(node)
         self.has_request.set()
         if self.held is not None:
             held, self.held = self.held, None
@@ -68,16 +80,16 @@ def batch(first: int) -> bytes:
 
 
 class Consumer:
-    """Reads two partitions of the broker by aiokafka's own fetcher, which never looks for fetches
+    """Reads two partitions of the brokers by aiokafka's own fetcher, which never looks for fetches
     without being woken.
     """
 
     def __init__(self) -> None:
-        self.broker = Broker()
+        self.brokers = Brokers()
         self.partitions = SubscriptionState()
         self.partitions.assign_from_user([ONE, TWO])
         self.fetcher = Fetcher(
-            self.broker,
+            self.brokers,
             self.partitions,
             fetcher_timeout=NEVER_S,
             prefetch_backoff=NEVER_S,
@@ -87,10 +99,10 @@ class Consumer:
         self.buffer = FetchBuffer(consumer)
         self._state = ReadState()
 
-    async def poll(self, most: int = 3) -> dict[TopicPartition, int]:
+    async def poll(self, most: int = 3, timeout_s: float = NEVER_S) -> dict[TopicPartition, int]:
         """Return the first offset of the records of each partition."""
         async with asyncio.timeout(DEADLINE_S):
-            found = await take_records(self.buffer, NEVER_S, most, MAX_POLL_BYTES, self._state)
+            found = await take_records(self.buffer, timeout_s, most, MAX_POLL_BYTES, self._state)
         return {TopicPartition(*each): records[0].offset for each, records in found.items()}
 
 
@@ -132,13 +144,66 @@ async def test_partition_resumed_as_fetch_ends_without_records_is_fetched_at_onc
 ) -> None:
     """The fetcher may look for the resumed partition just before the broker counts as free."""
     await consumer.poll(RECORDS + 1)
-    broker = consumer.broker
-    broker.has_request.clear()
-    answer = broker.held = asyncio.get_running_loop().create_future()
+    brokers = consumer.brokers
+    brokers.has_request.clear()
+    answer = brokers.held = asyncio.get_running_loop().create_future()
     consumer.buffer.fetch_again()
-    await broker.has_request.wait()
+    await brokers.has_request.wait()
     consumer.partitions.pause(ONE)
     consumer.partitions.resume(TWO)
     answer.set_result(FetchResponse([]))
 
     assert await consumer.poll() == {TWO: 0}
+
+
+async def test_next_fetch_has_partition_resumed_while_another_was_read(consumer: Consumer) -> None:
+    """Each fetch is of all partitions that can be read then."""
+    await consumer.poll(RECORDS + 1)
+    consumer.partitions.resume(TWO)
+
+    assert await consumer.poll(3 * RECORDS) == {ONE: RECORDS, TWO: 0}
+
+
+async def test_partition_with_new_leader_is_fetched_from_there(consumer: Consumer) -> None:
+    """Fetches of one broker do not go on without looking where its partitions are."""
+    await consumer.poll(RECORDS + 1)
+    consumer.brokers.leaders[ONE] = 2
+
+    assert await consumer.poll() == {ONE: RECORDS}
+    assert consumer.brokers.asked == [1, 2]
+
+
+async def test_leader_is_asked_for_while_another_partition_is_read(consumer: Consumer) -> None:
+    """A partition without a leader does not wait for the end of the fetches of another."""
+    await consumer.poll(3 * RECORDS)
+    consumer.partitions.resume(TWO)
+    assert await consumer.poll(3 * RECORDS) == {ONE: RECORDS, TWO: 0}
+    consumer.brokers.leaders[TWO] = -1
+    await consumer.poll(3 * RECORDS)
+
+    assert consumer.brokers.needs_metadata.is_set()
+
+
+async def test_resumed_partition_is_not_fetched_beside_fetch_in_progress(
+    consumer: Consumer,
+) -> None:
+    """A broker has one fetch at a time, also if the last one was sent without the fetcher."""
+    await consumer.poll(RECORDS + 1)
+    brokers = consumer.brokers
+    brokers.held = asyncio.get_running_loop().create_future()
+    assert await consumer.poll(timeout_s=0.001) == {}  # sends the next fetch
+    consumer.partitions.resume(TWO)
+
+    assert await consumer.poll(timeout_s=0.001) == {}
+    assert brokers.asked == [1, 1]
+
+
+async def test_new_assignment_is_fetched_after_records_of_last_one(consumer: Consumer) -> None:
+    """No fetch of the last one follows."""
+    await consumer.poll(RECORDS + 1)
+    consumer.partitions.unsubscribe()
+    consumer.partitions.assign_from_user([TWO])
+    consumer.buffer.seek(TWO, 5)
+
+    assert await consumer.poll() == {TWO: 5}
+    assert consumer.brokers.asked == [1, 1]

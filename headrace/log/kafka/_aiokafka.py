@@ -96,6 +96,8 @@ PRIVATE_NAMES: Final[Mapping[type | ModuleType, tuple[str, ...]]] = {
         "_fetch_max_wait_ms",
         "_fetch_task",
         "_fetch_waiters",
+        "_get_actions_per_node",
+        "_in_flight",
         "_notify",
         "_pending_tasks",
         "_prefetch_backoff",
@@ -603,8 +605,9 @@ class FetchBuffer:
 
     aiokafka's fetcher is a task that is woken when a fetch ends. It wakes those who wait for
     records, looks for a fetch that it could send, and is woken again once the records have been
-    read. Here the end of a fetch wakes them itself, and the fetcher sees it end when the next fetch
-    is due: it has one turn for each fetch, after the records have been passed on.
+    read; each fetch is a task of its own. Here the end of a fetch wakes them itself, and the same
+    task sends the next one from that broker. The fetcher sees it end if there is anything else to
+    do.
 
     Args:
         consumer: one that has been started. It has no other buffer.
@@ -617,17 +620,23 @@ class FetchBuffer:
         """One for each fetch whose records are being read."""
         self._fetcher._proc_fetch_request = partial(self._fetch, self._fetcher._proc_fetch_request)
 
-    async def _fetch(self, fetch: Callable[..., Awaitable[bool]], *request: Any) -> bool:
-        """Fetch from one broker; return once the next fetch from it is due.
-
-        This is after `fetch_again`, or after the pause in which aiokafka itself sends no fetch to a
-        broker of whose records some are unread.
+    async def _fetch(
+        self, fetch: Callable[..., Awaitable[bool]], assignment: Any, node: int, request: Any
+    ) -> bool:
+        """Fetch from one broker, until something else than the next fetch from it has to be done.
 
         Returns:
             False: nobody has to be woken by aiokafka.
         """
-        if await fetch(*request):
-            await self._wait_until_due()
+        try:
+            while await fetch(assignment, node, request):
+                await self._wait_until_due()
+                following = self._next_request(assignment, node)
+                if following is None:
+                    break
+                request = following
+        except asyncio.CancelledError:
+            pass  # as aiokafka's own method does: the partitions are revoked, or this is the end
         # The broker counts as busy until a callback at the end of this task. A partition that is
         # resumed or sought in the same turn makes the fetcher look for fetches just before that;
         # it would not look again until its own timeout.
@@ -635,7 +644,11 @@ class FetchBuffer:
         return False
 
     async def _wait_until_due(self) -> None:
-        """Pass records, or an error, to those who wait, and wait until the next fetch is due."""
+        """Pass records, or an error, to those who wait, and wait until the next fetch is due.
+
+        This is after `fetch_again`, or after the pause in which aiokafka itself sends no fetch to a
+        broker of whose records some are unread.
+        """
         fetcher = self._fetcher
         for waiter in fetcher._fetch_waiters:
             fetcher._notify(waiter)
@@ -645,11 +658,23 @@ class FetchBuffer:
         timer = loop.call_later(fetcher._prefetch_backoff, _end_wait, unread)
         try:
             await unread
-        except asyncio.CancelledError:
-            pass  # as aiokafka's own method does: the partitions are revoked, or this is the end
         finally:
             timer.cancel()
             self._unread.discard(unread)
+
+    def _next_request(self, assignment: Any, node: int) -> Any | None:
+        """Return the next fetch from a broker, or None if the fetcher has to look for what to do:
+        partitions are revoked, read from elsewhere, or without a position or a leader.
+        """
+        if not assignment.active:
+            return None
+        fetcher = self._fetcher
+        fetcher._in_flight.discard(node)
+        fetches, resets, _, lacks_leader, _ = fetcher._get_actions_per_node(assignment)
+        fetcher._in_flight.add(node)
+        if resets or lacks_leader or [to for to, _ in fetches] != [node]:
+            return None
+        return fetches[0][1]
 
     async def wait_for_assignment(self) -> None:
         """Wait for the end of a rebalance in progress."""
