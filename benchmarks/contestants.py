@@ -166,6 +166,7 @@ ALL_CORES = ", all cores"
 """Suffix of contestants whose model uses every core, including the broker's."""
 
 FUSED_CONTESTANT = headrace_as(FUSED)
+THREE_CONTESTANT = headrace_as(THREE, "ingest", "batcher,executor", "responder")
 ECHO = _loop("two hops through Kafka", "echo")
 
 CONTESTANTS = [
@@ -179,7 +180,7 @@ CONTESTANTS = [
     FUSED_CONTESTANT,
     headrace_as("Headrace, exactly once", delivery="exactly_once"),
     headrace_as(TRACED, traced=True),
-    headrace_as(THREE, "ingest", "batcher,executor", "responder"),
+    THREE_CONTESTANT,
     headrace_as(THREE_ONCE, "ingest", "batcher,executor", "responder", delivery="exactly_once"),
     headrace_as(FOUR, "ingest", "batcher", "executor", "responder"),
 ]

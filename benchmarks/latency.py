@@ -1,5 +1,5 @@
 """Latency: open-loop at shares of the capacity, and unloaded compared with two bare hops through
-Kafka.
+Kafka, and with stages apart.
 
 The load comes from the same machine, in the open form from two processes
 (`benchmarks.open_loop`); so the capacity that the shares are of is measured with a load as well,
@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from statistics import median
 
 from benchmarks.cluster import PARTITIONS, Cluster
-from benchmarks.contestants import ECHO, FUSED_CONTESTANT, Contestant, Endpoints
+from benchmarks.contestants import (
+    ECHO,
+    FUSED_CONTESTANT,
+    THREE_CONTESTANT,
+    Contestant,
+    Endpoints,
+)
 from benchmarks.open_loop import LoadSample, OpenLoop, open_loop
 from benchmarks.processes import ProgramFailed, Running
 from benchmarks.results import BusyCores, OpenLoopLatency, Unloaded
@@ -35,7 +41,7 @@ WARM_UP_S = 1.0
 START_WAIT_S = 40.0
 LAST_ANSWERS_S = 10.0
 SKIP_S = 0.5
-UNLOADED_ROUNDS = 3
+UNLOADED_ROUNDS = 9
 UNLOADED_S = 1.0
 
 
@@ -133,24 +139,25 @@ class LatencyRun:
             latencies = [await self._open(running, rate, 1.0, seconds) for rate in rates_per_s]
         return 1e3 * alone.latency.percentile_s(50), latencies
 
-    async def unloaded(self, echo_place: Endpoints) -> Unloaded:
-        """Send one request at a time, alternately through Headrace and through an echo."""
-        await self._topics(self._contestant)
-        await self._cluster.create_plain(echo_place.requests)
-        await self._cluster.create_plain(echo_place.responses)
-        echo = LatencyRun(self._cluster, self._subject, echo_place)
+    async def unloaded(
+        self, echo_place: Endpoints, apart_place: Endpoints | None = None
+    ) -> Unloaded:
+        """Send one request at a time, in turns through Headrace, through an echo and, if it has a
+        place, through Headrace in three processes.
+        """
+        runs = [self, LatencyRun(self._cluster, self._subject, echo_place, ECHO)]
+        if apart_place is not None:
+            runs.append(LatencyRun(self._cluster, self._subject, apart_place, THREE_CONTESTANT))
         alone = run_bare(self._subject._replace(batch=1), UNLOADED_S)
-        with (
-            Running(self._contestant.programs(self._subject, self._place)) as running,
-            Running(ECHO.programs(self._subject, echo_place)) as echoing,
-        ):
-            await self._warm_up(running)
-            await echo._warm_up(echoing)
-            headrace, hops = _OneAtATime(self, running), _OneAtATime(echo, echoing)
+        async with AsyncExitStack() as stack:
+            ways = [
+                _OneAtATime(run, await stack.enter_async_context(run.serving())) for run in runs
+            ]
             for _ in range(UNLOADED_ROUNDS):
-                await headrace.ask()
-                await hops.ask()
-        return Unloaded(
+                for way in ways:
+                    await way.ask()
+        headrace, hops, *apart = ways
+        found = Unloaded(
             *_halves(hops.rounds),
             1000 / alone.per_s,
             *_halves(headrace.rounds),
@@ -158,6 +165,10 @@ class LatencyRun:
             headrace_cpu_us=headrace.cpu_us,
             two_hops_cpu_us=hops.cpu_us,
         )
+        for way in apart:
+            found.three_processes_p50_ms, found.three_processes_p99_ms = _halves(way.rounds)
+            found.three_processes_cpu_us = way.cpu_us
+        return found
 
     async def _topics(self, contestant: Contestant) -> None:
         await self._cluster.create_plain(self._place.requests)
@@ -181,7 +192,7 @@ class LatencyRun:
 
 
 class _OneAtATime:
-    """Rounds of one request at a time through one of the two paths, and their CPU cost."""
+    """Rounds of one request at a time through one of the paths, and their CPU cost."""
 
     def __init__(self, way: LatencyRun, running: Running) -> None:
         self._way = way

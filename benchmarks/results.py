@@ -116,6 +116,8 @@ class Unloaded(Struct):
         run_ms: of the bare model, one run after the other.
         computing_ms: of the run, as Headrace timed it, which rests between two of them.
         headrace_cpu_us, two_hops_cpu_us: processor time of a process for each request.
+        three_processes_p50_ms: as `headrace_p50_ms`, with the stages in three processes; 0 if not
+            measured. Their 99th percentile and processor time together follow.
     """
 
     two_hops_p50_ms: float
@@ -126,6 +128,9 @@ class Unloaded(Struct):
     computing_ms: float = 0.0
     headrace_cpu_us: float = 0.0
     two_hops_cpu_us: float = 0.0
+    three_processes_p50_ms: float = 0.0
+    three_processes_p99_ms: float = 0.0
+    three_processes_cpu_us: float = 0.0
 
 
 class SubjectResults(Struct):

@@ -91,6 +91,10 @@ def budgets(subject: SubjectResults, cores: int) -> list[PerformanceGoal]:
         whole = times.headrace_p50_ms / (times.two_hops_p50_ms + times.run_ms)
         what = f"{name}: unloaded latency against two hops and the run"
         found.append(PerformanceGoal(what, "at most 1.30", whole, 1.3, at_most=True))
+        if times.three_processes_p50_ms:
+            apart = times.three_processes_p50_ms / times.headrace_p50_ms
+            what = f"{name}: unloaded latency of three processes against one"
+            found.append(PerformanceGoal(what, "at most 2.20", apart, 2.2, at_most=True))
     return found
 
 
@@ -230,6 +234,13 @@ def _latency(subject: SubjectResults) -> Iterator[str]:
                 f"{unloaded.computing_ms:.2f} ms. A request cost Headrace "
                 f"{unloaded.headrace_cpu_us:,.0f} µs of processor time, all threads and commits "
                 f"included, and the loop that only copies {unloaded.two_hops_cpu_us:,.0f} µs."
+            )
+        if unloaded.three_processes_p50_ms:
+            yield (
+                f"Through three processes, four hops, it took "
+                f"{unloaded.three_processes_p50_ms:.2f} ms "
+                f"({unloaded.three_processes_p99_ms:.1f} ms) and "
+                f"{unloaded.three_processes_cpu_us:,.0f} µs of processor time."
             )
 
 
