@@ -363,7 +363,9 @@ class TopicSender:
         values: dict[Request, Value] = {}
         if self._inline_bytes is not None:
             values = refer_all_to_source(requests, self._inline_bytes)
-        chunks = self._divide(requests, self._chunk_limits)
+        chunks = [requests]
+        if len(requests) != 1:
+            chunks = self._divide(requests, self._chunk_limits)
         if values and self._shared is not None:
             for chunk in chunks:
                 self._shared.put(chunk, values, time.monotonic())
