@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
+from typing import Any
 from uuid import UUID
 
 import pytest
 
-from headrace.log.errors import UnknownPartition
+from headrace.log.errors import LogRefused, UnknownPartition
 from headrace.log.kafka.admin import TopicsRequest
-from headrace.log.kafka.topic_cache import TopicCache
+from headrace.log.kafka.topic_cache import SharedRequests, TopicCache
 from headrace.log.port import TopicPartition
 
 UNKNOWN_TOPIC = 3
+
+
+LIMIT_BYTES = 5_000
 
 
 class Cluster:
@@ -22,9 +27,13 @@ class Cluster:
         self.counts = counts
         self.questions = 0
 
-    async def _answer(self, node: int, request: TopicsRequest) -> SimpleNamespace:
-        """A broker's response to a metadata request."""
+    async def _answer(self, node: int, request: Any) -> SimpleNamespace:
+        """A broker's response to a request for metadata, or for the settings of topics."""
         self.questions += 1
+        await asyncio.sleep(0)
+        if not isinstance(request, TopicsRequest):
+            settings = [("max.message.bytes", str(LIMIT_BYTES))]
+            return SimpleNamespace(resources=[(0, "", 2, topic, settings) for topic in self.counts])
         described = []
         for name in request.names:
             count = self.counts.get(name)
@@ -75,3 +84,39 @@ async def test_missing_topic_is_looked_up_once_for_many_records() -> None:
         with pytest.raises(UnknownPartition):
             await topics.check(cluster.new_client(), TopicPartition("t", 0))
     assert cluster.questions == 1
+
+
+async def test_concurrent_first_sends_to_topic_share_requests() -> None:
+    """One asks for its partitions, and one for its settings."""
+    cluster, topics = Cluster(t=4), TopicCache()
+    client = cluster.new_client()
+    partitions = [TopicPartition("t", number) for number in range(4)]
+    limits = await asyncio.gather(*(topics.fetch_limits(client, each) for each in partitions * 5))
+
+    assert {each.limit_bytes for each in limits} == {LIMIT_BYTES}
+    assert cluster.questions == 2
+
+
+async def test_request_of_cancelled_caller_is_made_by_another() -> None:
+    """The deadline of one caller is not that of all."""
+    cluster, topics = Cluster(t=4), TopicCache()
+    client = cluster.new_client()
+    callers = [asyncio.create_task(topics.partitions(client, "t"), name=name) for name in "ab"]
+    await asyncio.sleep(0)
+    callers[0].cancel()
+
+    assert await callers[1] == 4
+
+
+async def test_failure_of_shared_request_is_that_of_all_callers() -> None:
+    """Each would otherwise wait for a failure of its own, one after the other."""
+    requests = SharedRequests[int]()
+
+    async def refused() -> int:
+        await asyncio.sleep(0)
+        raise LogRefused("no")
+
+    callers = (requests.answer("t", refused) for _ in range(3))
+    failures = await asyncio.gather(*callers, return_exceptions=True)
+
+    assert len(set(map(id, failures))) == 1

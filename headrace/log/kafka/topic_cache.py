@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Hashable
+from functools import partial
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import aiokafka.errors as kafka_errors
@@ -79,6 +80,36 @@ class ExpiringCache(Generic[V]):
         self._values.pop(topic, None)
 
 
+class SharedRequests(Generic[V]):
+    """Lets concurrent callers with the same question share one request."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Hashable, asyncio.Future[V]] = {}
+
+    async def answer(self, question: Hashable, request: Callable[[], Awaitable[V]]) -> V:
+        """Return what the request returns, or one in progress does; raise as it does.
+
+        If the caller that makes it is cancelled, another one makes it anew.
+        """
+        while (in_progress := self._asked.get(question)) is not None:
+            await asyncio.wait([in_progress])
+            if not in_progress.cancelled():
+                return in_progress.result()
+        asked = self._asked[question] = asyncio.get_running_loop().create_future()
+        try:
+            found = await request()
+        except Exception as error:
+            asked.set_exception(error)
+            asked.exception()  # mark it as retrieved: there may be no other caller
+            raise
+        else:
+            asked.set_result(found)
+            return found
+        finally:
+            asked.cancel()  # if neither was set
+            del self._asked[question]
+
+
 class TopicCache:
     """Cache of the partition counts and limits of topics, requested through a producer's client.
 
@@ -90,6 +121,9 @@ class TopicCache:
         self._counts: ExpiringCache[int | None] = ExpiringCache(tuning.cached_topics)
         self._limits: ExpiringCache[TopicLimits] = ExpiringCache(tuning.cached_topics)
         self._batch_bytes: ExpiringCache[int] = ExpiringCache(tuning.cached_topics)
+        # Of each client: a client that is being closed must not fail the requests of others.
+        self._asked_counts: SharedRequests[int | None] = SharedRequests()
+        self._asked_limits: SharedRequests[TopicLimits] = SharedRequests()
 
     async def partitions(self, client: AIOKafkaClient, topic: str) -> int | None:
         """Return the number of partitions; None when there is no such topic.
@@ -109,7 +143,9 @@ class TopicCache:
 
     async def _fetch_count(self, client: AIOKafkaClient, topic: str) -> int | None:
         """Request the number of partitions from a broker and cache it."""
-        count = await self._request_count(client, topic)
+        count = await self._asked_counts.answer(
+            (id(client), topic), partial(self._request_count, client, topic)
+        )
         lasts_s = (
             self._tuning.partition_count_ttl_s
             if count and count != _FORBIDDEN
@@ -152,10 +188,16 @@ class TopicCache:
 
     async def _fetch_limits(self, client: AIOKafkaClient, topic: str) -> TopicLimits:
         """Return the topic's limits from its settings, which may be five minutes old."""
-        now = time.monotonic()
-        cached = self._limits.get(topic, now)
+        cached = self._limits.get(topic, time.monotonic())
         if cached is not None:
             return cached[0]
+        return await self._asked_limits.answer(
+            (id(client), topic), partial(self._request_limits, client, topic)
+        )
+
+    async def _request_limits(self, client: AIOKafkaClient, topic: str) -> TopicLimits:
+        """Request the topic's settings from a broker and cache its limits."""
+        now = time.monotonic()
         try:
             async with answered(f"settings of topic {topic}", self._tuning.topic_timeout_s):
                 config = (await self._admin(client).topic_configs([topic])).get(topic, {})
