@@ -21,7 +21,7 @@ from headrace.log.errors import (
     TopicForbidden,
 )
 from headrace.log.kafka.connection import Connection
-from headrace.log.kafka.producer import PartitionQueue, PendingBatch, Sender
+from headrace.log.kafka.producer import KafkaProducer, PartitionQueue, PendingBatch, Sender
 from headrace.log.kafka.topic_cache import TopicLimits
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.primitives.backoff import Backoff
@@ -86,7 +86,9 @@ class Brokers:
         self.may_answer.set()
         self.first_request = asyncio.Event()
         self.asked_for_metadata = asyncio.Event()
-        self.cluster = SimpleNamespace(leader_for_partition=self.leaders.get)
+        self.cluster = SimpleNamespace(
+            leader_for_partition=self.leaders.get, partitions_for_topic=lambda _: {0, 1, 2}
+        )
 
     def get_random_node(self) -> int:
         """The only broker that is known to give producer ids."""
@@ -101,6 +103,8 @@ class Brokers:
         await asyncio.sleep(0)
         if type(request).__name__ == "InitProducerIdRequest":
             return self._identify()
+        if type(request).__name__ == "DescribeConfigsRequest":
+            return SimpleNamespace(resources=[])
         message = request.prepare({0: (0, 7)})
         batches = {
             TopicPartition(topic, number): _sent(node, content)
@@ -144,11 +148,13 @@ def _sent(node: int, content: bytes) -> Sent:
     return Sent(node, producer_id, sequence, records)
 
 
-@asynccontextmanager
-async def sending(
-    brokers: Brokers, tuning: KafkaTuning = TUNED, refusal: HeadraceError | None = None
-) -> AsyncIterator[Sender]:
-    """A sender that has started; `refusal` is what connecting once more would raise."""
+def connection_to(
+    brokers: Brokers,
+    tuning: KafkaTuning = TUNED,
+    refusal: HeadraceError | None = None,
+    request_timeout_s: float = 5.0,
+) -> Connection:
+    """The connection of one client; `refusal` is what connecting once more would raise."""
 
     async def open_client() -> Brokers:
         return brokers
@@ -161,13 +167,22 @@ async def sending(
 
     connection = SimpleNamespace(
         tuning=tuning,
-        request_timeout_s=5.0,
-        settings=SimpleNamespace(request_timeout_ms=5000),
+        codec=0,
+        request_timeout_s=request_timeout_s,
+        settings=SimpleNamespace(request_timeout_ms=5000, linger_ms=0),
         open_client=open_client,
         close_client=close_client,
         refusal=refused,
     )
-    sender = Sender(cast(Connection, connection), lambda: 0.0)
+    return cast(Connection, connection)
+
+
+@asynccontextmanager
+async def sending(
+    brokers: Brokers, tuning: KafkaTuning = TUNED, refusal: HeadraceError | None = None
+) -> AsyncIterator[Sender]:
+    """A sender that has started; `refusal` is what connecting once more would raise."""
+    sender = Sender(connection_to(brokers, tuning, refusal), lambda: 0.0)
     await sender.start()
     try:
         yield sender
@@ -468,6 +483,37 @@ async def test_overdue_batch_is_not_sent_again() -> None:
         await following.acknowledged
 
     assert [each.records for each in brokers.sent] == [1, 2]
+
+
+async def test_batch_that_is_overdue_unsent_keeps_producer_id() -> None:
+    """It has used up no sequence numbers; another producer id would only delay the others."""
+    brokers = Brokers()
+    brokers.leaders[ONE] = -1
+    connection = connection_to(brokers, request_timeout_s=0.1)
+    async with KafkaProducer(connection) as producer:
+        (overdue,) = await producer.send(ONE, [NewRecord(None, b"v")])
+        with pytest.raises(LogUnavailable):
+            await overdue.acknowledged
+        (other,) = await producer.send(TWO, [NewRecord(None, b"v")])
+        await other.acknowledged
+
+    assert [each.producer_id for each in brokers.sent] == [1]
+
+
+async def test_batches_after_sent_one_that_is_overdue_have_new_producer_id() -> None:
+    """Nobody knows whether the broker has its sequence numbers."""
+    brokers = Brokers()
+    brokers.may_answer.clear()
+    connection = connection_to(brokers, request_timeout_s=0.1)
+    async with KafkaProducer(connection) as producer:
+        (overdue,) = await producer.send(ONE, [NewRecord(None, b"v")])
+        with pytest.raises(LogUnavailable):
+            await overdue.acknowledged
+        brokers.may_answer.set()
+        (other,) = await producer.send(TWO, [NewRecord(None, b"v")])
+        await other.acknowledged
+
+    assert [each.producer_id for each in brokers.sent] == [1, 2]
 
 
 async def test_producer_id_is_asked_for_until_broker_gives_one() -> None:

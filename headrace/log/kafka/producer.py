@@ -256,7 +256,8 @@ class KafkaProducer:
             self._topics.forget_limits(batch.partition.topic)  # they must have changed
 
     def _on_overdue(self, batch: PendingBatch) -> HeadraceError:
-        self._sender.renew_producer_id()
+        if self._queues[batch.partition].in_flight is batch:  # its sequence numbers are used up
+            self._sender.renew_producer_id()
         return LogUnavailable(
             f"send to {batch.partition}: not acknowledged within {self._delivery_s:g} s"
         )
