@@ -145,6 +145,18 @@ async def test_poll_leaves_error_behind_records_for_next_poll() -> None:
     assert await take(fetcher) == {}
 
 
+async def test_poll_leaves_error_behind_gap_for_next_poll() -> None:
+    """The position is behind the gap already: only this poll can report it."""
+    fetcher = Fetcher(one=bomb(GZIP, 2_000_000), two=OffsetOutOfRangeError({TWO: 5}))
+    state = ReadState(1_000_000)
+
+    assert await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, state) == {}
+    assert [gap.partition for gap in state.gaps] == [ONE]
+    state.gaps = []
+    with pytest.raises(OffsetOutOfRangeError):
+        await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, state)
+
+
 async def test_offset_that_follower_lacks_is_asked_of_leader() -> None:
     """A follower may be behind; only the leader's answer says that the log does not hold it."""
     state = ReadState(reads_followers=True)

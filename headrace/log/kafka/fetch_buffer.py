@@ -356,12 +356,12 @@ def _send_due_fetch(buffer: FetchBuffer, state: ReadState) -> None:
 def _drain(
     buffer: FetchBuffer, most: int, most_bytes: int, state: ReadState
 ) -> dict[TopicPartition, Sequence[Record]]:
-    """Return the buffered records. An error that is not first is left to the next call."""
+    """Return the buffered records. An error behind records or gaps is left to the next call."""
     found: dict[TopicPartition, Sequence[Record]] = {}
     for partition, result in buffer.results():
         failure = fetch_error(result)
         if failure is not None:
-            if found:
+            if found or state.gaps:
                 break
             buffer.drop_result(partition)
             buffer.fetch_again()
