@@ -65,7 +65,7 @@ class Brokers:
     Attributes:
         requests: the batches of each produce request, by partition.
         leaders: the leader of each partition; the others have none.
-        may_answer: while cleared, no produce request is answered.
+        may_answer: while cleared, no request is answered, except those for a producer id.
         first_request: set by the first produce request.
         asked_for_metadata: set by a request for metadata.
     """
@@ -104,6 +104,7 @@ class Brokers:
         if type(request).__name__ == "InitProducerIdRequest":
             return self._identify()
         if type(request).__name__ == "DescribeConfigsRequest":
+            await self.may_answer.wait()
             return SimpleNamespace(resources=[])
         message = request.prepare({0: (0, 7)})
         batches = {
@@ -503,10 +504,10 @@ async def test_batch_that_is_overdue_unsent_keeps_producer_id() -> None:
 async def test_batches_after_sent_one_that_is_overdue_have_new_producer_id() -> None:
     """Nobody knows whether the broker has its sequence numbers."""
     brokers = Brokers()
-    brokers.may_answer.clear()
     connection = connection_to(brokers, request_timeout_s=0.1)
     async with KafkaProducer(connection) as producer:
         (overdue,) = await producer.send(ONE, [NewRecord(None, b"v")])
+        brokers.may_answer.clear()
         with pytest.raises(LogUnavailable):
             await overdue.acknowledged
         brokers.may_answer.set()
@@ -514,6 +515,34 @@ async def test_batches_after_sent_one_that_is_overdue_have_new_producer_id() -> 
         await other.acknowledged
 
     assert [each.producer_id for each in brokers.sent] == [1, 2]
+
+
+async def test_send_that_waits_for_room_fails_as_producer_closes() -> None:
+    """Nothing will make room any more."""
+    brokers = Brokers()
+    tuning = replace(TUNED, max_batch_bytes=100, flush_timeout_s=0.0)
+    async with KafkaProducer(connection_to(brokers, tuning)) as producer:
+        record = NewRecord(None, bytes(80))
+        await producer.send(ONE, [record])
+        brokers.may_answer.clear()
+        await brokers.first_request.wait()
+        waiting = asyncio.create_task(producer.send(ONE, [record, record]), name="send")
+        await asyncio.sleep(0)
+
+    with pytest.raises(LogUnavailable, match="the producer was closed"):
+        await waiting
+
+
+async def test_first_send_to_topic_fails_as_producer_closes() -> None:
+    """Its client would not hear of the topic any more."""
+    brokers = Brokers()
+    brokers.may_answer.clear()
+    async with KafkaProducer(connection_to(brokers)) as producer:
+        asking = asyncio.create_task(producer.send(ONE, [NewRecord(None, b"v")]), name="send")
+        await asyncio.sleep(0)
+
+    with pytest.raises(LogUnavailable, match="the producer was closed"):
+        await asking
 
 
 async def test_producer_id_is_asked_for_until_broker_gives_one() -> None:

@@ -135,6 +135,8 @@ class KafkaProducer:
         self._topics = TopicCache(connection.tuning)
         self._queues: dict[TopicPartition, PartitionQueue] = {}
         self._unacknowledged: set[PendingBatch] = set()
+        self._until_closed: set[asyncio.Timeout] = set()
+        """Of requests about topics; they end when the producer is closed."""
         self._finished = self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -157,11 +159,16 @@ class KafkaProducer:
     async def close(self) -> None:
         """Flush for up to three seconds and close; unsent batches then fail."""
         self._closed = True
+        for each in self._until_closed:
+            each.reschedule(0)
+        self._until_closed.clear()
         if not self._finished:
             await wait_ended(self._unacknowledged, self._tuning.flush_timeout_s)
         await self._sender.close()
         for batch in list(self._unacknowledged):
-            batch.fail(LogUnavailable(f"send to {batch.partition}: the producer was closed"))
+            batch.fail(_closed_error(batch.partition))
+        for queue in self._queues.values():
+            queue.drop_ended_open()  # ends the waits for room
 
     # Sending
 
@@ -206,8 +213,15 @@ class KafkaProducer:
 
     async def _fetch_limits(self, partition: TopicPartition) -> TopicLimits:
         self._check_open()
-        async with answered(f"send to {partition}", self._delivery_s):
-            return await self._topics.fetch_limits(self._sender.client, partition)
+        try:
+            async with asyncio.timeout(None) as until_closed:
+                self._until_closed.add(until_closed)
+                async with answered(f"send to {partition}", self._delivery_s):
+                    return await self._topics.fetch_limits(self._sender.client, partition)
+        except TimeoutError:
+            raise _closed_error(partition) from None
+        finally:
+            self._until_closed.discard(until_closed)
 
     async def _wait_for_room(self, queue: PartitionQueue) -> None:
         async with answered(f"send to {queue.partition}: room", self._delivery_s):
@@ -218,6 +232,8 @@ class KafkaProducer:
         """Return the partition's batch with room in it."""
         queue.drop_ended_open()
         if queue.open_batch is None:
+            if self._closed:  # while the caller waited
+                raise _closed_error(queue.partition)
             batch = PendingBatch(
                 queue.partition,
                 limits,
@@ -273,6 +289,10 @@ class KafkaProducer:
         self._check_open()
         async with answered(f"metadata of topic {topic}", self._tuning.topic_timeout_s):
             return await self._topics.partitions(self._sender.client, topic)
+
+
+def _closed_error(partition: TopicPartition) -> LogUnavailable:
+    return LogUnavailable(f"send to {partition}: the producer was closed")
 
 
 def _refused_record(error: HeadraceError) -> SentBatch:
