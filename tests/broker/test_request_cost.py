@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from headrace.config import Settings, make_settings
+from headrace.config import KafkaSettings, Settings, make_settings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
 from headrace.runtime.process import Pipeline, running
@@ -23,7 +23,7 @@ from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import STAGES, Stage, Topic
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
-from tests.support.logs import PATIENT, polling, write_to
+from tests.support.logs import PATIENT, polling, read, write, write_to
 from tests.support.models import add_version, digits
 from tests.support.services import digits_value
 
@@ -144,3 +144,29 @@ async def test_idle_reader_fetches_more_rarely_and_still_gets_next_record(
         await eventually(lambda: all(seen.values()))
     assert [[record.value for record in records] for records in seen.values()] == [[b"next"]] * 2
     assert TUNING.kafka.idle_fetch_max_wait_s > TUNING.kafka.fetch_max_wait_s
+
+
+async def test_record_sought_after_burst_does_not_wait_for_fetch_of_idle_reader(
+    settings: Settings, unique_name: str
+) -> None:
+    """The fetch that follows a burst is sent at once; the reader is not idle any more."""
+    assert settings.kafka is not None
+    servers = settings.kafka.bootstrap_servers
+    patient = KafkaSettings(bootstrap_servers=servers, request_timeout_ms=600_000)
+    tuning = replace(PATIENT, idle_after_s=0.01, idle_fetch_max_wait_s=300.0)
+    partition = TopicPartition(unique_name, 0)
+    burst = [b"%d" % number for number in range(2 * TUNING.kafka.few_records)]
+
+    async with KafkaLog(patient, tuning=tuning) as log:
+        await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+        async with log.producer() as producer, log.reader([partition]) as reader:
+            await write(producer, partition, b"first")
+            await read(reader, 1)
+            assert await reader.poll(0.2, 1) == {}  # it becomes idle
+            assert await reader.poll(0.2, 1) == {}
+            await write(producer, partition, *burst)
+            await read(reader, len(burst))
+            await log.describe_topics([unique_name])  # the next fetch is sent meanwhile
+            reader.seek(partition, 0)
+
+            assert (await read(reader, 1))[0].value == b"first"

@@ -241,7 +241,7 @@ class KafkaConsumer:
             self._handle_poll_error(consumer, error)
             return {}
         if found:
-            self._fetch_wait.note_activity(time.monotonic())
+            self._note_change(consumer)  # before the next fetch, which may have been asked for
         else:
             self._check_health(consumer)
         return found
