@@ -141,7 +141,7 @@ class Callers:
     Args:
         settings: the files of keys and tokens.
         tuning: limits of tokens.
-        usual: limits of callers that have none of their own.
+        usual: limits of callers that have none of their own; None where limits have no effect.
         trust_certificates: without a file of keys, a verified certificate opens everything.
 
     Attributes:
@@ -156,11 +156,11 @@ class Callers:
         self,
         settings: AccessSettings,
         tuning: AccessTuning,
-        usual: Limits = NO_LIMITS,
+        usual: Limits | None = None,
         *,
         trust_certificates: bool = False,
     ) -> None:
-        self._limits = usual
+        self._limits = usual or NO_LIMITS
         self._keys: Keys | None = None
         has_certificates = settings.tls_client_ca_file is not None
         if settings.keys_file is not None:
@@ -331,7 +331,7 @@ def _network_of(address: str) -> str:
     return str(ipaddress.IPv6Network((found.packed[:8] + bytes(8), 64)))
 
 
-def _load(section: str, file: Path, usual: Limits, has_certificates: bool) -> _Keys:
+def _load(section: str, file: Path, usual: Limits | None, has_certificates: bool) -> _Keys:
     content = read_file(f"{section}.keys_file", file)
     where = f"{section}.keys_file: {file}"
     try:
@@ -359,7 +359,14 @@ def _load(section: str, file: Path, usual: Limits, has_certificates: bool) -> _K
                 f"{where}: expected a key or certificate of its own for each caller, "
                 f"{name} has that of {other}"
             )
-        caller = Caller(name, f"caller {name}", entry.limits(usual))
+        limits = entry.limits(usual or NO_LIMITS)
+        if usual is not None and entry.burst and not (limits and limits.requests_per_second):
+            raise ConfigurationError(
+                f"{where}: {name}: expected requests_per_second beside burst, or "
+                f"{section}.caller_requests_per_second, without which a burst limits nothing, "
+                f"got burst = {entry.burst} alone"
+            )
+        caller = Caller(name, f"caller {name}", limits)
         logins[key] = _Login(
             caller,
             frozenset(ApiGroup if entry.groups is None else entry.groups),

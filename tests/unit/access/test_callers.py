@@ -11,6 +11,7 @@ import pytest
 from headrace.access.callers import ApiGroup, Callers, Credentials, Denied
 from headrace.access.limits import Limits
 from headrace.config import GatewaySettings, TelemetrySettings
+from headrace.errors import ConfigurationError
 from headrace.tuning import TUNING
 
 
@@ -38,6 +39,42 @@ def test_caller_without_login_is_counted_by_its_network(address: str, counted_by
 def test_without_keys_and_limits_all_callers_are_alike() -> None:
     """The doors then ask nothing of a call."""
     assert Callers(GatewaySettings(), TUNING.gateway.access).are_all_alike
+
+
+def limited_by(directory: Path, entry: str, usual: Limits | None) -> Limits | None:
+    """Return the limits of a caller with such an entry in the file of keys."""
+    file = directory / "keys.toml"
+    file.write_text(f'[callers.ada]\nsha256 = "{hashlib.sha256(b"secret").hexdigest()}"\n{entry}')
+    settings = GatewaySettings.model_validate({"keys_file": file})
+    callers = Callers(settings, TUNING.gateway.access, usual)
+    return callers.admit(ApiGroup.INFERENCE, Credentials(key="secret")).limits
+
+
+@pytest.mark.parametrize(
+    ("entry", "usual"),
+    [
+        ("burst = 5", Limits()),
+        ("burst = 5\nmax_in_flight = 3", Limits()),
+        ("burst = 5\nrequests_per_second = 0", Limits(requests_per_second=1.0)),
+    ],
+)
+def test_burst_of_key_without_any_rate_is_refused(
+    tmp_path: Path, entry: str, usual: Limits
+) -> None:
+    """It limits nothing, and whoever wrote it believes that it does."""
+    with pytest.raises(ConfigurationError, match="ada: expected requests_per_second beside burst"):
+        limited_by(tmp_path, entry, usual)
+
+
+def test_burst_of_key_beside_usual_rate_is_taken(tmp_path: Path) -> None:
+    """The rate may be that of all callers."""
+    usual = Limits(requests_per_second=1.0)
+    assert limited_by(tmp_path, "burst = 5", usual) == Limits(requests_per_second=1.0, burst=5)
+
+
+def test_burst_of_key_is_ignored_where_limits_have_no_effect(tmp_path: Path) -> None:
+    """The file may be that of a gateway, whose settings have the rate."""
+    assert limited_by(tmp_path, "burst = 5", usual=None) is None
 
 
 # --- changes of models --------------------------------------------------------------------------
