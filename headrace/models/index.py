@@ -16,6 +16,9 @@ import msgspec
 from headrace.errors import Code, Rejected
 from headrace.models.version import State
 
+_STATES = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE")
+"""States by their names at Triton, of which the first one counts for a version with several."""
+
 
 class IndexEntry(TypedDict):
     """A version in the repository, as Triton's extension for model repositories lists it."""
@@ -106,7 +109,10 @@ def describe_index(
     *,
     ready_only: bool,
 ) -> list[IndexEntry]:
-    """Return the entries of the index.
+    """Return the entries of the index, one for each version.
+
+    While a version serves, its new files may be loading, or cannot be loaded: the entry then has
+    the state of what requests get, and the reason of the other.
 
     Args:
         status: of the versions, see `headrace.models.catalog.ModelCatalog.status`.
@@ -127,8 +133,18 @@ def describe_index(
         for name, numbers in (unloaded or {}).items()
         for number in numbers
     ]
-    entries.sort(key=lambda entry: (entry["name"], int(entry["version"] or 0)))
-    return [each for each in entries if each["state"] == "READY" or not ready_only]
+    entries.sort(
+        key=lambda entry: (
+            entry["name"],
+            int(entry["version"] or 0),
+            _STATES.index(entry["state"]),
+        )
+    )
+    found: dict[tuple[str, str], IndexEntry] = {}
+    for entry in entries:
+        kept = found.setdefault((entry["name"], entry["version"]), entry)
+        kept["reason"] = kept["reason"] or entry["reason"]
+    return [each for each in found.values() if each["state"] == "READY" or not ready_only]
 
 
 def _state_of(entry: Mapping[str, Any]) -> str:

@@ -372,6 +372,18 @@ async def test_index_shows_ready_versions_and_faults(repository: Path) -> None:
     assert (refused.status, refused.json["error_details"]["code"]) == (400, "INVALID_REQUEST")
 
 
+async def test_index_lists_version_once_whose_new_files_cannot_be_loaded(repository: Path) -> None:
+    """It serves as before, and the reason says what is wrong with its files."""
+    async with gateway_of(repository) as served:
+        (repository / "digits" / "1" / "model.onnx").write_bytes(b"no model")
+        await served.pipeline.models.reload()
+        index = (await served.post("/v2/repository/index", b"")).json
+
+    (entry,) = index
+    assert (entry["version"], entry["state"]) == ("1", "READY")
+    assert "model.onnx: expected an ONNX model" in entry["reason"]
+
+
 @pytest.mark.parametrize("action", ["load", "unload"])
 async def test_loading_is_refused_by_name(repository: Path, action: str) -> None:
     """The caller reads that the repository decides which models there are."""
