@@ -320,7 +320,7 @@ class ModelCatalog:
 
         Raises:
             Rejected: `UNKNOWN_MODEL`, with the available ones; `MODEL_NOT_READY`, with the reason;
-                `INVALID_REQUEST` without a name.
+                `INVALID_REQUEST` without a name, or with a label and a number.
         """
         number = version or ""
         found = self._ready.get((name, number)) if self._binds else self.find(name, number)
@@ -485,6 +485,13 @@ class ModelCatalog:
         name, sign, label = name.partition(LABEL_SIGN)
         model = self.models.get(name)
         if model is not None and sign:
+            if number:
+                raise Rejected.mismatch(
+                    Code.INVALID_REQUEST,
+                    "model_version",
+                    expected=f"none beside the label {label}, which names one",
+                    got=f'"{number}"',
+                )
             number = self._require_label(name, model, label)
         if model is None:
             raise Rejected.mismatch(

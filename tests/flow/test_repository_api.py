@@ -46,6 +46,9 @@ version_policy: { latest { num_versions: 2 } }
 FIRST_ALONE = {"backend": "onnxruntime", "version_policy": {"specific": {"versions": [1]}}}
 
 
+PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Three versions of a model in Triton's layout, of which the two latest are selected."""
@@ -323,6 +326,29 @@ async def test_labelled_version_stays_loaded(repository: Path) -> None:
         (wanted,) = (await wanted_of(served)).values()
 
     assert (wanted.versions, wanted.default) == (["1", "2", "3"], "3")
+
+
+@asynccontextmanager
+async def labelled(repository: Path) -> AsyncIterator[Served]:
+    """A gateway with versions 2 and 3, of which the label `canary` names 2."""
+    async with gateway_of(repository, mode="explicit", **ANYONE) as served:
+        await post(served.http, "load", {})
+        generation = len(await topic_of(served).read())
+        await topic_of(served).write(set_label("digits", "canary", "2"), generation, Author("a"), 0)
+        model = served.pipeline.models.catalog.models["digits"]
+        await eventually(lambda: model.names.get("canary") == "2")
+        yield served
+
+
+async def test_version_beside_label_is_refused_for_good(repository: Path) -> None:
+    """It is a contradiction or says nothing, and trying again does not help."""
+    async with labelled(repository) as served:
+        reply = await served.infer("digits@canary/versions/2", {"inputs": [PIXELS]})
+
+    assert reply.status == 400
+    assert reply.json["error"] == (
+        'model_version: expected none beside the label canary, which names one, got "2"'
+    )
 
 
 async def test_load_that_is_overtaken_is_told_generation_it_lost_to(repository: Path) -> None:
