@@ -172,13 +172,16 @@ class Statistics:
         return found
 
     def describe(self, model: str = "", version: str = "") -> list[ModelStatistics]:
-        """Return the statistics of the ready versions of a model, or of all models.
+        """Return the statistics of the ready versions of a model, of the one that a label names, or
+        of all models.
 
         Raises:
             Rejected: `UNKNOWN_MODEL` or `MODEL_NOT_READY`: there is no such ready version.
         """
         if model:
-            self._models.lookup(model, version or None)
+            found = self._models.lookup(model, version or None)
+            if model != found.name:  # it has a label
+                model, version = found.name, found.version
         return [
             self._versions.get((each.name, each.version), _Version()).describe(
                 each.name, each.version

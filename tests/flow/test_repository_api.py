@@ -340,6 +340,14 @@ async def labelled(repository: Path) -> AsyncIterator[Served]:
         yield served
 
 
+async def test_statistics_of_label_are_those_of_its_version(repository: Path) -> None:
+    """A label stands wherever a model's name does."""
+    async with labelled(repository) as served:
+        found = (await served.get("/v2/models/digits@canary/stats")).json["model_stats"]
+
+    assert [(each["name"], each["version"]) for each in found] == [("digits", "2")]
+
+
 async def test_version_beside_label_is_refused_for_good(repository: Path) -> None:
     """It is a contradiction or says nothing, and trying again does not help."""
     async with labelled(repository) as served:
