@@ -290,6 +290,7 @@ class ModelCatalog:
 
     Attributes:
         models: all models, including those with faults, by name.
+        is_read: whether the repository has been read; before, any name may be that of a model.
     """
 
     def __init__(
@@ -308,6 +309,7 @@ class ModelCatalog:
         self._tuning = tuning
         self._ready: dict[tuple[str, str], ModelVersion] = {}
         self.models: dict[str, ModelEntry] = {}
+        self.is_read = False
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion:
         """Return the ready version with this number; without a number, the default.
@@ -484,6 +486,12 @@ class ModelCatalog:
             )
         name, sign, label = name.partition(LABEL_SIGN)
         model = self.models.get(name)
+        if model is None and not self.is_read:
+            raise Rejected(
+                Code.MODEL_NOT_READY,
+                "model_name: the model repository has not been read yet",
+                retry_after_ms=self._tuning.loading_retry_after_ms,
+            )
         if model is not None and sign:
             if number:
                 raise Rejected.mismatch(

@@ -215,6 +215,7 @@ class Models:
             model = self._models.setdefault(each.name, ModelEntry())
             model.read_as = None if wanted is None else wanted.get(each.name)
             self._update(model, each)
+        self.catalog.is_read = True
         return _summarize_changes(before, self._models)._replace(outages=self.outages)
 
     def _update(self, model: ModelEntry, opened: OpenedModel) -> None:

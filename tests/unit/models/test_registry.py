@@ -51,6 +51,14 @@ def test_unknown_model_is_refused_with_known_names(tmp_path: Path, opened: Open)
     assert error.message == 'model_name: expected one of digits, got "digit"'
 
 
+def test_model_before_repository_is_read_may_be_asked_for_again(tmp_path: Path) -> None:
+    """A gateway answers before that: reading may take minutes, and the model may be there."""
+    error = refusal(Models(settings_for(tmp_path)), "digits")
+    assert error.code == Code.MODEL_NOT_READY
+    assert error.message == "model_name: the model repository has not been read yet"
+    assert error.retry_after_ms
+
+
 def test_unknown_model_in_empty_repository_is_refused(opened: Open) -> None:
     """An empty repository is said to be empty."""
     assert "expected a model, of which there is none" in refusal(opened(), "digits").message
