@@ -310,8 +310,15 @@ class Pipeline:
             await self._serve_stages(stop, follower)
 
     def _unready(self) -> list[UnreadyVersion]:
-        """Return the wanted versions that are not ready; a responder alone needs none."""
-        return [] if self._stages == (Stage.RESPONDER,) else self.models.wanted.unready()
+        """Return the wanted versions that are not ready, as far as this process needs them."""
+        return self.models.wanted.unready() if self._needs_models else []
+
+    @property
+    def _needs_models(self) -> bool:
+        """Whether this process reads the models: a responder needs none, unless a gateway that
+        describes them is beside it.
+        """
+        return self._stages != (Stage.RESPONDER,) or self.doors is not None
 
     def _awaited(self, model: str, version: str) -> UnreadyVersion | None:
         return self._announcements.versions.awaited(model, version, self._generation())
@@ -325,7 +332,7 @@ class Pipeline:
         faults = await check_topics(self._log, self._settings, self._stages)
         if faults:
             raise ConfigurationError("\n".join(faults))
-        if self._stages != (Stage.RESPONDER,):
+        if self._needs_models:
             self.health.explain("reading the model repository")
             _log_faults(await run_on_daemon_thread(self.models.open))
         self._has_begun = True
@@ -377,7 +384,7 @@ class Pipeline:
                 self.models, lambda: (follower.state.generation, self._unready())
             )
         models = self._settings.models
-        if models.mode == "poll" and self._stages != (Stage.RESPONDER,):
+        if models.mode == "poll" and self._needs_models:
             work["poll-models"] = RepositoryPoller(self.models, models.poll_interval_ms / 1e3).run()
         return work
 
@@ -398,10 +405,9 @@ class Pipeline:
     async def _forget_series(self) -> None:
         """Remove the metrics of versions that are no longer loaded; never returns."""
         tuning = self.tuning.runtime
-        knows_models = self._stages != (Stage.RESPONDER,)
         while True:
             await asyncio.sleep(
-                tuning.series_kept_s if knows_models else tuning.series_kept_without_models_s
+                tuning.series_kept_s if self._needs_models else tuning.series_kept_without_models_s
             )
             loaded = {(each.name, each.version) for each in self.models.catalog.versions()}
             self.metrics.forget_versions(loaded.__contains__)

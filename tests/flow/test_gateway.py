@@ -23,6 +23,7 @@ from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import TopicPartition
 from headrace.protocol.tensors import DATATYPES, from_array
+from headrace.topics import Stage
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.logs import read
@@ -352,6 +353,12 @@ async def test_gateway_describes_models_by_open_inference_protocol(repository: P
     assert metadata["versions"] == ["1"]
     assert config["input"] == [{"name": "pixels", "data_type": "TYPE_FP32", "dims": [64]}]
     assert config["max_batch_size"] == 32
+
+
+async def test_gateway_beside_responder_alone_describes_models(repository: Path) -> None:
+    """The responder needs none, but the gateway does."""
+    async with gateway_of(repository, stages=(Stage.RESPONDER,)) as served:
+        assert (await served.get("/v2/models")).json == {"models": ["digits"]}
 
 
 async def test_index_shows_ready_versions_and_faults(repository: Path) -> None:
