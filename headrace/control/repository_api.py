@@ -60,6 +60,7 @@ class ControlledRepository(RepositoryIndex):
         self._changes = ModelChanges(log_, settings, tuning, followed)
         self._timeout_s = tuning.control.change_timeout_s
         self._most_characters = tuning.control.config_characters
+        self._reading: asyncio.Task[dict[str, list[int]]] | None = None
 
     async def index(self, *, ready_only: bool) -> list[IndexEntry]:
         """Return the versions of the repository; only loaded ones if it is unavailable.
@@ -68,10 +69,11 @@ class ControlledRepository(RepositoryIndex):
         """
         unloaded: dict[str, list[int]] = {}
         if not ready_only:
-            try:
-                unloaded = await self._changes.list_versions()
-            except ConfigurationError:
-                unloaded = {}
+            # A reading cannot be ended. Calls at the same time share one, which goes on without
+            # them: otherwise each caller that hangs up would leave a thread behind.
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._list_versions(), name="index-versions")
+            unloaded = await asyncio.shield(self._reading)
         status = self._models.status()
         shown = {(each["name"], each["version"]) for each in status}
         return describe_index(
@@ -82,6 +84,13 @@ class ControlledRepository(RepositoryIndex):
             },
             ready_only=ready_only,
         )
+
+    async def _list_versions(self) -> dict[str, list[int]]:
+        """Return the versions in the repository; none if it is unavailable."""
+        try:
+            return await self._changes.list_versions()
+        except ConfigurationError:
+            return {}
 
     async def load(
         self, model: str, parameters: Mapping[str, object], who: str, timeout_s: float | None = None

@@ -13,6 +13,8 @@ from headrace.control.repository_api import ControlledRepository
 from headrace.errors import Rejected
 from headrace.log.memory import MemoryLog
 from headrace.tuning import TUNING
+from tests.support.conditions import eventually
+from tests.support.s3_bucket import Absence, S3Bucket
 
 
 class NoModels:
@@ -56,3 +58,25 @@ async def test_large_configuration_is_refused_unread(repository: ControlledRepos
         await repository.load("digits", {"config": "x" * (most + 1)}, "anyone")
     with pytest.raises(Rejected, match="Expecting value"):
         await repository.load("digits", {"config": "x" * most}, "anyone")
+
+
+async def test_index_whose_callers_hang_up_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reading takes a thread until the store answers, however many callers have gone."""
+    async with S3Bucket() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket.objects["digits/1/manifest.json"] = b"{}"
+        settings = make_settings({"models": {"repository": "s3://models"}})
+        repository = ControlledRepository(MemoryLog(), settings, NoModels(), lambda: None)
+        await repository.index(ready_only=False)
+        requests_of_reading = bucket.requests
+        await bucket.go_away(Absence.SILENT)
+        for _ in range(3):
+            call = asyncio.create_task(repository.index(ready_only=False))
+            await eventually(lambda: bucket.requests > requests_of_reading)
+            call.cancel()
+        last = asyncio.create_task(repository.index(ready_only=False))
+        await bucket.come_back()
+
+        assert [(each["name"], each["version"]) for each in await last] == [("digits", "1")]
+        assert bucket.requests == 2 * requests_of_reading
