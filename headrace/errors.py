@@ -74,6 +74,10 @@ class NotLoadableHere(ConfigurationError):
     """
 
 
+class FilesDiffer(ConfigurationError):
+    """The files of a version are not those of its manifest."""
+
+
 class Rejected(HeadraceError):
     """One request cannot be served; the error becomes its answer. A model's code may raise it, too.
 

@@ -42,6 +42,13 @@ class ModelRepository(Protocol):
     def shorten(self, fault: str) -> str:
         """Remove from a fault what remote callers need not see."""
 
+    def fetch_again(self, directory: Path) -> bool:
+        """Fetch a version of the last scan again, whose files differ from its manifest. Blocks.
+
+        Returns False if no store has it. Raises `ConfigurationError`, `StoreUnavailable` or
+        `FileNotFoundError`.
+        """
+
     def release_unused(self, in_use: Collection[Path]) -> None:
         """Let go of versions in other directories than these."""
 
@@ -106,6 +113,10 @@ class RepositoryList:
         for repository in self._repositories:
             fault = repository.shorten(fault)
         return fault
+
+    def fetch_again(self, directory: Path) -> bool:
+        """See `ModelRepository`."""
+        return any(each.fetch_again(directory) for each in self._repositories)
 
     def release_unused(self, in_use: Collection[Path]) -> None:
         """Let go of versions in other directories than these."""

@@ -150,6 +150,10 @@ class Repository:
         """Make the paths in a fault relative to the repository, as remote callers may see it."""
         return fault.replace(f"{self.path}{os.sep}", "")
 
+    def fetch_again(self, directory: Path) -> bool:
+        """See `headrace.models.repositories.ModelRepository`."""
+        return False
+
     def release_unused(self, in_use: Collection[Path]) -> None:
         """Do nothing: the directory is not a cache."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeAlias
 
-from headrace.errors import ConfigurationError, describe_error
+from headrace.errors import ConfigurationError, FilesDiffer, describe_error
 from headrace.models.load_faults import is_fault_of_model
 from headrace.models.repositories import ModelRepository
 from headrace.models.repository import FoundModel, FoundVersion, WantedModels
@@ -174,9 +174,12 @@ class VersionScanner:
         if refused is not None and stamp == found.stamp:
             return refused
         try:
-            if self._try_opening is not None and not found.fault:
-                self._try_opening(model, found, self._tuning)
-            return ModelVersion(model, found, self._tuning, self._registry)
+            try:
+                return self._try_and_open(model, found)
+            except FilesDiffer:
+                if not self._repository.fetch_again(found.directory):
+                    raise
+            return self._try_and_open(model, found)
         except ConfigurationError as error:
             fault = _Fault(self.shorten(str(error)), is_fault_of_model(error))
             if isinstance(error, StillImporting):
@@ -186,6 +189,11 @@ class VersionScanner:
             return fault
         except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
             return _Fault(self.shorten(describe_error(error)))
+
+    def _try_and_open(self, model: FoundModel, found: FoundVersion) -> ModelVersion:
+        if self._try_opening is not None and not found.fault:
+            self._try_opening(model, found, self._tuning)
+        return ModelVersion(model, found, self._tuning, self._registry)
 
 
 def has_retired_version(opened: list[OpenedModel]) -> bool:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, FilesDiffer
 from headrace.models.config import CONFIG_FILES, ModelConfig
 from headrace.models.packing.manifest import (
     MANIFEST_NAME,
@@ -222,7 +222,8 @@ def check_version(directory: Path, config: ModelConfig, trust: Trust) -> None:
     """Check a version against its manifest, if it has one, and the manifest's signature.
 
     Raises:
-        ConfigurationError: a file differs, or there is no trusted signature where one is required.
+        FilesDiffer: a file differs.
+        ConfigurationError: there is no trusted signature where one is required.
     """
     try:
         manifest = read_manifest(directory)
@@ -242,7 +243,7 @@ def check_version(directory: Path, config: ModelConfig, trust: Trust) -> None:
         limit = TUNING.models.listed_differences
         listed = "; ".join(str(each) for each in differences[:limit])
         more = len(differences) - limit
-        raise ConfigurationError(
+        raise FilesDiffer(
             f"{directory}: differs from its manifest: {listed}"
             + (f"; and {more} more" if more > 0 else "")
         )

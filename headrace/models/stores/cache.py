@@ -119,6 +119,18 @@ class ModelCache:
             os.utime(root / "lock")
         return place
 
+    def digest_of(self, directory: Path) -> str:
+        """Return the digest of a version by the directory that `fetch` returned."""
+        return directory.parent.parent.name
+
+    def discard(self, directory: Path) -> None:
+        """Have a version built again by the next `fetch`, from contents that are checked then.
+
+        A file that has rotted on the disk still has its size and its time, which `hold` looks at.
+        """
+        with suppress(OSError):  # it is gone already, and is built again all the same
+            os.utime(directory.parent.parent / MANIFEST_NAME, ns=(0, 0))
+
     def read_manifest(self, digest: str) -> bytes | None:
         """Return the manifest of a version in the cache, or None."""
         try:
@@ -128,7 +140,7 @@ class ModelCache:
 
     def release_unused(self, in_use: Collection[Path]) -> None:
         """Let go of all versions but those in these directories."""
-        used = {path.parent.parent.name for path in in_use}
+        used = {self.digest_of(path) for path in in_use}
         for digest in self._held.keys() - used:
             os.close(self._held.pop(digest))
 

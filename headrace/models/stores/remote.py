@@ -151,6 +151,26 @@ class RemoteRepository:
         """Make the paths in a fault relative to the cache, as remote callers may see it."""
         return fault.replace(f"{self._cache.directory}{os.sep}", "")
 
+    def fetch_again(self, directory: Path) -> bool:
+        """See `headrace.models.repositories.ModelRepository`: only files that differ are read.
+
+        Raises:
+            ConfigurationError, StoreUnavailable, FileNotFoundError: as `ModelCache.fetch`. The next
+                scan fetches it.
+        """
+        content = self._manifests.get(self._cache.digest_of(directory))
+        if content is None:
+            return False
+        manifest = parse_manifest(content)
+        self._cache.discard(directory)
+        try:
+            read_range = partial(self._read_range, f"{manifest.model}/{manifest.version}")
+            self._cache.fetch(content, manifest, read_range)
+        except StoreUnavailable as error:
+            self.outages = self.outages or (str(error),)
+            raise
+        return True
+
     def release_unused(self, in_use: Collection[Path]) -> None:
         """Let versions in other directories than these be removed from the cache."""
         self._cache.release_unused(in_use)

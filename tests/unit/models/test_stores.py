@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable, Sequence
@@ -554,6 +555,45 @@ def test_damaged_file_in_cache_is_fetched_again(
     damaged.write_bytes(bytes(damaged.stat().st_size) if is_same_size else b"")
     models = open_models(store, tmp_path / "cache")
     models.open()
+    assert states(models) == {"digits/1": ""}
+
+
+def rot(file: Path) -> None:
+    """Change a byte as a failing disk does: size and time of the file stay."""
+    before = file.stat()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_file_that_rotted_in_cache_is_fetched_again(store: OutageStore, tmp_path: Path) -> None:
+    """Nothing but its content tells; the file of the same version that is sound is kept."""
+    manifest = upload(store, tmp_path / "made", code="# sound")
+    open_models(store, tmp_path / "cache", allow_python=True).open()
+    rot(tmp_path / "cache" / "files" / manifest.files["model.onnx"].sha256)
+    store.starts.clear()
+    models = open_models(store, tmp_path / "cache", allow_python=True)
+    models.open()
+    assert states(models) == {"digits/1": ""}
+    assert sum(store.starts) == sum(range(0, manifest.files["model.onnx"].bytes, 1000))
+
+
+async def test_file_that_rotted_in_cache_during_outage_is_fetched_after_it(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """The version fails meanwhile, and counts as an outage, so that the store is asked again."""
+    manifest = upload(store, tmp_path / "made")
+    open_models(store, tmp_path / "cache").open()
+    rot(tmp_path / "cache" / "files" / manifest.files["model.onnx"].sha256)
+    store.is_unavailable = True
+    models = open_models(store, tmp_path / "cache")
+    models.open()
+    assert "is unavailable" in states(models)["digits/1"]
+    assert models.outages
+    store.is_unavailable = False
+    await models.reload(retry=False)
     assert states(models) == {"digits/1": ""}
 
 
