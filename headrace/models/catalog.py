@@ -510,6 +510,8 @@ class ModelCatalog:
             )
         there = {*model.selected, *model.bindable, *model.faults}
         if number and number not in there and "" not in model.faults:
+            if sign:  # wanted by the control topic, and not read from the repository yet
+                _refuse_loading(f"model {name}/{number}", self._tuning.loading_retry_after_ms)
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL,
                 "model_version",
@@ -614,10 +616,12 @@ def _refuse_unready(model: ModelEntry, name: str, number: str, retry_after_ms: i
     wanted = model.selected.get(number)
     candidates = [wanted] if wanted else list(model.selected.values())
     if any(version.state is State.LOADING for version in candidates):
-        raise Rejected(
-            Code.MODEL_NOT_READY, f"{requested} is loading", retry_after_ms=retry_after_ms
-        )
+        _refuse_loading(requested, retry_after_ms)
     reasons = [version.reason for version in candidates if version.reason]
     reasons += [fault for key, fault in model.faults.items() if key in ("", number) or not number]
     listed = "; ".join(reason.splitlines()[0] for reason in reasons)
     raise Rejected(Code.MODEL_NOT_READY, f"{requested}: {listed}")
+
+
+def _refuse_loading(requested: str, retry_after_ms: int) -> NoReturn:
+    raise Rejected(Code.MODEL_NOT_READY, f"{requested} is loading", retry_after_ms=retry_after_ms)

@@ -431,6 +431,20 @@ async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path:
     assert not models.wanted.is_on_its_way("digits", "2")
 
 
+async def test_label_of_version_that_is_not_read_yet_is_not_ready(tmp_path: Path) -> None:
+    """Reading may take long for downloads. Whoever sends a request again gets an answer then."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    models = executor.models
+    models.want({"digits": WantedModel(versions=["1"], default="1")})
+    await models.reload()
+    executor.load()
+    two = WantedModel(versions=["1", "2"], default="1", labels={"canary": "2"})
+    models.want({"digits": two})
+    refused = refusal(models, "digits@canary")
+    assert (refused.code, refused.message) == (Code.MODEL_NOT_READY, "model digits/2 is loading")
+
+
 TWO_WANTED = {"digits": WantedModel(versions=["1", "2"], default="2", labels={"old": "2"})}
 FORMER = {"digits": {"": ["1"]}}
 
