@@ -229,7 +229,8 @@ class ModelEntry:
         before = self.swap or Swap(set(), [], [])
         # Those that a swap under way was to load have served nothing yet.
         fallback = [each for each in replaced if each.is_servable] or before.fallback
-        self.swap = Swap(before.leaving | {*replaced}, [*added], fallback)
+        pending = [each for each in before.pending if each not in replaced]
+        self.swap = Swap(before.leaving | {*replaced}, [*pending, *added], fallback)
         for version in replaced:
             self.serving.pop(version.version, None)
             self.awaited.pop(version.version, None)

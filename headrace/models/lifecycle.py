@@ -130,6 +130,8 @@ class VersionLifecycle:
             self.unload(version, "swap", leaves_waiting=version.version in model.awaited)
             if version in pending:  # no executor will take the requests that wait for it
                 self._notify(VersionChange("reassign", version))
+        # At once what is added to a swap whose old versions are gone.
+        self._load_pending(model.swap)
 
     def mark_ready(self, version: ModelVersion, verdict: Verdict | None = None) -> None:
         """Let a version take requests; they may share runs unless the verdict forbids it.

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from headrace.models.version import ModelVersion, State
+from headrace.protocol.control import WantedModel
 from tests.support.models import add_version, digits, unbatched
 from tests.unit.models.executor import Executor, refusal
 
@@ -104,6 +105,37 @@ async def test_third_version_replaces_the_one_that_loads(tmp_path: Path) -> None
     assert executor.told() == [("reassign", "3"), ("load", "1")]
     assert executor.load() is old
     assert executor.models.catalog.servable() == [old]
+
+
+async def want(executor: Executor, *versions: str) -> None:
+    """Have these versions wanted, and read; the first is the default."""
+    wanted = WantedModel(versions=list(versions), default=versions[0])
+    executor.models.want({"digits": wanted})
+    await executor.models.reload()
+
+
+async def test_version_added_before_old_one_is_gone_is_loaded_after_that(tmp_path: Path) -> None:
+    """So is the new one, which is still wanted, and for which requests wait."""
+    executor, old = serving(tmp_path)
+    for number in (2, 3):
+        add_version(tmp_path, "digits", number, digits(), FIRST)
+    await want(executor, "2")
+    await want(executor, "2", "3")
+    assert executor.told() == [("unload", "1")]
+    executor.models.lifecycle.mark_gone(old)
+    assert executor.told() == [("load", "2"), ("load", "3")]
+
+
+async def test_version_added_after_old_one_is_gone_is_loaded_at_once(tmp_path: Path) -> None:
+    """Nothing is left to wait for, although the new one is still loading."""
+    executor, old = serving(tmp_path)
+    for number in (2, 3):
+        add_version(tmp_path, "digits", number, digits(), FIRST)
+    await want(executor, "2")
+    executor.models.lifecycle.mark_gone(old)
+    executor.told()
+    await want(executor, "2", "3")
+    assert executor.told() == [("load", "3")]
 
 
 async def test_reload_during_swap_changes_nothing(tmp_path: Path) -> None:
