@@ -210,18 +210,28 @@ class ModelEntry:
         found = [*self.selected.values(), *self.serving.values(), *self.awaited.values()]
         return {id(version): version for version in found}
 
-    def replaced_by(self, versions: Iterable[ModelVersion]) -> list[ModelVersion]:
+    def replaced_by(self, versions: Collection[ModelVersion]) -> list[ModelVersion]:
         """Return the versions that have to be unloaded before these are loaded.
 
-        There are none if no setting says so, unless that has already happened.
+        There are none if no setting says so, unless that has already happened. Nor is a version
+        among them that a name means because its wanted version cannot be bound, and is not added.
         """
         first = self.swap is not None or any(
             each.config.swap == "unload_first" for each in versions
         )
+        there = {*self.bindable, *(each.version for each in versions)}
+        named = {
+            self.names.get(name)
+            for name, wanted in (self.wanted_names or {}).items()
+            if wanted not in there
+        }
         return [
             version
             for number, version in [*self.serving.items(), *self.awaited.items()]
-            if first and self.selected.get(number) is not version and number not in self.faults
+            if first
+            and self.selected.get(number) is not version
+            and number not in self.faults
+            and number not in named
         ]
 
     def begin_swap(self, added: Iterable[ModelVersion], replaced: Sequence[ModelVersion]) -> None:

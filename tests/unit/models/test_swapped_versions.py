@@ -111,7 +111,7 @@ async def want(executor: Executor, *versions: str) -> None:
     """Have these versions wanted, and read; the first is the default."""
     wanted = WantedModel(versions=list(versions), default=versions[0])
     executor.models.want({"digits": wanted})
-    await executor.models.reload()
+    await executor.models.reload(retry=())
 
 
 async def test_version_added_before_old_one_is_gone_is_loaded_after_that(tmp_path: Path) -> None:
@@ -136,6 +136,26 @@ async def test_version_added_after_old_one_is_gone_is_loaded_at_once(tmp_path: P
     executor.told()
     await want(executor, "2", "3")
     assert executor.told() == [("load", "3")]
+
+
+async def test_version_added_after_swap_that_failed_leaves_old_one_the_default(
+    tmp_path: Path,
+) -> None:
+    """Version 2 cannot be loaded, so the default means version 1, until it is to mean another."""
+    executor, old = serving(tmp_path)
+    for number in (2, 3):
+        add_version(tmp_path, "digits", number, digits(), FIRST)
+    await want(executor, "2")
+    executor.models.lifecycle.mark_gone(old)
+    executor.models.lifecycle.mark_failed(executor.loading(), "no memory")
+    executor.load()
+    executor.told()
+    await want(executor, "2", "3")
+    assert executor.told() == [("load", "3")]
+    executor.load()
+    assert executor.models.catalog.lookup("digits") is old
+    await want(executor, "3", "2")
+    assert executor.models.catalog.lookup("digits").version == "3"
 
 
 async def test_reload_during_swap_changes_nothing(tmp_path: Path) -> None:
