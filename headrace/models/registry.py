@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -168,25 +169,30 @@ class Models:
             ConfigurationError: the repository is missing; nothing has changed then.
         """
         async with self._reloading:
-            # A changed version that is loading, and its predecessor, have one number.
-            known = {
-                (version.name, version.version, version.stamp): version
-                for version in self.catalog.versions()
-                if version.state not in (State.FAILED, State.UNLOADING)
-            }
-            if retry is not True:  # what failed last is not opened again
-                known |= {
-                    (name, number, version.stamp): version
-                    for name, model in self._models.items()
-                    for number, version in model.selected.items()
-                    if not is_retried(name, number, retry)
-                }
-            wanted = self.wanted.models
-            opened = await self._scan(known, wanted, retry=retry)
-            while has_retired_version(opened):
+            while True:
                 wanted = self.wanted.models
-                opened = await self._scan({}, wanted)
-            return self._apply(opened, wanted)
+                # Use a daemon thread: an import that hangs must not keep the process from ending.
+                scan = partial(self._scanner.scan, self._find_known(retry), wanted, retry=retry)
+                opened = await run_on_daemon_thread(scan)
+                if not has_retired_version(opened):
+                    return self._apply(opened, wanted)
+
+    def _find_known(self, retry: Retry) -> KnownVersions:
+        """Return the versions that a scan does not open again if their files have not changed."""
+        # A changed version that is loading, and its predecessor, have one number.
+        known = {
+            (version.name, version.version, version.stamp): version
+            for version in self.catalog.versions()
+            if version.state not in (State.FAILED, State.UNLOADING)
+        }
+        if retry is not True:  # what failed last is not opened again
+            known |= {
+                (name, number, version.stamp): version
+                for name, model in self._models.items()
+                for number, version in model.selected.items()
+                if version.state is not State.UNLOADING and not is_retried(name, number, retry)
+            }
+        return known
 
     @property
     def outages(self) -> tuple[str, ...]:
@@ -200,12 +206,6 @@ class Models:
 
     def _load_again(self, version: ModelVersion) -> None:
         self.lifecycle.load_again(version)
-
-    async def _scan(
-        self, known: KnownVersions, wanted: Wanted | None, *, retry: Retry = True
-    ) -> list[OpenedModel]:
-        # Use a daemon thread: an import that hangs must not keep the process from ending.
-        return await run_on_daemon_thread(lambda: self._scanner.scan(known, wanted, retry=retry))
 
     def _apply(self, opened: list[OpenedModel], wanted: Wanted | None) -> Reloaded:
         before = {name: dict(model.selected) for name, model in self._models.items()}

@@ -295,11 +295,16 @@ async def test_missing_repository_leaves_all_models_unchanged(tmp_path: Path) ->
 
 
 async def test_version_retired_during_scan_is_opened_again(tmp_path: Path) -> None:
-    """The disk is read in another thread while the executor goes on reporting."""
+    """The disk is read in another thread while the executor goes on reporting. Other models, which
+    memory may not hold twice, are not loaded again.
+    """
     add_version(tmp_path, "digits", 1, digits())
+    add_version(tmp_path, "other", 1, digits())
     scanner = InterruptedScanner(Repository(tmp_path, settings_for(tmp_path)))
     executor = Executor(tmp_path, scanner)
-    first = executor.load()
+    first, other = executor.models.catalog.versions()
+    for version in (first, other):
+        executor.models.lifecycle.mark_ready(version)
     second_directory = add_version(tmp_path, "digits", 2, digits())
     await executor.models.reload()
     shutil.rmtree(second_directory)
@@ -308,8 +313,9 @@ async def test_version_retired_during_scan_is_opened_again(tmp_path: Path) -> No
     await executor.models.reload()
 
     assert first.state is State.UNLOADING
-    assert executor.loading().version == "1"
+    assert (executor.loading().name, executor.loading().version) == ("digits", "1")
     assert executor.models.catalog.lookup("digits").version == "2"
+    assert executor.models.catalog.lookup("other") is other
 
 
 async def test_change_of_overrides_loads_version_beside_old_one(tmp_path: Path) -> None:
