@@ -245,6 +245,13 @@ class Instance:
             await self._worker.join(self._tuning.cancel_grace_s / 2)
             self._loading.interrupt(self._worker.thread)
         await self._worker.join(self._tuning.cancel_grace_s)
+        if self._worker.thread.is_alive():
+            log.warning(
+                Event.MODEL_UNLOAD_FAILED,
+                instance=self._worker.name,
+                reason=f"expected it to end within {self._tuning.cancel_grace_s:g} s, got no end; "
+                "its memory is not free",
+            )
 
     def _unload(self) -> None:
         """Unload the backend; the last call on the thread."""

@@ -323,6 +323,28 @@ async def test_unload_that_raises_is_logged() -> None:
     ]
 
 
+async def test_unload_that_hangs_is_logged() -> None:
+    """Its memory stays, which nothing else tells; the instance is given up all the same."""
+    ended = threading.Event()
+
+    class Clinging(Sleeper):
+        def unload(self) -> None:
+            ended.wait(DEADLINE_S)
+
+    with structlog.testing.capture_logs() as logs:
+        async with make(Clinging(), tuning=replace(TUNING.executor, cancel_grace_s=0.05)):
+            pass
+    ended.set()
+    assert logs == [
+        {
+            "event": "model.unload_failed",
+            "log_level": "warning",
+            "instance": "instance",
+            "reason": "expected it to end within 0.05 s, got no end; its memory is not free",
+        }
+    ]
+
+
 async def test_endless_load_is_interrupted() -> None:
     """A loop in Python would hold the interpreter lock, and slow every other model down."""
     ended = threading.Event()
