@@ -52,7 +52,7 @@ FETCH = 1
 FETCH_SUPPORTED = struct.pack(
     ">hi" + 3 * "hhh", 0, 3, API_VERSIONS, 0, 0, METADATA, 0, 0, FETCH, 11, 11
 )
-FAILED_DISK, NO_ERROR = 56, 0
+CORRUPT, FAILED_DISK, NO_ERROR = 2, 56, 0
 RECORDS = b"whatever is in a batch"
 
 
@@ -146,6 +146,17 @@ def test_first_refusal_for_a_while_is_not_held_back() -> None:
     refused = FetchResponse([("t", [(0, FAILED_DISK, 0, 0, 0, None, -1, b"")])])
     refusals = RefusedFetches(pause_s=1.0)
     assert [refusals.pause_s(refused, now_s) for now_s in (0.0, 1.0, 2.0, 13.0)] == [0, 1, 1, 0]
+
+
+def test_partition_that_broker_cannot_read_is_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The line of aiokafka has only the name of the error; other partitions may have records."""
+    parts = [(0, NO_ERROR, 1, 1, 0, None, -1, RECORDS), (1, CORRUPT, -1, -1, -1, None, -1, b"")]
+    RefusedFetches(pause_s=1.0).pause_s(FetchResponse([("t", parts)]), 0.0)
+    (line,) = caplog.messages
+    assert line.startswith("Cannot fetch from t/1: ")
+    assert "CorruptRecordException" in line
 
 
 @pytest.mark.parametrize("topic", ["absent", "u"])

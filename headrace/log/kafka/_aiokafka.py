@@ -517,6 +517,11 @@ def log_send_retried(partition: TopicPartition, reason: str) -> None:
     )
 
 
+def log_fetch_failed(topic: str, partition: int, reason: str) -> None:
+    """Log as aiokafka's fetcher does, whose own line has only the name of the error."""
+    aiokafka_fetcher.log.warning("Cannot fetch from %s/%d: %s", topic, partition, reason)
+
+
 def last_response_s(client: AIOKafkaClient) -> float:
     """Return the monotonic time of the last response of any broker; 0.0 if there was none."""
     return max((each._last_action for each in client._conns.values()), default=0.0)

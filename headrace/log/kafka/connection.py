@@ -8,8 +8,9 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
@@ -28,13 +29,14 @@ from headrace.log.kafka._aiokafka import (
     close_connection,
     connecting_lock,
     log_connecting_failed,
+    log_fetch_failed,
     new_connection,
     open_connection,
     replace_codec,
     replace_connecting,
     start_metadata_refresh,
 )
-from headrace.log.kafka.errors import answered
+from headrace.log.kafka.errors import answered, broker_error, error_text
 from headrace.log.kafka.record_batches import DEFAULT_DECOMPRESSED_BYTES
 from headrace.log.kafka.record_requests import (
     FetchResponse,
@@ -91,8 +93,18 @@ class ReconnectTimes:
         self._until_s.pop(address, None)
 
 
+_EXPECTED_OF_FETCHES: Final = (
+    kafka_errors.NotLeaderForPartitionError,
+    kafka_errors.OffsetOutOfRangeError,
+    kafka_errors.TopicAuthorizationFailedError,
+    kafka_errors.UnknownTopicOrPartitionError,
+)
+"""aiokafka raises these, or looks for another leader. It repeats a fetch after any other error."""
+
+
 class RefusedFetches:
-    """Holds back fetch responses without records but with errors, of one client.
+    """Holds back fetch responses without records but with errors, of one client, and logs errors
+    that aiokafka does not expect, with their partitions.
 
     A broker refuses a fetch at once, and aiokafka would send it again at once: hundreds of times a
     second until another broker leads, or the error has gone. The first refusal for a while is not
@@ -113,7 +125,13 @@ class RefusedFetches:
             response: to any request.
             now_s: monotonic seconds.
         """
-        if not isinstance(response, FetchResponse) or not response.is_refused:
+        if not isinstance(response, FetchResponse) or not response.errors:
+            return 0.0
+        for topic, partition, code in response.errors:
+            error = broker_error(code)
+            if error is not None and not isinstance(error, _EXPECTED_OF_FETCHES):
+                log_fetch_failed(topic, partition, error_text(error))
+        if not response.is_refused:
             return 0.0
         is_first = now_s - self._last_s > 10 * self._pause_s
         self._last_s = now_s

@@ -48,6 +48,7 @@ class FetchResponse:
             alone aiokafka asks for the leader anew, as Kafka's own client does after all of them.
 
     Attributes:
+        errors: topic, partition and error code of each part with an error.
         is_refused: True if there are errors and no records. A broker answers so at once, and
             aiokafka would send the same request again at once.
     """
@@ -56,8 +57,12 @@ class FetchResponse:
 
     def __init__(self, topics: list[tuple[str, list[tuple[Any, ...]]]]) -> None:
         self.topics = topics
-        parts = [part for _, parts in topics for part in parts]
-        self.is_refused = any(part[1] for part in parts) and not any(part[-1] for part in parts)
+        self.errors = [
+            (name, part[0], part[1]) for name, parts in topics for part in parts if part[1]
+        ]
+        self.is_refused = bool(self.errors) and not any(
+            part[-1] for _, parts in topics for part in parts
+        )
 
     @classmethod
     def decode(cls, frame: BytesIO) -> FetchResponse:
