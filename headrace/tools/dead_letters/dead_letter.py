@@ -6,6 +6,7 @@ No record makes this code raise, whatever wrote it: missing or unreadable fields
 from __future__ import annotations
 
 import base64
+import codecs
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ import numpy as np
 from headrace.config import LimitSettings
 from headrace.errors import Rejected
 from headrace.log.port import Record, TopicPartition
+from headrace.printable import printable
 from headrace.protocol.codec import decode_request, plain_value
 from headrace.protocol.headers import (
     DECODED_TYPES,
@@ -145,7 +147,13 @@ class DeadLetterSelection:
 
 
 SHOWN_ELEMENTS = 16
-SHOWN_BYTES = 512
+SHOWN_TEXT_BYTES = 512
+SHOWN_BINARY_BYTES = 256
+SHOWN_FIELD_BYTES = 64
+"""Of a key or a header that is not text, which is shown on one line."""
+
+_DUMPED_BYTES = 16
+"""On one line of a dump."""
 
 _NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
 """Limits that admit every request: one too large to be served can be a dead letter."""
@@ -224,12 +232,28 @@ def _header(name: str, value: bytes | None) -> str:
 
 
 def _show_bytes(value: bytes) -> str:
-    """Return text as it is, and other bytes in hexadecimal."""
+    """Return text on one line, and the beginning of other bytes in hexadecimal."""
+    text = _as_text(value)
+    if text is not None:
+        return printable(text)
+    return f"0x{value[:SHOWN_FIELD_BYTES].hex()}{_more(value, SHOWN_FIELD_BYTES)}"
+
+
+def _as_text(value: bytes, *, is_whole: bool = True) -> str | None:
+    """Return bytes as text, which may have several lines; None if they are not text.
+
+    Args:
+        value: the bytes.
+        is_whole: False if the last character may be cut off, which is left out then.
+    """
     try:
-        text = value.decode()
+        text = codecs.getincrementaldecoder("utf-8")().decode(value, final=is_whole)
     except UnicodeDecodeError:
-        return f"0x{value.hex()}"
-    return text if text.isprintable() else f"0x{value.hex()}"
+        return None
+    return text if text.translate(_LINES_AND_TABS).isprintable() else None
+
+
+_LINES_AND_TABS = str.maketrans("", "", "\n\r\t")
 
 
 def _value(dead_letter: DeadLetter) -> Iterator[str]:
@@ -242,13 +266,13 @@ def _value(dead_letter: DeadLetter) -> Iterator[str]:
         yield from _decoded(value, envelope)
     except Rejected as error:
         yield f"{len(value)} bytes that cannot be read as a request: {error}"
-        yield _beginning(value)
+        yield from _beginning(value)
 
 
 def _decoded(value: bytes, envelope: Envelope) -> Iterator[str]:
     if envelope.content_type not in DECODED_TYPES:
         yield f"{len(value)} bytes of {envelope.content_type}"
-        yield _beginning(value)
+        yield from _beginning(value)
         return
     # Faults in other headers must not keep the body from being shown.
     plain = plain_value(value, envelope, _NO_LIMITS.max_request_bytes)
@@ -273,9 +297,26 @@ def _tensor(tensor: InputTensor) -> Iterator[str]:
     yield from (f"  {line}" for line in f"{shown}{more}".splitlines())
 
 
-def _beginning(value: bytes) -> str:
-    more = f" and {len(value) - SHOWN_BYTES} bytes more" if len(value) > SHOWN_BYTES else ""
-    return _show_bytes(value[:SHOWN_BYTES]) + more
+def _beginning(value: bytes) -> Iterator[str]:
+    """Yield the first lines of a text, or a dump of the first bytes as `hexdump -C` writes it."""
+    begun = value[:SHOWN_TEXT_BYTES]
+    text = _as_text(begun, is_whole=len(begun) == len(value))
+    most_bytes = SHOWN_BINARY_BYTES if text is None else SHOWN_TEXT_BYTES
+    yield from _dump(value[:most_bytes]) if text is None else text.splitlines()
+    if more := _more(value, most_bytes):
+        yield more.strip()
+
+
+def _dump(value: bytes) -> Iterator[str]:
+    for at in range(0, len(value), _DUMPED_BYTES):
+        row = value[at : at + _DUMPED_BYTES]
+        text = "".join(chr(byte) if 0x20 <= byte < 0x7F else "." for byte in row)
+        yield f"{at:08x}  {row.hex(' '):{3 * _DUMPED_BYTES - 1}}  |{text}|"
+
+
+def _more(value: bytes, shown_bytes: int) -> str:
+    hidden = len(value) - shown_bytes
+    return f" and {hidden} bytes more" if hidden > 0 else ""
 
 
 def _base64(value: bytes | None) -> str | None:

@@ -196,19 +196,50 @@ def test_readable_dead_letter_is_shown_by_its_tensors() -> None:
     assert "[1., 1.]" in shown
 
 
-def test_unreadable_dead_letter_is_shown_in_hexadecimal() -> None:
-    """Beside the reason."""
-    shown = "\n".join(paragraphs(_letter(b"\xc1not msgpack"), redriven=True))
+def test_binary_value_of_dead_letter_is_dumped_beside_reason() -> None:
+    """Offset, bytes and characters of each line, as `hexdump -C` writes them."""
+    shown = list(paragraphs(_letter(b"\xc1not \x00msgpack at all"), redriven=True))
 
-    assert "12 bytes that cannot be read as a request: INVALID_REQUEST" in shown
-    assert "0xc16e6f74206d73677061636b" in shown
+    assert "20 bytes that cannot be read as a request: INVALID_REQUEST" in shown[-3]
+    assert shown[-2:] == [
+        "  00000000  c1 6e 6f 74 20 00 6d 73 67 70 61 63 6b 20 61 74  |.not .msgpack at|",
+        "  00000010  20 61 6c 6c                                      | all|",
+    ]
 
 
-def test_beginning_of_long_unreadable_request_is_shown() -> None:
+@pytest.mark.parametrize(
+    ("value", "lines", "hidden_bytes"),
+    [
+        (b"\xc1" * 515, 16, 515 - 256),
+        (b"\xc3\xa9\n" * 400, 171, 1200 - 512),
+    ],
+    ids=["binary", "text cut within a character"],
+)
+def test_beginning_of_long_unreadable_request_is_shown(
+    value: bytes, lines: int, hidden_bytes: int
+) -> None:
     """The rest is counted."""
-    shown = list(paragraphs(_letter(b"\xc1" * 515), redriven=True))
+    shown = list(paragraphs(_letter(value), redriven=True))
+    begin = next(at for at, line in enumerate(shown) if "cannot be read" in line)
 
-    assert shown[-1] == f"  0x{'c1' * 512} and 3 bytes more"
+    assert shown[-1] == f"  and {hidden_bytes} bytes more"
+    assert len(shown[begin + 1 : -1]) == lines
+
+
+def test_text_of_several_lines_in_dead_letter_is_shown_as_text() -> None:
+    """Indented JSON or CSV, and the header of a stack trace, which stays on one line."""
+    letter = _letter(b'{\n  "a": 1\n}', ("trace", b"at a\nat b"))
+    shown = list(paragraphs(letter, redriven=True))
+
+    assert shown[-3:] == ["  {", '    "a": 1', "  }"]
+    assert r"  trace: at a\nat b" in shown
+
+
+def test_long_binary_header_of_dead_letter_is_shown_by_its_beginning() -> None:
+    """Kilobytes in hexadecimal hid the rest of the dead letter."""
+    shown = list(paragraphs(_letter(DIGITS, ("raw", b"\xff" * 70)), redriven=True))
+
+    assert f"  raw: 0x{'ff' * 64} and 6 bytes more" in shown
 
 
 @pytest.mark.parametrize(
