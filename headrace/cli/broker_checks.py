@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.cli.findings import Finding, Severity
@@ -13,7 +13,7 @@ from headrace.topics import TOPICS, Topic
 from headrace.tuning import TUNING
 
 if TYPE_CHECKING:
-    from headrace.log.kafka.cluster import ClusterInfo, DescribedTopic
+    from headrace.log.kafka.cluster import ClientQuota, ClusterInfo, DescribedTopic
 
 OLDEST_RELEASE: Final = {"at_least_once": (3, 0), "exactly_once": (4, 0)}
 
@@ -147,6 +147,49 @@ def _session_judgements(kafka: KafkaSettings) -> Iterator[_Judgement]:
         f"at least {wanted_ms} (kafka.session_timeout_ms)",
         reason,
     )
+
+
+_QUOTAS: Final = {
+    "producer_byte_rate": "bytes a second",
+    "consumer_byte_rate": "bytes a second",
+    "request_percentage": "% of the time of one thread",
+}
+
+
+def check_quotas(settings: Settings, quotas: Sequence[ClientQuota]) -> Iterator[Finding]:
+    """Yield the quotas that apply to our user and client id: over them, brokers delay us."""
+    assert settings.kafka is not None
+    ours = {"user": _user(settings.kafka), "client-id": settings.kafka.client_id}
+    applying = sorted(
+        (
+            each
+            for each in quotas
+            if all(name in (None, ours.get(kind)) for kind, name in each.entity.items())
+        ),
+        key=_precedence,
+    )
+    found = {limit: (value, each) for each in applying for limit, value in each.limits.items()}
+    for limit, unit in _QUOTAS.items():
+        if limit in found:
+            value, quota = found[limit]
+            whom = ", ".join(f"{kind} {name or '<default>'}" for kind, name in quota.entity.items())
+            text = f"quota of {whom}: {limit} is {value:.15g} {unit}, on each broker"
+            yield Finding("broker", Severity.OK, text)
+
+
+def _precedence(quota: ClientQuota) -> tuple[int, ...]:
+    """Return what is greater if Kafka prefers this quota to another one that applies too."""
+    return tuple(
+        0 if kind not in quota.entity else 1 if quota.entity[kind] is None else 2
+        for kind in ("user", "client-id")
+    )
+
+
+def _user(kafka: KafkaSettings) -> str | None:
+    """Return the name that brokers give us; None if it depends on a certificate or a token."""
+    if kafka.security_protocol.startswith("SASL"):
+        return kafka.sasl_username or None
+    return None if kafka.ssl_cert_file else "ANONYMOUS"
 
 
 def check_rights(settings: Settings, survey: ClusterInfo) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cli.broker_checks import (
     check_broker_settings,
+    check_quotas,
     check_release,
     check_replicas,
     check_rights,
@@ -113,6 +114,7 @@ async def check_log(settings: Settings) -> list[Finding]:
     return [
         check_release(settings, found.release),
         *check_broker_settings(settings, found.settings),
+        *check_quotas(settings, found.quotas),
         *check_rights(settings, found),
         *check_topics(settings, topics, found.forbidden_topics),
         *check_replicas(found, topics or {}),

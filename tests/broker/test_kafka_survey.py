@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import KafkaSettings
-from headrace.log.kafka.cluster import DescribedTopic, Right, survey
+from headrace.log.kafka.cluster import ClientQuota, DescribedTopic, Right, survey
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import Operation, Resource, allow_only
+from tests.support.quotas import limit_producers
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,3 +48,13 @@ async def test_survey_reports_forbidden_topics_and_groups(
     assert found.topics == {readable: DescribedTopic(frozenset({Right.READ}), 1, 1)}
     assert found.forbidden_topics == {hidden}
     assert (found.may_join, found.may_transact) == (False, False)
+
+
+async def test_survey_reports_quotas(kafka: LocalKafka, unique_name: str) -> None:
+    """With the kind and the name of the clients that they are for."""
+    servers = kafka.bootstrap_servers
+    await limit_producers(servers, unique_name, 1_500_000)
+    found = await survey(KafkaSettings(bootstrap_servers=servers), [], "g", "g.0")
+    await limit_producers(servers, unique_name, None)
+    expected = ClientQuota({"client-id": unique_name}, {"producer_byte_rate": 1_500_000.0})
+    assert expected in found.quotas

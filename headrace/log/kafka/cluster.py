@@ -14,7 +14,11 @@ from typing import Any, Final, NamedTuple
 import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import NodeNotReadyError
-from aiokafka.protocol.admin import ApiVersionRequest, DescribeConfigsRequest
+from aiokafka.protocol.admin import (
+    ApiVersionRequest,
+    DescribeClientQuotasRequest,
+    DescribeConfigsRequest,
+)
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.group import HeartbeatRequest
 from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
@@ -52,6 +56,19 @@ class DescribedTopic(NamedTuple):
     in_sync: int
 
 
+class ClientQuota(NamedTuple):
+    """The limits of the clients of one user, one client id, or both.
+
+    Attributes:
+        entity: the names by kind, `user` and `client-id` among others; None for all names that have
+            no limits of their own.
+        limits: values by Kafka's names, such as `producer_byte_rate`.
+    """
+
+    entity: Mapping[str, str | None]
+    limits: Mapping[str, float]
+
+
 class ClusterInfo(NamedTuple):
     """The result of `survey`.
 
@@ -62,6 +79,7 @@ class ClusterInfo(NamedTuple):
         forbidden_topics: the topics that we may not describe.
         may_join: whether we may join the group.
         may_transact: whether we may use the transactional id.
+        quotas: of all clients; none if we may not read them, or the broker cannot describe them.
     """
 
     release: tuple[int, int]
@@ -70,6 +88,7 @@ class ClusterInfo(NamedTuple):
     forbidden_topics: frozenset[str]
     may_join: bool
     may_transact: bool
+    quotas: Sequence[ClientQuota] = ()
 
 
 class _MetadataResponse(Response):  # type: ignore[misc]  # aiokafka publishes no types
@@ -162,6 +181,7 @@ async def survey(
                 forbidden,
                 await _may_join(client, node, group),
                 await _may_transact(client, node, transactional_id, group),
+                await _query_quotas(client, node),
             )
     finally:
         await connection.close_client(client)
@@ -200,6 +220,19 @@ async def _query_settings(client: AIOKafkaClient, node: int) -> Mapping[str, str
     if error is not None:
         raise error
     return {entry[0]: entry[1] for entry in entries if entry[1] is not None}
+
+
+async def _query_quotas(client: AIOKafkaClient, node: int) -> list[ClientQuota]:
+    try:
+        response = await client.send(node, DescribeClientQuotasRequest([], strict=False))
+    except kafka_errors.IncompatibleBrokerVersion:
+        return []
+    error = broker_error(response.error_code, response.error_message or "client quotas")
+    if isinstance(error, kafka_errors.ClusterAuthorizationFailedError):
+        return []
+    if error is not None:
+        raise error
+    return [ClientQuota(dict(entity), dict(limits)) for entity, limits in response.entries or ()]
 
 
 async def _query_topics(

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.broker_checks import check_broker_settings, check_replicas, check_rights
+from headrace.cli.broker_checks import (
+    check_broker_settings,
+    check_quotas,
+    check_replicas,
+    check_rights,
+)
 from headrace.cli.findings import Severity
 from headrace.config import Settings, make_settings
-from headrace.log.kafka.cluster import ClusterInfo, DescribedTopic, Right
+from headrace.log.kafka.cluster import ClientQuota, ClusterInfo, DescribedTopic, Right
 from headrace.log.port import TopicInfo
 from headrace.topics import Topic
 
@@ -158,3 +163,37 @@ def test_doctor_compares_replicas_with_min_in_sync(
     found = survey(topics={"t": DescribedTopic(BOTH, replicas, in_sync)})
     existing = {"t": TopicInfo("t", 1, {"min.insync.replicas": least})}
     assert [each.health for each in check_replicas(found, existing)] == ([health] if health else [])
+
+
+@pytest.mark.parametrize(
+    ("entities", "whom"),
+    [
+        ([{"client-id": "headrace"}, {"client-id": None}], "client-id headrace"),
+        ([{"client-id": "headrace"}, {"user": None}], "user <default>"),
+        ([{"user": "ANONYMOUS"}, {"user": None, "client-id": "headrace"}], "user ANONYMOUS"),
+        (
+            [{"user": "ANONYMOUS"}, {"user": "ANONYMOUS", "client-id": None}],
+            "user ANONYMOUS, client-id <default>",
+        ),
+        ([{"user": None}, {"user": "alice"}, {"client-id": "other"}], "user <default>"),
+    ],
+)
+@pytest.mark.parametrize("step", [1, -1])
+def test_doctor_reports_quota_that_kafka_prefers(
+    entities: list[dict[str, str | None]], whom: str, step: int
+) -> None:
+    """The user counts before the client id, and a name before the default."""
+    quotas = [ClientQuota(each, {"producer_byte_rate": len(str(each))}) for each in entities]
+    (finding,) = check_quotas(settings(), quotas[::step])
+    assert finding.text.startswith(f"quota of {whom}: producer_byte_rate is ")
+
+
+def test_doctor_reports_no_quota_of_other_clients() -> None:
+    """Nor one of addresses, which limits connections."""
+    others: list[dict[str, str | None]] = [
+        {"user": "alice"},
+        {"client-id": "b"},
+        {"ip": "127.0.0.1"},
+    ]
+    quotas = [ClientQuota(each, {"consumer_byte_rate": 1.0}) for each in others]
+    assert not list(check_quotas(settings(), quotas))
