@@ -27,6 +27,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from headrace.errors import ConfigurationError
@@ -763,11 +764,11 @@ def make_settings(
 
 
 def _read_environment() -> dict[str, Any]:
-    """Return the values of environment variables. Raises `ConfigurationError`."""
+    """Return the values of environment variables; they are not checked."""
     if not any(name.upper().startswith("HEADRACE_") for name in os.environ):
         return {}
     # Imported where it is needed: that takes a tenth of a short command's time.
-    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
+    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
     class Environment(Settings, BaseSettings):
         """The settings as environment variables name them."""
@@ -776,10 +777,16 @@ def _read_environment() -> dict[str, Any]:
             env_prefix="HEADRACE_", env_nested_delimiter="__", defer_build=True
         )
 
-    try:
-        return EnvSettingsSource(Environment)()
-    except SettingsError as error:
-        raise ConfigurationError(f"environment: {error}: {error.__cause__}") from error
+    class Source(EnvSettingsSource):
+        """Leaves what is no JSON as it is: the error that follows names its variable."""
+
+        def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+            try:
+                return super().decode_complex_value(field_name, field, value)
+            except ValueError:
+                return value
+
+    return Source(Environment)()
 
 
 def _merged(below: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -807,6 +814,8 @@ def _described(fault: ErrorDetails, origin: str, options: Sequence[Option]) -> s
         variable = _variable("__".join((f"HEADRACE_{path[0]}", *path[1:length])))
         if variable is not None:
             rest = path[length:]
+            if fault["type"] in _CONTAINERS:
+                text += "; in a variable it is JSON"
             return ": ".join([variable, *([".".join(rest)] if rest else []), text])
     return f"{origin}: {'.'.join(path) or 'settings'}: {text}"
 
@@ -862,6 +871,12 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
     "less_than_equal": ("le", "at most"),
 }
+_CONTAINERS = {
+    "dict_type": "a table",
+    "list_type": "a list",
+    "model_type": "a table",
+    "tuple_type": "a list",
+}
 _LONGEST_VALUE = 40
 
 
@@ -880,6 +895,9 @@ def describe_fault(fault: ErrorDetails) -> str:
         bound = fault["ctx"][key]
         whole = isinstance(bound, float) and bound.is_integer()
         return f"expected {relation} {int(bound) if whole else bound}, got {got}"
+    if fault["type"] in _CONTAINERS:
+        got = "text" if isinstance(fault["input"], str) else "another value"
+        return f"expected {_CONTAINERS[fault['type']]}, got {got}"
     return fault["msg"].removeprefix("Value error, ")
 
 

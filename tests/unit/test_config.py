@@ -93,14 +93,16 @@ def test_foreign_headrace_variables_are_ignored(name: str, monkeypatch: pytest.M
     assert load_settings().namespace == "headrace"
 
 
-def test_variable_of_invalid_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole section in one variable has to be JSON."""
-    monkeypatch.setenv("HEADRACE_TOPICS", "partitions=3")
+@pytest.mark.parametrize(
+    ("name", "kind"), [("HEADRACE_TOPICS", "a table"), ("HEADRACE_CLAIMS__ALLOWED", "a list")]
+)
+def test_variable_of_invalid_json_is_named(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole section, or a list, in one variable has to be JSON."""
+    monkeypatch.setenv(name, "partitions=3")
 
-    (line,) = _faults()
-
-    assert line.startswith("environment: ")
-    assert '"topics"' in line
+    assert _faults() == [f"{name}: expected {kind}, got text; in a variable it is JSON"]
 
 
 @pytest.mark.parametrize("name", ["headrace.requests", "answers"])
