@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
 from headrace.client.rpc import topic_partitions
-from headrace.log.errors import LogUnavailable, OffsetOutOfRange
+from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
 from headrace.tools.dead_letters.dead_letter import (
     DeadLetter,
     DeadLetterSelection,
     parse_dead_letter,
 )
+from headrace.tools.replay.silence import Silence
 
 POLL_TIMEOUT_S = 0.2
 POLL_MAX_RECORDS = 200
-
-UNREACHABLE_S = 30.0
-"""Reading fails after this time without a response from any broker."""
 
 
 class OffsetRange(NamedTuple):
@@ -59,19 +58,21 @@ async def read_spans(
         on_unreadable: called with each unreadable range.
 
     Raises:
-        LogUnavailable: no broker answered for 30 seconds.
+        LogUnavailable: nothing came for 30 seconds.
     """
     left = {partition: span.end for partition, span in spans.items() if span.start < span.end}
     consumer.pause([partition for partition in spans if partition not in left])
     for partition in left:
         consumer.seek(partition, spans[partition].start)
+    silence = Silence()
     while left:
         try:
             polled = await consumer.poll(POLL_TIMEOUT_S, POLL_MAX_RECORDS)
         except OffsetOutOfRange as error:
             await _skip_what_is_gone(consumer, error.positions)
             continue
-        for gap in consumer.gaps():
+        gaps = consumer.gaps()
+        for gap in gaps:
             if on_unreadable is not None and gap.first < left.get(gap.partition, 0):
                 on_unreadable(gap)
         for partition, records in polled.items():
@@ -81,6 +82,7 @@ async def read_spans(
         for partition in await _finished(consumer, left, polled):
             del left[partition]
             consumer.pause([partition])
+        await silence.check(consumer, left, time.monotonic(), has_read=bool(polled or gaps))
 
 
 async def _finished(
@@ -93,9 +95,6 @@ async def _finished(
         return [
             name for name in polled if name in left and polled[name][-1].offset >= left[name] - 1
         ]
-    silent_s = consumer.last_contact_s()
-    if silent_s > UNREACHABLE_S:
-        raise LogUnavailable(f"no broker has answered for {silent_s:.0f} s")
     # The remaining offsets before an end may be transaction markers only.
     return [name for name in left if await consumer.position(name) >= left[name]]
 

@@ -8,13 +8,13 @@ only while every unfinished partition has a pending record; until then nothing i
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from headrace.errors import ConfigurationError
-from headrace.log.errors import LogUnavailable
 from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
 from headrace.tools.replay.recording import (
     CHUNK_RECORDS,
@@ -24,6 +24,7 @@ from headrace.tools.replay.recording import (
     Window,
     memory_bytes,
 )
+from headrace.tools.replay.silence import Silence
 
 # --- merging partitions --------------------------------------------------------------------------
 
@@ -106,8 +107,6 @@ class Timeline:
 
 
 POLL_S = 0.2
-SILENCE_S = 30.0
-"""Reading fails after this time without a response from any broker."""
 
 
 class ReadAhead(NamedTuple):
@@ -190,6 +189,7 @@ class _TopicReader:
         self._most_ahead_bytes = max(
             read_ahead.total_bytes // len(self._ends), read_ahead.least_partition_bytes
         )
+        self._silence = Silence()
         self.timeline = Timeline(self._ends)
         for span in spans:
             if span.partition in self._ends:
@@ -203,6 +203,9 @@ class _TopicReader:
                 self._take(partition, records)
         gaps = [gap for gap in self._reader.gaps() if gap.first < self._ends[gap.partition]]
         await self._look_for_ends()
+        waiting = list(filter(self.timeline.is_waiting_for, self._ends))
+        has_read = bool(polled or gaps)
+        await self._silence.check(self._reader, waiting, time.monotonic(), has_read=has_read)
         self._hold_back()
         return gaps
 
@@ -219,9 +222,6 @@ class _TopicReader:
             waits = self.timeline.is_waiting_for(partition)
             if waits and await self._reader.position(partition) >= end:
                 self._finish(partition)
-        silent_s = self._reader.last_contact_s()
-        if silent_s > SILENCE_S:
-            raise LogUnavailable(f"no broker has answered for {silent_s:.0f} s")
 
     def _finish(self, partition: TopicPartition) -> None:
         self.timeline.finish(partition)
