@@ -15,7 +15,7 @@ import click
 from headrace import __version__
 from headrace.cli.lazy_group import LazyGroup
 from headrace.cli.outcome import Exit, Unsuccessful, explain, leaves
-from headrace.cli.output import drop_unwritten_output, say
+from headrace.cli.output import drop_unwritten_output, open_closed_streams, say
 from headrace.cli.settings import everywhere, invocation
 
 COMMANDS = {
@@ -39,6 +39,7 @@ class CommandLine(LazyGroup):
     """The root command, which reports errors."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        open_closed_streams()
         try:
             return super().main(*args, **extra)
         except Exception as error:  # of the output of help as well, which comes before `invoke`

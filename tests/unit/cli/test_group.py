@@ -150,6 +150,15 @@ def test_output_that_full_disk_refuses_is_one_line(arguments: tuple[str, ...]) -
     )
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_command_runs_with_closed_standard_streams(closed: str) -> None:
+    """Uvloop ended the process: its own files had the numbers of the closed ones."""
+    command = [sys.executable, "-m", "headrace", "offsets", "show"]
+    ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], check=False)
+    assert ended.returncode == Exit.USAGE  # there is no broker
+
+
 def test_help_of_command_needs_no_settings(call: Call) -> None:
     """A broken settings file does not stand in the way of help."""
     assert call("--config", "nowhere.toml", "topics", "check", "--help").exit_code == 0
