@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TextIO
 import click
 
 from headrace.cli.event_loop import run
-from headrace.cli.options import POSITIVE, json_option
+from headrace.cli.options import POSITIVE, check_period, json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
@@ -125,6 +125,7 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
         until_ms: int | None,
         **options: Any,
     ) -> Any:
+        check_period("--since", since_ms, until_ms)
         selection = DeadLetterSelection(
             frozenset(codes), frozenset(models), frozenset(stages), since_ms, until_ms
         )

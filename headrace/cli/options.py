@@ -48,6 +48,12 @@ POSITIVE = _PositiveType()
 json_option = click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 
 
+def check_period(first: str, from_ms: int | None, until_ms: int | None) -> None:
+    """Raise `click.UsageError` for a period that has no time in it; `first` begins it."""
+    if from_ms is not None and until_ms is not None and until_ms <= from_ms:
+        raise click.UsageError(f"--until: expected a time after {first}, got one that is not")
+
+
 def report_option(text: str) -> Option:
     """Return the option `--report FILE.html`; see `write_report`."""
     return click.option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from headrace.cli.options import TO_READ
+from headrace.cli.options import TO_READ, check_period
 from headrace.cli.settings import require_broker
 from headrace.config import Settings
 from headrace.topics import Topic
@@ -186,7 +186,7 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource
     """Return the source that the options name.
 
     Raises:
-        click.UsageError: both a topic and a file.
+        click.UsageError: both a topic and a file, or a period that ends before it begins.
         ConfigurationError: a topic, but no broker.
     """
     from headrace.tools.replay.jobs import RecordingSource
@@ -194,6 +194,7 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource
 
     if chosen["topic"] and chosen["file"]:
         raise click.UsageError("give either --topic or --file")
+    check_period("--from", chosen["from_ms"], chosen["until_ms"])
     key = chosen["key"]
     selection = Selection(
         Window(

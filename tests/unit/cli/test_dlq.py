@@ -158,6 +158,15 @@ def test_letter_of_another_topic_is_refused(call: Call) -> None:
     assert "expected a dead letter of headrace.dead-letters, got one of other" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["list", "redrive", "export"])
+def test_period_that_ends_before_it_begins_is_refused(call: Call, command: str) -> None:
+    """It selected nothing, which looks as if there were no dead letters."""
+    result = call("dlq", command, "--since", "5m", "--until", "1h")
+
+    assert result.exit_code == Exit.USAGE
+    assert "--until: expected a time after --since" in result.stderr
+
+
 def test_export_to_output_and_capture_is_refused(call: Call) -> None:
     """One of the files would not be written."""
     result = call("dlq", "export", "--output", "a.jsonl", "--capture", "b.capture")

@@ -152,6 +152,7 @@ def test_replay_into_embedded_pipeline_is_answered(
         (["count", "--checkpoint", "c"], "No such option"),
         (["count", "--topic", "t"], "give either --topic or --file"),
         (["count", "--from", "yesterday"], "expected epoch milliseconds or an ISO time"),
+        (["count", "--from", "2026-05-02", "--until", "2026-05-01"], "a time after --from"),
         (["count", "--from-offset", "a:b"], "expected OFFSET or PARTITION:OFFSET"),
         (["count", "--header", "a"], "expected NAME=VALUE"),
         (["count", "--key-regex", "("], "expected a regular expression"),
