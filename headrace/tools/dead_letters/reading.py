@@ -66,13 +66,14 @@ async def read_spans(
         consumer.seek(partition, spans[partition].start)
     silence = Silence()
     while left:
+        began_s = time.monotonic()
         try:
             polled = await consumer.poll(POLL_TIMEOUT_S, POLL_MAX_RECORDS)
         except OffsetOutOfRange as error:
             await _skip_what_is_gone(consumer, error.positions)
             continue
-        gaps = consumer.gaps()
-        for gap in gaps:
+        waited_s = time.monotonic() - began_s
+        for gap in consumer.gaps():
             if on_unreadable is not None and gap.first < left.get(gap.partition, 0):
                 on_unreadable(gap)
         for partition, records in polled.items():
@@ -82,7 +83,7 @@ async def read_spans(
         for partition in await _finished(consumer, left, polled):
             del left[partition]
             consumer.pause([partition])
-        await silence.check(consumer, left, time.monotonic(), has_read=bool(polled or gaps))
+        await silence.check(consumer, left, waited_s)
 
 
 async def _finished(

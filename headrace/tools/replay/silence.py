@@ -16,28 +16,24 @@ class Silence:
     Either no broker answers, or one answers without records for as long as it cannot read its log.
 
     Args:
-        limit_s: how long nothing may come.
+        limit_s: how long polls may wait for nothing. What is done between two of them, such as
+            sending what was read at the pace of a recording, does not count.
     """
 
     def __init__(self, limit_s: float = SILENCE_S) -> None:
         self._limit_s = limit_s
-        self._since_s: float | None = None
+        self._waited_s = 0.0
+        self._positions: dict[TopicPartition, int] = {}
 
     async def check(
-        self,
-        consumer: Consumer,
-        unfinished: Iterable[TopicPartition],
-        now_s: float,
-        *,
-        has_read: bool,
+        self, consumer: Consumer, unfinished: Iterable[TopicPartition], waited_s: float
     ) -> None:
         """Call this after each poll.
 
         Args:
             consumer: which was polled.
             unfinished: the partitions that have not reached their ends.
-            now_s: monotonic seconds.
-            has_read: whether the poll returned, or passed over, anything.
+            waited_s: how long the poll took.
 
         Raises:
             LogUnavailable: nothing has come for too long.
@@ -45,13 +41,14 @@ class Silence:
         silent_s = consumer.last_contact_s()
         if silent_s > self._limit_s:
             raise LogUnavailable(f"no broker has answered for {silent_s:.0f} s")
-        if has_read or self._since_s is None:
-            self._since_s = None if has_read else now_s
-        elif now_s - self._since_s > self._limit_s:
-            where = [
-                f"{each} from offset {await consumer.position(each)} on" for each in unfinished
-            ]
+        # They also move over what no poll returns, such as the records of aborted transactions.
+        positions = {each: await consumer.position(each) for each in unfinished}
+        is_stuck = positions == self._positions
+        self._positions = positions
+        self._waited_s = self._waited_s + waited_s if is_stuck else 0.0
+        if self._waited_s > self._limit_s:
+            where = ", ".join(f"{each} from offset {at} on" for each, at in positions.items())
             raise LogUnavailable(
-                f"expected the records of {', '.join(where)}, got none for "
-                f"{now_s - self._since_s:.0f} s, although a broker answers: see its log"
+                f"expected the records of {where}, got none for "
+                f"{self._waited_s:.0f} s, although a broker answers: see its log"
             )

@@ -197,15 +197,16 @@ class _TopicReader:
 
     async def advance(self) -> list[Gap]:
         """Poll once, detect ended partitions, and return unreadable ranges."""
+        began_s = time.monotonic()
         polled = await self._reader.poll(POLL_S, self._poll_records)
+        waited_s = time.monotonic() - began_s
         for partition, records in polled.items():
             if not self.timeline.is_finished(partition):
                 self._take(partition, records)
         gaps = [gap for gap in self._reader.gaps() if gap.first < self._ends[gap.partition]]
         await self._look_for_ends()
         waiting = list(filter(self.timeline.is_waiting_for, self._ends))
-        has_read = bool(polled or gaps)
-        await self._silence.check(self._reader, waiting, time.monotonic(), has_read=has_read)
+        await self._silence.check(self._reader, waiting, waited_s)
         self._hold_back()
         return gaps
 
