@@ -109,8 +109,8 @@ class OpenLoopLatency(Struct):
 
 
 class Unloaded(Struct):
-    """One request at a time, in milliseconds: medians over the rounds of medians and 99th
-    percentiles.
+    """One request at a time, in milliseconds: medians and 99th percentiles, of which the median
+    over the rounds of a run is taken, and then that over the runs.
 
     Attributes:
         run_ms: of the bare model, one run after the other.
