@@ -414,14 +414,20 @@ async def test_version_is_retired_though_another_one_has_failed_in_executors(
     assert refusal(models, "digits", "2").code == Code.UNKNOWN_MODEL
 
 
+async def serving_one(directory: Path) -> Executor:
+    """An executor that serves version 1, which the control topic names."""
+    add_version(directory, "digits", 1, digits())
+    executor = Executor(directory)
+    executor.models.want({"digits": WantedModel(versions=["1"], default="1")})
+    await executor.models.reload()
+    executor.load()
+    return executor
+
+
 async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path: Path) -> None:
     """It is on its way even before the repository is read, which takes long for downloads."""
-    add_version(tmp_path, "digits", 1, digits())
-    executor = Executor(tmp_path)
+    executor = await serving_one(tmp_path)
     models = executor.models
-    models.want({"digits": WantedModel(versions=["1"], default="1")})
-    await models.reload()
-    executor.load()
     add_version(tmp_path, "digits", 2, digits())
     models.want({"digits": WantedModel(versions=["1", "2", "3"], default="1")})
     assert [models.wanted.is_on_its_way("digits", each) for each in "1234"] == [
@@ -439,12 +445,7 @@ async def test_wanted_version_is_on_its_way_until_it_is_ready_or_fails(tmp_path:
 
 async def test_label_of_version_that_is_not_read_yet_is_not_ready(tmp_path: Path) -> None:
     """Reading may take long for downloads. Whoever sends a request again gets an answer then."""
-    add_version(tmp_path, "digits", 1, digits())
-    executor = Executor(tmp_path)
-    models = executor.models
-    models.want({"digits": WantedModel(versions=["1"], default="1")})
-    await models.reload()
-    executor.load()
+    models = (await serving_one(tmp_path)).models
     two = WantedModel(versions=["1", "2"], default="1", labels={"canary": "2"})
     models.want({"digits": two})
     refused = refusal(models, "digits@canary")
