@@ -472,7 +472,8 @@ NO_BATCH = BatchSummary()
 
 class ItemChunk(Struct, eq=False):
     """A decoded record of items. Unless its requests refer to their sources, it holds their values
-    and inputs, until a step needs those of one request by themselves.
+    and inputs, until a step needs those of one request by themselves. Values that were read since
+    then are in a chunk of their own, where the requests have the same places.
 
     Attributes:
         record: each of its inputs has one datatype, shape and size for all requests.
@@ -528,12 +529,13 @@ class IngestedRequest(Struct, eq=False):
         wanted: names of the requested outputs; None for all.
         item: value of the `items` record of its own by which it came; None if it came otherwise.
         places: place of each input in `value`, as (start, size); None if it is not known.
-        referenced: size of a value that is only in the source record, or in a claim's object; 0
-            if `value` is set, or there is none. Inputs that lie in it are empty, and `places` has
-            the places of all inputs: those behind the value are here.
+        referenced: size of a value that is only in the source record, or in a claim's object, or
+            will be when ingest has written the request and drops `value`; 0 otherwise. Inputs that
+            lie in it are empty, and `places` has the places of all inputs: those behind the value
+            are here.
         shared: where in shared memory a value that is only in the source record is as well: name
             and position, see `headrace.transport.shared_values`.
-        chunk, place: the record by which it came, and its place there, as long as the record says
+        chunk, place: the record by which it came, and its place there, as long as the chunk says
             what the request is; None otherwise. Unless the request refers to its source, `value`
             and the data of `inputs` are unset until `restore` takes them out of the record.
     """
@@ -658,6 +660,8 @@ class Request(IngestedRequest, eq=False):
         self.failure = failure
         self.inputs = ()
         self.restore()
+        if self.value is not None:
+            self.referenced = 0
 
 
 def find_runs(requests: Sequence[IngestedRequest]) -> list[tuple[ItemChunk | None, range]]:

@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 import structlog
 
+from headrace.protocol.ack import AckHandle
 from headrace.protocol.codec import has_inputs_in_source, restore_values
 from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
@@ -59,7 +60,7 @@ _NO_VALUES = b"\xff" * 8
 """A frontier that leaves all values behind it."""
 _MOST_BUFFERS = 1024
 """Of one call of pwritev(2): `IOV_MAX` of Linux."""
-
+_NOWHERE = ("", 0)
 
 Value = bytes | memoryview
 
@@ -330,7 +331,9 @@ class SharedValuesReader:
             content = self._read_run(name, start, run) if name else None
             refused = run if content is None else restore_values(run, content)
             for request in run:
-                request.shared = request.chunk = None
+                request.shared = None
+            for request in refused:
+                request.chunk = None
             left += refused
             if content is not None:
                 count += len(run) - len(refused)
@@ -395,20 +398,17 @@ def _runs(requests: Sequence[Request]) -> Iterator[_Run]:
 
     Their values share memory, which is charged to that record.
     """
-    run = _Run("", 0, [])
+    run: list[Request] = []
+    name, start = _NOWHERE
     end = 0
+    handle: AckHandle | None = None
     for request in requests:
-        name, start = request.shared or ("", 0)
-        if run.requests and (
-            name != run.name
-            or (name and start != end)
-            or request.ack_handle is not run.requests[0].ack_handle
-        ):
-            yield run
-            run = _Run(name, start, [])
-        elif not run.requests:
-            run = _Run(name, start, [])
-        run.requests.append(request)
-        end = start + request.referenced
-    if run.requests:
-        yield run
+        own_name, own_start = request.shared or _NOWHERE
+        if own_name != name or (name and own_start != end) or request.ack_handle is not handle:
+            if run:
+                yield _Run(name, start, run)
+            name, start, run, handle = own_name, own_start, [], request.ack_handle
+        run.append(request)
+        end = own_start + request.referenced
+    if run:
+        yield _Run(name, start, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -232,8 +233,11 @@ def decode_records(
     templates = _TemplatesByLength(rules)
     timeout_ms = rules.limits.default_timeout_ms
     number = assignment.partition.partition
-    # Items written to a topic refer to their tensors in the value, so nothing is copied then.
-    copied_bytes = 0 if rules.admission is None else rules.copied_tensor_bytes
+    copied_bytes, left_bytes = rules.copied_tensor_bytes, sys.maxsize
+    if rules.admission is None:  # requests are written to a topic
+        # They refer to their tensors in the value, so nothing is copied, and leave a large value in
+        # its source record (`refer_all_to_source`): no tensor of it is looked at here.
+        copied_bytes, left_bytes = 0, max(1, rules.limits.inline_payload_bytes)
     requests: list[Request] = []
     # Records of known layouts are admitted together.
     previous, count, charged_bytes = assignment.last_delivered, 0, 0
@@ -254,11 +258,14 @@ def decode_records(
             requests.append(_decode(record, envelope, assignment, rules, now_us))
             previous, count, charged_bytes = assignment.last_delivered, 0, 0
             continue
-        _, _, start, stop, name, datatype, shape, model, version, bound, places = known
+        _, _, start, stop, name, datatype, shape, model, version, bound, places, inputs = known
         rows, shape_class, tensor_bytes, wanted = bound
-        data = value[start:stop] if tensor_bytes <= copied_bytes else memoryview(value)[start:stop]
-        key, offset = record.key, record.offset
-        size_bytes = RECORD_OVERHEAD_BYTES + len(value)
+        key, offset, referenced = record.key, record.offset, len(value)
+        size_bytes = RECORD_OVERHEAD_BYTES + referenced
+        if referenced < left_bytes:
+            content = value if tensor_bytes <= copied_bytes else memoryview(value)
+            inputs = (_new(Tensor, (name, datatype, shape, content[start:stop])),)
+            referenced = 0
         if key is not None or headers:
             size_bytes += key_and_header_bytes(key, headers)
         # All fields by position: most requests take this path, and keywords take longer.
@@ -275,7 +282,7 @@ def decode_records(
             now_us,
             model,
             version,
-            (_new(Tensor, (name, datatype, shape, data)),),
+            inputs,
             rows,
             shape_class,
             tensor_bytes,
@@ -284,6 +291,7 @@ def decode_records(
             -1,
             None,
             places,
+            referenced,
         )
         requests.append(request)
         previous, count, charged_bytes = offset, count + 1, charged_bytes + size_bytes

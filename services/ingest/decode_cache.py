@@ -18,7 +18,7 @@ from headrace.errors import Rejected
 from headrace.models.inputs.binding import Bound
 from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.codec.views import address_of
-from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedOutput
+from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedOutput, Tensor
 from headrace.tuning import TUNING, IngestTuning
 
 _NOT_NUMBERS = {"BYTES", "BOOL"}
@@ -53,6 +53,7 @@ class DecodeTemplate(NamedTuple):
         bound: see `headrace.models.inputs.binding.Bound`: rows, shape class, size in bytes, and
             requested outputs.
         places: see `headrace.protocol.messages.IngestedRequest`.
+        inputs: the tensor without its bytes, for requests that leave them in the source record.
     """
 
     head: bytes
@@ -66,6 +67,7 @@ class DecodeTemplate(NamedTuple):
     version: str
     bound: tuple[int, tuple[int, ...], int, tuple[str, ...] | None]
     places: tuple[tuple[int, int], ...]
+    inputs: tuple[Tensor, ...]
 
 
 class Layout:
@@ -112,7 +114,13 @@ class Layout:
             self._bind = version.bind
             places = ((self._start, self._stop - self._start),)
             self._template = DecodeTemplate(
-                *place, *tensor, version.name, version.version, bound[1:], places
+                *place,
+                *tensor,
+                version.name,
+                version.version,
+                bound[1:],
+                places,
+                (Tensor(*tensor, b""),),
             )
         return bound
 

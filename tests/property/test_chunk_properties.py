@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import Code
+from headrace.errors import Code, Rejected
 from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     ChunkLimits,
@@ -21,6 +21,7 @@ from headrace.protocol.codec import (
     encode_results,
     refer_to_source,
     restore_value,
+    restore_values,
 )
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Batch, BatchSummary, Failure, Request, Tensor
@@ -151,6 +152,49 @@ def test_items_by_reference_come_back_with_their_values(
     assert [{**seen(each), "batch": None} for each in received] == [
         {**each, "batch": None} for each in expected
     ]
+
+
+@relaxed
+@given(st.integers(1, 6), st.binary(min_size=2, max_size=8), st.data())
+def test_values_read_together_are_those_read_one_by_one(
+    count: int, first: bytes, data: st.DataObject
+) -> None:
+    """Whether the inputs of alike requests lie in their values or beside them, for any requests
+    of their record that follow each other.
+    """
+    size = len(first)
+    values = [first] + [data.draw(st.binary(min_size=size, max_size=size)) for _ in range(1, count)]
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    beside = data.draw(st.booleans())
+    datatype = data.draw(st.sampled_from(["UINT8", "BOOL"]))
+    first_read = data.draw(st.integers(0, count - 1))
+
+    def arrived() -> list[Request]:
+        sent = []
+        for offset, value in enumerate(values):
+            request = Request(
+                NULL_ACK, 3, offset, offset - 1, 1, None, value, [], parse_envelope([], 1, 0)
+            )
+            inputs = [Tensor("x", datatype, (stop - start,), memoryview(value)[start:stop])]
+            if beside:
+                inputs.append(Tensor("y", "INT8", (1,), value[:1]))
+            request.inputs, request.model, request.version = tuple(inputs), "m", "1"
+            refer_to_source(request, 1)
+            sent.append(request)
+        return decode_items(encode_items(sent), NULL_ACK)[first_read:]
+
+    together, one_by_one = arrived(), arrived()
+    refused = restore_values(together, memoryview(b"".join(values[first_read:])))
+    expected = []
+    for request, value in zip(one_by_one, values[first_read:], strict=True):
+        try:
+            restore_value(request, value)
+        except Rejected:
+            expected.append(request.offset)
+
+    assert [request.offset for request in refused] == expected
+    assert [seen(each) for each in together] == [seen(each) for each in one_by_one]
 
 
 @relaxed

@@ -264,22 +264,75 @@ def test_items_are_encoded_again_out_of_chunk() -> None:
     assert_alike(decode_items(encode_items(single), NULL_ACK), sent[1:2])
 
 
+def referring_to(chunk: list[Request]) -> tuple[list[Request], list[bytes]]:
+    """Return requests with the same inputs as they arrive without their values, and these."""
+    values = [b"head" + bytes(request.inputs[0].data) for request in chunk]
+    for request, value in zip(chunk, values, strict=True):
+        request.value = value
+        request.inputs = (request.inputs[0]._replace(data=memoryview(value)[4:]),)
+        refer_to_source(request, 1)
+    return decode_items(encode_items(chunk), NULL_ACK), values
+
+
+def encoded_again(requests: list[Request]) -> list[Request]:
+    """Return requests as they arrive with a batch."""
+    return decode_batch(encode_batch(Batch("b-1", requests, "full")), NULL_ACK).requests
+
+
 def test_request_whose_value_was_read_is_in_no_chunk() -> None:
     """What the chunk says of it is not true any more."""
-    sent = chunk_of(8)
-    values = [bytes(request.inputs[0].data) for request in sent]
-    for request, value in zip(sent, values, strict=True):
-        request.value = value
-        request.inputs = (request.inputs[0]._replace(data=memoryview(value)),)
-        refer_to_source(request, 1)
-    received = decode_items(encode_items(sent), NULL_ACK)
+    (received, *_), (value, *_) = referring_to(chunk_of(8))
 
-    restore_value(received[0], values[0])
-    restore_values(received[1:], memoryview(b"".join(values[1:])))
+    restore_value(received, value)
 
-    assert all(request.chunk is None for request in received)
-    batch = decode_batch(encode_batch(Batch("b-1", received, "full")), NULL_ACK)
-    assert [bytes_of(request) for request in batch.requests] == [[value] for value in values]
+    assert received.chunk is None
+    assert [bytes_of(request) for request in encoded_again([received])] == [[value[4:]]]
+
+
+def test_chunk_holds_values_that_were_read_together() -> None:
+    """They are of some of its requests, and the others still refer to their sources."""
+    received, values = referring_to(chunk_of(16))
+
+    assert restore_values(received[3:11], memoryview(b"".join(values[3:11]))) == []
+
+    assert [each.referenced > 0 for each in received] == [True] * 3 + [False] * 8 + [True] * 5
+    assert received[10].chunk is received[3].chunk is not received[2].chunk
+    assert [bytes_of(each) for each in received[3:11]] == [[each[4:]] for each in values[3:11]]
+    assert [bytes(each.value or b"") for each in received[3:11]] == values[3:11]
+
+
+def test_values_that_were_read_together_are_cut_out_of_their_chunk_again() -> None:
+    """As for a batcher that is not in the process that has read them."""
+    received, values = referring_to(chunk_of(40))
+    restore_values(received[3:], memoryview(b"".join(values[3:])))
+
+    batch = encoded_again(received[4:36])
+
+    assert received[4].chunk is not None  # nothing has taken them out
+    assert [each.offset for each in batch] == [each.offset for each in received[4:36]]
+    assert [bytes_of(each) for each in batch] == [[each[4:]] for each in values[4:36]]
+    assert [bytes(each.value or b"") for each in batch] == values[4:36]
+
+
+def test_values_of_requests_that_do_not_follow_each_other_are_taken_out() -> None:
+    """A chunk says where values are by their order alone."""
+    received, values = referring_to(chunk_of(4))
+    some = [received[0], received[2]]
+
+    assert restore_values(some, memoryview(values[0] + values[2])) == []
+
+    assert [each.chunk for each in some] == [None, None]
+    assert [bytes_of(each) for each in some] == [[values[0][4:]], [values[2][4:]]]
+
+
+def test_values_that_are_too_short_for_inputs_of_chunk_are_refused() -> None:
+    """The size of each was written by another process."""
+    received, _ = referring_to(chunk_of(3))
+    for request in received:
+        request.referenced = 6
+
+    assert restore_values(received, memoryview(bytes(18))) == received
+    assert [each.referenced for each in received] == [6, 6, 6]
 
 
 def test_failed_request_takes_its_value_out_of_chunk() -> None:
@@ -594,6 +647,23 @@ def test_alike_requests_share_inputs_without_data() -> None:
 
     assert {id(request.inputs) for request in chunk} == {id(chunk[0].inputs)}
     assert bytes_of(chunk[0]) == [b""]
+
+
+def test_requests_without_their_inputs_only_let_go_of_values() -> None:
+    """As ingest makes them, which knows that it will write no values of this size."""
+    chunk = alike(2)
+    values = [request.value for request in chunk]
+    inputs = chunk[0].inputs
+    for request in chunk:
+        request.inputs, request.referenced = inputs, 24
+
+    released = refer_all_to_source(chunk, 1 << 20)
+
+    assert [released[request] for request in chunk] == values
+    assert [(each.value, each.inputs, each.referenced) for each in chunk] == [
+        (None, inputs, 24),
+        (None, inputs, 24),
+    ]
 
 
 def test_requests_of_other_shape_share_no_inputs() -> None:

@@ -130,7 +130,13 @@ def refer_all_to_source(
     size_bytes = 0
     for request in requests:
         value = request.value
-        if value is None or len(value) < from_bytes:
+        if value is None:
+            continue
+        if request.referenced > 0:  # without its inputs already
+            request.value = None
+            released[request] = value
+            continue
+        if len(value) < from_bytes:
             continue
         if inputs is not None and request.places is places and len(value) == size_bytes:
             ((own_name, own_datatype, own_shape, _),) = request.inputs
@@ -186,11 +192,13 @@ def restore_values(requests: Sequence[Request], content: memoryview) -> list[Req
     """Set the values of requests, which lie one after the other, and the inputs in them.
 
     Of requests that share one object of inputs and one of places, as those of one record do, the
-    first is checked.
+    first is checked. If they follow each other in a chunk, that holds their values from then on.
 
     Returns:
         Those whose values do not hold their inputs; they are unchanged.
     """
+    if _put_into_chunk(requests, content):
+        return []
     refused: list[Request] = []
     inputs: tuple[Tensor, ...] | None = None  # of the last request, before that was restored
     places: tuple[_Place, ...] | None = None
@@ -219,6 +227,41 @@ def restore_values(requests: Sequence[Request], content: memoryview) -> list[Req
             if datatype not in _UNCHECKED:
                 inputs, places, checked_bytes = own, own_places, value_bytes
     return refused
+
+
+def _put_into_chunk(requests: Sequence[Request], content: memoryview) -> bool:
+    """Let a chunk hold the values of requests, which lie one after the other; return False if they
+    do not follow each other in one, or their inputs have to be taken out to be checked.
+    """
+    (chunk, taken), *others = find_runs(requests)
+    if chunk is None or others or not all(map(_is_uniform, chunk.record.inputs)):
+        return False
+    first = requests[0]
+    size_bytes, count = first.referenced, len(chunk.record.offset)
+    if any(start + size > size_bytes for start, size in first.places or ()):
+        return False  # an input is not in the value
+    record = msgspec.structs.replace(
+        chunk.record,
+        format=_COLUMNS_FORMAT,
+        value=size_bytes,
+        part=size_bytes,
+        referenced=0,
+        shared="",
+        shared_at=0,
+    )
+    # The places of other requests of the record are outside the content, and never asked for.
+    bases = range(-taken.start * size_bytes, (count - taken.start) * size_bytes, size_bytes)
+    sizes = [size_bytes] * count
+    restored = ItemChunk(record, content, bases, sizes, sizes)
+    for index, (name, datatype, shape, _) in enumerate(first.inputs):
+        (data,) = restored.data(index, slice(taken.start, taken.start + 1))
+        try:
+            check_tensor(datatype, shape, data, name)
+        except Rejected:
+            return False
+    for request in requests:
+        request.chunk, request.referenced = restored, 0
+    return True
 
 
 class ChunkLimits(NamedTuple):
@@ -929,7 +972,7 @@ def _divide(
             key = group(request)
             chunk, size_bytes = open_chunks.get(key) or ([], 0)
         last = request
-        added_bytes = _carried_bytes(request)
+        added_bytes = request.referenced or _carried_bytes(request)
         max_bytes = limits.source_bytes if request.referenced else limits.size_bytes
         if not chunk or len(chunk) >= limits.requests or size_bytes + added_bytes > max_bytes:
             chunk, size_bytes = [], 0
@@ -946,8 +989,6 @@ def _carried_bytes(request: Request) -> int:
     data = request.output_data
     if data is not None:
         return len(data[0]) if len(data) == 1 else sum(map(len, data))
-    if request.referenced:
-        return request.referenced
     value = request.value
     return request.size_bytes if value is None else len(value)
 

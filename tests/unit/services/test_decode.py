@@ -14,7 +14,7 @@ from headrace.errors import Code, Rejected
 from headrace.log.port import Record
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
-from headrace.protocol.messages import Request
+from headrace.protocol.messages import Failure, Request
 from headrace.services.ingest.decode import IngestRules, decode_record, decode_records
 from tests.support.services import REQUESTS, digits_models, digits_value, make_assignment
 from tests.support.work import NOW_US
@@ -107,6 +107,47 @@ def test_requests_decoded_together_have_default_timeout(models: Models) -> None:
     read = decode_records(records(2), make_assignment(), rules, NOW_US)
 
     assert read[len(UNLIKE)].envelope.deadline_ms == NOW_US // 1000 + 500
+
+
+def test_large_value_of_known_layout_is_left_in_its_record(models: Models) -> None:
+    """No step of a process without a batcher looks at its tensors."""
+    some = records_of_one_layout()
+    size_bytes = len(some[0].value or b"")
+    rules = IngestRules(models.catalog, LimitSettings(inline_payload_bytes=size_bytes))
+    decode_records(some, make_assignment(), rules, NOW_US)  # learns the layout
+
+    read = decode_records(some, make_assignment(), rules, NOW_US)
+
+    assert [bytes(each.inputs[0].data) for each in read] == [b""] * 3
+    assert [(each.value, each.referenced) for each in read] == [
+        (each.value, size_bytes) for each in some
+    ]
+
+
+def test_large_value_keeps_its_tensors_for_batcher_in_the_process(models: Models) -> None:
+    """There is no record between the two that could refer to the source."""
+    some = records_of_one_layout()
+    rules = IngestRules(
+        models.catalog, LimitSettings(inline_payload_bytes=0), admission=lambda _: None
+    )
+    decode_records(some, make_assignment(), rules, NOW_US)
+
+    read = decode_records(some, make_assignment(), rules, NOW_US)
+
+    assert [each.referenced for each in read] == [0] * 3
+    assert all(each.inputs[0].data for each in read)
+
+
+def test_failed_request_keeps_value_that_was_not_written_yet(models: Models) -> None:
+    """Its dead letter needs it, and its record is not read again."""
+    some = records_of_one_layout()
+    rules = IngestRules(models.catalog, LimitSettings(inline_payload_bytes=1))
+    decode_records(some, make_assignment(), rules, NOW_US)
+    request = decode_records(some, make_assignment(), rules, NOW_US)[0]
+
+    request.fail(Failure(Code.INTERNAL, "no", "ingest"))
+
+    assert (request.value, request.referenced) == (some[0].value, 0)
 
 
 def test_oversized_value_of_known_layout_is_refused(models: Models) -> None:

@@ -78,6 +78,8 @@ def put(writer: SharedValuesWriter, *values: bytes, now_s: float = 1.0) -> list[
 def read_values(reader: SharedValuesReader, requests: Sequence[Request]) -> list[bytes | None]:
     """Read values; None for those that are not in shared memory."""
     left = reader.read(requests)
+    for request in requests:
+        request.restore()
     return [None if each in left else bytes(each.value or b"") for each in requests]
 
 
