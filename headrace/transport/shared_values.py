@@ -140,6 +140,11 @@ class SharedValuesWriter:
             part = [request for request in requests if request in released]
             self._put_part(part, [released[request] for request in part], now_s)
 
+    def is_far_ahead(self) -> bool:
+        """Return True if more than half of the ring was not read yet."""
+        ring = self._ring
+        return ring is not None and self._end - ring.head[_READ] > self._size_bytes // 2
+
     def _put_part(self, requests: Sequence[Request], values: Sequence[Value], now_s: float) -> None:
         if self._is_off or not values:
             return

@@ -304,6 +304,7 @@ class TopicSender:
             tuning.max_record_requests, tuning.max_record_bytes, tuning.max_record_source_bytes
         )
         self._max_waiting = tuning.max_waiting_requests
+        self._far_ahead_pause_s = tuning.shared_far_ahead_pause_s
         self._waiting: dict[int, list[Request]] = {}
         self._waiting_count = 0
         self._partitions_in_write: set[int] = set()
@@ -339,6 +340,9 @@ class TopicSender:
             self._taken.clear()
             await self._taken.wait()
         self.send_nowait(chunk)
+        if self._shared is not None and self._shared.is_far_ahead():
+            # Short, since other requests wait as well, and those of a slow model stay unread.
+            await asyncio.sleep(len(chunk) * self._far_ahead_pause_s)
 
     async def _write_waiting(self, partition: int) -> None:
         """Write to a partition, one write after the other, until no request waits for it."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from headrace.consumer.source import Source
@@ -21,11 +23,12 @@ from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, NewRecord, Producer, SentBatch, TopicInfo, TopicPartition
 from headrace.protocol.ack import NULL_ACK
-from headrace.protocol.codec import decode_items, encode_items, encode_results
+from headrace.protocol.codec import decode_items, encode_items, encode_results, refer_all_to_source
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
+from headrace.transport.shared_values import SharedValuesWriter
 from headrace.transport.topic_io import (
     item_receiver,
     item_sender,
@@ -679,3 +682,44 @@ async def test_items_that_do_not_fit_together_travel_alone() -> None:
     assert refused.requests == []
     assert [receipt_of(one).acked for one in sent] == [1, 1, 1]
     assert log.faults.partitions.end_offset(TopicPartition(TOPIC, 0)) == 3
+
+
+@asynccontextmanager
+async def sending(directory: Path, unread_values: int) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that writes an item beside so many values that were not read, each of which takes a
+    sixteenth of shared memory; it was acknowledged. The sender's pauses never end.
+    """
+    log = await make_log()
+    endless = replace(TUNING.transport, shared_far_ahead_pause_s=3600.0)
+    ring_bytes = 1 << 20
+    value = bytes(ring_bytes // 16)
+    with SharedValuesWriter(directory, ring_bytes, Metrics(CollectorRegistry())) as shared:
+        for _ in range(unread_values):
+            large = make_request(inputs={"x": np.frombuffer(value, np.uint8).reshape(1, -1)})
+            large.value = value
+            large.inputs = (large.inputs[0]._replace(data=memoryview(value)),)
+            shared.put([large], refer_all_to_source([large], 1), 1.0)
+        async with log.producer() as producer, asyncio.TaskGroup() as tasks:
+            sender = item_sender(producer, TOPIC, Tray(), None, endless, ring_bytes, shared)
+            tasks.create_task(sender.run())
+            await asyncio.sleep(0)
+            writer = sender.writer()
+            item = make_request(inputs=PIXELS)
+            task = asyncio.create_task(writer.send([item]))
+            await eventually(lambda: bool(receipt_of(item).acked))
+            yield task
+            task.cancel()
+            await asyncio.wait([task])
+            writer.close()
+
+
+async def test_writer_near_readers_of_shared_memory_does_not_pause(tmp_path: Path) -> None:
+    """Half of the memory is room enough for values that are read as they come."""
+    async with sending(tmp_path, unread_values=8) as task:
+        assert task.done()
+
+
+async def test_writer_far_ahead_of_readers_of_shared_memory_pauses(tmp_path: Path) -> None:
+    """Otherwise the next values would find no room; what was sent is written meanwhile."""
+    async with sending(tmp_path, unread_values=9) as task:
+        assert not task.done()
