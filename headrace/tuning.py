@@ -307,8 +307,9 @@ class TransportTuning(Struct, frozen=True):
     """Values that are larger on average are not written beyond `shared_small_bytes`: when they come
     faster than they are read, they cost no more to read from the log."""
     shared_far_ahead_pause_s: float = 20e-6
-    """Pause for each request written while more than half of shared memory was not read yet: values
-    that find no room there are read from the log, which takes an executor twice as long."""
+    """Pause for each request written while more than a sixteenth of shared memory was not read yet:
+    values that find no room there are read from the log, which takes an executor twice as long, and
+    memory that was used before is faster than more of it."""
     shared_reserve_bytes: int = 16 * 1024 * 1024
     """Space in the directory of shared memory that is left to others."""
     shared_abandoned_s: float = 10.0

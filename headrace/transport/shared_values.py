@@ -16,7 +16,8 @@ The head also has the position up to which any reader has read. The writer goes 
 quarters of a ring beyond it: further values would overwrite others that were not read yet. The rest
 of the ring is for values that are read later than others, such as those of a slow model. When
 everything was read, the writer begins again at the start of the file, so that the file is small,
-and in the processor's cache, unless values come faster than they are read.
+and in the processor's cache, unless values come faster than they are read. Behind a quarter of the
+ring it does so as soon as three quarters of what it has written from there on were read.
 
 Values are read and written as in any file: a process that touches a mapped page beyond the end of
 a file is killed. Only the head is mapped, which is never cut off, since its numbers must be stored
@@ -112,6 +113,7 @@ class SharedValuesWriter:
         self._name = ""
         self._file_bytes = 0
         self._end = 0
+        self._lap_end = 0  # where the values ended before those that begin at the start of the file
         self._last_read = 0
         self._read_at_s = 0.0
 
@@ -141,9 +143,11 @@ class SharedValuesWriter:
             self._put_part(part, [released[request] for request in part], now_s)
 
     def is_far_ahead(self) -> bool:
-        """Return True if more than half of the ring was not read yet."""
-        ring = self._ring
-        return ring is not None and self._end - ring.head[_READ] > self._size_bytes // 2
+        """Return True if more than a sixteenth of the ring was not read yet."""
+        if self._ring is None:
+            return False
+        unread_bytes = self._unread_bytes(self._ring.head[_READ], self._end)
+        return unread_bytes > self._size_bytes // 16
 
     def _put_part(self, requests: Sequence[Request], values: Sequence[Value], now_s: float) -> None:
         if self._is_off or not values:
@@ -183,7 +187,7 @@ class SharedValuesWriter:
             return None
         end = start + size_bytes
         if end > ring.head[_FRONTIER]:
-            ring.set_frontier(end + self._size_bytes // 16)
+            ring.set_frontier(self._frontier(end))
         at = _HEAD_BYTES + start % self._size_bytes
         for first in range(0, len(values), _MOST_BUFFERS):
             part = values[first : first + _MOST_BUFFERS]
@@ -216,15 +220,27 @@ class SharedValuesWriter:
                 ring.set_frontier(start + ring_bytes)
                 os.ftruncate(ring.descriptor, _HEAD_BYTES + small_bytes)
                 self._file_bytes = _HEAD_BYTES + small_bytes
-        elif at + size_bytes > ring_bytes:
+        elif at + size_bytes >= ring_bytes or ring_bytes // 4 <= at >= 4 * (start - read):
+            self._lap_end = start
             start += ring_bytes - at
-        if start + size_bytes - read > ring_bytes * 3 // 4:
+        end = start + size_bytes
+        is_full = self._unread_bytes(read, end) > ring_bytes * 3 // 4
+        if is_full or self._frontier(end) > read + ring_bytes:
             # Those who were to read them may have ended, or be on other machines.
             if now_s - self._read_at_s < self._tuning.shared_abandoned_s:
                 return None
             self._regard_as_read(ring, start)
             self._read_at_s = now_s
         return start if self._may_grow(ring, start % ring_bytes + size_bytes) else None
+
+    def _unread_bytes(self, read: int, end: int) -> int:
+        """Return the size of the values between two positions."""
+        lap_start = end - end % self._size_bytes
+        return end - read - (lap_start - self._lap_end if read < lap_start else 0)
+
+    def _frontier(self, end: int) -> int:
+        """Return where the frontier goes for values up to `end`: it moves in steps."""
+        return end + self._size_bytes // 128
 
     def _may_grow(self, ring: _Ring, to_bytes: int) -> bool:
         """Return True if the file already has so many bytes of values, or leaves enough space to
@@ -268,7 +284,7 @@ class SharedValuesWriter:
         _drop_values(self._ring.descriptor)
         self._ring.close()
         self._ring = None
-        self._end = self._last_read = self._file_bytes = 0
+        self._end = self._lap_end = self._last_read = self._file_bytes = 0
         self._metrics.shared_values_bytes.set(0)
 
 

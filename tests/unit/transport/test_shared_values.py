@@ -326,6 +326,48 @@ def read_at_random(writer: SharedValuesWriter, reader: SharedValuesReader) -> in
     return read
 
 
+def test_file_stays_small_while_values_are_read_soon(
+    directory: Path, reader: SharedValuesReader
+) -> None:
+    """Also if one of them was not read yet at any time."""
+    most_bytes = 0
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), SMALL) as writer:
+        waiting = put(writer, value_of(0))
+        for number in range(1, 200):
+            waiting += put(writer, value_of(number))
+            assert read_values(reader, [waiting.pop(0)]) == [value_of(number - 1)]
+            (path,) = directory.glob("headrace-values-*")
+            most_bytes = max(most_bytes, path.stat().st_size)
+
+    assert most_bytes < RING_BYTES * 3 // 4
+
+
+@pytest.mark.parametrize("tuning", [TUNED, SMALL])
+def test_values_that_are_read_in_order_are_never_overwritten(
+    directory: Path, reader: SharedValuesReader, tuning: TransportTuning
+) -> None:
+    """Wherever in the file the writer begins again, and however far behind their reader is."""
+    rng = Random(11)
+    waiting: deque[tuple[Request, bytes]] = deque()
+    outcomes = Counter[bool]()
+    pace = 0.0
+    with SharedValuesWriter(directory, RING_BYTES, metrics_of(), tuning) as writer:
+        for number in range(20_000):
+            if number % 50 == 0:
+                pace = rng.choice([0.2, 0.5, 0.6, 0.9])
+            value = value_of(number, 4 * rng.randint(2, 100))
+            (request,) = put(writer, value)
+            outcomes[request.shared is not None] += 1
+            if request.shared is not None:
+                waiting.append((request, value))
+            while waiting and rng.random() < pace:
+                request, value = waiting.popleft()
+                assert read_values(reader, [request]) == [value]
+
+    assert outcomes[True] > 10_000
+    assert outcomes[False] > 500
+
+
 def test_value_that_is_overwritten_during_reading_is_left(directory: Path) -> None:
     """A reader gets the bytes of its request or none, while a writer overwrites at full speed."""
     sent: deque[tuple[bytes, bytes]] = deque(maxlen=40)

@@ -687,12 +687,12 @@ async def test_items_that_do_not_fit_together_travel_alone() -> None:
 @asynccontextmanager
 async def sending(directory: Path, unread_values: int) -> AsyncIterator[asyncio.Task[None]]:
     """A task that writes an item beside so many values that were not read, each of which takes a
-    sixteenth of shared memory; it was acknowledged. The sender's pauses never end.
+    sixty-fourth of shared memory; it was acknowledged. The sender's pauses never end.
     """
     log = await make_log()
     endless = replace(TUNING.transport, shared_far_ahead_pause_s=3600.0)
     ring_bytes = 1 << 20
-    value = bytes(ring_bytes // 16)
+    value = bytes(ring_bytes // 64)
     with SharedValuesWriter(directory, ring_bytes, Metrics(CollectorRegistry())) as shared:
         for _ in range(unread_values):
             large = make_request(inputs={"x": np.frombuffer(value, np.uint8).reshape(1, -1)})
@@ -714,12 +714,12 @@ async def sending(directory: Path, unread_values: int) -> AsyncIterator[asyncio.
 
 
 async def test_writer_near_readers_of_shared_memory_does_not_pause(tmp_path: Path) -> None:
-    """Half of the memory is room enough for values that are read as they come."""
-    async with sending(tmp_path, unread_values=8) as task:
+    """A sixteenth of the memory is room enough for values that are read as they come."""
+    async with sending(tmp_path, unread_values=4) as task:
         assert task.done()
 
 
 async def test_writer_far_ahead_of_readers_of_shared_memory_pauses(tmp_path: Path) -> None:
-    """Otherwise the next values would find no room; what was sent is written meanwhile."""
-    async with sending(tmp_path, unread_values=9) as task:
+    """Otherwise values would soon find no room; what was sent is written meanwhile."""
+    async with sending(tmp_path, unread_values=5) as task:
         assert not task.done()
