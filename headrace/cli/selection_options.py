@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +14,7 @@ import click
 from headrace.cli.options import TO_READ, check_period
 from headrace.cli.settings import require_broker
 from headrace.config import Settings
+from headrace.errors import Code
 from headrace.topics import Topic
 
 if TYPE_CHECKING:
@@ -98,6 +99,24 @@ def _trace_id(text: str) -> str:
     return text.lower()
 
 
+def _status(text: str) -> str:
+    known = ["ok", *Code]
+    if text not in known:
+        raise ValueError(f"expected one of {', '.join(known)}, got {text!r}")
+    return text
+
+
+def check_offsets(first: Mapping[int | None, int], past: Mapping[int | None, int]) -> None:
+    """Raise `click.UsageError` if the second offset of a partition lies before the first."""
+    for number in first.keys() | past.keys():
+        begin, end = first.get(number, first.get(None)), past.get(number, past.get(None))
+        if begin is not None and end is not None and end < begin:
+            where = "" if number is None else f" for partition {number}"
+            raise click.UsageError(
+                f"--until-offset: expected at least --from-offset {begin}{where}, got {end}"
+            )
+
+
 _OPTIONS = (
     click.option("--topic", metavar="TOPIC", help="Topic to read.  [default: the requests]"),
     click.option(
@@ -160,7 +179,12 @@ _OPTIONS = (
         help="Only records with this header; repeat it for more.",
     ),
     click.option("--model", metavar="MODEL[/VERSION]", help="Only records of this model."),
-    click.option("--status", metavar="STATUS", help="Only answers with this x-status."),
+    click.option(
+        "--status",
+        callback=_parsed(_status),
+        metavar="STATUS",
+        help="Only answers with this x-status: ok, or the code of an error.",
+    ),
     click.option(
         "--trace-id", callback=_parsed(_trace_id), metavar="HEX", help="Only records of this trace."
     ),
@@ -186,7 +210,8 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource
     """Return the source that the options name.
 
     Raises:
-        click.UsageError: both a topic and a file, or a period that ends before it begins.
+        click.UsageError: both a topic and a file, or a period, or offsets of a partition, that end
+            before they begin.
         ConfigurationError: a topic, but no broker.
     """
     from headrace.tools.replay.jobs import RecordingSource
@@ -195,6 +220,7 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> RecordingSource
     if chosen["topic"] and chosen["file"]:
         raise click.UsageError("give either --topic or --file")
     check_period("--from", chosen["from_ms"], chosen["until_ms"])
+    check_offsets(chosen["from_offsets"], chosen["until_offsets"])
     key = chosen["key"]
     selection = Selection(
         Window(

@@ -154,6 +154,12 @@ def test_replay_into_embedded_pipeline_is_answered(
         (["count", "--from", "yesterday"], "expected epoch milliseconds or an ISO time"),
         (["count", "--from", "2026-05-02", "--until", "2026-05-01"], "a time after --from"),
         (["count", "--from-offset", "a:b"], "expected OFFSET or PARTITION:OFFSET"),
+        (["count", "--from-offset", "7", "--until-offset", "6"], "at least --from-offset 7, got 6"),
+        (
+            ["count", "--from-offset", "7", "--until-offset", "1:6"],
+            "at least --from-offset 7 for partition 1, got 6",
+        ),
+        (["count", "--status", "OK"], "expected one of ok, INVALID_REQUEST, "),
         (["count", "--header", "a"], "expected NAME=VALUE"),
         (["count", "--key-regex", "("], "expected a regular expression"),
         (["count", "--trace-id", "1"], "expected 32 hexadecimal digits"),
