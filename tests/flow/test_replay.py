@@ -113,6 +113,16 @@ async def test_copies_keep_partition_key_and_value(log: MemoryLog) -> None:
         assert (copy.key, copy.value) == (original.key, original.value)
 
 
+async def test_replay_for_missing_reply_topic_sends_nothing(log: MemoryLog) -> None:
+    """All requests would be refused, with answers elsewhere."""
+    job = TopicJob("target", Unpaced(), Marking("run", reply_to="mistyped"))
+
+    with pytest.raises(ConfigurationError, match="mistyped: expected a topic"):
+        await replay_into_topic(log, RecordingSource("source", Selection()), job, unwatched)
+
+    assert await read(log, "target") == []
+
+
 async def test_replay_by_key_writes_copies_of_key_to_one_partition(log: MemoryLog) -> None:
     """Their partition is the one that Kafka's clients choose."""
     await write_recorded(log, "source", [record._replace(key=b"same") for record in RECORDS[:3]])

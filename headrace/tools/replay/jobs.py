@@ -151,8 +151,8 @@ async def replay_into_topic(
     """Send marked copies into a topic; resume from a checkpoint if there is one.
 
     Raises:
-        ConfigurationError: the topic or source is missing, or the checkpoint belongs to another
-            run, or is in use by one.
+        ConfigurationError: the topic, the reply topic or the source is missing, or the checkpoint
+            belongs to another run, or is in use by one.
         CheckpointFault: the checkpoint cannot be written.
         LogUnavailable: no broker answers, or an open transaction hides a part of the target.
         ExceptionGroup: see `Replay.run`.
@@ -181,6 +181,8 @@ async def _replay_into_topic(
             recording.notice = "\n".join([recording.notice, *_deleted(before, recording)]).strip()
         producer = await stack.enter_async_context(log.producer())
         target = await topic_of(producer, job.topic)
+        if marking.reply_to is not None:
+            await topic_of(producer, marking.reply_to)
         keeper = None
         skip: frozenset[str] = frozenset()
         if job.checkpoint is not None:
