@@ -471,6 +471,19 @@ def test_chunks_of_outputs_that_share_metadata_are_bounded(
     assert [request for chunk in chunks for request in chunk] == requests
 
 
+def test_chunks_of_outputs_are_bounded_whatever_source_records_hold() -> None:
+    """The payloads of such requests were left there, and no result refers to them."""
+    requests = chunk_of(5)
+    metadata = (("", "BYTES", (1,)),)
+    for request, payload_bytes in zip(requests, [1, 1, 1, 500, 500], strict=True):
+        request.referenced = payload_bytes
+        request.output_metadata, request.output_data = metadata, (bytes(16),)
+
+    chunks = divide_results(requests, ChunkLimits(256, size_bytes=40, source_bytes=400))
+
+    assert list(map(len, chunks)) == [2, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("max_requests", "max_bytes", "sizes"),
     [(2, 1000, [2, 2, 1]), (100, 10, [2, 2, 1]), (100, 1, [1, 1, 1, 1, 1])],

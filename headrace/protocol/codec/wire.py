@@ -972,8 +972,10 @@ def _divide(
             key = group(request)
             chunk, size_bytes = open_chunks.get(key) or ([], 0)
         last = request
-        added_bytes = request.referenced or _carried_bytes(request)
-        max_bytes = limits.source_bytes if request.referenced else limits.size_bytes
+        added_bytes, max_bytes = request.referenced, limits.source_bytes
+        # Outputs refer to no source record, although the payload behind them may be left in one.
+        if not added_bytes or request.output_data is not None:
+            added_bytes, max_bytes = _carried_bytes(request), limits.size_bytes
         if not chunk or len(chunk) >= limits.requests or size_bytes + added_bytes > max_bytes:
             chunk, size_bytes = [], 0
             chunks.append(chunk)
@@ -983,9 +985,7 @@ def _divide(
 
 
 def _carried_bytes(request: Request) -> int:
-    """Return an estimate of the bytes that a request adds to its chunk, and of those that whoever
-    runs it has to read: they are charged, deferred and read again with the chunk's record.
-    """
+    """Return an estimate of the bytes that a request adds to its chunk."""
     data = request.output_data
     if data is not None:
         return len(data[0]) if len(data) == 1 else sum(map(len, data))
