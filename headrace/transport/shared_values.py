@@ -115,6 +115,7 @@ class SharedValuesWriter:
         self._end = 0
         self._lap_end = 0  # where the values ended before those that begin at the start of the file
         self._last_read = 0
+        self._regarded_as_read = 0
         self._read_at_s = 0.0
 
     def __enter__(self) -> SharedValuesWriter:
@@ -142,12 +143,18 @@ class SharedValuesWriter:
             part = [request for request in requests if request in released]
             self._put_part(part, [released[request] for request in part], now_s)
 
-    def is_far_ahead(self) -> bool:
-        """Return True if more than a sixteenth of the ring was not read yet."""
-        if self._ring is None:
+    def is_far_ahead(self, now_s: float) -> bool:
+        """Return True if more than a sixteenth of the ring was not read yet, unless nobody reads
+        from it: whoever runs the model is on another machine then, or has ended.
+
+        Args:
+            now_s: monotonic.
+        """
+        if self._ring is None or now_s - self._read_at_s >= self._tuning.shared_abandoned_s:
             return False
-        unread_bytes = self._unread_bytes(self._ring.head[_READ], self._end)
-        return unread_bytes > self._size_bytes // 16
+        read = self._ring.head[_READ]
+        unread_bytes = self._unread_bytes(read, self._end)
+        return read > self._regarded_as_read and unread_bytes > self._size_bytes // 16
 
     def _put_part(self, requests: Sequence[Request], values: Sequence[Value], now_s: float) -> None:
         if self._is_off or not values:
@@ -254,7 +261,7 @@ class SharedValuesWriter:
         return left_bytes >= self._tuning.shared_reserve_bytes
 
     def _regard_as_read(self, ring: _Ring, position: int) -> int:
-        ring.head[_READ] = self._last_read = position
+        ring.head[_READ] = self._last_read = self._regarded_as_read = position
         return position
 
     def _make(self) -> _Ring:
@@ -284,7 +291,8 @@ class SharedValuesWriter:
         _drop_values(self._ring.descriptor)
         self._ring.close()
         self._ring = None
-        self._end = self._lap_end = self._last_read = self._file_bytes = 0
+        self._end = self._lap_end = self._file_bytes = 0
+        self._last_read = self._regarded_as_read = 0
         self._metrics.shared_values_bytes.set(0)
 
 

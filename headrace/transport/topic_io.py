@@ -340,7 +340,7 @@ class TopicSender:
             self._taken.clear()
             await self._taken.wait()
         self.send_nowait(chunk)
-        if self._shared is not None and self._shared.is_far_ahead():
+        if self._shared is not None and self._shared.is_far_ahead(time.monotonic()):
             # Short, since other requests wait as well, and those of a slow model stay unread.
             await asyncio.sleep(len(chunk) * self._far_ahead_pause_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
-from headrace.transport.shared_values import SharedValuesWriter
+from headrace.transport.shared_values import SharedValuesReader, SharedValuesWriter
 from headrace.transport.topic_io import (
     item_receiver,
     item_sender,
@@ -685,20 +686,27 @@ async def test_items_that_do_not_fit_together_travel_alone() -> None:
 
 
 @asynccontextmanager
-async def sending(directory: Path, unread_values: int) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that writes an item beside so many values that were not read, each of which takes a
-    sixty-fourth of shared memory; it was acknowledged. The sender's pauses never end.
+async def sending(
+    directory: Path, unread_values: int, read_values: int = 1, since_s: float = 0.0
+) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that writes an item behind values in shared memory, each of which takes a sixty-fourth
+    of it and was put there so long ago; the item was acknowledged. The sender's pauses never end.
     """
     log = await make_log()
     endless = replace(TUNING.transport, shared_far_ahead_pause_s=3600.0)
     ring_bytes = 1 << 20
-    value = bytes(ring_bytes // 64)
-    with SharedValuesWriter(directory, ring_bytes, Metrics(CollectorRegistry())) as shared:
-        for _ in range(unread_values):
+    value, metrics = bytes(ring_bytes // 64), Metrics(CollectorRegistry())
+    with (
+        SharedValuesWriter(directory, ring_bytes, metrics) as shared,
+        SharedValuesReader(directory, metrics) as reader,
+    ):
+        for number in range(read_values + unread_values):
             large = make_request(inputs={"x": np.frombuffer(value, np.uint8).reshape(1, -1)})
             large.value = value
             large.inputs = (large.inputs[0]._replace(data=memoryview(value)),)
-            shared.put([large], refer_all_to_source([large], 1), 1.0)
+            shared.put([large], refer_all_to_source([large], 1), time.monotonic() - since_s)
+            if number < read_values:
+                assert reader.read([large]) == []
         async with log.producer() as producer, asyncio.TaskGroup() as tasks:
             sender = item_sender(producer, TOPIC, Tray(), None, endless, ring_bytes, shared)
             tasks.create_task(sender.run())
@@ -723,3 +731,18 @@ async def test_writer_far_ahead_of_readers_of_shared_memory_pauses(tmp_path: Pat
     """Otherwise values would soon find no room; what was sent is written meanwhile."""
     async with sending(tmp_path, unread_values=5) as task:
         assert not task.done()
+
+
+async def test_writer_of_shared_memory_that_nobody_reads_does_not_pause(tmp_path: Path) -> None:
+    """The executors are on other machines: a pause would gain nothing."""
+    async with sending(tmp_path, unread_values=5, read_values=0) as task:
+        assert task.done()
+
+
+async def test_writer_of_shared_memory_that_is_read_no_longer_does_not_pause(
+    tmp_path: Path,
+) -> None:
+    """Its executor has ended, and only values that travel in their records have come since then."""
+    since_s = TUNING.transport.shared_abandoned_s
+    async with sending(tmp_path, unread_values=5, since_s=since_s) as task:
+        assert task.done()
