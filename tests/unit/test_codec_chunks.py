@@ -471,6 +471,18 @@ def test_chunks_of_outputs_that_share_metadata_are_bounded(
     assert [request for chunk in chunks for request in chunk] == requests
 
 
+def test_chunks_of_inputs_beside_payloads_are_bounded() -> None:
+    """These inputs travel in the record, although the payloads of which they were made do not."""
+    requests = chunk_of(5)
+    for request in requests:
+        request.value = b"payload"
+        refer_to_source(request, 1)
+
+    chunks = divide_items(requests, ChunkLimits(256, size_bytes=40, source_bytes=400))
+
+    assert list(map(len, chunks)) == [2, 2, 1]
+
+
 def test_chunks_of_outputs_are_bounded_whatever_source_records_hold() -> None:
     """The payloads of such requests were left there, and no result refers to them."""
     requests = chunk_of(5)

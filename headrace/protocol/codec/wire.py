@@ -973,8 +973,9 @@ def _divide(
             chunk, size_bytes = open_chunks.get(key) or ([], 0)
         last = request
         added_bytes, max_bytes = request.referenced, limits.source_bytes
-        # Outputs refer to no source record, although the payload behind them may be left in one.
-        if not added_bytes or request.output_data is not None:
+        # Neither outputs nor the inputs that were made of a payload are left with it in its record.
+        is_made = request.inputs and request.size_bytes > added_bytes
+        if not added_bytes or is_made or request.output_data is not None:
             added_bytes, max_bytes = _carried_bytes(request), limits.size_bytes
         if not chunk or len(chunk) >= limits.requests or size_bytes + added_bytes > max_bytes:
             chunk, size_bytes = [], 0
