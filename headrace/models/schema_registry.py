@@ -15,13 +15,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from headrace.config import SchemaRegistrySettings
 from headrace.errors import Code, ConfigurationError, Rejected, Retriable, describe_error
+from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.tuning import TUNING, SchemaTuning
 
 # The child processes of trial loads, which request nothing, would spend 0.14 s of processor
@@ -52,6 +53,17 @@ class RegisteredSchema(NamedTuple):
 
     form: str
     text: str
+
+
+class _Response(msgspec.Struct, rename={"form": "schemaType"}):
+    """The fields of the registry's responses that are read; null counts as absent."""
+
+    schema: str | None = None
+    form: str | None = None
+    references: list[msgspec.Raw] | None = None
+    id: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
+    error_code: int | None = None
+    message: str | None = None
 
 
 class Bounded(Generic[K, V]):
@@ -165,19 +177,19 @@ class SchemaRegistry:
                     got=str(schema_id),
                 ),
             )
-        if status != 200 or not isinstance(content.get("schema"), str):
+        if status != 200 or content.schema is None:
             raise self._unexpected(f"schema {schema_id}", status, content)
-        if content.get("references"):
+        if content.references:
             raise self._refuse(
                 schema_id,
                 Rejected.mismatch(
                     Code.INVALID_REQUEST,
                     f"schema {schema_id}",
                     expected="a schema without references",
-                    got=f"{len(content['references'])} of them",
+                    got=f"{len(content.references)} of them",
                 ),
             )
-        found = RegisteredSchema(str(content.get("schemaType") or "AVRO"), content["schema"])
+        found = RegisteredSchema(content.form or "AVRO", content.schema)
         self._schemas.put(schema_id, found)
         return found
 
@@ -202,10 +214,9 @@ class SchemaRegistry:
         if schema.form != "AVRO":
             body["schemaType"] = schema.form
         status, content = await self._request("POST", path, body)
-        found = content.get("id")
-        if status == 200 and isinstance(found, int):
-            self._ids.put(key, found)
-            return found
+        if status == 200 and content.id is not None:
+            self._ids.put(key, content.id)
+            return content.id
         if status in _REFUSED or status == 404:
             raise self._refuse(
                 key,
@@ -213,7 +224,7 @@ class SchemaRegistry:
                     Code.MODEL_FAILED,
                     f"subject {subject}",
                     expected="the schema of the answers in the registry, or one that may be added",
-                    got=f"{status} {str(content.get('message', ''))[: self._tuning.shown_chars]}",
+                    got=f"{status} {self._shown(content)}",
                 ),
             )
         raise self._unexpected(f"subject {subject}", status, content)
@@ -228,9 +239,8 @@ class SchemaRegistry:
         self._raise_refusal(subject)
         path = f"/subjects/{quote(subject, safe='')}/versions/latest"
         status, content = await self._request("GET", path)
-        found = content.get("id")
-        if status == 200 and isinstance(found, int):
-            return found
+        if status == 200 and content.id is not None:
+            return content.id
         if status == 404:
             raise self._refuse(
                 subject,
@@ -254,8 +264,8 @@ class SchemaRegistry:
 
     async def _request(
         self, method: Literal["GET", "POST"], path: str, body: dict[str, str] | None = None
-    ) -> tuple[int, dict[str, Any]]:
-        """Return the status and the JSON object of a response.
+    ) -> tuple[int, _Response]:
+        """Return the status and the fields of a response.
 
         Raises:
             RegistryUnavailable: there is none, or it is not the registry's.
@@ -281,15 +291,15 @@ class SchemaRegistry:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._on_request("unavailable")
             raise RegistryUnavailable(f"schema registry: {describe_error(error)}") from error
-        is_known = status != 404 or content.get("error_code") in _NOT_FOUND
+        is_known = status != 404 or content.error_code in _NOT_FOUND
         if not is_known:  # of a proxy, or at another path: the registry itself gives its own code
             raise self._unexpected(path, status, content)
         if status in {200, 404, *_REFUSED}:
             self._on_request("ok" if status == 200 else "refused")
         return status, content
 
-    async def _read(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
-        """Return the JSON object of a response, {} if it is none. Raises `Rejected`."""
+    async def _read(self, response: aiohttp.ClientResponse) -> _Response:
+        """Return the fields of a response, none if it is not the registry's. Raises `Rejected`."""
         limit_bytes = self._tuning.max_response_bytes
         content = bytearray()
         async for part in response.content.iter_any():
@@ -300,15 +310,18 @@ class SchemaRegistry:
                     Code.INVALID_REQUEST, "schema in the registry", expected=expected, got="more"
                 )
         try:
-            found = msgspec.json.decode(content)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            return msgspec.json.decode(content, type=_Response)
+        except DECODE_ERRORS:
+            return _Response()
 
-    def _unexpected(self, what: str, status: int, content: dict[str, Any]) -> RegistryUnavailable:
+    def _unexpected(self, what: str, status: int, content: _Response) -> RegistryUnavailable:
         self._on_request("unavailable")
-        text = str(content.get("message", ""))[: self._tuning.shown_chars]
-        return RegistryUnavailable(f"schema registry: {what}: got status {status} {text}".rstrip())
+        text = f"schema registry: {what}: got status {status} {self._shown(content)}"
+        return RegistryUnavailable(text.rstrip())
+
+    def _shown(self, content: _Response) -> str:
+        """Return the registry's message, truncated."""
+        return (content.message or "")[: self._tuning.shown_chars]
 
 
 def _make_tls_context(settings: SchemaRegistrySettings) -> ssl.SSLContext | None:

@@ -22,6 +22,7 @@ class StandInRegistry(StandInServer):
         away_after: it does so after this many requests; None for never.
         holds: requests wait while it is set, until their callers give up.
         refuses: status of refusals to register; 0 for none.
+        answers_with: status and body of all responses; None for the registry's own.
         login: name and password that callers must have; empty for none.
     """
 
@@ -36,6 +37,7 @@ class StandInRegistry(StandInServer):
         self.away_after: int | None = None
         self.holds = False
         self.refuses = 0
+        self.answers_with: tuple[int, bytes] | None = None
         self.login: tuple[str, str] | None = None
         router = self._application.router
         router.add_get("/schemas/ids/{id}", self._show)
@@ -47,6 +49,9 @@ class StandInRegistry(StandInServer):
         self.requests.append(f"{request.method} {request.path}")
         if self.holds:
             await asyncio.Event().wait()
+        if self.answers_with is not None:
+            status, body = self.answers_with
+            return web.Response(status=status, body=body)
         is_beyond = self.away_after is not None and len(self.requests) > self.away_after
         if self.is_unavailable or is_beyond:
             return web.json_response({"message": "soon"}, status=503)

@@ -84,6 +84,32 @@ async def test_registry_that_does_not_answer_is_unavailable(fault: str) -> None:
                 await client.fetch(1)
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b"[" * 100_000),
+        (200, b'{"schema": "\\"string\\"", "references": 5}'),
+        (200, b'{"schema": "\\"string\\"", "more": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        (404, b'{"error_code": []}'),
+    ],
+)
+async def test_response_that_is_not_of_registry_is_unavailable(status: int, body: bytes) -> None:
+    """A proxy may have answered; the process that asks must not end."""
+    async with StandInRegistry() as registry, client_of(registry) as client:
+        registry.answers_with = status, body
+        with pytest.raises(RegistryUnavailable, match=f"got status {status}"):
+            await client.fetch(1)
+
+
+@pytest.mark.parametrize("number", ["-1", "4294967296", "true"])
+async def test_id_that_framing_cannot_hold_is_unavailable(number: str) -> None:
+    """It has 4 bytes in each record."""
+    async with StandInRegistry() as registry, client_of(registry) as client:
+        registry.answers_with = 200, f'{{"id": {number}}}'.encode()
+        with pytest.raises(RegistryUnavailable, match="subject s: got status 200"):
+            await client.find_id("s", STRING)
+
+
 async def test_schema_that_is_too_large_is_refused_and_not_read_again() -> None:
     """It will not become smaller."""
     async with (
