@@ -187,6 +187,14 @@ def test_large_json_is_refused_as_small(datatype: bytes, element: bytes) -> None
     assert refusal(20_000) == refusal(1)
 
 
+def test_integer_beyond_floats_is_named_though_infinity_stands_before_it() -> None:
+    """Infinity is a number that the datatype can hold."""
+    with pytest.raises(Rejected) as refused:
+        json_data("FP32", ["-Infinity", 10**400], [2])
+
+    assert "data[1]: expected a number that FP32 can hold, got 1000" in refused.value.message
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [

@@ -379,7 +379,8 @@ def _floats(elements: list[Any], known: Datatype, places: _Places) -> bytes:
         overflown = np.isinf(narrow) & np.isfinite(wide)
         number = int(overflown.argmax()) if overflown.any() else None
     except OverflowError:
-        number = next(n for n, element in enumerate(numbers) if abs(element) > _MAX_FP64)
+        # An integer: infinity, which may stand before it, is a number that can be held.
+        number = next(n for n, each in enumerate(numbers) if _MAX_FP64 < abs(each) != math.inf)
     if number is not None:
         expected = f"a number that {known.name} can hold"
         raise _invalid(places.of(number), expected, shown(elements[number]))
