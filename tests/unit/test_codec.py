@@ -187,6 +187,15 @@ def test_large_json_is_refused_as_small(datatype: bytes, element: bytes) -> None
     assert refusal(20_000) == refusal(1)
 
 
+def test_half_of_surrogate_pair_near_end_is_not_taken_for_value_cut_short() -> None:
+    """Programs that cut a text within an emoji write it; msgspec calls such a value truncated."""
+    tensor = rb'{"name": "x", "datatype": "BYTES", "shape": [1], "data": ["a\ud83d"]}'
+    with pytest.raises(Rejected) as refused:
+        decode_request(b'{"inputs": [%b]}' % tensor, Envelope(content_type=JSON, model="m"), LIMITS)
+
+    assert refused.value.message.endswith("malformed JSON: half of a surrogate pair")
+
+
 def test_integer_beyond_floats_is_named_though_infinity_stands_before_it() -> None:
     """Infinity is a number that the datatype can hold."""
     with pytest.raises(Rejected) as refused:

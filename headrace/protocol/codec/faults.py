@@ -26,6 +26,10 @@ _OF_TENSOR = re.compile(r"inputs\[\d+\]\.(datatype|shape|data)\b")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _KIND = re.compile(r"Expected `(.+)`, got `(.+)`")
 _LENGTH = re.compile(r"Expected `(\w+)` of length (<=|>=) (\d+)")
+_CUT = "Input data was truncated"
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u|\\?\Z)")
+"""Half a surrogate pair that is followed by other text than its second half."""
+_PAIR_BYTES = len(r"\ud83d\ude00")
 _SCALARS = frozenset({"str", "int", "float", "bool"})
 _MAX_SHOWN = 40
 _TUNING = TUNING.protocol
@@ -79,9 +83,9 @@ def refusal(error: Exception, value: bytes | memoryview, form: Format) -> Reject
     text = str(error)
     if not value:
         return _invalid("value", f"one {form.name} map", "an empty value")
-    if "truncated" in text:
+    if _is_cut(error, value):
         return _invalid("value", f"a whole {form.name} map", f"{len(value)} bytes that end early")
-    detail = text.removeprefix(f"{form.name} is malformed: ")
+    detail = _detail(text).removeprefix(f"{form.name} is malformed: ")
     return _invalid("value", f"one {form.name} map", f"malformed {form.name}: {detail}")
 
 
@@ -89,11 +93,22 @@ def describe_json_error(error: Exception, content: bytes) -> str:
     """Return what msgspec says of JSON that it cannot read, and where content ends that is cut
     short, of which it does not say that.
     """
-    text = str(error)
-    is_cut = isinstance(error, msgspec.DecodeError) and "truncated" in text
-    if is_cut:
+    if _is_cut(error, content):
         return f"a value that ends at byte {len(content)}"
-    return text.replace("JSON is malformed", "malformed JSON", 1)
+    return _detail(str(error)).replace("JSON is malformed", "malformed JSON", 1)
+
+
+def _is_cut(error: Exception, content: bytes | memoryview) -> bool:
+    """Return True if content was cut short, and has not only half a surrogate pair near its end, of
+    which msgspec says the same.
+    """
+    if not isinstance(error, msgspec.DecodeError) or _CUT not in str(error):
+        return False
+    return _HALF_PAIR.search(bytes(content[-_PAIR_BYTES:])) is None
+
+
+def _detail(text: str) -> str:
+    return text.replace(_CUT, "JSON is malformed: half of a surrogate pair")
 
 
 def _misfit(text: str, value: bytes | memoryview, form: Format) -> Rejected:

@@ -88,6 +88,13 @@ def test_object_becomes_row_and_array_of_objects_rows() -> None:
     assert array_of(transform, rows).tolist() == [[1, 30], [2.5, 40], [3, 40], [4, 40]]
 
 
+def test_half_of_surrogate_pair_near_end_is_not_taken_for_record_cut_short() -> None:
+    """A program cut a text within an emoji."""
+    error = refusal(records_of(TWO), rb'{"amount": "\ud83d"}')
+
+    assert error.message == "payload: expected JSON, got malformed JSON: half of a surrogate pair"
+
+
 def test_lines_of_json_become_rows() -> None:
     """One object a line."""
     lines = b'{"amount": 1}\n{"amount": 2}\n'
