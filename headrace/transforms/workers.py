@@ -257,9 +257,11 @@ class PendingTensors(PendingDecoding):
         envelope: of the request.
         limits: of the request.
         lookup: returns a version by name and version.
+        absent: why the model in `x-model` cannot be used, if the value may be a payload for it.
 
     Attributes:
         message: the decoded request; its inputs may be missing.
+        absent: the same.
     """
 
     def __init__(
@@ -269,12 +271,14 @@ class PendingTensors(PendingDecoding):
         envelope: Envelope,
         limits: LimitSettings,
         lookup: Callable[[str, str | None], ModelVersion],
+        absent: Rejected | None = None,
     ) -> None:
         super().__init__(request, value, envelope.content_type, limits)
         self.envelope = NO_HEADERS._replace(
             content_type=envelope.content_type, model=envelope.model, version=envelope.version
         )
         self.message: InferenceRequest | None = None
+        self.absent = absent
         self._lookup = lookup
 
     @property

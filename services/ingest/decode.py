@@ -569,15 +569,22 @@ def _bind_json(
         version = rules.models.lookup(envelope.model, envelope.version or None)
     except Rejected as absent:
         try:
-            _bind(request, value, envelope, rules)  # the value may name a version that is there
-        except Contradiction:
-            raise  # it is an inference request, whose model is meant to be another one
+            # The value may name a version that is there.
+            _bind(request, value, envelope, rules, absent)
         except Rejected as error:
-            # As a payload the value may be right, so the model is what is wrong with the request.
-            raise absent if error.code is Code.INVALID_REQUEST else error from None
+            raise _find_cause(error, absent) from None
         return
     bind = _bind_payload if version.config.takes_json else _bind
     bind(request, value, envelope, rules)
+
+
+def _find_cause(error: Rejected, absent: Rejected | None) -> Rejected:
+    """Return why a value with tensors is refused, if the model in `x-model` is absent or not."""
+    if absent is None or error.code is not Code.INVALID_REQUEST:
+        return error
+    if isinstance(error, Contradiction):
+        return error  # it is an inference request, whose model is meant to be another one
+    return absent  # as a payload the value may be right, so the model is what is wrong
 
 
 def _bind(
@@ -585,6 +592,7 @@ def _bind(
     value: bytes | memoryview | None,
     envelope: Envelope,
     rules: IngestRules,
+    absent: Rejected | None = None,
 ) -> None:
     if envelope.accept:
         require_content_type(envelope.accept, tensor_types(envelope.content_type))
@@ -593,7 +601,7 @@ def _bind(
     if type(value) is bytes and not envelope.model and envelope.content_type in MSGPACK_TYPES:
         cacheable = value
     layout = None if cacheable is None else rules.cache.find(cacheable)
-    if layout is None and _leave_to_worker(request, value, envelope, rules):
+    if layout is None and _leave_to_worker(request, value, envelope, rules, absent):
         return
     if cacheable is None or layout is None or len(cacheable) > rules.limits.max_request_bytes:
         message = decode_request(value, envelope, rules.limits)
@@ -614,6 +622,7 @@ def _leave_to_worker(
     value: bytes | memoryview | None,
     envelope: Envelope,
     rules: IngestRules,
+    absent: Rejected | None,
 ) -> bool:
     """Leave a request that takes long to decode to a worker; return whether it was."""
     later = rules.transform_later
@@ -622,7 +631,7 @@ def _leave_to_worker(
     inline = rules.inline_json_bytes, rules.inline_texts_bytes
     if not takes_long(value, envelope.content_type, *inline):
         return False
-    later(PendingTensors(request, value, envelope, rules.limits, rules.models.lookup))
+    later(PendingTensors(request, value, envelope, rules.limits, rules.models.lookup, absent))
     return True
 
 
@@ -673,7 +682,7 @@ def bind_transformed(payload: PendingValue) -> Request:
             _refuse(request, error, None)
             return request
         if isinstance(payload, PendingTensors):
-            _refuse(request, error, payload.value)
+            _refuse(request, _find_cause(error, payload.absent), payload.value)
             return request
         request.fail(rejection(error, Stage.INGEST))
         request.id = callers_id(request.value, request.envelope)

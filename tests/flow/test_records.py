@@ -209,6 +209,22 @@ async def test_large_payload_of_records_is_answered(settings: Settings) -> None:
     np.testing.assert_allclose(response.outputs["score"], expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_large_payload_for_absent_model_is_refused_for_its_model(
+    settings: Settings, isolation: str
+) -> None:
+    """A small one is, too: were the model only loading, it could be sent again."""
+    ingest = settings.ingest.model_copy(update={"transform_isolation": isolation})
+    settings = settings.model_copy(update={"ingest": ingest})
+    log = await log_for(settings)
+    async with serving(settings, log, TOGETHER), Client(log=log, settings=settings) as client:
+        payload = json.dumps(json.loads(ORDERS) * 500).encode()
+        with pytest.raises(InferenceError) as raised:
+            await client.infer_raw("frauds", payload, "application/json")
+
+    assert raised.value.code == "UNKNOWN_MODEL"
+
+
 async def test_orders_of_topic_are_answered_with_their_keys(settings: Settings) -> None:
     """A producer that sets only two headers gets answers with the keys of its orders."""
     log = await log_for(settings)
