@@ -51,6 +51,7 @@ _CLIENT_OPTIONS = (
     *("proxy_url", "proxy_ca_certificate", "proxy_excludes", "user_agent"),
 )
 _WRITTEN = frozenset({200, 201, 204})
+_NO_OBJECT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG})
 _LATER = frozenset({408, 423, 425, 429})
 """Statuses below 500 after which the same request may succeed."""
 
@@ -319,8 +320,9 @@ class ClaimStores:
         """Return the descriptor of a file below an allowed directory; no part is a link."""
         root = next(each for each in self._allowed if address.is_within(each))
         *directories, name = address.parts[len(root.parts) :] or ("",)
+        # Without it the store is away, such as a mount, and no object is known to be missing.
+        at = os.open("/" + root.key, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            at = os.open("/" + root.key, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 for part in directories:
                     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -333,7 +335,7 @@ class ClaimStores:
             finally:
                 os.close(at)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            if error.errno in _NO_OBJECT:
                 raise _missing(address) from error
             if error.errno in (errno.ELOOP, errno.EMLINK, errno.EACCES, errno.EPERM):
                 expected = "a file that may be read, without links in its path"

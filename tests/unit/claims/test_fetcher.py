@@ -98,14 +98,14 @@ async def test_object_is_fetched_from_directory(tmp_path: Path) -> None:
     assert await fetched(header, f"file://{tmp_path}/in") == CONTENT
 
 
-@pytest.mark.parametrize("kind", ["link", "link in path", "fifo", "directory", "missing"])
+@pytest.mark.parametrize("kind", ["link", "link in path", "fifo", "directory", "missing", "long"])
 async def test_directory_gives_nothing_but_its_files(tmp_path: Path, kind: str) -> None:
     """A link may lead anywhere, so none is followed."""
     root, outside = tmp_path / "in", tmp_path / "outside"
     root.mkdir()
     outside.mkdir()
     (outside / "a").write_bytes(CONTENT)
-    name = "sub/a" if kind == "link in path" else "a"
+    name = {"link in path": "sub/a", "long": "a" * 300}.get(kind, "a")
     if kind == "link":
         (root / "a").symlink_to(outside / "a")
     elif kind == "link in path":
@@ -119,6 +119,16 @@ async def test_directory_gives_nothing_but_its_files(tmp_path: Path, kind: str) 
     with pytest.raises(Rejected, match="header x-claim: expected") as raised:
         await fetched(header, f"file://{root}")
     assert raised.value.code == "INVALID_REQUEST"
+
+
+async def test_directory_that_is_away_is_unavailable(tmp_path: Path) -> None:
+    """It may be a mount that comes back, so the request must not be a dead letter."""
+    header = write_claim(describe_claim(f"file://{tmp_path}/in/a", CONTENT))
+    settings = ClaimSettings(allowed=(f"file://{tmp_path}/in",), timeout_ms=50)
+
+    async with ClaimFetcher(settings, QUICK) as fetcher:
+        with pytest.raises(ClaimUnavailable, match="got file://: FileNotFoundError"):
+            await fetcher.fetch(fetcher.read_claim(header))
 
 
 @pytest.mark.parametrize(
