@@ -392,7 +392,8 @@ def command(
         raise click.UsageError("--content-type goes with --file")
     payload = None
     if file is not None:
-        payload = (file.read(), content_type or guess_content_type(file.name))
+        content = file.read()
+        payload = (content, content_type or guess_content_type(file.name, content))
     from headrace.cli.bench import BenchOptions, as_fields, as_text, measure
     from headrace.cli.progress import progress
 

@@ -121,7 +121,8 @@ def command(
         raise click.UsageError("--content-type goes with --file")
     if explains and (file is None or output is not None):
         raise click.UsageError("--explain goes with --file, and not with --output")
-    accept = "" if output is None else _accepted_for(output)
+    payload = b"" if file is None else file.read()
+    accept = "" if output is None else _accepted_for(output, payload)
     if accept and file is None:
         raise click.UsageError(
             f"--output {output}: expected a name that ends in .npz or .json, since --input is "
@@ -130,7 +131,7 @@ def command(
     question = OutgoingRequest(model, version, timeout_s, inputs, accept=accept)
     if file is not None:
         question = question._replace(
-            payload=file.read(), content_type=content_type or guess_content_type(file.name)
+            payload=payload, content_type=content_type or guess_content_type(file.name, payload)
         )
     if explains:
         say(_explain(invocation.settings, question, as_json=as_json))
@@ -199,13 +200,13 @@ async def _open_client(settings: Settings) -> AsyncIterator[Client]:
         yield client
 
 
-def _accepted_for(path: Path) -> str:
-    """Return the content type that a file's name asks for; empty for arrays and the protocol's
-    JSON, which hold any answer, and for names that say nothing.
+def _accepted_for(path: Path, payload: bytes) -> str:
+    """Return the content type that a file's name asks for, in Avro that of the payload; empty for
+    arrays and the protocol's JSON, which hold any answer, and for names that say nothing.
     """
     if path.suffix in ("", ".npz"):
         return ""
-    content_type = guess_content_type(path.name)
+    content_type = guess_content_type(path.name, payload)
     return "" if content_type in (JSON, OCTETS) else content_type
 
 

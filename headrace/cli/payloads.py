@@ -6,13 +6,15 @@ import mimetypes
 from pathlib import Path
 
 from headrace.config import Settings
+from headrace.models.inputs.avro import CONTAINER
 from headrace.models.inputs.binding import Bound
+from headrace.models.inputs.records import AVRO_BINARY, AVRO_CONTAINER
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Tensor
 
 _CONTENT_TYPES = {
-    ".avro": "avro/binary",
+    ".avro": AVRO_BINARY,
     ".binpb": "application/x-protobuf",
     ".flac": "audio/flac",
     ".jsonl": "application/x-ndjson",
@@ -25,9 +27,11 @@ _CONTENT_TYPES = {
 """Content types by suffix that Python does not know."""
 
 
-def guess_content_type(name: str) -> str:
-    """Return the content type of a file by its name."""
+def guess_content_type(name: str, content: bytes = b"") -> str:
+    """Return the content type of a file by its name; for `.avro` by its first bytes as well."""
     known = _CONTENT_TYPES.get(Path(name).suffix.lower())
+    if known == AVRO_BINARY and content.startswith(CONTAINER):
+        return AVRO_CONTAINER
     return known or mimetypes.guess_type(name)[0] or "application/octet-stream"
 
 

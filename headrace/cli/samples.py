@@ -42,7 +42,8 @@ async def check_samples(
     with closing(postprocessor) if postprocessor is not None else nullcontext():
         for count, path in enumerate(paths):
             try:
-                payload, content_type = path.read_bytes(), guess_content_type(path.name)
+                payload = path.read_bytes()
+                content_type = guess_content_type(path.name, payload)
                 await _answer(payload, content_type, version, instance, postprocessor)
             except Exception as error:  # noqa: BLE001 - a model may raise anything
                 text = str(error) if isinstance(error, HeadraceError) else describe_error(error)

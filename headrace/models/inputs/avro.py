@@ -15,7 +15,8 @@ from headrace.models.signature import TensorSpec
 from headrace.protocol.compression import too_large
 from headrace.tuning import TUNING, SchemaTuning
 
-_CONTAINER = b"Obj\x01"
+CONTAINER = b"Obj\x01"
+"""First bytes of an object container file."""
 _SYNC_BYTES = 16
 _CODECS = ("null", "deflate")
 _DICT_BYTES, _FIELD_BYTES, _LIST_BYTES, _PAIR_BYTES = 250, 50, 64, 56
@@ -221,11 +222,11 @@ class AvroContainers:
             Rejected: `INVALID_REQUEST` for a file that is damaged, `TOO_LARGE` for one that yields
                 too much.
         """
-        if payload[: len(_CONTAINER)] != _CONTAINER:
-            got = payload[: len(_CONTAINER)].hex() or "nothing"
-            raise _unreadable(f"an Avro container, which begins with {_CONTAINER.hex()}", got)
+        if payload[: len(CONTAINER)] != CONTAINER:
+            got = payload[: len(CONTAINER)].hex() or "nothing"
+            raise _unreadable(f"an Avro container, which begins with {CONTAINER.hex()}", got)
         stream = io.BytesIO(payload)
-        stream.seek(len(_CONTAINER))
+        stream.seek(len(CONTAINER))
         metadata = _read_part(self._maps, stream, "metadata")
         sync = _read_bytes(stream, _SYNC_BYTES, "the mark behind the metadata")
         codec = metadata.get("avro.codec", b"null").decode("utf-8", "replace")

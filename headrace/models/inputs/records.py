@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 CSV = "text/csv"
 JSON_LINES = frozenset({"application/x-ndjson", "application/ndjson", "application/jsonl"})
-AVRO = frozenset({"avro/binary", "application/avro", "application/vnd.apache.avro"})
+AVRO_BINARY = "avro/binary"
+AVRO = frozenset({AVRO_BINARY, "application/avro", "application/vnd.apache.avro"})
 
 AVRO_CONTAINER = "avro/container"
 PROTOBUF = frozenset(
@@ -334,7 +335,7 @@ def _make_reader(
 _SHOWN_TYPES = {
     "json": f"{JSON}, application/x-ndjson",
     "csv": CSV,
-    "avro": "avro/binary",
+    "avro": AVRO_BINARY,
     "avro_container": AVRO_CONTAINER,
     "protobuf": "application/x-protobuf",
 }

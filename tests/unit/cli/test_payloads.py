@@ -53,6 +53,11 @@ def test_content_type_follows_from_name(name: str, content_type: str) -> None:
     assert guess_content_type(name) == content_type
 
 
+def test_content_type_of_avro_follows_from_its_first_bytes() -> None:
+    """Programs write containers with this suffix, which are another content type."""
+    assert guess_content_type("a.avro", b"Obj\x01\x04") == "avro/container"
+
+
 def test_explain_shows_inputs_of_payload(version: Path, tmp_path: Path, call: Call) -> None:
     """Name, datatype, shape and values, as answers are shown."""
     file = payload(tmp_path, "orders.json", '[{"first": 7.5}, {"first": -1}]')
