@@ -20,8 +20,10 @@ def split_parts(payload: bytes, max_parts: int, setting: str) -> list[tuple[str,
     """
     line, line_end, _ = payload.partition(b"\r\n")
     boundary = line.rstrip()
-    if not (line_end and boundary.startswith(b"--") and 2 < len(boundary) <= 72):
-        raise _no_parts("a line with a boundary, --..., at byte 0", f"{payload[:12]!r}")
+    # Where lines end with LF alone, the first CRLF is somewhere in a file.
+    is_text = boundary.isascii() and boundary.decode("ascii", "replace").isprintable()
+    if not (line_end and is_text and boundary.startswith(b"--") and 2 < len(boundary) <= 72):
+        raise _no_parts("a line with a boundary, --..., and CRLF at byte 0", f"{payload[:12]!r}")
     *contents, rest = (b"\r\n" + payload).split(b"\r\n" + boundary, max_parts + 2)
     if len(contents) > max_parts + 1:
         raise Rejected.mismatch(

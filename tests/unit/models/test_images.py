@@ -264,7 +264,12 @@ def test_part_without_headers_is_known_by_its_bytes() -> None:
 @pytest.mark.parametrize(
     ("payload", "code", "message"),
     [
-        (b"", Code.INVALID_REQUEST, "a line with a boundary, --..., at byte 0, got b''"),
+        (b"", Code.INVALID_REQUEST, "a line with a boundary, --..., and CRLF at byte 0, got b''"),
+        (
+            b"--x\n\n\x89PNG\r\n\n--x--",
+            Code.INVALID_REQUEST,
+            r"CRLF at byte 0, got b'--x\n\n\x89PNG",
+        ),
         (multipart(), Code.INVALID_REQUEST, "expected"),
         (multipart(b"x")[:-4], Code.INVALID_REQUEST, "--x7-- at the end, got a body that ends at"),
         (multipart(*[b"x"] * 33), Code.TOO_LARGE, "expected at most max_images = 32, got more"),
