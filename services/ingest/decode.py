@@ -685,7 +685,7 @@ def bind_transformed(payload: PendingValue) -> Request:
             _refuse(request, _find_cause(error, payload.absent), payload.value)
             return request
         request.fail(rejection(error, Stage.INGEST))
-        request.id = callers_id(request.value, request.envelope)
+        request.id = callers_id(payload.value, request.envelope)
     if payload.content_type in MSGPACK_TYPES:
         return request  # its inputs are views of the value
     ack_handle = request.ack_handle

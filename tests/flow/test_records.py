@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 
 from headrace.client import Client, InferenceError
+from headrace.client.rpc import RpcClient
 from headrace.config import Settings, make_settings
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import Answer, decode_response
+from headrace.protocol.compression import compress
+from headrace.protocol.messages import ErrorResponse
 from headrace.topics import STAGES, Topic
 from tests.support.pipelines import Caller, log_for, serving
 from tests.support.tree import ROOT
@@ -223,6 +226,22 @@ async def test_large_payload_for_absent_model_is_refused_for_its_model(
             await client.infer_raw("frauds", payload, "application/json")
 
     assert raised.value.code == "UNKNOWN_MODEL"
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+async def test_error_of_compressed_record_has_its_id(settings: Settings, padding: int) -> None:
+    """A large one is converted by a worker."""
+    record = {"id": "a-1", "amount": "much", "note": "x" * padding}
+    value = compress(json.dumps(record).encode(), "gzip")
+    headers = [("x-model", b"fraud"), ("content-type", b"application/json")]
+    log = await log_for(settings)
+    async with serving(settings, log, TOGETHER), RpcClient(log, settings) as client:
+        news = NewRecord(None, value, [*headers, ("content-encoding", b"gzip")])
+        answer = await client.call(news)
+
+    error = decode_response(answer.headers, answer.value)
+    assert isinstance(error, ErrorResponse)
+    assert error.id == "a-1"
 
 
 async def test_orders_of_topic_are_answered_with_their_keys(settings: Settings) -> None:
