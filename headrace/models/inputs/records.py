@@ -586,6 +586,16 @@ class _Column:
                 f"{where}: {self._shown_path}: expected vocabulary and date only for an input of "
                 f"numbers, got {datatype}"
             )
+        if config.default is not None:
+            self._check_default(config.default, where)
+
+    def _check_default(self, default: object, where: str) -> None:
+        # Otherwise it would be an error of each caller whose record lacks the field.
+        try:
+            self.convert([default], is_text=True)
+        except Rejected as error:
+            _, _, fault = error.message.partition(": ")
+            raise ConfigurationError(f"{where}: {self._shown_path}: default: {fault}") from error
 
     def extract(self, table: Table) -> list[Any]:
         """Return the field of each record; None where it is missing or null."""

@@ -102,6 +102,20 @@ def test_lines_of_json_become_rows() -> None:
     assert array_of(records_of(TWO), lines, "application/x-ndjson")[:, 0].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("column", "told"),
+    [
+        ('default = "none"', 'expected a number, got "none"'),
+        ("default = 1e39", "expected a number of FP32, got 1e39"),
+        ('vocabulary = ["DE"], default = "XX"', 'expected an entry of the vocabulary, got "XX"'),
+        ('date = "hour", default = 0', "expected a date as in ISO 8601, got 0"),
+    ],
+)
+def test_default_that_column_cannot_have_is_fault(column: str, told: str) -> None:
+    """It is no error of the callers whose records lack the field."""
+    assert fault(f'{{ path = "v", {column} }}') == f"transform.record.inputs.x: v: default: {told}"
+
+
 def test_elements_of_lists_are_found_by_number() -> None:
     """A path may lead through lists."""
     transform = records_of('{ path = "items.1.price", default = -1 }')
