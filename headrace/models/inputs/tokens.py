@@ -175,7 +175,7 @@ class Tokens:
 
     def _read(self, payload: bytes, content_type: str) -> list[tuple[_Row, str]]:
         """Return the rows of a payload, and what each is called in messages."""
-        if content_type == TEXT:
+        if content_type == TEXT and not self._config.pair:
             if len(payload) > self._max_bytes:  # before it is copied
                 raise too_large("payload", self._max_bytes, str(len(payload)))
             return [(_Row(_decode(payload)), "payload")]
@@ -187,10 +187,11 @@ class Tokens:
             parsed = _parse(payload, "payload")
             found = parsed if isinstance(parsed, list) else [parsed]
         else:
+            text = "" if self._config.pair else f"{TEXT}, "
             raise Rejected.mismatch(
                 Code.INVALID_REQUEST,
                 "header content-type",
-                expected=f"one of {TEXT}, {JSON}, {', '.join(sorted(JSON_LINES))}",
+                expected=f"one of {text}{JSON}, {', '.join(sorted(JSON_LINES))}",
                 got=content_type or "none",
             )
         self._check_count(len(found))

@@ -267,6 +267,13 @@ def test_payload_that_is_no_text_is_refused(
     assert error.message.startswith(message)
 
 
+def test_plain_text_is_no_pair(directory: Path) -> None:
+    """The model would get half of its input."""
+    error = refusal(tokens_of(directory, pair="b"), b"a")
+    expected = "application/json, application/jsonl, application/ndjson, application/x-ndjson"
+    assert error.message == f"header content-type: expected one of {expected}, got text/plain"
+
+
 def test_too_many_rows_are_too_large(directory: Path) -> None:
     """Before any of them is split."""
     error = refusal(tokens_of(directory), json.dumps(["a"] * 65).encode(), "application/json")
