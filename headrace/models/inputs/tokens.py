@@ -182,7 +182,7 @@ class Tokens:
         if content_type in JSON_LINES:
             lines = [line for line in payload.split(b"\n") if line.strip()]
             self._check_count(len(lines))  # before each costs more than its bytes
-            found = [_parse(line, f"line {number}") for number, line in enumerate(lines)]
+            found = [_parse(line, f"rows[{number}]") for number, line in enumerate(lines)]
         elif content_type == JSON or content_type.endswith("+json"):
             parsed = _parse(payload, "payload")
             found = parsed if isinstance(parsed, list) else [parsed]

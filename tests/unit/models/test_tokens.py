@@ -254,7 +254,7 @@ def test_flood_of_tokens_is_too_large(directory: Path) -> None:
         (b'["a", 3]', "application/json", "rows[1]: expected a string or an object, got 3"),
         (b'{"body": "a"}', "application/json", "rows[0].text: expected a string, got none"),
         (b'{"text": 3}\n', "application/x-ndjson", "rows[0].text: expected a string, got 3"),
-        (b'"a"\n{\n', "application/x-ndjson", "line 1: expected JSON"),
+        (b'"a"\n\n{\n', "application/x-ndjson", "rows[1]: expected JSON"),
         (b"[]", "application/json", "payload: expected 1 to max_rows = 64 texts, got 0"),
     ],
 )
