@@ -95,6 +95,8 @@ def describe_json_error(error: Exception, content: bytes) -> str:
     """
     if _is_cut(error, content):
         return f"a value that ends at byte {len(content)}"
+    if isinstance(error, UnicodeDecodeError):  # its position is that in one of the strings
+        return f"a string with byte {error.object[error.start]:#04x}, which is not UTF-8"
     return _detail(str(error)).replace("JSON is malformed", "malformed JSON", 1)
 
 

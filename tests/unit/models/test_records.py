@@ -88,6 +88,14 @@ def test_object_becomes_row_and_array_of_objects_rows() -> None:
     assert array_of(transform, rows).tolist() == [[1, 30], [2.5, 40], [3, 40], [4, 40]]
 
 
+def test_string_that_is_not_utf8_is_refused_with_its_byte() -> None:
+    """The library tells the place in the string, which reads as one in the payload."""
+    error = refusal(records_of(TWO), b'{"amount": "1\xff"}')
+
+    expected = "payload: expected JSON, got a string with byte 0xff, which is not UTF-8"
+    assert error.message == expected
+
+
 def test_half_of_surrogate_pair_near_end_is_not_taken_for_record_cut_short() -> None:
     """A program cut a text within an emoji."""
     error = refusal(records_of(TWO), rb'{"amount": "\ud83d"}')
