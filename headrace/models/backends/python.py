@@ -180,8 +180,7 @@ class PythonBackend:
         check_outputs(self._signature, outputs, rows)
         check_shapes(self._signature, outputs)
         check_texts(self._signature, outputs)
-        # The model may reuse its arrays before these are written out.
-        return {spec.name: outputs[spec.name].copy() for spec in self._signature.outputs}
+        return {spec.name: _copy(outputs[spec.name]) for spec in self._signature.outputs}
 
     def cancel(self) -> None:
         # Called on the event loop, which a user's code must not end.
@@ -206,3 +205,16 @@ def _protect(inputs: Arrays) -> dict[str, NDArray[Any]]:
             protected[name] = array.view()
             protected[name].flags.writeable = False
     return protected
+
+
+def _copy(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an output as a plain array of its own, since the model may reuse its arrays before
+    they are written out. Texts become bytes objects, like those of other backends: the width of
+    fixed-width texts would differ from batch to batch.
+    """
+    if array.dtype.kind not in "OSU":
+        return np.array(array, order="C")
+    elements = np.asarray(array).ravel().tolist()
+    texts = np.empty(len(elements), dtype=object)
+    texts[:] = [one.encode() if isinstance(one, str) else one for one in elements]
+    return texts.reshape(array.shape)

@@ -177,6 +177,32 @@ def test_output_of_texts_with_something_else_is_failure(make: Make) -> None:
         backend.run({"x": np.ones((3, 2), np.float32)})
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        "np.array(['a', 'bb', 'c'])",
+        "np.array([b'a', b'bb', b'c'])",
+        "np.array(['a', 'bb', 'c'], 'O')",
+    ],
+    ids=["str of fixed width", "bytes of fixed width", "str"],
+)
+def test_texts_of_python_model_are_bytes_objects(make: Make, texts: str) -> None:
+    """What texts are compared with, in golden samples and in the probe, are bytes objects too."""
+    body = model(f"return {{'y': {texts}}}")
+    backend = make(body.replace('"y", "FP32"', '"y", "BYTES"'))
+    backend.load()
+    found = backend.run({"x": np.ones((3, 2), np.float32)})["y"]
+    assert (found.dtype, found.tolist()) == (object, [b"a", b"bb", b"c"])
+
+
+def test_masked_output_of_python_model_is_its_data(make: Make) -> None:
+    """Arrays of other classes than NumPy's own are written as what is in their memory."""
+    backend = make(model("return {'y': np.ma.masked_array(inputs['x'][:, 0], mask=True)}"))
+    backend.load()
+    found = backend.run({"x": np.ones((3, 2), np.float32)})["y"]
+    assert found.tobytes() == np.ones(3, np.float32).tobytes()
+
+
 def test_unload_is_passed_to_python_model(make: Make, tmp_path: Path) -> None:
     """A model with an `unload` of its own can close what it has opened."""
     backend = make(model(more=f"def unload(self): open('{tmp_path}/closed', 'w').close()"))
