@@ -172,10 +172,7 @@ class PythonBackend:
             if is_of_headrace(error):
                 raise ModelFailed(describe_error(error)) from error
             raise
-        if not isinstance(outputs, dict) or not all(
-            isinstance(array, np.ndarray) for array in outputs.values()
-        ):
-            raise ModelFailed("outputs: expected a dict of arrays from Model.run")
+        _require_arrays(outputs)
         rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1
         check_outputs(self._signature, outputs, rows)
         check_shapes(self._signature, outputs)
@@ -205,6 +202,16 @@ def _protect(inputs: Arrays) -> dict[str, NDArray[Any]]:
             protected[name] = array.view()
             protected[name].flags.writeable = False
     return protected
+
+
+def _require_arrays(outputs: object) -> None:
+    """Check what `Model.run` has returned. Raises `ModelFailed`."""
+    expected = "outputs: expected a dict of arrays from Model.run, got "
+    if not isinstance(outputs, dict):
+        raise ModelFailed(f"{expected}{type(outputs).__name__}")
+    for name, array in outputs.items():
+        if not isinstance(array, np.ndarray):
+            raise ModelFailed(f"{expected}{type(array).__name__} for {reprlib.repr(name)}")
 
 
 def _copy(array: NDArray[Any]) -> NDArray[Any]:

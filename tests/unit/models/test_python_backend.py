@@ -92,8 +92,8 @@ def test_python_model_run_returns_outputs(make: Make) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        ("return None", "expected a dict of arrays"),
-        ("return {'y': [1.0]}", "expected a dict of arrays"),
+        ("return None", "expected a dict of arrays from Model.run, got NoneType"),
+        ("return {'y': [1.0]}", "expected a dict of arrays from Model.run, got list for 'y'"),
         ("return {'z': inputs['x']}", "outputs: expected y, got z"),
         ("return {'y': inputs['x'].sum(axis=1).astype('f8')}", "y: expected FP32, got FP64"),
         ("return {'y': inputs['x'].astype('c8')[0]}", "y: expected FP32, got complex64"),
