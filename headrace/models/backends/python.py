@@ -193,12 +193,15 @@ class PythonBackend:
 
 
 def _protect(inputs: Arrays) -> dict[str, NDArray[Any]]:
-    """Return the inputs with read-only numbers: the arrays may be those of a request, and another
-    run of it has to get the same ones. Arrays of `BYTES` are made anew for each run.
+    """Return the inputs with read-only numbers, and with arrays of `BYTES` that the model may
+    change: the arrays may be those of a request or of the probe, and another run of it has to get
+    the same ones.
     """
     protected = dict(inputs)
     for name, array in inputs.items():
-        if array.flags.writeable and array.dtype != object:
+        if array.dtype == object:
+            protected[name] = array.copy()
+        elif array.flags.writeable:
             protected[name] = array.view()
             protected[name].flags.writeable = False
     return protected

@@ -124,6 +124,16 @@ def test_numbers_are_read_only_for_python_model(make: Make) -> None:
     assert given.flags.writeable
 
 
+def test_texts_that_python_model_changes_are_the_same_in_next_run(make: Make) -> None:
+    """The probe repeats a run with the same arrays, and compares what it gets."""
+    body = model("x = inputs['x']; x += b'!'; return {'y': x[:, 0]}").replace("FP32", "BYTES")
+    backend = make(body)
+    backend.load()
+    given = np.full((1, 2), b"a", dtype=object)
+    outputs = [backend.run({"x": given})["y"].tolist() for _ in range(2)]
+    assert outputs == [[b"a!"], [b"a!"]]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
