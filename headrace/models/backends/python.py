@@ -214,7 +214,7 @@ def _require_arrays(outputs: object) -> None:
         raise ModelFailed(f"{expected}{type(outputs).__name__}")
     for name, array in outputs.items():
         if not isinstance(array, np.ndarray):
-            raise ModelFailed(f"{expected}{type(array).__name__} for {reprlib.repr(name)}")
+            raise ModelFailed(f"{expected}{reprlib.repr(name)}: {type(array).__name__}")
 
 
 def _copy(array: NDArray[Any]) -> NDArray[Any]:

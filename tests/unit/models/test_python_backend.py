@@ -93,7 +93,7 @@ def test_python_model_run_returns_outputs(make: Make) -> None:
     ("run", "message"),
     [
         ("return None", "expected a dict of arrays from Model.run, got NoneType"),
-        ("return {'y': [1.0]}", "expected a dict of arrays from Model.run, got list for 'y'"),
+        ("return {'y': [1.0]}", "expected a dict of arrays from Model.run, got 'y': list"),
         ("return {'z': inputs['x']}", "outputs: expected y, got z"),
         ("return {'y': inputs['x'].sum(axis=1).astype('f8')}", "y: expected FP32, got FP64"),
         ("return {'y': inputs['x'].astype('c8')[0]}", "y: expected FP32, got complex64"),
