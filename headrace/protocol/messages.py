@@ -595,6 +595,7 @@ class Request(IngestedRequest, eq=False):
     Attributes:
         arrived_us, due_us: arrival at the batcher, and its deadline (0 if it has none); both on the
             batcher's steady clock.
+        deadline_number: of its deadline in the batcher; 0 if it has none.
         batch: facts of its batch and run; `NO_BATCH` until it joins one.
         own_sizes: None until it was padded, see `headrace.models.inputs.padding`.
         checked_us, done_us: when ingest, and the last stage before the responder, finished with
@@ -612,6 +613,7 @@ class Request(IngestedRequest, eq=False):
 
     arrived_us: int = 0
     due_us: int = 0
+    deadline_number: int = 0
     batch: BatchSummary = NO_BATCH
     own_sizes: dict[str, tuple[int, int]] | None = None
     checked_us: int = 0

@@ -25,7 +25,6 @@ from headrace.delivery.cancelling import cancelled_failure, find_cancelled
 from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.errors import Rejected
 from headrace.protocol.messages import (
-    NO_BATCH,
     Batch,
     BatchSummary,
     Envelope,
@@ -41,54 +40,62 @@ from headrace.transport.channels import IDLE, Demand, ModelKey
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.tuning import TUNING, BatcherTuning
 
-_Deadline: TypeAlias = tuple[int, int, Request]
-"""Heap entry: deadline in microseconds, a sequence number so that requests are never compared, and
-the request."""
+_Deadline: TypeAlias = tuple[int, int]
+"""Heap entry: deadline in microseconds, and the number of the request."""
 
 
 class Deadlines:
     """Deadlines of the waiting requests, the earliest first.
 
-    The deadline of a request that has joined a batch or has ended stays in the heap until it is
-    first, or until there are many such deadlines: they may be hours away.
+    The deadline of a request that no longer waits stays in the heap until it is first, or until
+    there are many such deadlines: they may be hours away. The request itself does not: its value
+    and its outputs would stay in memory, which no budget counts any more.
 
     Args:
         max_stale: deadlines of requests that no longer wait to keep before they are removed.
+
+    Attributes:
+        waiting: the requests, by their numbers.
     """
 
     def __init__(self, max_stale: int) -> None:
         self._max_stale = max_stale
-        self._limit = max_stale
-        self._order = count()
+        self._numbers = count(1)
         self._heap: list[_Deadline] = []
+        self.waiting: dict[int, Request] = {}
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests whose `due_us` is set."""
-        if len(self._heap) > self._limit:
-            self._heap = [entry for entry in self._heap if not _has_left(entry[2])]
-            heapq.heapify(self._heap)
-            self._limit = 2 * len(self._heap) + self._max_stale
-        heap, order = self._heap, self._order
+        heap, waiting, numbers = self._heap, self.waiting, self._numbers
+        if len(heap) > 2 * len(waiting) + self._max_stale:
+            heap[:] = [entry for entry in heap if entry[1] in waiting]
+            heapq.heapify(heap)
         for request in requests:
-            heapq.heappush(heap, (request.due_us, next(order), request))
+            number = request.deadline_number = next(numbers)
+            waiting[number] = request
+            heapq.heappush(heap, (request.due_us, number))
+
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Remove those of the requests that are there: they no longer wait."""
+        waiting = self.waiting
+        for request in requests:
+            if request.deadline_number in waiting:
+                del waiting[request.deadline_number]
 
     def earliest_us(self) -> int | None:
         """Return the earliest deadline of the waiting requests; None if none has one."""
-        while self._heap and _has_left(self._heap[0][2]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        heap = self._heap
+        while heap and heap[0][1] not in self.waiting:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
 
     def pop_passed(self, now_us: int) -> Iterator[Request]:
         """Remove and return the waiting requests whose deadlines have passed."""
         while self._heap and self._heap[0][0] <= now_us:
-            _, _, request = heapq.heappop(self._heap)
-            if not _has_left(request):
+            _, number = heapq.heappop(self._heap)
+            request = self.waiting.pop(number, None)
+            if request is not None:
                 yield request
-
-
-def _has_left(request: Request) -> bool:
-    """True if the request has joined a batch or has ended."""
-    return request.batch is not NO_BATCH or request.failure is not None
 
 
 def _scan_similar(requests: Sequence[IngestedRequest], start: int) -> tuple[int, bool]:
@@ -247,7 +254,9 @@ class DynamicBatcher:
         queue = self._queues.pop(key, None)
         if queue is None:
             return
-        for request in sorted(queue.waiting(), key=lambda one: one.arrived_us):
+        waiting = sorted(queue.waiting(), key=lambda one: one.arrived_us)
+        self._deadlines.remove(waiting)
+        for request in waiting:
             self.add(request, request.arrived_us)
 
     def renew_limits(self, key: ModelKey) -> None:
@@ -413,6 +422,7 @@ class DynamicBatcher:
 
     def _end(self, request: Request, failure: Failure) -> None:
         request.fail(failure)
+        self._deadlines.remove((request,))
         self._queues[request.model, request.version].end(request)
         self.ended.append(request)
 
@@ -424,6 +434,9 @@ class DynamicBatcher:
         builder = BatchBuilder(queue, group, size, now_us, now_us + self.wall_ahead_us)
         built = builder.build(self._partial_reason(group, demand))
         self.ended += built.ended
+        if self._deadlines.waiting:
+            self._deadlines.remove(built.requests)
+            self._deadlines.remove(built.ended)
         # All requests of the group may have been refused or revoked; `next` then tries another.
         if not built.requests:
             if not queue.count:

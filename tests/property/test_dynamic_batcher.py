@@ -323,6 +323,20 @@ def test_departed_request_is_freed_before_its_deadline() -> None:
     assert requests_alive() - before < 100
 
 
+def test_departed_request_is_freed_behind_earlier_deadlines_of_others() -> None:
+    """Many requests wait for a slow model, with earlier deadlines than those of a quick one."""
+    forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
+    for _ in range(500):
+        forming.add(make_request(model="slow", deadline_ms=NOW_US // 1000 + 1_800_000))
+    before = requests_alive()
+
+    for _ in range(1000):
+        forming.add(make_request(deadline_ms=NOW_US // 1000 + 3_600_000))
+        assert forming.next(("digits", "1"), NOW_US) is not None
+
+    assert requests_alive() - before < 10
+
+
 def test_expired_request_is_freed_behind_waiting_one() -> None:
     """While nobody pulls, requests that end behind a patient one leave all the same."""
     forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
