@@ -85,6 +85,7 @@ class Fifo:
     def count_ended(self) -> None:
         """Count an ended request; it is removed when it is first, or together with many others."""
         self.ended += 1
+        self.first()  # mostly it is: with equal timeouts requests expire in their order
         if self.ended > self._tuning.max_stale_entries and self.ended * 2 > len(self.requests):
             self.requests = deque(one for one in self.requests if one.failure is None)
             self.deadlines.clear()

@@ -337,6 +337,19 @@ def test_departed_request_is_freed_behind_earlier_deadlines_of_others() -> None:
     assert requests_alive() - before < 10
 
 
+def test_requests_that_expire_in_order_are_freed_at_once() -> None:
+    """The version may be idle from then on, and nobody pulls."""
+    forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
+    before = requests_alive()
+
+    for number in range(20):
+        forming.add(make_request(deadline_ms=NOW_US // 1000 + number + 1))
+    forming.expire(NOW_US + 1_000_000)
+    forming.ended.clear()
+
+    assert requests_alive() == before
+
+
 def test_expired_request_is_freed_behind_waiting_one() -> None:
     """While nobody pulls, requests that end behind a patient one leave all the same."""
     forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
