@@ -121,6 +121,8 @@ class WorkerThread:
             # still have to end a child process.
             with suppress(RuntimeError):
                 call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
+            # Otherwise an idle thread would keep the result of its last call in memory.
+            del call, result, error
 
 
 def _do_nothing() -> None:

@@ -377,7 +377,10 @@ class Instance:
     def _call(self, work: Callable[[], Any]) -> Call:
         def begin() -> Any:
             self._current = call
-            return work()
+            try:
+                return work()
+            finally:
+                self._current = None  # which would hold the outputs until the next run
 
         # `begin` needs `call`, so it is assigned before the thread can take it.
         call = Call(begin)

@@ -215,6 +215,8 @@ class Worker:
                     self._buffer.add(prepared.batch, finished)
                     if not self._instance.runs_inline:
                         await self._buffer.send()
+                # Otherwise an idle instance would keep its last batch in memory, with its answers.
+                del prepared, run, finished, halves
 
     # --- batches in, answers out --------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.transport.channels import Demand
-from tests.support.work import NOW_US, Limits, make_request, receipt_of
+from tests.support.work import NOW_US, Limits, make_request, receipt_of, requests_alive
 
 
 def learned(us_of: dict[int, int]) -> Latency:
@@ -303,12 +302,6 @@ def test_oldest_request_goes_first_across_shapes() -> None:
     while (batch := forming.next(None, NOW_US + 100)) is not None:
         order += batch.requests
     assert order == requests
-
-
-def requests_alive() -> int:
-    """How many requests the interpreter holds."""
-    gc.collect()
-    return sum(type(one) is Request for one in gc.get_objects())
 
 
 def test_departed_request_is_freed_before_its_deadline() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 
 import pytest
 
 from headrace.primitives.worker_thread import WorkerThread
+from tests.support.conditions import eventually
 
 
 def test_calls_queued_when_loop_ends_are_made_before_thread_ends() -> None:
@@ -51,3 +53,17 @@ def test_failure_of_call_that_ends_with_loop_is_not_reported(
     gc.collect()
 
     assert caplog.messages == []
+
+
+async def test_idle_thread_keeps_nothing_of_its_last_call() -> None:
+    """Its result may be large, and the next call may come hours later."""
+
+    class Result:
+        pass
+
+    worker = WorkerThread("worker")
+    worker.start()
+    result = weakref.ref(await worker.call(Result).done)
+    await eventually(lambda: result() is None)
+    worker.close()
+    worker.thread.join()

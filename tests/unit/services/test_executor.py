@@ -27,7 +27,7 @@ from tests.support.executor_bench import (
 from tests.support.models import add_version, digits, settings_for
 from tests.support.python_models import BEGUN, add_python_model, meeting_of, shut_gate
 from tests.support.services import counted
-from tests.support.work import NOW_US, make_request, receipt_of
+from tests.support.work import NOW_US, make_request, receipt_of, requests_alive
 
 LOADS_AT_THE_GATE = """
     def load(self):
@@ -241,6 +241,17 @@ async def test_model_may_use_its_output_array_again(tmp_path: Path) -> None:
         await bench.answered(3)
 
     assert [outcome(one) for one in requests] == [1.0, 2.0, 3.0]
+
+
+async def test_idle_instance_keeps_nothing_of_its_last_batch(tmp_path: Path) -> None:
+    """A process may have many models that are idle for hours; no budget counts that memory."""
+    add_python_model(tmp_path, "pass")
+    async with running(tmp_path) as bench:
+        before = requests_alive()
+        bench.give(requests_of(1, 2))
+        await bench.answered(2)
+        bench.answers.requests.clear()
+        await eventually(lambda: requests_alive() == before)
 
 
 async def test_instances_run_beside_each_other(tmp_path: Path) -> None:
