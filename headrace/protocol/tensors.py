@@ -230,7 +230,7 @@ def datatype_of(dtype: np.dtype[Any], where: str = "array") -> Datatype:
             and dates.
     """
     known = _BY_DTYPE.get(dtype)
-    if known is None and dtype.kind in "SU":
+    if known is None and dtype.kind in "SUT":
         known = DATATYPES["BYTES"]
     if known is None:
         known = _BY_DTYPE.get(dtype.newbyteorder("<"))

@@ -196,14 +196,15 @@ def check_shapes(signature: Signature, outputs: Arrays) -> None:
 
 
 def check_texts(signature: Signature, outputs: Arrays) -> None:
-    """Check that `BYTES` outputs hold bytes or str; an object array may hold anything.
+    """Check that `BYTES` outputs hold bytes or str; an object array may hold anything, and one of
+    NumPy's `StringDType` a missing value.
 
     Raises:
         ModelFailed: with the first other element and its index.
     """
     for spec in signature.outputs:
         array = outputs[spec.name]
-        if array.dtype != object:
+        if array.dtype.kind not in "OT":
             continue
         for index, element in enumerate(array.flat):
             if not isinstance(element, bytes | str):

@@ -222,7 +222,7 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
     they are written out. Texts become bytes objects, like those of other backends: the width of
     fixed-width texts would differ from batch to batch.
     """
-    if array.dtype.kind not in "OSU":
+    if array.dtype.kind not in "OSUT":
         return np.array(array, order="C")
     elements = np.asarray(array).ravel().tolist()
     texts = np.empty(len(elements), dtype=object)

@@ -193,8 +193,9 @@ def test_output_of_texts_with_something_else_is_failure(make: Make) -> None:
         "np.array(['a', 'bb', 'c'])",
         "np.array([b'a', b'bb', b'c'])",
         "np.array(['a', 'bb', 'c'], 'O')",
+        "np.array(['a', 'bb', 'c'], np.dtypes.StringDType())",
     ],
-    ids=["str of fixed width", "bytes of fixed width", "str"],
+    ids=["str of fixed width", "bytes of fixed width", "str", "str of any width"],
 )
 def test_texts_of_python_model_are_bytes_objects(make: Make, texts: str) -> None:
     """What texts are compared with, in golden samples and in the probe, are bytes objects too."""
