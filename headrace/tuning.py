@@ -1034,6 +1034,9 @@ class RuntimeTuning(Struct, frozen=True):
 
     trace_queue_spans: int = 2048
     """Spans that wait for the collector, unless `OTEL_BSP_MAX_QUEUE_SIZE` is set."""
+    trace_text_characters: int = 2048
+    """Length at which the text of an attribute is cut off in a span, and above which a `tracestate`
+    is left out of it: callers choose keys, correlation ids and trace states of any length."""
     trace_close_timeout_s: float = 1.5
     """How long sending the queued spans may take when the process ends."""
     trace_abort_timeout_s: float = 0.3

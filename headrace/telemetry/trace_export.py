@@ -99,7 +99,8 @@ class TraceExport:
             self._queued += 1
         if self._link_limit is not None and len(span.links) > self._link_limit:
             self._metrics.trace_links_dropped.inc(len(span.links) - self._link_limit)
-        self._processor.on_end(readable_span(span, self._resource, self._link_limit))
+        text_limit = self._tuning.trace_text_characters
+        self._processor.on_end(readable_span(span, self._resource, text_limit, self._link_limit))
 
     def close(self) -> None:
         """Send the queued spans; drop those that take too long. Blocks."""
@@ -118,26 +119,29 @@ class TraceExport:
 
 
 def readable_span(
-    span: FinishedSpan, resource: Resource, link_limit: int | None = None
+    span: FinishedSpan, resource: Resource, text_limit: int, link_limit: int | None = None
 ) -> ReadableSpan:
     """Return the SDK's form of a span.
 
     Args:
         span: the finished span.
         resource: the process that the span is from.
+        text_limit: characters to which texts are cut off, so that a queue of spans has a bound in
+            bytes. A longer `tracestate` is left out: a part of it would be another one.
         link_limit: None keeps all links: a batch has no more requests than rows, and these have a
             limit.
     """
-    state = None if span.tracestate is None else _trace_state(span.tracestate)
-    attributes = {name: _valid(value) for name, value in span.attributes.items()}
+    header = span.tracestate
+    state = None if header is None or len(header) > text_limit else _trace_state(header)
+    attributes = {name: _valid(value, text_limit) for name, value in span.attributes.items()}
     status = Status()
     if span.failure is not None:
         attributes[ERROR_TYPE] = str(span.failure.code)
-        status = Status(StatusCode.ERROR, _valid_text(span.failure.message))
+        status = Status(StatusCode.ERROR, _valid_text(span.failure.message, text_limit))
     flags = TraceFlags(span.flags | SAMPLED)
     trace_id, parent_id = span.ids.trace_id, span.parent_id
     return ReadableSpan(
-        _valid_text(span.name),
+        _valid_text(span.name, text_limit),
         context=SpanContext(*span.ids, is_remote=False, trace_flags=flags, trace_state=state),
         parent=SpanContext(trace_id, parent_id, span.remote, flags) if parent_id else None,
         resource=resource,
@@ -166,14 +170,15 @@ def _trace_state(header: bytes) -> TraceState:
     return TraceState.from_header([header.decode("ascii", "replace")])
 
 
-def _valid(value: AttributeValue) -> AttributeValue:
-    return _valid_text(value) if isinstance(value, str) else value
+def _valid(value: AttributeValue, limit: int) -> AttributeValue:
+    return _valid_text(value, limit) if isinstance(value, str) else value
 
 
-def _valid_text(text: str) -> str:
-    """Return the text without surrogates, which UTF-8 cannot encode: one would fail a whole
-    export.
+def _valid_text(text: str, limit: int) -> str:
+    """Return the beginning of a text, without surrogates, which UTF-8 cannot encode: one would fail
+    a whole export.
     """
+    text = text[:limit]
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 

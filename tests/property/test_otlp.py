@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from hypothesis import given, settings
@@ -41,7 +42,7 @@ SPANS = st.builds(
 
 
 def _read(span: FinishedSpan, link_limit: int | None = None) -> Span:
-    request = encode_spans([readable_span(span, RESOURCE, link_limit)])
+    request = encode_spans([readable_span(span, RESOURCE, sys.maxsize, link_limit)])
     message = ExportTraceServiceRequest.FromString(request.SerializeToString())
     (of_resource,) = message.resource_spans
     (of_scope,) = of_resource.scope_spans

@@ -26,6 +26,8 @@ from tests.support.conditions import DEADLINE_S
 from tests.support.spans import T, make_run, make_traced, traceparent, tracing_spans
 from tests.support.tuning import UNHURRIED_EXPORT
 
+LONGEST_TEXT = TUNING.runtime.trace_text_characters
+
 Export = Callable[[Sequence[ReadableSpan]], SpanExportResult]
 
 
@@ -204,6 +206,33 @@ def test_failed_span_has_error_status_and_type(metrics: Metrics) -> None:
     (span,) = exporter.get_finished_spans()
     assert (span.status.is_ok, span.status.description) == (False, "it broke")
     assert (span.attributes or {})["error.type"] == "MODEL_FAILED"
+
+
+def test_long_texts_of_callers_are_cut_off(metrics: Metrics) -> None:
+    """A key of megabytes would be kept for each span that waits for the collector."""
+    exporter = InMemorySpanExporter()
+    export = TraceExport(exporter, "s", "n", metrics, UNHURRIED_EXPORT)
+    key = "k" * 1_000_000
+    export.write(_span()._replace(attributes={"messaging.kafka.message.key": key}))
+    export.close()
+
+    (span,) = exporter.get_finished_spans()
+    assert (span.attributes or {})["messaging.kafka.message.key"] == "k" * LONGEST_TEXT
+
+
+@pytest.mark.parametrize(("surplus", "members"), [(0, 1), (1, 0)])
+def test_tracestate_is_left_out_above_longest_text(
+    metrics: Metrics, surplus: int, members: int
+) -> None:
+    """To parse one of a megabyte in each span would hold up the event loop."""
+    exporter = InMemorySpanExporter()
+    export = TraceExport(exporter, "s", "n", metrics, UNHURRIED_EXPORT)
+    export.write(_span()._replace(tracestate=b"a=b".ljust(LONGEST_TEXT + surplus, b",")))
+    export.close()
+
+    (span,) = exporter.get_finished_spans()
+    assert span.context is not None
+    assert len(span.context.trace_state) == members
 
 
 def test_resource_attributes_come_from_environment(
