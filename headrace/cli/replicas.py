@@ -15,6 +15,7 @@ from headrace.cli.outcome import Exit
 from headrace.cli.settings import Invocation
 from headrace.config import Option, Settings
 from headrace.errors import ConfigurationError
+from headrace.primitives.child_process import import_path, interpreter
 from headrace.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ async def _serve(invocation: Invocation, settings: Settings, replicas: Replicas)
     stop = Stop()
     with ExitStack() as stack:
         options = {each.name: str(each.value) for each in replicas.overrides}
-        common: dict[str, str] = {}
+        common = import_path()
         if replicas.opens_doors:
             options |= await _reserve_ports(settings, stack)
             common["HEADRACE_GATEWAY__REUSE_PORT"] = "true"
@@ -122,7 +123,7 @@ def _command_line(
     invocation: Invocation, command: Sequence[str], options: Mapping[str, str]
 ) -> list[str]:
     """Return the command line of a process, which has the parent's environment and directory."""
-    line = [sys.executable, "-m", "headrace.cli.worker", str(os.getpid())]
+    line = [*interpreter("headrace.cli.worker"), str(os.getpid())]
     if invocation.config_file is not None:
         line += ["--config", str(invocation.config_file)]
     if invocation.debug:

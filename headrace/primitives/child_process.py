@@ -31,19 +31,29 @@ def start_child(
 
     With a `niceness` above 0, other processes have priority from the child's first import on.
     """
-    # With the modules that this process finds, and without the working directory.
-    path = os.pathsep.join(each for each in sys.path if each)
     child = subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-P", "-m", module, *arguments, str(os.getpid())],
+        [*interpreter(module), *arguments, str(os.getpid())],
         stdin=stdin,
         stdout=stdout,
         pass_fds=pass_fds,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **import_path()},
         start_new_session=True,
     )
     if niceness:
         lower_priority(child.pid, niceness)
     return child
+
+
+def interpreter(module: str) -> list[str]:
+    """Return the command that runs a module without the modules of the working directory, which may
+    have the names of others; `import_path` has its environment.
+    """
+    return [sys.executable, "-P", "-m", module]
+
+
+def import_path() -> dict[str, str]:
+    """Return the variable by which a child process finds the modules that this process finds."""
+    return {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
 
 
 def lower_priority(pid: int, niceness: int, proc: Path = Path("/proc")) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,11 +16,13 @@ from headrace.cli.outcome import Exit
 from headrace.cli.run import announce_start, core_part, parse_stages
 from headrace.cli.settings import Invocation
 from headrace.config import Settings, make_settings
+from headrace.primitives.child_process import import_path, interpreter
 from headrace.runtime.process import OpenDoors
 from headrace.telemetry.logs import LogRateLimiter
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING
 from tests.support.command_line import Call
+from tests.support.conditions import DEADLINE_S
 
 
 class Started(list[tuple[Stage, ...]]):
@@ -235,3 +239,22 @@ def test_sighup_ends_no_process_that_starts(call: Call, started: Started) -> Non
 
     assert call("run").exit_code == Exit.DONE
     assert started.sighup is signal.SIG_IGN
+
+
+def test_replica_imports_nothing_from_working_directory(tmp_path: Path) -> None:
+    """A file there with a module's name would end each replica, though not `headrace run`."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the one of Python')")
+    ended = subprocess.run(
+        [
+            *interpreter("headrace"),
+            *("run", "--replicas", "2", "--bootstrap-servers", "127.0.0.1:9", "--http-port", "0"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, **import_path(), "OTEL_EXPORTER_OTLP_PROTOCOL": "pigeons"}
+        | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == Exit.USAGE, ended.stderr
