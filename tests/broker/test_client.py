@@ -80,3 +80,11 @@ async def test_oversized_requests_are_refused(log: Log, settings: Settings) -> N
         with pytest.raises(InferenceError) as caught:
             await client.infer("m", {"x": np.zeros(9 * 1024 * 1024, np.uint8)})
     assert caught.value.code == "TOO_LARGE"
+
+
+async def test_header_name_that_no_record_can_have_is_refused(log: Log, settings: Settings) -> None:
+    """A lone surrogate that stands for no byte: it was a `RecursionError`."""
+    async with Client(settings=settings) as client:
+        with pytest.raises(InferenceError) as caught:
+            await client.infer("m", {"x": np.zeros(1)}, headers=[("\ud800", b"")])
+    assert caught.value.code == "INVALID_REQUEST"

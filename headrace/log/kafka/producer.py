@@ -656,13 +656,14 @@ class RecordBatch:
                     builder = self.builder = self._new_builder()
                     return index, self._too_large_error(size)
                 offset += 1
-        except UnicodeEncodeError:
-            if not offset:
+        except UnicodeEncodeError as error:
+            is_last_builder = isinstance(builder, AnyNameBuilder)
+            if not offset and not is_last_builder:
                 self.builder = self._new_builder(takes_any_name=True)
                 return self.add(records, index)
-            # Leave this record to the next batch, whose builder accepts such names.
-            self.is_full = True
-            return index, None
+            # Leave this record to the next batch, whose builder accepts names that are not UTF-8.
+            self.is_full = not is_last_builder
+            return index, self._bad_name_error(error) if is_last_builder else None
         finally:
             set_record_count(builder, offset)
         return len(records), None
@@ -671,6 +672,12 @@ class RecordBatch:
         return RecordRefused(
             f"send to {self.partition}: expected a record with a key, since the topic is "
             "compacted, got one without"
+        )
+
+    def _bad_name_error(self, error: UnicodeEncodeError) -> RecordRefused:
+        return RecordRefused(
+            f"send to {self.partition}: expected names of headers that UTF-8 can encode, got "
+            f"{error.object!r}"
         )
 
     def _too_large_error(self, size: int) -> RecordTooLarge:
