@@ -342,6 +342,10 @@ class RpcClient:
             for sent in await producer.send(partition, [request._replace(headers=headers)]):
                 await sent.acknowledged
             return await answer
+        except LogUnavailable as error:
+            if self._producer is None:
+                raise ClientClosed("the client was closed before the answer came") from error
+            raise
         except asyncio.CancelledError:
             if partition is not None and asyncio.get_running_loop().time() < until_s:
                 self._cancellations.add(partition, request.key, correlation_id)

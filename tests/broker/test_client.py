@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from headrace.client import Client, InferenceError, InferenceTimeout
+from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
 from headrace.runtime.log_factory import open_log
@@ -88,3 +88,18 @@ async def test_header_name_that_no_record_can_have_is_refused(log: Log, settings
         with pytest.raises(InferenceError) as caught:
             await client.infer("m", {"x": np.zeros(1)}, headers=[("\ud800", b"")])
     assert caught.value.code == "INVALID_REQUEST"
+
+
+async def test_call_of_closed_client_says_so_while_broker_is_silent() -> None:
+    """Its request is not acknowledged, which is not why the call ends."""
+    async with LocalKafka() as kafka:
+        settings = make_settings({"kafka": {"bootstrap_servers": kafka.bootstrap_servers}})
+        async with open_log(settings) as log:
+            await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        async with Client(settings=settings) as client:
+            kafka.pause_node(1)
+            call = asyncio.create_task(client.infer("m", {"x": np.zeros(1)}), name="call")
+            await asyncio.sleep(0)
+        with pytest.raises(ClientClosed):
+            await call
+        kafka.resume_node(1)
