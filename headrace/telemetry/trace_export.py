@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import structlog
@@ -188,7 +189,7 @@ class _CountingExporter(SpanExporter):
     def __init__(self, exporter: SpanExporter, metrics: Metrics, log_interval_s: float) -> None:
         self._exporter = exporter
         self._metrics = metrics
-        self._last_warning = _LastWarning()
+        self._warnings = _ExporterWarnings()
         self._log_interval_s = log_interval_s
         self._logged_at_s = -log_interval_s
         self.taken = 0
@@ -196,10 +197,11 @@ class _CountingExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Export spans; the SDK calls this on a thread of its own."""
         self.taken += len(spans)
+        self._warnings.last.clear()
         try:
             result = self._exporter.export(spans)
         except Exception as error:  # noqa: BLE001 - whatever an exporter raises, the spans are lost
-            self._last_warning.text = describe_error(error)
+            self._warnings.last.append(describe_error(error))
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             self._metrics.trace_spans.inc(len(spans))
@@ -213,7 +215,7 @@ class _CountingExporter(SpanExporter):
         now_s = time.monotonic()
         if now_s - self._logged_at_s >= self._log_interval_s:
             self._logged_at_s = now_s
-            log.warning(Event.TRACE_EXPORT_FAILED, spans=spans, reason=self._last_warning.text)
+            log.warning(Event.TRACE_EXPORT_FAILED, spans=spans, reason=self._warnings.text())
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
@@ -222,19 +224,27 @@ class _CountingExporter(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
-class _LastWarning(logging.Handler):
-    """Collects the SDK's own log lines, one for each attempt, and keeps the last."""
+class _ExporterWarnings(logging.Handler):
+    """Keeps the last two log lines of the SDK's exporter: with retries over HTTP, the last one says
+    that it gave up, and the one before why. Other lines of the SDK are dropped: those about a
+    `tracestate` quote callers.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.text = ""
+        self.last: deque[str] = deque(maxlen=2)
         logger = logging.getLogger("opentelemetry")
         logger.handlers = [self]
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message."""
-        self.text = record.getMessage()
+        if record.name.startswith("opentelemetry.exporter."):
+            self.last.append(record.getMessage())
+
+    def text(self) -> str:
+        """Return the lines, the latest one first."""
+        return "; before: ".join(reversed(self.last))
 
 
 def _resource(service_name: str, namespace: str) -> Resource:

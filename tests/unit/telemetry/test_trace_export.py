@@ -98,6 +98,26 @@ def test_refused_spans_are_counted_and_logged_once(
     ]
 
 
+def test_reason_of_failed_export_has_the_one_of_its_retries(metrics: Metrics) -> None:
+    """Over HTTP the exporter's last line says only that it gave up."""
+
+    def refuse(_: Sequence[ReadableSpan]) -> SpanExportResult:
+        logger = logging.getLogger("opentelemetry.exporter.otlp")
+        logger.warning("Connection refused, retrying")
+        logging.getLogger("opentelemetry.trace.span").warning("tracestate of a caller")
+        logger.error("no more retries")
+        return SpanExportResult.FAILURE
+
+    with capture_logs() as lines:
+        export = TraceExport(_Exporter(refuse), "s", "n", metrics, UNHURRIED_EXPORT)
+        export.write(_span())
+        export.close()
+
+    assert [line["reason"] for line in lines] == [
+        "no more retries; before: Connection refused, retrying"
+    ]
+
+
 def test_raising_exporter_counts_as_failed_export(metrics: Metrics) -> None:
     """Its spans are counted as lost, and the reason is told."""
 
