@@ -425,6 +425,29 @@ async def test_member_refused_by_group_raises(kafka: LocalKafka, unique_name: st
                 await read(member, 1)
 
 
+async def test_member_that_closes_while_it_joins_leaves_its_group(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """It joins until the other member's next heartbeat, and would be given partitions then."""
+    rare_heartbeats = KafkaSettings(
+        bootstrap_servers=kafka.bootstrap_servers, session_timeout_ms=60_000
+    )
+    async with KafkaLog(rare_heartbeats, tuning=PATIENT) as log:
+        await make_topic(log, unique_name)
+        listener = RecordingListener()
+
+        async def has_members(count: int) -> bool:
+            return len(await log.members(unique_name)) == count
+
+        member = log.member(unique_name, [unique_name], listener)
+        async with member as first, polling(first, []):
+            await eventually(lambda: bool(listener.held))
+            joining = log.member(unique_name, [unique_name], RecordingListener())
+            async with joining as second, polling(second, []):
+                await eventually(lambda: has_members(2))
+            assert await has_members(1)
+
+
 async def test_ended_fetching_raises(kafka: LocalKafka, unique_name: str) -> None:
     """When aiokafka's fetching is gone, polls raise instead of being empty for ever."""
     async with KafkaLog(settings(kafka), tuning=PATIENT) as log:

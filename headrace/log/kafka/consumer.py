@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Final, Self
 
 import aiokafka
@@ -467,6 +467,29 @@ class KafkaMember(KafkaConsumer):
         self._group = group
         self._topics = tuple(topics)
         self._listener = listener
+
+    async def close(self) -> None:
+        """See the base class."""
+        consumer = self._started
+        await super().close()
+        # aiokafka forgets the id when it leaves, but not while it waits for the end of a rebalance.
+        if consumer is not None and (member_id := membership_of(consumer).member_id):
+            with suppress(HeadraceError):  # the group waits for the session to expire
+                await self._leave(member_id)
+
+    async def _leave(self, member_id: str) -> None:
+        """Leave the group during a rebalance, which would give this member partitions: for those
+        the group would wait until its session expires.
+        """
+        # On a connection of its own: a broker reads no further request on one that waits to join.
+        tuning = self._connection.tuning
+        async with answered(f"leave group {self._group}", tuning.leave_timeout_s):
+            client = await self._connection.open_client()
+            try:
+                admin = AdminClient(client, tuning.request_retry_s)
+                await admin.remove_member(self._group, member_id)
+            finally:
+                await self._connection.close_client(client)
 
     def _group_options(self) -> dict[str, Any]:
         tuning = self._connection.tuning
