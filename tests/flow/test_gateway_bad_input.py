@@ -88,7 +88,10 @@ JSON_REQUESTS: dict[str, tuple[Any, str]] = {
     "trailing comma": (b'{"inputs": [],}', "value: expected one JSON map"),
     "deep nesting": (NESTED, "inputs[0]: expected object"),
     "huge number": (b'{"inputs": ' + b"9" * 5000 + b"}", "inputs: expected a value in range"),
-    "lone surrogate": (b'{"inputs": [{"name": "\\ud800"}]}', "value: expected a whole JSON map"),
+    "lone surrogate": (
+        b'{"inputs": [{"name": "\\ud800"}]}',
+        "value: expected one JSON map, got malformed JSON: half of a surrogate pair",
+    ),
     # fields of the request
     "inputs null": ({"inputs": None}, "inputs: expected array"),
     "inputs object": ({"inputs": {}}, "inputs: expected array"),
