@@ -16,10 +16,9 @@ The head also has the position up to which any reader has read. The writer goes 
 quarters of a ring beyond it: further values would overwrite others that were not read yet. The rest
 of the ring is for values that are read later than others, such as those of a slow model. When
 everything was read, the writer begins again at the start of the file, so that the file is small,
-and in the processor's cache, unless values come faster than they are read. Behind a quarter of the
-ring it does so as soon as three quarters of what it has written since it was there were read. So
-values that are read later than others have the rest of the ring only while others come faster than
-they are read.
+and in the processor's cache, unless values come faster than they are read. Beyond a quarter of the
+ring it does so as soon as three quarters of the values from the start of the file on were read;
+values that are read later than others are overwritten sooner then.
 
 Values are read and written as in any file: a process that touches a mapped page beyond the end of
 a file is killed. Only the head is mapped, which is never cut off, since its numbers must be stored
