@@ -140,6 +140,31 @@ def test_refused_connection_to_slow_broker_is_closed_with_loop(
     assert [str(each.message) for each in unclosed] == []
 
 
+def test_reader_of_silent_broker_is_closed_with_loop(
+    kafka_scram_tls: LocalKafka, unique_name: str
+) -> None:
+    """A broker that does not answer the closing over TLS keeps no socket of a consumer open."""
+
+    async def read_until_silent() -> None:
+        partition = TopicPartition(unique_name, 0)
+        async with KafkaLog(secure(kafka_scram_tls)) as log:
+            await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+            async with log.reader([partition]) as reader, log.producer() as producer:
+                await write(producer, partition, b"v")
+                await read(reader, 1)
+                kafka_scram_tls.pause_node()
+
+    with (
+        warnings.catch_warnings(record=True) as unclosed,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        try:
+            runner.run(read_until_silent())
+        finally:
+            kafka_scram_tls.resume_node()
+    assert [str(each.message) for each in unclosed] == []
+
+
 def _refuse_slowly(server: socket.socket, context: ssl.SSLContext, until: threading.Event) -> None:
     """Refuse the SASL mechanism of one client, and read nothing more of it until the event."""
     supported = struct.pack(">hihhh", 0, 1, SASL_HANDSHAKE, 0, 1)

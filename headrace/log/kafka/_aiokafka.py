@@ -296,6 +296,16 @@ class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka pu
             timeout_s = self.heartbeat_timeout_s
         return _wait_for(answer, timeout_s)
 
+    def close(
+        self, reason: CloseReason | None = None, exc: Exception | None = None
+    ) -> asyncio.Future[None]:
+        """Close; return a future that ends when the socket is released.
+
+        A future of its own: aiokafka's client is cancelled while it waits for it if a broker is
+        slow to close, and would cancel the one by which the release is known.
+        """
+        return asyncio.shield(super().close(reason=reason, exc=exc))
+
     def _handle_frame(self, frame: bytes) -> None:
         correlation_id, request, answer = self._requests[0]
         if request is None or request.FLEXIBLE_VERSION or frame[:4] != _LENGTH.pack(correlation_id):
