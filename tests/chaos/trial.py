@@ -67,6 +67,10 @@ from tests.support.conditions import eventually
 GUARANTEES: tuple[Guarantee, ...] = get_args(Guarantee)
 ORDERS: tuple[Order, ...] = ("none", "none", "none", "key", "partition")
 ANSWERED_DEADLINE_S = 60.0
+THROTTLED_DEADLINE_S = 300.0
+"""After a quota: a broker that delays a connection for what was written too much does so until the
+end, also if the quota is lifted meanwhile. Some MB at 30 kB/s are more than a minute.
+"""
 COMMITTED_DEADLINE_S = 20.0
 LATECOMERS_S = 1.0
 """How long answers are still read after each request has one: a repetition may follow."""
@@ -353,6 +357,8 @@ async def _come_to_rest(history: History, trial: Trial) -> str:
 
     has_payloads = trial.workload == "payloads"
     deadline_s = payloads.ANSWERED_DEADLINE_S if has_payloads else ANSWERED_DEADLINE_S
+    if any(fault.kind is FaultKind.THROTTLED for fault in history.faults):
+        deadline_s = max(deadline_s, THROTTLED_DEADLINE_S)
     stuck = await _until_none(unanswered, deadline_s)
     stuck = stuck or await _until_none(uncommitted, COMMITTED_DEADLINE_S)
     await asyncio.sleep(LATECOMERS_S)

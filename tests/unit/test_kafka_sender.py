@@ -420,6 +420,29 @@ async def test_batch_that_is_due_while_producer_is_throttled_is_not_sent() -> No
     assert len(brokers.sent) == 1
 
 
+async def test_batch_that_is_overdue_under_a_quota_says_so() -> None:
+    """A broker may delay a client for minutes, also after its quota was raised."""
+    brokers = Brokers(throttle_time_ms=3_600_000)
+    tuning = replace(TUNED, flush_timeout_s=0.0)
+    async with KafkaProducer(connection_to(brokers, tuning, request_timeout_s=0.1)) as producer:
+        (first,) = await producer.send(ONE, [NewRecord(None, b"v")])
+        await first.acknowledged
+        (overdue,) = await producer.send(ONE, [NewRecord(None, b"v")])
+        with pytest.raises(LogUnavailable, match=r"delays this client by its quota, .* 3600 s"):
+            await overdue.acknowledged
+
+
+async def test_send_without_room_under_a_quota_says_so() -> None:
+    """The batch before it waits for the end of the delay."""
+    brokers = Brokers(throttle_time_ms=3_600_000)
+    tuning = replace(TUNED, max_batch_bytes=100, flush_timeout_s=0.0)
+    async with KafkaProducer(connection_to(brokers, tuning, request_timeout_s=0.1)) as producer:
+        (first,) = await producer.send(ONE, [NewRecord(None, bytes(80))])
+        await first.acknowledged
+        with pytest.raises(LogUnavailable, match=r"the batch before was not sent .* its quota"):
+            await producer.send(ONE, [NewRecord(None, bytes(80))] * 2)
+
+
 async def test_batch_after_overdue_one_waits_for_its_answer() -> None:
     """Otherwise the later records could be written before the earlier ones."""
     brokers = Brokers()

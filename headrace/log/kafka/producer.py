@@ -224,9 +224,15 @@ class KafkaProducer:
             self._until_closed.discard(until_closed)
 
     async def _wait_for_room(self, queue: PartitionQueue) -> None:
-        async with answered(f"send to {queue.partition}: room", self._delivery_s):
-            while queue.open_batch is not None and queue.open_batch.is_full:
-                await queue.batch_taken.wait()
+        try:
+            async with asyncio.timeout(self._delivery_s):
+                while queue.open_batch is not None and queue.open_batch.is_full:
+                    await queue.batch_taken.wait()
+        except TimeoutError:
+            raise LogUnavailable(
+                f"send to {queue.partition}: the batch before was not sent within "
+                f"{self._delivery_s:g} s{self._sender.quota_text(queue.partition)}"
+            ) from None
 
     def _open_batch(self, queue: PartitionQueue, limits: TopicLimits) -> PendingBatch:
         """Return the partition's batch with room in it."""
@@ -276,6 +282,7 @@ class KafkaProducer:
             self._sender.renew_producer_id()
         return LogUnavailable(
             f"send to {batch.partition}: not acknowledged within {self._delivery_s:g} s"
+            f"{self._sender.quota_text(batch.partition)}"
         )
 
     def _check_open(self) -> None:
@@ -336,6 +343,7 @@ class Sender:
         self._sequences: dict[TopicPartition, int] = defaultdict(int)
         self._due: dict[PartitionQueue, None] = {}
         self._sending: dict[int | None, asyncio.Task[None]] = {}
+        self._throttled_until_s: dict[int | None, float] = {}
 
     async def start(self) -> None:
         """Connect, once. Raises `LogUnavailable` and `LogAuthenticationFailed`."""
@@ -372,19 +380,31 @@ class Sender:
         """Give the next batches a new producer id."""
         self._producer_id = None
 
+    def quota_text(self, partition: TopicPartition) -> str:
+        """Return the rest of an error's text: for how much longer a quota delays what is sent to a
+        partition's leader; nothing if none does.
+        """
+        if self._client is None:
+            return ""
+        until_s = self._throttled_until_s.get(self._leader(partition), 0.0)
+        left_s = until_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return ""
+        return f", since the broker delays this client by its quota, for another {left_s:.0f} s"
+
     def _add_due(self, queue: PartitionQueue) -> None:
         if self._client is None:  # closed, while the batch waited to be sent again
             return
         self._due[queue] = None
-        self._start_sending(self._leader(queue))
+        self._start_sending(self._leader(queue.partition))
 
     def _start_sending(self, node: int | None) -> None:
         if node not in self._sending:
             task = asyncio.create_task(self._send_due(node), name=f"kafka-send-{node}")
             self._sending[node] = task
 
-    def _leader(self, queue: PartitionQueue) -> int | None:
-        node: int | None = self.client.cluster.leader_for_partition(queue.partition)
+    def _leader(self, partition: TopicPartition) -> int | None:
+        node: int | None = self.client.cluster.leader_for_partition(partition)
         return None if node == _NO_LEADER else node
 
     async def _send_due(self, node: int | None) -> None:
@@ -413,7 +433,7 @@ class Sender:
             if not queue.is_due:
                 del self._due[queue]
                 continue
-            leader = self._leader(queue)
+            leader = self._leader(queue.partition)
             if leader == node:
                 found.append(queue)
             else:
@@ -502,6 +522,7 @@ class Sender:
         # this long (KIP-219). A request that waits there may time out, be given up, and be written
         # nevertheless; a batch that has not been sent is not.
         if throttled_s:
+            self._throttled_until_s[node] = asyncio.get_running_loop().time() + throttled_s
             await asyncio.sleep(throttled_s)
 
     def _build(self, producer_id: tuple[int, int], batch: PendingBatch) -> bytes:
