@@ -242,6 +242,8 @@ class Client:
             InferenceError: the request was refused or failed.
             InferenceTimeout: no answer arrived in time.
             ClientClosed: the client is not open, or was closed meanwhile.
+            ConfigurationError, LogAuthenticationFailed: the topic of requests was deleted, or the
+                broker does not allow us to write to it.
             LogUnavailable: the broker did not acknowledge the request.
             TypeError: `outputs` is one text, whose characters would be taken for names.
         """

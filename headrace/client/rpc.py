@@ -24,6 +24,7 @@ from headrace.log.errors import (
     LogUnavailable,
     OffsetOutOfRange,
     TopicForbidden,
+    UnknownPartition,
 )
 from headrace.log.partitioner import StickyPartitioner, partition_for_key
 from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
@@ -323,7 +324,8 @@ class RpcClient:
 
         Raises:
             ClientClosed: not open, closed meanwhile, or no longer able to read answers.
-            ConfigurationError: the requests topic no longer exists.
+            ConfigurationError: the requests topic no longer exists, or has lost partitions.
+            LogAuthenticationFailed: the broker does not allow us to write to it.
             LogUnavailable, RecordTooLarge: the request was not acknowledged.
         """
         if self._producer is None or self._replies is None or self._cancellations is None:
@@ -346,6 +348,11 @@ class RpcClient:
             if self._producer is None:
                 raise ClientClosed("the client was closed before the answer came") from error
             raise
+        except TopicForbidden as error:  # `Rejected`, which would blame the request
+            raise LogAuthenticationFailed(error.message) from error
+        except UnknownPartition as error:
+            self._recount_at_s = 0.0  # it may have been made anew with fewer
+            raise ConfigurationError(error.message) from error
         except asyncio.CancelledError:
             if partition is not None and asyncio.get_running_loop().time() < until_s:
                 self._cancellations.add(partition, request.key, correlation_id)

@@ -18,12 +18,15 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import ClientSession
+from structlog.testing import capture_logs
 
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
+from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicPartition
 from headrace.protocol.tensors import DATATYPES, from_array
-from headrace.topics import Stage
+from headrace.telemetry.logs import Event
+from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
 from tests.support.logs import read
@@ -337,6 +340,21 @@ async def test_full_gateway_shows_limit_that_refused(
     assert refused.status == 503
     assert shown("headrace_gateway_full_requests_total", {"reason": reason}) == 1
     assert shown("headrace_gateway_in_flight_limit_requests") == limits.get("max_in_flight", 1024)
+
+
+@pytest.mark.parametrize("fault", ["forbid", "delete"])
+async def test_topic_that_takes_no_requests_is_no_fault_of_their_callers(
+    repository: Path, fault: str
+) -> None:
+    """Rights that were revoked and a deleted topic are for the operator: 500, and in the log."""
+    async with gateway_of(repository, stages=(Stage.RESPONDER,)) as served:
+        assert isinstance(served.log, MemoryLog)
+        getattr(served.log.faults.topics, fault)(served.settings.topic(Topic.REQUESTS))
+        with capture_logs() as logged:
+            refused = await served.post("/v2/models/digits/infer", BODY)
+
+    assert (refused.status, refused.json["error_details"]["code"]) == (500, "INTERNAL")
+    assert [each["event"] for each in logged] == [Event.GATEWAY_FAILED]
 
 
 async def test_gateway_describes_models_by_open_inference_protocol(repository: Path) -> None:
