@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,15 @@ class Credentials(NamedTuple):
     key: str = ""
     address: str = ""
     certificate: tuple[str, ...] = ()
+
+
+def join_values(values: Iterable[str]) -> str:
+    """Return the value of a header that was sent any number of times; empty if it was not.
+
+    Different values are joined as RFC 9110 has it (section 5.3), and so are no key that is known: a
+    proxy in front may have looked at another one of them than the server.
+    """
+    return ", ".join(dict.fromkeys(values))
 
 
 class Caller(NamedTuple):

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from headrace.access.callers import Credentials
+from headrace.access.callers import Credentials, join_values
 from headrace.errors import Code, Rejected
 from headrace.gateway.gateway import (
     CONFLICT,
@@ -156,11 +156,14 @@ def text_of(value: str | bytes | None) -> str | None:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def credentials_in(metadata: Mapping[str, str | bytes]) -> Credentials:
+def credentials_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> Credentials:
     """Return what a caller sends to be known."""
-    return Credentials(
-        text_of(metadata.get("authorization")) or "", text_of(metadata.get("x-api-key")) or ""
+    pairs = list(metadata or ())
+    authorization, key = (
+        join_values(text_of(value) or "" for name, value in pairs if name == wanted)
+        for wanted in ("authorization", "x-api-key")
     )
+    return Credentials(authorization, key)
 
 
 def names_in(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
@@ -183,8 +186,8 @@ def _address_of(peer: str) -> str:
 
 def credentials_of(context: Context, *, use_certificates: bool) -> Credentials:
     """Return what the caller of a call is known by: its keys, its address and its certificate."""
-    metadata = dict(context.invocation_metadata() or ())
-    given = credentials_in(metadata)._replace(address=_address_of(context.peer()))
+    given = credentials_in(context.invocation_metadata())
+    given = given._replace(address=_address_of(context.peer()))
     if not use_certificates:
         return given
     return given._replace(certificate=names_in(context.auth_context()))

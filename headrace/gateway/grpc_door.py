@@ -195,7 +195,7 @@ class _Admission(grpc.aio.ServerInterceptor):
     ) -> _Method | None:
         """Return the method, or one that refuses the call."""
         group = _group_of(handler_call_details.method)
-        given = credentials_in(dict(handler_call_details.invocation_metadata or ()))
+        given = credentials_in(handler_call_details.invocation_metadata)
         if self._gateway.callers.use_certificates:
             method = await continuation(handler_call_details)
             return None if method is None else self._admitting(group, given, method)

@@ -23,7 +23,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 from aiohttp.typedefs import Handler
 
-from headrace.access.callers import Credentials
+from headrace.access.callers import Credentials, join_values
 from headrace.errors import Fatal
 from headrace.primitives.waiting_for_callers import WaitingForCallers
 from headrace.telemetry.logs import Event
@@ -240,8 +240,8 @@ def credentials_of(request: web.Request, *, with_certificate: bool) -> Credentia
     """
     headers = request.headers
     return Credentials(
-        headers.get("Authorization", ""),
-        headers.get(_API_KEY, ""),
+        join_values(headers.getall("Authorization", ())),
+        join_values(headers.getall(_API_KEY, ())),
         request.remote or "",
         _names_in(request.get_extra_info("peercert") or {}) if with_certificate else (),
     )

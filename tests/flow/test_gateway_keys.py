@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import tritonclient.grpc.aio as triton_grpc
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from tests.support.gateways import (
     gateway_of,
     values_of,
 )
+from tests.support.grpc_callers import Caller
 
 QUICK = replace(TUNING.gateway, access=AccessTuning(file_check_interval_s=0.01))
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
@@ -119,6 +121,27 @@ async def test_wrong_key_is_refused_over_grpc(
         with pytest.raises(triton_grpc.InferenceServerException, match=status):
             await infer_over_grpc(served, headers)
         assert served.counted(status) == 1
+
+
+@pytest.mark.parametrize("others", [["secret-w"], ["other"], [""]])
+@pytest.mark.parametrize("name", ["x-api-key", "authorization"])
+async def test_two_different_keys_in_one_header_are_refused(
+    repository: Path, keys: Path, name: str, others: list[str]
+) -> None:
+    """At both doors and in either order: a proxy in front might go by the other one."""
+    prefix = "Bearer " if name == "authorization" else ""
+    found = []
+    async with (
+        gateway_of(repository, grpc_port=0, keys_file=str(keys)) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        for values in (["secret-a", *others], [*others, "secret-a"], ["secret-a", "secret-a"]):
+            given = [(name, prefix + value) for value in values]
+            found.append((await served.infer("FP32", BODY, headers=given)).status)
+            call = Caller(channel).call("ServerMetadata", b"", metadata=given)
+            found.append((await call.code()).name)
+
+    assert found == [401, "UNAUTHENTICATED", 401, "UNAUTHENTICATED", 200, "OK"]
 
 
 async def test_right_key_is_answered_over_grpc(repository: Path, keys: Path) -> None:
