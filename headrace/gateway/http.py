@@ -720,7 +720,7 @@ def _content_type(request: web.Request) -> str:
 
 def _coding_of(request: web.Request) -> str:
     """Return the coding of a body, empty for none. Raises `UnreadableBody`."""
-    given = request.headers.get("Content-Encoding", "")
+    given = ", ".join(request.headers.getall("Content-Encoding", ()))
     coding = read_coding(given)
     if coding is None:
         expected = f"one of {', '.join(CODINGS)}, or none"

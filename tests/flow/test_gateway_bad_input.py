@@ -594,6 +594,20 @@ async def test_size_of_json_twice_is_refused_unless_it_is_the_same(
         assert response.json["error"] == f"header {JSON_BYTES}: expected one value, got 2"
 
 
+@pytest.mark.parametrize("second", ["gzip", "br", "identity"])
+async def test_codings_in_two_headers_are_two_codings(tmp_path: Path, second: str) -> None:
+    """They are one list (RFC 9110, section 5.3), and a body has one coding at most."""
+    given = [("Content-Encoding", "gzip"), ("Content-Encoding", second)]
+    async with digits_and_texts(tmp_path) as served:
+        response = await served.post(INFER, gzip.compress(HEAD), headers=given)
+
+    assert (response.status, response.json["error"]) == (
+        415,
+        "header Content-Encoding: expected one of zstd, gzip, deflate, br, or none, "
+        f"got 'gzip, {second}'",
+    )
+
+
 LYING_TEXTS = {
     "nothing": (b"", "at least 8 bytes"),
     "half a length": (b"\1\0", "at least 8 bytes"),
