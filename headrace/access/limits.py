@@ -70,13 +70,14 @@ class CallerUsage:
         self.limits = limits
         self._bucket = TokenBucket(burst, per_second) if per_second else None
 
-    def begin(self, now_s: float) -> None:
-        """Count a request. Raises `Rejected`, `OVERLOADED`: the caller is over a limit."""
+    def begin(self, now_s: float, known_bytes: int = 0) -> None:
+        """Count a request. Raises `Rejected`; see `CallerLimits.begin`."""
         limits = self.limits
         # The token is taken last: a request that another limit refuses costs none.
         if limits.max_in_flight and self.requests >= limits.max_in_flight:
             expected = f"at most {limits.max_in_flight} requests under way"
             raise self._over(Reason.CONCURRENCY, expected, "one more")
+        self.check_bytes(0, known_bytes)
         if self._bucket is not None and not self._bucket.take(now_s):
             wait_s = self._bucket.wait_s(now_s)
             expected = f"at most {limits.requests_per_second:g} requests per second"
@@ -138,16 +139,17 @@ class CallerLimits:
     def __len__(self) -> int:
         return len(self._busy) + len(self._idle)
 
-    def begin(self, caller: str, limits: Limits, now_s: float) -> CallerUsage:
+    def begin(self, caller: str, limits: Limits, now_s: float, known_bytes: int = 0) -> CallerUsage:
         """Count a request until `end`, and return what its caller uses.
 
         Args:
             caller: its name, in errors as well.
             limits: those of the caller; they may change between requests.
             now_s: monotonic time.
+            known_bytes: size of its body as far as it is known yet; they are checked, not counted.
 
         Raises:
-            Rejected: `OVERLOADED`: the caller is over a limit.
+            Rejected: `OVERLOADED` or `TOO_LARGE`: the caller is over a limit.
         """
         usage = self._busy.get(caller) or self._idle.pop(caller, None)
         if usage is None:
@@ -155,7 +157,7 @@ class CallerLimits:
         elif usage.limits != limits:
             usage.renew(limits)
         try:
-            usage.begin(now_s)
+            usage.begin(now_s, known_bytes)
         finally:
             self._keep(caller, usage)
         return usage

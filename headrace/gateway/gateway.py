@@ -142,15 +142,18 @@ class UnderWay:
         self._ended = asyncio.Event()
 
     @contextmanager
-    def counting(self, caller: Caller | None = None) -> Iterator[CountedRequest]:
+    def counting(
+        self, caller: Caller | None = None, known_bytes: int = 0
+    ) -> Iterator[CountedRequest]:
         """Count a request while the context lasts.
 
         Args:
             caller: whose limits the request is counted against; None for none.
+            known_bytes: size of its body as far as it is known yet, for these limits.
 
         Raises:
             Unavailable: too many requests are under way, or they were ended meanwhile.
-            Rejected: the caller is over its limits; see `CallerUsage.begin`.
+            Rejected: the caller is over its limits; see `CallerLimits.begin`.
         """
         if self._ended.is_set():
             raise Unavailable(_STOPS)
@@ -161,7 +164,9 @@ class UnderWay:
             )
         usage = None
         if caller is not None and caller.limits is not None:
-            usage = self._callers.begin(caller.limited_as, caller.limits, time.monotonic())
+            usage = self._callers.begin(
+                caller.limited_as, caller.limits, time.monotonic(), known_bytes
+            )
         counted = CountedRequest(self, usage)
         self.requests += 1
         self.begun += 1

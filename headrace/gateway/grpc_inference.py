@@ -195,7 +195,7 @@ class GrpcInference:
             if self._drain.begun.is_set():
                 await self._drain.refuse()
             caller = self._caller_of(context)
-            with gateway.under_way.counting(caller) as counted:
+            with gateway.under_way.counting(caller, len(message)) as counted:
                 counted.add(len(message))
                 request = parse_message(messages.ModelInferRequest, message)
                 regions = gateway.access(counted)

@@ -263,12 +263,22 @@ class HttpBodies:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
+    def size_of(self, request: web.Request) -> int:
+        """Return the size of a body as the head of its request names it; 0 if it does not.
+
+        Raises:
+            Rejected: `TOO_LARGE`: it is over `max_body_bytes`.
+        """
+        size_bytes, limit = request.content_length or 0, self._gateway.settings.max_body_bytes
+        if size_bytes > limit:
+            raise too_large("body", limit, str(size_bytes))
+        return size_bytes
+
     async def read(self, request: web.Request, counted: CountedRequest) -> bytes:
         """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
         settings = self._gateway.settings
         limit, timeout_s = settings.max_body_bytes, settings.body_timeout_s
-        if (request.content_length or 0) > limit:
-            raise too_large("body", limit, str(request.content_length))
+        self.size_of(request)
         coding = _coding_of(request)
         parts: list[bytes] = []
         sent = 0
@@ -403,7 +413,8 @@ class InferencePaths:
         """
         gateway, conversions = self._gateway, self._gateway.conversions
         model, version = request.match_info["model"], request.match_info.get("version")
-        with gateway.under_way.counting(request.get(_CALLER)) as counted:
+        size_bytes = self._bodies.size_of(request)
+        with gateway.under_way.counting(request.get(_CALLER), size_bytes) as counted:
             body = await self._bodies.read(request, counted)
             content_type = _content_type(request)
             regions = gateway.access(counted)
@@ -458,7 +469,8 @@ class InferencePaths:
         """Do the same for a request of TensorFlow Serving's protocol."""
         gateway, conversions = self._gateway, self._gateway.conversions
         model, version = request.match_info["model"], request.match_info.get("version")
-        with gateway.under_way.counting(request.get(_CALLER)) as counted:
+        size_bytes = self._bodies.size_of(request)
+        with gateway.under_way.counting(request.get(_CALLER), size_bytes) as counted:
             body = await self._bodies.read(request, counted)
             _require_accepted(_accepted(request), (JSON,))
             predict = await conversions.run(

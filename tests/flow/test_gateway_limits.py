@@ -47,19 +47,21 @@ def keys(tmp_path: Path) -> Path:
     return file
 
 
-def request() -> messages.ModelInferRequest:
+def request(**fields: Any) -> messages.ModelInferRequest:
     """A request for the gated model."""
     contents = messages.InferTensorContents(fp32_contents=[1.0])
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "contents": contents}
-    return messages.ModelInferRequest(model_name="gated", inputs=[tensor])
+    return messages.ModelInferRequest(model_name="gated", inputs=[tensor], **fields)
 
 
-async def infer_over_grpc(served: Served, key: str = "") -> tuple[grpc.StatusCode, str, float]:
+async def infer_over_grpc(
+    served: Served, key: str = "", message: messages.ModelInferRequest | None = None
+) -> tuple[grpc.StatusCode, str, float]:
     """Send a request; its status, its error, and the seconds after which it may come again."""
     metadata = [("x-api-key", key)] if key else None
     async with grpc.aio.insecure_channel(served.grpc) as channel:
         begin: Any = channel.unary_unary(f"{SERVICE}ModelInfer")
-        call = begin(request().SerializeToString(), metadata=metadata)
+        call = begin((message or request()).SerializeToString(), metadata=metadata)
         status = await call.code()
         trailing = dict(await call.trailing_metadata() or ())
         retry = RetryInfo()
@@ -153,6 +155,34 @@ async def test_each_request_of_stream_counts_and_stream_stays_open(gated: Path) 
     errors = [answer.error_message for answer in answers]
     assert [bool(error) for error in errors] == [False, True, True]
     assert "at most 0.001 requests per second" in errors[1]
+
+
+@pytest.mark.parametrize("limit", ["max_body_bytes", "caller_max_in_flight_bytes"])
+async def test_body_whose_head_names_too_many_bytes_takes_no_token(gated: Path, limit: str) -> None:
+    """The only token is there for the next request."""
+    GATE.set()
+    limits = {**ONE_IN_1000_S, limit: 2000}
+    async with gateway_of(gated, **limits) as served:
+        refused = [
+            (await served.post(path, b" " * 2001)).status
+            for path in ("/v2/models/gated/infer", "/v1/models/gated:predict")
+        ]
+        answered = (await served.infer("gated", BODY)).status
+
+    assert (*refused, answered) == (413, 413, 200)
+
+
+async def test_refused_message_over_bytes_of_caller_takes_no_token(gated: Path) -> None:
+    """Over gRPC as well, where the whole message is there."""
+    GATE.set()
+    size = len(request().SerializeToString())
+    limits = {**ONE_IN_1000_S, "caller_max_in_flight_bytes": size}
+    async with gateway_of(gated, grpc_port=0, **limits) as served:
+        large = await infer_over_grpc(served, message=request(id="a longer one"))
+        fitting = await infer_over_grpc(served)
+
+    assert "bytes in the bodies" in large[1]
+    assert fitting[0] is grpc.StatusCode.OK
 
 
 async def test_body_over_bytes_of_caller_is_too_large(gated: Path) -> None:

@@ -80,6 +80,19 @@ def test_request_refused_for_concurrency_takes_no_token() -> None:
     callers.begin("a", limits, 100.0)
 
 
+@pytest.mark.parametrize(("size_bytes", "code"), [(41, Code.OVERLOADED), (101, Code.TOO_LARGE)])
+def test_request_refused_for_known_bytes_takes_no_token(size_bytes: int, code: Code) -> None:
+    """Neither one that may come again later, nor one that never fits."""
+    callers = CallerLimits(max_idle=10)
+    limits = Limits(requests_per_second=1.0, burst=2, max_in_flight_bytes=100)
+    callers.begin("a", limits, 100.0).size_bytes += 60
+    with pytest.raises(Rejected) as caught:
+        callers.begin("a", limits, 100.0, size_bytes)
+
+    assert caught.value.code is code
+    assert callers.begin("a", limits, 100.0, 40).requests == 2
+
+
 def test_bytes_of_all_requests_of_caller_are_bounded() -> None:
     """They are free again when a request ends."""
     callers = CallerLimits(max_idle=10)
