@@ -1141,8 +1141,6 @@ class GatewayTuning(Struct, frozen=True):
     """Between two looks at the health for those that watch it over gRPC."""
     ping_interval_s: float = 10.0
     """Least time between two pings of a gRPC client without a call; more often is an attack."""
-    least_timeout_s: float = 0.001
-    """For a request whose gRPC deadline passes while its message is parsed."""
     error_characters: int = 1000
     """Limit of an error's text over gRPC, where it is a header, in which each byte that is not
     printable ASCII takes three characters. Headers are limited to 8 KiB.

@@ -75,12 +75,18 @@ class Urgency(NamedTuple):
 
 
 class CountedRequest:
-    """A request under way, and the bytes of its body."""
+    """A request under way, and the bytes of its body.
+
+    Attributes:
+        came_s: monotonic time at which its body had come, as it was sent: from then on the time
+            that its caller gives passes.
+    """
 
     def __init__(self, under_way: UnderWay, usage: CallerUsage | None) -> None:
         self._under_way = under_way
         self._usage = usage
         self.size_bytes = 0
+        self.came_s = time.monotonic()
 
     def add(self, size_bytes: int) -> None:
         """Count more bytes.
@@ -375,13 +381,28 @@ class Gateway:
 
         return RegionAccess(self.regions, count)
 
-    def urgency(self, given_s: Iterable[float], priority: int | None = None) -> Urgency:
-        """Return the earliest of the times that a caller gives, and its priority.
+    def urgency(
+        self, given_s: Iterable[float], passed_s: float, priority: int | None = None
+    ) -> Urgency:
+        """Return what is left of the earliest of the times that a caller gives, and its priority.
 
         A caller that gives no time has `gateway.timeout_ms`; the longest one is a day.
+
+        Args:
+            given_s: those times.
+            passed_s: what has passed of them.
+            priority: that of the caller; None if it gives none.
+
+        Raises:
+            InferenceTimeout: nothing is left.
         """
-        timeout_s = min(given_s, default=self.settings.timeout_ms / 1e3)
-        return Urgency(min(timeout_s, MAX_TIMEOUT_MS / 1e3), priority or 0)
+        timeout_s = min(min(given_s, default=self.settings.timeout_ms / 1e3), MAX_TIMEOUT_MS / 1e3)
+        if passed_s >= timeout_s:
+            raise InferenceTimeout(
+                f"no answer within {timeout_s:g} s: it was not sent, since reading it took "
+                f"{passed_s:.3f} s"
+            )
+        return Urgency(timeout_s - passed_s, priority or 0)
 
     def record_headers(
         self,

@@ -196,6 +196,7 @@ class GrpcInference:
                 await self._drain.refuse()
             caller = self._caller_of(context)
             with gateway.under_way.counting(caller, len(message)) as counted:
+                left_s = context.time_remaining()
                 counted.add(len(message))
                 request = parse_message(messages.ModelInferRequest, message)
                 regions = gateway.access(counted)
@@ -211,12 +212,15 @@ class GrpcInference:
                     ),
                 )
                 call.parameters.pop(WANTS_FINAL, None)  # each answer is the final one
-                await self._groups.join()  # before the time left is read
+                await self._groups.join()
                 given_s = [call.timeout_us / 1e6] if call.timeout_us else []
-                if (left_s := context.time_remaining()) is not None:
-                    given_s.append(max(left_s, self._tuning.least_timeout_s))
+                if left_s is not None:
+                    given_s.append(max(left_s, 0.0))
+                passed_s = time.monotonic() - counted.came_s
                 priority = text_of(found.get(HeaderName.PRIORITY))
-                urgency = gateway.urgency(given_s, read_priority(HeaderName.PRIORITY, priority))
+                urgency = gateway.urgency(
+                    given_s, passed_s, read_priority(HeaderName.PRIORITY, priority)
+                )
                 model, version = request.model_name, request.model_version or None
                 headers = gateway.record_headers(span, caller, found.get)
                 answer = await gateway.infer(model, version, call, urgency, headers)

@@ -303,6 +303,7 @@ class HttpBodies:
             raise UnreadableBody(408, f"body: expected {expected}, got {sent} bytes") from None
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise UnreadableBody(400, f"body: expected one that can be read: {error}") from error
+        counted.came_s = time.monotonic()
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if not coding:
             return body
@@ -431,7 +432,7 @@ class InferencePaths:
                     body,
                     content_type,
                     wanted if is_whole else _RECORD_TYPES[wanted],
-                    self._urgency(request),
+                    self._urgency(request, counted),
                     self._record_headers(request, span),
                 )
             else:
@@ -447,7 +448,7 @@ class InferencePaths:
                 wanted = _require_accepted(accept, (JSON, OCTETS))
                 if wanted == OCTETS:
                     call = call._replace(binary_by_default=True)
-                urgency = self._urgency(request, call.timeout_us)
+                urgency = self._urgency(request, counted, call.timeout_us)
                 answer = await gateway.infer(
                     model, version, call, urgency, self._record_headers(request, span)
                 )
@@ -477,7 +478,7 @@ class InferencePaths:
                 partial(decode_predict, body, _find_version(self._gateway, request).signature),
                 takes_long=conversions.decoding_takes_long(body),
             )
-            urgency = self._urgency(request)
+            urgency = self._urgency(request, counted)
             answer = await gateway.infer(
                 model, version, predict.call, urgency, self._record_headers(request, span)
             )
@@ -512,11 +513,15 @@ class InferencePaths:
         wanted = _require_accepted(accept, (JSON, *whole, OCTETS))
         return wanted, wanted in whole
 
-    def _urgency(self, request: web.Request, timeout_us: int = 0) -> Urgency:
+    def _urgency(
+        self, request: web.Request, counted: CountedRequest, timeout_us: int = 0
+    ) -> Urgency:
         headers = request.headers
         timeout_ms = read_number(TIMEOUT_MS, headers.get(TIMEOUT_MS), 1, MAX_TIMEOUT_MS)
         given_s = (each for each in ((timeout_ms or 0) / 1e3, timeout_us / 1e6) if each)
-        return self._gateway.urgency(given_s, read_priority(PRIORITY, headers.get(PRIORITY)))
+        passed_s = time.monotonic() - counted.came_s
+        priority = read_priority(PRIORITY, headers.get(PRIORITY))
+        return self._gateway.urgency(given_s, passed_s, priority)
 
     async def _compressed(
         self, request: web.Request, body: bytes, headers: dict[str, str]

@@ -14,6 +14,7 @@ from typing import Any
 
 import brotli
 import cramjam
+import grpc
 import msgspec
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from headrace.telemetry.logs import Event
 from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.gateways import Served, gateway_of
+from tests.support.grpc_callers import caller_of, pixels
 from tests.support.logs import read
 from tests.support.models import add_version, digits, identity
 from tests.support.python_models import BEGUN, GATE
@@ -220,6 +222,23 @@ async def test_expired_http_request_is_answered_in_time_and_not_run(gated: Path)
     assert (by_header.status, by_parameter.status) == (504, 504)
     assert by_header.json["error_details"]["code"] == "DEADLINE_EXCEEDED"
     assert served.ended("ok") == 1
+
+
+async def test_time_that_passes_while_request_is_decoded_counts(repository: Path) -> None:
+    """At both doors: a request whose time is over by then is not written to the log."""
+    raw = np.ones(64, "<f4").tobytes()
+    message = pixels(raw_input_contents=[raw], parameters={"timeout": {"int64_param": 1}})
+    body = msgspec.json.encode({"inputs": [PIXELS], "parameters": {"timeout": 1}})
+    async with caller_of(repository) as (served, caller):
+        answer = await served.post("/v2/models/digits/infer", body)
+        call = caller.infer(message)
+        status, details = await call.code(), await call.details()
+        tenants = await served.tenants()  # those of all requests on the log
+
+    assert (answer.status, status) == (504, grpc.StatusCode.DEADLINE_EXCEEDED)
+    for text in (answer.json["error"], details):
+        assert text.startswith("no answer within 1e-06 s: it was not sent, since reading it took")
+    assert not tenants
 
 
 async def test_request_of_disconnected_caller_is_cancelled(gated: Path) -> None:
