@@ -283,12 +283,12 @@ class Callers:
         bearer = ""
         if given.authorization[: len(BEARER)].lower() == BEARER:
             bearer = given.authorization[len(BEARER) :].strip()
-        key = given.key or bearer
-        if not key:
+        if not given.key and not bearer:
             return self._log_in_by_certificate(keys, given.certificate)
-        login = keys.logins.get(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest())
-        if login is not None:
-            return login
+        for key in (given.key, bearer):  # one of them may be for a proxy in front
+            login = keys.logins.get(hashlib.sha256(key.encode("utf-8", "replace")).hexdigest())
+            if key and login is not None:
+                return login
         if self._tokens is None or not bearer or bearer.count(".") != 2:
             raise Rejected(Code.INVALID_REQUEST, "one that is not known")
         claims = self._tokens.read(bearer)
