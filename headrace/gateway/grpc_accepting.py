@@ -287,6 +287,8 @@ class _Call:
             self.drop()
         try:
             await handling
+        except grpc.aio.InternalError:  # its end could not be sent: the caller has gone meanwhile
+            raise asyncio.CancelledError from None
         finally:
             self.end()
 

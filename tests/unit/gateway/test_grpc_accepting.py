@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
+import pytest
 from msgspec.structs import replace
 
 from headrace.gateway.grpc_accepting import CallAcceptors, can_accept_several, make_server
@@ -199,6 +200,23 @@ async def test_answers_of_too_many_bytes_drop_the_one_waiting_longest() -> None:
 
     assert code is grpc.StatusCode.CANCELLED
     assert len(answer) == 2 * MIB
+
+
+async def test_end_of_call_whose_caller_has_just_gone_logs_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """So gRPC fails to send the end of a call whose deadline passes at its caller meanwhile."""
+
+    class Late(Echo):
+        async def answer(self, message: bytes, _context: object) -> bytes:
+            raise grpc.aio.InternalError("Failed execute_batch")
+
+    async with served(Late(), end_timeout_s=0.05) as (channel, _):
+        begin: Any = channel.unary_unary(f"/{SERVICE}/{METHOD}")
+        code = await begin(b"", timeout=DEADLINE_S).code()
+
+    assert code is grpc.StatusCode.CANCELLED
+    assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
 
 
 async def test_call_without_message_is_dropped_after_its_time() -> None:
