@@ -249,20 +249,32 @@ class ModelEntry:
     def end_awaited(self, version: ModelVersion) -> Sequence[ModelVersion]:
         """Note that a version of a swap is ready, or has failed.
 
-        When the last one has failed and none is ready, requests wait for the versions that served
-        before: they are to be loaded again, and returned here.
+        When one has failed, requests wait for the version that served under its number before, and
+        for what names meant that mean it: these are to be loaded again, and returned here. When the
+        last one has failed and none is ready, that holds for all versions that served before.
         """
         swap = self.swap
-        if self.awaited.pop(version.version, None) is None or swap is None or self.awaited:
+        if self.awaited.pop(version.version, None) is None or swap is None:
             return ()
-        failed = version.state is State.FAILED and not self.serving
-        self.swap = None
-        if not failed or version in swap.fallback:
-            return ()
-        restored = swap.fallback
-        if restored:
-            self.swap = Swap(set(), [*restored], restored)
-            self.awaited = {each.version: each for each in restored}
+        restored: Sequence[ModelVersion] = ()
+        if version.state is State.FAILED:
+            lost = {version.version} | {
+                self._before_swap.get(name, number)
+                for name, number in self.names.items()
+                if number == version.version
+            }
+            there = self.bindable
+            restored = [
+                each
+                for each in swap.fallback
+                if (each.version in lost or not there)
+                and each.version not in there
+                and each.state is State.UNLOADING  # otherwise it was loaded again already
+            ]
+        swap.pending.extend(restored)
+        self.awaited |= {each.version: each for each in restored}
+        if not self.awaited:
+            self.swap = None
         return restored
 
     def outdated(self) -> list[ModelVersion]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.control import WantedModel
 from tests.support.models import add_version, digits, unbatched
@@ -156,6 +158,52 @@ async def test_version_added_after_swap_that_failed_leaves_old_one_the_default(
     assert executor.models.catalog.lookup("digits") is old
     await want(executor, "3", "2")
     assert executor.models.catalog.lookup("digits").version == "3"
+
+
+@pytest.mark.parametrize("is_default_first", [True, False])
+async def test_default_that_fails_beside_another_new_version_means_old_one(
+    tmp_path: Path, is_default_first: bool
+) -> None:
+    """It is loaded again at once; the other new version is served, too."""
+    executor, old = serving(tmp_path)
+    for number in (2, 3):
+        add_version(tmp_path, "digits", number, digits(), FIRST)
+    await want(executor, "2", "3")
+    executor.models.lifecycle.mark_gone(old)
+    new = {each.version: each for each in executor.models.catalog.versions()}
+    executor.told()
+    if not is_default_first:
+        executor.models.lifecycle.mark_ready(new["3"])
+    executor.models.lifecycle.mark_failed(new["2"], "no memory")
+    assert executor.told() == [("reassign", "2"), ("load", "1")]
+    assert executor.models.catalog.lookup("digits") is old
+    executor.models.lifecycle.mark_ready(old)
+    executor.models.lifecycle.mark_ready(new["3"])
+    assert executor.models.catalog.lookup("digits") is old
+    assert executor.models.catalog.lookup("digits", "3") is new["3"]
+    assert executor.told() == []
+
+
+async def test_version_whose_new_settings_fail_is_loaded_as_before(tmp_path: Path) -> None:
+    """Those of another version of the model, whose settings are new as well, are in effect."""
+    add_version(tmp_path, "digits", 2, digits(), FIRST)
+    executor, _ = serving(tmp_path)
+    await want(executor, "2", "1")
+    while executor.changes:
+        executor.load()
+        executor.told()
+    before = {each.version: each for each in executor.models.catalog.versions()}
+    wanted = WantedModel(versions=["1", "2"], default="2", overrides={"max_batch_size": 4})
+    executor.models.want({"digits": wanted})
+    await executor.models.reload(retry=())
+    for old in before.values():
+        executor.models.lifecycle.mark_gone(old)
+    new = {version: executor.models.catalog.lookup("digits", version) for version in ("1", "2")}
+    executor.models.lifecycle.mark_ready(new["1"])
+    executor.models.lifecycle.mark_failed(new["2"], "no memory")
+    executor.models.lifecycle.mark_ready(before["2"])
+    assert executor.models.catalog.lookup("digits") is before["2"]
+    assert executor.models.catalog.lookup("digits", "1") is new["1"]
 
 
 async def test_reload_during_swap_changes_nothing(tmp_path: Path) -> None:
