@@ -5,6 +5,8 @@ Reading them late keeps `headrace COMMAND --help` working, and fast, with a brok
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -117,11 +119,26 @@ def accept_anywhere(command: click.Command) -> None:
             accept_anywhere(each)
 
 
+def _warn_on_stderr() -> None:
+    """Have warnings written to standard error: what a command prints may be for a program.
+
+    Commands that serve set up the log for operators instead.
+    """
+    import structlog  # a tenth of a second, which help need not wait for
+
+    if not structlog.is_configured():
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        )
+
+
 def pass_settings(function: Callable[Concatenate[Settings, P], T]) -> Callable[P, T]:
     """Give a command the frozen settings as its first argument."""
 
     @wraps(function)
     def with_settings(*args: P.args, **kwargs: P.kwargs) -> T:
+        _warn_on_stderr()
         return function(invocation(click.get_current_context()).settings, *args, **kwargs)
 
     return with_settings
@@ -132,6 +149,7 @@ def pass_invocation(function: Callable[Concatenate[Invocation, P], T]) -> Callab
 
     @wraps(function)
     def with_invocation(*args: P.args, **kwargs: P.kwargs) -> T:
+        _warn_on_stderr()
         return function(invocation(click.get_current_context()), *args, **kwargs)
 
     return with_invocation

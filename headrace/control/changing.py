@@ -29,6 +29,7 @@ from headrace.models.wanted import (
     Deployment,
     Wanted,
     add_versions,
+    find_awaited,
     fold,
     keep_versions,
     make_record,
@@ -84,13 +85,28 @@ class ChangeOutcome(NamedTuple):
         record: None if there was nothing to change.
         generation: of the wanted models now.
         processes: those that were heard, if it was waited for them.
-        followed: whether they have all wanted versions ready.
+        followed: whether they have the versions ready that the change is about.
     """
 
     record: ControlRecord | None
     generation: int
     processes: dict[str, ProcessReport]
     followed: bool
+
+
+class _Written(NamedTuple):
+    """A change that was made, unless there was nothing to change.
+
+    Attributes:
+        record: None if there was nothing to change.
+        generation: of the wanted models now.
+        awaited: versions, by model and number, that must be ready for it to be in effect. Not all
+            that are wanted: one that has failed may be so for long.
+    """
+
+    record: ControlRecord | None
+    generation: int
+    awaited: Collection[tuple[str, str]]
 
 
 class ModelChanges:
@@ -151,14 +167,15 @@ class ModelChanges:
             record = make_record(change, state, author, "", _now_ms(), snapshots)
             return ChangeOutcome(record, state.generation, {}, False)
         if wait_s is None:
-            record, generation = await self._write(choose, author)
+            record, generation, _ = await self._write(choose, author)
             return ChangeOutcome(record, generation, {}, False)
         # Listen before the change is written, so that no announcement is missed.
         async with open_processes(self._log, self._settings, self._tuning) as processes:
-            record, generation = await self._write(choose, author)
+            record, generation, awaited = await self._write(choose, author)
             reports = processes.reports
             followed = await processes.listen(
-                lambda: all(each.has_followed(generation) for each in reports.values()), wait_s
+                lambda: all(each.has_followed(generation, awaited) for each in reports.values()),
+                wait_s,
             )
         return ChangeOutcome(record, generation, reports, followed and bool(reports))
 
@@ -202,7 +219,7 @@ class ModelChanges:
             return add_versions(model, selected, kept, reads=state.generation + 1)
 
         async with open_processes(self._log, self._settings, self._tuning) as processes:
-            record, generation = await self._write(add, author)
+            record, generation, _ = await self._write(add, author)
             added = None if record is None else record.after[model]
             needed = {*selected, *(() if added is None else added.labels.values())}
             versions = {(model, version) for version in needed}
@@ -218,7 +235,7 @@ class ModelChanges:
                     raise LoadFailed(message, is_callers_fault=False) from error
                 raise
             then = _unless_changed(model, added, keep_versions(model, selected))
-            _, generation = await self._finish(then, author)
+            _, generation, _ = await self._finish(then, author)
             await self._wait_until_followed(processes, versions, generation, deadline_s)
 
     async def unload_all(
@@ -242,7 +259,7 @@ class ModelChanges:
         await self._topic.require()
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         async with open_processes(self._log, self._settings, self._tuning) as processes:
-            _, generation = await self._write(lambda _: unload(model), author)
+            _, generation, _ = await self._write(lambda _: unload(model), author)
             await self._wait_until_followed(processes, set(), generation, deadline_s, is_gone)
 
     async def list_versions(self) -> dict[str, list[int]]:
@@ -254,8 +271,8 @@ class ModelChanges:
         repository = open_repository(self._settings, self._repository_tuning)
         return await run_on_daemon_thread(repository.list_versions)
 
-    async def _write(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
-        """Make a change of what the topic says now; return its record and the generation.
+    async def _write(self, choose: Choose, author: Author) -> _Written:
+        """Make a change of what the topic says now.
 
         A repository that does not answer delays only the change that it has to be asked about: it
         is asked before the turn of this change comes, and again if another one of this process was
@@ -278,16 +295,22 @@ class ModelChanges:
         await self._check(state.models, change.apply(state.models))
         return change, state
 
-    async def _write_chosen(
-        self, change: Change, state: Deployment, author: Author
-    ) -> tuple[ControlRecord | None, int]:
+    async def _write_chosen(self, change: Change, state: Deployment, author: Author) -> _Written:
         try:
             record = await self._topic.write(change, state.generation, author, _now_ms())
         finally:
             self._written += 1  # last: what was read before the end of this may lack the change
-        return record, state.generation if record is None else record.generation
+        if record is not None:
+            return _Written(record, record.generation, find_awaited(record))
+        awaited = {
+            (name, number)
+            for name, each in state.models.items()
+            if change.model in (None, name)
+            for number in each.versions
+        }
+        return _Written(None, state.generation, awaited)
 
-    async def _finish(self, choose: Choose, author: Author) -> tuple[ControlRecord | None, int]:
+    async def _finish(self, choose: Choose, author: Author) -> _Written:
         """Make the second change of a call, although changes of other models come first.
 
         The first change is made already, so to give up would leave the model half-way. The change

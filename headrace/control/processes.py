@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import NamedTuple
@@ -32,9 +32,16 @@ class ProcessReport(NamedTuple):
     unready: tuple[UnreadyVersion, ...]
     memory_bytes: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
-    def has_followed(self, generation: int) -> bool:
-        """Return whether it is at the generation, with all that is wanted ready."""
-        return self.generation >= generation and not self.unready
+    def has_followed(
+        self, generation: int, awaited: Collection[tuple[str, str]] | None = None
+    ) -> bool:
+        """Return whether it is at the generation, with these versions ready, by model and number;
+        None stands for all that are wanted.
+        """
+        unready = {(each.name, each.version) for each in self.unready}
+        return self.generation >= generation and not (
+            unready if awaited is None else unready.intersection(awaited)
+        )
 
 
 class Processes:

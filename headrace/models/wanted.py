@@ -148,10 +148,12 @@ class Change(NamedTuple):
     Attributes:
         action: a word for the history.
         apply: returns the models after the change, given those before; raises `ChangeRefused`.
+        model: the one that it is about; None: all.
     """
 
     action: str
     apply: Callable[[Wanted], Wanted]
+    model: str | None
 
 
 class Author(NamedTuple):
@@ -228,6 +230,18 @@ def find_requested(record: ControlRecord) -> set[tuple[str, str]]:
         if after is not None
         for number in after.versions
         if _is_requested(number, record.before.get(name), after)
+    }
+
+
+def find_awaited(record: ControlRecord) -> set[tuple[str, str]]:
+    """Return the versions, by model and number, without which a change is not in effect: those that
+    it loads, and those that the default and the labels of its models name.
+    """
+    return find_requested(record) | {
+        (name, number)
+        for name, after in record.after.items()
+        if after is not None
+        for number in (after.default, *after.labels.values())
     }
 
 
@@ -373,7 +387,7 @@ def load(
             loaded = _replace_version(loaded, instead_of, version)
         return {**models, model: loaded}
 
-    return Change("load", apply)
+    return Change("load", apply, model)
 
 
 def add_versions(
@@ -406,7 +420,7 @@ def add_versions(
         )
         return {**models, model: again}
 
-    return Change("load", apply)
+    return Change("load", apply, model)
 
 
 def keep_versions(model: str, versions: Sequence[str]) -> Change:
@@ -418,7 +432,7 @@ def keep_versions(model: str, versions: Sequence[str]) -> Change:
         rest = [each for each in known.versions if each in kept]
         return {**models, model: replace(_keep(known, rest), default=versions[-1])}
 
-    return Change("default", apply)
+    return Change("default", apply, model)
 
 
 def restore(model: str, earlier: WantedModel | None) -> Change:
@@ -450,7 +464,7 @@ def unload(model: str, version: str | None = None) -> Change:
         rest = [each for each in known.versions if each != version]
         return {**models, model: _keep(known, rest)}
 
-    return Change("unload", apply)
+    return Change("unload", apply, model)
 
 
 def set_label(model: str, label: str, version: str) -> Change:
@@ -465,7 +479,7 @@ def set_label(model: str, label: str, version: str) -> Change:
         known = _require(models, model, version)
         return {**models, model: replace(known, labels={**known.labels, label: version})}
 
-    return Change("label", apply)
+    return Change("label", apply, model)
 
 
 def remove_label(model: str, label: str) -> Change:
@@ -480,7 +494,7 @@ def remove_label(model: str, label: str) -> Change:
         rest = {each: number for each, number in known.labels.items() if each != label}
         return {**models, model: replace(known, labels=rest)}
 
-    return Change("label", apply)
+    return Change("label", apply, model)
 
 
 def set_default(model: str, version: str) -> Change:
@@ -490,7 +504,7 @@ def set_default(model: str, version: str) -> Change:
         known = _require(models, model, version)
         return {**models, model: replace(known, default=version)}
 
-    return Change("default", apply)
+    return Change("default", apply, model)
 
 
 def roll_back(earlier: Wanted, model: str | None = None) -> Change:
@@ -510,7 +524,7 @@ def roll_back(earlier: Wanted, model: str | None = None) -> Change:
         rest = {name: each for name, each in models.items() if name != model}
         return {**rest, model: restored[model]} if model in earlier else rest
 
-    return Change("rollback", apply)
+    return Change("rollback", apply, model)
 
 
 def _with_new_reads(earlier: WantedModel, now: WantedModel | None) -> WantedModel:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import structlog
 from click.testing import CliRunner, Result
 
 from headrace import __version__
 from headrace.cli import COMMANDS
 from headrace.cli.group import CommandLine, main
 from headrace.cli.outcome import Exit, explain
-from headrace.cli.settings import everywhere
+from headrace.cli.settings import everywhere, pass_invocation, pass_settings
+from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected, Retriable
 from tests.support.command_line import Call
 
@@ -41,6 +45,25 @@ def test_help_lists_every_command(call: Call) -> None:
     result = call("--help")
     assert result.exit_code == 0
     assert all(name in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("receive", [pass_settings, pass_invocation])
+def test_warning_of_command_goes_to_standard_error(receive: Callable[..., Any]) -> None:
+    """What goes to standard output may be JSON for a program."""
+
+    @click.command()
+    @receive
+    def warn(_: object) -> None:
+        log = structlog.get_logger()
+        log.info("nobody asked")
+        log.warning("something is odd")
+        click.echo("{}")
+
+    root = CommandLine("headrace", modules={}, commands={"warn": warn}, params=everywhere())
+    result = CliRunner().invoke(root, ["warn"], obj=make_settings({}))
+    assert result.stdout == "{}\n"
+    assert "something is odd" in result.stderr
+    assert "nobody" not in result.stderr
 
 
 def test_help_imports_no_command_module() -> None:

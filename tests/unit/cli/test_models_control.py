@@ -222,7 +222,8 @@ def test_wait_returns_once_all_processes_have_followed(
     wait_for: Call, topic: KeptTopic, change: tuple[str, ...]
 ) -> None:
     """One process is behind, then it has read the change, then it has loaded what is wanted."""
-    topic.announcements.extend([BEHIND, LOADING, FOLLOWED, LOADING])
+    loading = [announced("b", 4, *[f"digits/{number}: loading" for number in range(1, 5)])]
+    topic.announcements.extend([BEHIND, loading, FOLLOWED, LOADING])
     ended = wait_for(*change)
     assert (ended.exit_code, ended.stderr) == (Exit.DONE, "")
     assert ended.stdout.splitlines()[-4:] == [

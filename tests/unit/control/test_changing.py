@@ -81,6 +81,61 @@ async def test_load_is_its_callers_fault_if_all_that_failed_rejected_the_version
     assert [each.action for each in await topic.read()] == ["load", "rollback"]
 
 
+@pytest.mark.parametrize(
+    ("unready", "followed"),
+    [("faces/1", True), ("digits/1", True), ("digits/2", False), ("digits/3", False)],
+    ids=["of another model", "that nothing names", "default", "loaded now"],
+)
+async def test_change_waits_for_versions_that_it_is_about(
+    tmp_path: Path, unready: str, followed: bool
+) -> None:
+    """One that has failed before, perhaps of another team, keeps nobody waiting."""
+    for number in (1, 2, 3):
+        add_version(tmp_path, "digits", number, digits())
+    settings = settings_for(tmp_path)
+    log = MemoryLog()
+    await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+    topic, events = ControlTopic(log, settings), TopicPartition(settings.topic(Topic.EVENTS), 0)
+    for seen, change in enumerate([load("faces", "1"), load("digits", "2"), load("digits", "1")]):
+        await topic.write(change, seen, Author("ada"), 0)
+    changes = ModelChanges(log, settings, HEARD_AT_ONCE)
+    loading = changes.make(lambda _: load("digits", "3"), Author("bob"), wait_s=0.5)
+    task = asyncio.create_task(loading, name="load")
+    event = replace(failing("a"), generation=4, unready=[f"{unready}: no"], failed=[unready])
+    async with log.producer() as producer:
+
+        async def has_ended() -> bool:
+            await producer.send(events, [NewRecord(None, encode_event(event))])
+            return task.done()
+
+        await eventually(has_ended, what="the end of the wait")
+    assert (await task).followed is followed
+
+
+async def test_change_of_nothing_waits_for_its_model(tmp_path: Path) -> None:
+    """As a command that is repeated after it has timed out."""
+    add_version(tmp_path, "digits", 1, digits())
+    settings = settings_for(tmp_path)
+    log = MemoryLog()
+    await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+    topic, events = ControlTopic(log, settings), TopicPartition(settings.topic(Topic.EVENTS), 0)
+    for seen, change in enumerate([load("faces", "1"), load("digits", "1")]):
+        await topic.write(change, seen, Author("ada"), 0)
+    changes = ModelChanges(log, settings, HEARD_AT_ONCE)
+    loading = changes.make(lambda _: load("digits", "1"), Author("bob"), wait_s=0.5)
+    task = asyncio.create_task(loading, name="load")
+    event = replace(failing("a"), generation=2, unready=["faces/1: no"], failed=["faces/1"])
+    async with log.producer() as producer:
+
+        async def has_ended() -> bool:
+            await producer.send(events, [NewRecord(None, encode_event(event))])
+            return task.done()
+
+        await eventually(has_ended, what="the end of the wait")
+    outcome = await task
+    assert (outcome.record, outcome.followed) == (None, True)
+
+
 async def test_load_after_failed_one_is_another_reading_of_files(tmp_path: Path) -> None:
     """What a slow process found in the first attempt must not be taken for the second one's."""
     add_version(tmp_path, "digits", 1, digits())
