@@ -145,8 +145,16 @@ class ModelCache:
             os.close(self._held.pop(digest))
 
     def measure(self) -> CacheSize:
-        """Return the size of the complete files, whichever process downloaded them. Blocks."""
-        return CacheSize(_measure_files(self.directory / "files"), self._limit_bytes)
+        """Return the size of the complete files, whichever process downloaded them. Blocks.
+
+        Raises:
+            ConfigurationError: they cannot be read.
+        """
+        directory = self.directory / "files"
+        try:
+            return CacheSize(_measure_files(directory), self._limit_bytes)
+        except OSError as error:
+            raise ConfigurationError(f"models.cache_dir: {directory}: {error.strerror}") from error
 
     def read_note(self, name: str) -> bytes | None:
         """Return a note that `change_note` wrote, or None."""

@@ -60,8 +60,8 @@ class RemoteRepository:
 
     Attributes:
         outages: why the store could not be reached by the last scan, or broke off a download,
-            or why the cache has no note of it; empty if nothing of that happened.
-        cache_size: as the last scan left it; None before the first one.
+            or why the cache has no note of it, or no size; empty if nothing of that happened.
+        cache_size: as the last scan left it; None before the first one, and if it cannot be read.
     """
 
     def __init__(
@@ -116,7 +116,11 @@ class RemoteRepository:
                 self.outages = self.outages or (str(error),)
         seen = {digest for digests in self._digests.values() for digest in digests.values()}
         self._manifests = {key: each for key, each in self._manifests.items() if key in seen}
-        self.cache_size = self._cache.measure()
+        try:
+            self.cache_size = self._cache.measure()
+        except ConfigurationError as error:  # such as on a disk that fails; models serve on
+            self.outages = self.outages or (str(error),)
+            self.cache_size = None
         return found
 
     def list_versions(self) -> dict[str, list[int]]:

@@ -479,6 +479,21 @@ def test_note_that_cannot_be_written_fails_no_version(store: OutageStore, tmp_pa
     assert states(models) == {"digits/1": ""}
 
 
+def test_cache_that_cannot_be_read_is_a_fault_of_versions(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """As on a disk that fails; its size is not known then."""
+    upload(store, tmp_path / "made")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "files").symlink_to("files")  # to itself: it cannot be followed
+    models = open_models(store, cache)
+    [reason] = models.open().outages
+    assert reason.startswith(f"models.cache_dir: {cache}")
+    assert states(models)["digits/1"].startswith("s3://models/digits/1: models.cache_dir: ")
+    assert models.cache_size is None
+
+
 async def test_cache_size_after_scan_counts_complete_files(
     store: OutageStore, tmp_path: Path
 ) -> None:
