@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import secrets
 import stat
 import time
@@ -54,6 +55,17 @@ _WRITTEN = frozenset({200, 201, 204})
 _NO_OBJECT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG})
 _LATER = frozenset({408, 423, 425, 429})
 """Statuses below 500 after which the same request may succeed."""
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_LOGIN_REFUSED = frozenset(
+    {
+        *("InvalidAccessKeyId", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "InvalidToken"),
+        "AuthenticationFailed",
+    }
+)
+"""Codes of S3 and, the last one, Azure, beside status 403: the login of this process is wrong.
+Sources: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
+https://learn.microsoft.com/en-us/rest/api/storageservices/common-rest-api-error-codes"""
 
 
 class ClaimUnavailable(Retriable):
@@ -239,8 +251,13 @@ class ClaimStores:
         except (exceptions.NotFoundError, FileNotFoundError) as error:
             raise _missing(address) from error
         except refusals as error:
+            code = _CODE.search(str(error))
+            if isinstance(error, exceptions.UnauthenticatedError) or (
+                code is not None and code[1] in _LOGIN_REFUSED
+            ):  # the caller has no part in it
+                raise _unavailable(address, error) from error
             raise refuse_claim(
-                f"an object that may be read in {address.origin}", type(error).__name__
+                f"an object that may be read in {address.origin}", _describe_kind(error)
             ) from error
         except (exceptions.BaseError, OSError) as error:
             raise _unavailable(address, error) from error
@@ -494,4 +511,11 @@ def _missing(address: Address) -> Rejected:
 
 def _unavailable(address: Address, error: BaseException) -> ClaimUnavailable:
     """Return the error for an unavailable store, without the path and the query of its URL."""
-    return ClaimUnavailable(f"{address.origin}: {type(error).__name__}")
+    return ClaimUnavailable(f"{address.origin}: {_describe_kind(error)}")
+
+
+def _describe_kind(error: BaseException) -> str:
+    """Return the type of an error, with the status and the code that an object store has sent."""
+    text = str(error)
+    sent = [found[1] for found in (_STATUS.search(text), _CODE.search(text)) if found is not None]
+    return type(error).__name__ + (f" ({' '.join(sent)})" if sent else "")

@@ -47,7 +47,8 @@ class StandInStore(ObjectServer):
 
     Attributes:
         requests: methods and paths, in order.
-        failures_left: this many requests get status 503.
+        failures_left: this many requests get `failure`.
+        failure: a status, and the code of an error in S3's protocol.
         away_after: likewise those for an object, after this many.
         pause_s: pause after each part of an object.
         forgets: beginning of the paths whose objects are not kept when they are put.
@@ -62,6 +63,7 @@ class StandInStore(ObjectServer):
         self.attributes: dict[str, dict[str, str]] = {}
         self.requests: list[str] = []
         self.failures_left = 0
+        self.failure = (503, "SlowDown")
         self.pause_s = 0.0
         self.holds = self.holds_repeats = False
         self.forgets = ""
@@ -81,7 +83,7 @@ class StandInStore(ObjectServer):
         is_beyond = self.requests.count(f"GET {path}") > self.away_after.get(path, 1 << 30)
         if self.failures_left or is_beyond:
             self.failures_left = max(0, self.failures_left - 1)
-            return web.Response(status=503)
+            return self._fail()
         if path in self.redirects:
             return web.Response(status=307, headers={"Location": self.redirects[path]})
         content = self.objects.get(path)
@@ -101,6 +103,10 @@ class StandInStore(ObjectServer):
         finally:
             self.reads -= 1
         return response
+
+    def _fail(self) -> web.Response:
+        status, code = self.failure
+        return web.Response(status=status, text=f"<Error><Code>{code}</Code></Error>")
 
     async def _send(
         self, request: web.Request, response: web.StreamResponse, content: bytes, *, is_cut: bool
@@ -132,7 +138,7 @@ class StandInStore(ObjectServer):
         self.writes -= 1
         if self.failures_left:
             self.failures_left -= 1
-            return web.Response(status=503)
+            return self._fail()
         if not (self.forgets and request.path.startswith(self.forgets)):
             self.objects[request.path] = content
         self.attributes[request.path] = dict(request.headers)

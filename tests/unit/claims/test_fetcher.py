@@ -79,6 +79,35 @@ async def test_object_is_fetched_from_s3(monkeypatch: pytest.MonkeyPatch) -> Non
         assert await fetched(header, "s3://bucket/in") == CONTENT
 
 
+@pytest.mark.parametrize(
+    "failure", [(401, "AuthenticationRequired"), (403, "InvalidAccessKeyId"), (400, "ExpiredToken")]
+)
+async def test_login_that_store_refuses_is_no_fault_of_claim(
+    monkeypatch: pytest.MonkeyPatch, failure: tuple[int, str]
+) -> None:
+    """The object is fetched when the login is good again; until then the error says what came."""
+    status, code = failure
+    async with StandInStore() as store:
+        use_s3(monkeypatch, store)
+        store.objects["/bucket/a"] = CONTENT
+        store.failure, store.failures_left = failure, 1_000_000
+        header = write_claim(describe_claim("s3://bucket/a", CONTENT))
+        with pytest.raises(ClaimUnavailable, match=rf"s3://bucket: \w+ \({status} {code}\)$"):
+            await fetched(header, "s3://bucket", timeout_ms=200)
+        store.failures_left = 2
+        assert await fetched(header, "s3://bucket") == CONTENT
+
+
+async def test_object_that_login_may_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 answers so for an object that is not there, too, where nobody may list the bucket."""
+    async with StandInStore() as store:
+        use_s3(monkeypatch, store)
+        store.failure, store.failures_left = (403, "AccessDenied"), 1
+        header = write_claim(describe_claim("s3://bucket/a", CONTENT))
+        with pytest.raises(Rejected, match=r"got PermissionDeniedError \(403 AccessDenied\)$"):
+            await fetched(header, "s3://bucket")
+
+
 def test_missing_package_is_refused_with_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only object stores need it."""
     monkeypatch.setitem(sys.modules, "obstore.store", None)
