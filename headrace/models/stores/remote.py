@@ -87,10 +87,12 @@ class RemoteRepository:
     def scan(self, wanted: WantedModels | None = None) -> list[FoundModel]:
         """See `headrace.models.repositories.ModelRepository`; download these versions. Blocks.
 
-        While the store is unavailable, the models are those of the last scan that are cached.
+        While the store is unavailable or refuses, the models are those of the last scan that are
+        cached.
 
         Raises:
-            ConfigurationError: the store is unavailable and was never read, or refuses.
+            ConfigurationError: the store is unavailable, or refuses, and was never read; or it is
+                not there.
         """
         models = self._settings.models
         trust = read_trust(models.require_signature, models.trusted_keys)
@@ -199,13 +201,13 @@ class RemoteRepository:
             return self._store.list_versions(within_s)
         except FileNotFoundError as error:
             raise ConfigurationError(f"models.repository: {error}") from error
-        except StoreUnavailable as error:
+        except (StoreUnavailable, ConfigurationError) as error:  # the latter: a login that expired
             if not known:
                 raise ConfigurationError(f"models.repository: {error}") from error
             self._note_outage(error)
             return {name: sorted(map(int, versions)) for name, versions in sorted(known.items())}
 
-    def _note_outage(self, error: StoreUnavailable) -> None:
+    def _note_outage(self, error: Exception) -> None:
         self.outages, self._is_unreachable = (str(error),), True
 
     def _read_model(

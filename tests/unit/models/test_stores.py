@@ -50,12 +50,13 @@ class Model:
 
 
 class OutageStore(Store):
-    """A store that can become unavailable, and counts the bytes that are read from it."""
+    """A store that can become unavailable, or refuse, and counts the bytes read from it."""
 
     def __init__(self) -> None:
         self.objects = MemoryStore()
         super().__init__(self.objects, "s3://models", tuning=TUNING)
         self.is_unavailable = False
+        self.is_refusing = False
         self.reads_left = 1_000_000
         self.broken = ""
         self.starts: list[int] = []
@@ -79,6 +80,8 @@ class OutageStore(Store):
     def _require(self) -> None:
         if self.is_unavailable:
             raise StoreUnavailable("s3://models: nobody answers")
+        if self.is_refusing:
+            raise ConfigurationError("s3://models: PermissionDeniedError: status code: 403")
 
 
 @pytest.fixture
@@ -218,6 +221,20 @@ def test_process_started_while_store_is_unavailable_serves_from_cache(
     models = open_models(store, tmp_path / "cache")
     models.open()
     assert states(models) == {"digits/1": ""}
+
+
+def test_process_started_while_store_refuses_its_login_serves_from_cache(
+    store: OutageStore, tmp_path: Path
+) -> None:
+    """As after the login has expired; without a cache it is an error."""
+    upload(store, tmp_path / "made")
+    open_models(store, tmp_path / "cache").open()
+    store.is_refusing = True
+    models = open_models(store, tmp_path / "cache")
+    assert models.open().outages == ("s3://models: PermissionDeniedError: status code: 403",)
+    assert states(models) == {"digits/1": ""}
+    with pytest.raises(ConfigurationError, match=r"^models\.repository: s3://models: Permission"):
+        open_models(store, tmp_path / "other").open()
 
 
 def want(models: Models, **versions: list[str]) -> None:
