@@ -112,7 +112,7 @@ class ProtobufSchema:
             answers = _find(pool, answer, "protobuf_answer")
             for spec in outputs:
                 _check_field(answers, spec)
-            self._new_answer = message_factory.GetMessageClass(answers)
+            self._new_outputs = _message_of_outputs(answers, [spec.name for spec in outputs])
             self.answer_indexes = _indexes_of(answers)
             self.answer_bytes = frozenset(
                 field.name for field in answers.fields if field.type == FieldDescriptor.TYPE_BYTES
@@ -152,7 +152,7 @@ class ProtobufSchema:
 
     def append(self, payload: bytes, values: Mapping[str, Any]) -> bytes:
         """Return a record with outputs as further fields."""
-        return payload + self._new_answer(**values).SerializePartialToString()
+        return payload + self._new_outputs(**values).SerializeToString()
 
 
 class _Expansion:
@@ -287,6 +287,25 @@ def _simplify(value: Any) -> Any:
         except OverflowError:
             return fields.seconds
     return fields.value if name in _WRAPPERS else value
+
+
+def _message_of_outputs(answers: Descriptor, names: Iterable[str]) -> type[Message]:
+    """Return a message with these fields alone, all of which have presence.
+
+    A field without presence is not written if it has its default, and the record before it would
+    keep the value that it has there.
+    """
+    file = descriptor_pb2.FileDescriptorProto(name="outputs.proto", syntax="proto2")
+    message = file.message_type.add(name="Outputs")
+    for name in names:
+        field = answers.fields_by_name[name]
+        added = message.field.add(name=name, number=field.number, type=field.type)
+        added.label = added.LABEL_REPEATED if field.is_repeated else added.LABEL_OPTIONAL
+        if field.is_packed:
+            added.options.packed = True
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(message.name))
 
 
 def _find(pool: descriptor_pool.DescriptorPool, name: str, key: str) -> Descriptor:

@@ -251,6 +251,17 @@ def test_outputs_are_appended_to_record(directory: Path, order_type: Any) -> Non
     assert order_type("shop.Order").FromString(written).amount == 2.5
 
 
+def test_output_of_zero_replaces_value_of_record(directory: Path, order_type: Any) -> None:
+    """A record that has been scored before must not keep its score."""
+    records = records_of(directory, ANSWER)
+    payload = order_type("shop.Scored.Order")(score=0.75).SerializeToString()
+    outputs = {"score": np.array([0.0], np.float32), "labels": np.array([[0, 0]])}
+    written = records.merge(payload, PROTOBUF, outputs)
+
+    scored = order_type("shop.Scored.Order").FromString(written)
+    assert (scored.score, list(scored.labels)) == (0.0, [0, 0])
+
+
 def test_output_of_bytes_becomes_bytes_or_string(directory: Path, order_type: Any) -> None:
     """As its field is declared; only in a string are bytes replaced that are not UTF-8."""
     text = (
