@@ -7,6 +7,7 @@ encoding (last one wins; merging).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias
@@ -44,6 +45,7 @@ _KINDS = {
 }
 """Kinds of fields that can hold an output, by its datatype."""
 _KEY = "transform.record"
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
 _WIRE_TYPE_BITS, _LENGTH, _GROUP = 3, 2, 3
 _CONTINUES = 0x80
 """Set in each byte of a number of variable length but the last."""
@@ -267,11 +269,11 @@ def _read_field(message: Message, name: str) -> tuple[Any, Any]:
 
 def _look_up(entries: Any, name: str) -> Any:
     """Return the value of a map's key, which is a string or an integer; None without one."""
-    for key in (name, int(name)) if name.isdecimal() and len(name) < 10 else (name,):
+    for key in (name, int(name)) if _INTEGER.fullmatch(name) else (name,):
         try:
             if key in entries:
                 return entries[key]
-        except TypeError:  # the map has keys of the other type
+        except (TypeError, ValueError):  # the map has keys of the other type, or of fewer bits
             continue
     return None
 

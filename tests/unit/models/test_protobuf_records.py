@@ -54,6 +54,8 @@ message Sealed {
 message Parcel {
   repeated Kind kinds = 1;
   map<string, Kind> by_name = 2;
+  map<int64, int64> by_id = 3;
+  map<uint64, int64> by_hash = 4;
 }
 """
 COLUMNS = """
@@ -224,6 +226,25 @@ def test_enum_in_list_or_map_is_its_name(directory: Path, order_type: Any, path:
     parcel = order_type("shop.Parcel")(kinds=["PLAIN", "GIFT"], by_name={"a": 1})
 
     assert follow(parcel, path.split(".")) == "GIFT"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("by_id.12345678901", 1),
+        ("by_id.-7", 2),
+        ("by_id.18446744073709551615", None),
+        ("by_hash.18446744073709551615", 3),
+        ("by_hash.-7", None),
+        ("by_name.-7", None),
+    ],
+)
+def test_integer_of_any_size_is_key_of_map(order_type: Any, path: str, value: int | None) -> None:
+    """One that the type of the keys does not have is not there."""
+    parcel = order_type("shop.Parcel")(
+        by_id={12345678901: 1, -7: 2}, by_hash={18446744073709551615: 3}, by_name={"a": "GIFT"}
+    )
+    assert follow(parcel, path.split(".")) == value
 
 
 def test_number_that_enum_does_not_have_is_no_entry(directory: Path, order_type: Any) -> None:
