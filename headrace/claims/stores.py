@@ -268,6 +268,11 @@ class ClaimStores:
         import obstore
         from obstore import exceptions
 
+        if address.scheme == "az":  # takes identifiers alone as names of its own
+            attributes = {
+                name if name == "Content-Type" else name.replace("-", "_"): value
+                for name, value in attributes.items()
+            }
         try:
             await obstore.put_async(
                 self._objects[address.origin], address.key, content, attributes=attributes

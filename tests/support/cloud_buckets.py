@@ -43,11 +43,30 @@ class GoogleBucket(S3Bucket):
 
 
 class AzureContainer(S3Bucket):
-    """A container in the protocol of Azure's blobs."""
+    """A container in the protocol of Azure's blobs.
+
+    Attributes:
+        metadata: of the last write, by name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.metadata: dict[str, str] = {}
         self._application.middlewares.append(_require("SharedKey account:"))
+        self._application.middlewares.append(self._take_metadata)
+
+    @web.middleware
+    async def _take_metadata(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keep metadata, whose names have to be identifiers."""
+        self.metadata = {
+            name.lower().removeprefix("x-ms-meta-"): value
+            for name, value in request.headers.items()
+            if name.lower().startswith("x-ms-meta-")
+        }
+        if not all(map(str.isidentifier, self.metadata)):
+            text = "<Error><Code>InvalidMetadata</Code></Error>"
+            return web.Response(status=400, text=text)
+        return await handler(request)
 
     @property
     def environment(self) -> dict[str, str]:

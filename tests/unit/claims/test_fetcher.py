@@ -22,6 +22,7 @@ from headrace.primitives.backoff import Backoff
 from headrace.protocol.claims import describe_claim, write_claim
 from headrace.tuning import ClaimTuning
 from tests.support.claim_store import StandInStore
+from tests.support.cloud_buckets import AzureContainer
 from tests.support.conditions import eventually
 
 QUICK = ClaimTuning(backoff=Backoff(0.001, 0.01), chunk_bytes=4096)
@@ -280,6 +281,21 @@ async def test_object_that_was_put_is_fetched(
         assert headers["Content-Type"] == "image/png"
         prefixed = "x-amz-meta-" if place == "s3" else ""
         assert headers[f"{prefixed}headrace-expires-ms"] == "123"
+
+
+async def test_object_in_azure_has_its_time_by_name_that_azure_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name with hyphens is `InvalidMetadata` there, and the object is not written."""
+    async with AzureContainer() as container:
+        for name, value in container.environment.items():
+            monkeypatch.setenv(name, value)
+        prefix = "az://models/out"
+        async with ClaimPutter(prefix, ClaimSettings(timeout_ms=500), "here", QUICK) as putter:
+            await putter.put(putter.describe("a", CONTENT), CONTENT, "image/png", 123)
+
+    assert list(container.objects.values()) == [CONTENT]
+    assert container.metadata == {"headrace_expires_ms": "123"}
 
 
 async def test_objects_are_fetched_concurrently_up_to_limit() -> None:
