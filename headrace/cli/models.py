@@ -13,6 +13,7 @@ import click
 
 from headrace.cli import models_control, models_copying, models_packing
 from headrace.cli.event_loop import run
+from headrace.cli.models_packing import note_no_models
 from headrace.cli.options import json_option
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.samples import check_samples
@@ -67,7 +68,7 @@ def list_models(settings: Settings, in_json: bool) -> None:
     for entry in entries:
         click.echo(_line(entry))
     if not entries:
-        click.echo(f"no models in {settings.models.repository}", err=True)
+        note_no_models(settings)
 
 
 @command.command()
@@ -119,6 +120,8 @@ def check(settings: Settings, model: str | None, in_json: bool) -> None:
     else:
         for entry in entries:
             click.echo(_line(entry))
+        if not entries:
+            note_no_models(settings)
     if any(entry["state"] != State.READY for entry in entries):
         raise Unsuccessful
 

@@ -55,10 +55,9 @@ def pull(settings: Settings, model: str, version: str | None, origin: str) -> No
     try:
         numbers = list(map(str, store.list_versions().get(model, [])))
         if not numbers or version not in (None, *numbers):
-            listed = ", ".join(numbers) or "a version, of which there is none"
-            raise ConfigurationError(
-                f"{store.name}/{model}: expected one of {listed}, got {version or 'none'}"
-            )
+            expected = f"one of {', '.join(numbers)}" if numbers else "a version"
+            got = version if numbers else "none"
+            raise ConfigurationError(f"{store.name}/{model}: expected {expected}, got {got}")
         manifest = pull_version(store, model, version or numbers[-1], repository, trust)
     except OSError as error:
         raise ConfigurationError(str(error)) from error

@@ -148,9 +148,16 @@ def verify(settings: Settings, model: str | None, in_json: bool) -> None:
     else:
         for each in verified:
             click.echo(_describe(each))
+        if not verified:
+            note_no_models(settings)
     missing = trust.require_signature
     if any(each.state == "differs" or (missing and each.state != "ok") for each in verified):
         raise Unsuccessful
+
+
+def note_no_models(settings: Settings) -> None:
+    """Say on standard error that the repository is empty."""
+    click.echo(f"no models in {settings.models.repository}", err=True)
 
 
 def _name_models(repository: Path) -> Iterator[str]:

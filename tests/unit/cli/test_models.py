@@ -39,9 +39,12 @@ def test_list_shows_versions_without_loading_them(repository: Path, call: Call) 
     assert (result.exit_code, result.stdout) == (Exit.DONE, "digits/1: found\n")
 
 
-def test_list_of_empty_repository_prints_note_only_in_text(repository: Path, call: Call) -> None:
-    """The results are empty; the remark goes to stderr."""
-    result = call("models", "list")
+@pytest.mark.parametrize("command", ["list", "check", "verify"])
+def test_empty_repository_is_noted_only_on_stderr(
+    repository: Path, call: Call, command: str
+) -> None:
+    """The results are empty; a job that checks the wrong directory should not look successful."""
+    result = call("models", command)
     assert (result.exit_code, result.stdout) == (Exit.DONE, "")
     assert "no models in models" in result.stderr
 
