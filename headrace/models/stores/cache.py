@@ -29,6 +29,7 @@ from headrace.models.packing.files import hash_file, write_atomically
 from headrace.models.packing.manifest import MANIFEST_NAME, File, Manifest, parse_manifest
 from headrace.models.repository import list_files
 from headrace.models.stores.eviction import Cached, make_room
+from headrace.models.stores.store import StoreUnavailable
 from headrace.tuning import TUNING, ModelTuning
 
 ReadRange: TypeAlias = Callable[[str, int, int], bytes]
@@ -75,7 +76,8 @@ class ModelCache:
 
         Raises:
             ConfigurationError: it does not fit, or a file is not what the manifest says.
-            StoreUnavailable: see `read_range`; the download is resumed the next time.
+            StoreUnavailable: see `read_range`; the download is resumed the next time. Or another
+                process of the machine downloads for too long.
         """
         digest = hashlib.sha256(content).hexdigest()
         try:
@@ -180,6 +182,8 @@ class ModelCache:
                 write_atomically(path, change(self.read_note(name)), path.parent)
         except OSError as error:
             raise ConfigurationError(f"models.cache_dir: {path}: {error.strerror}") from error
+        except StoreUnavailable as error:
+            raise ConfigurationError(f"models.cache_dir: {error}") from error
 
     def _make_directories(self) -> None:
         for name in ("files", "partial", "versions", "stores"):
@@ -190,7 +194,8 @@ class ModelCache:
         """Hold a lock that the processes of the machine share.
 
         Raises:
-            ConfigurationError: another process has held it for too long.
+            StoreUnavailable: another process has held it for too long, as while it downloads a
+                large version; it may be free later.
         """
         path = self.directory / name
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -202,7 +207,7 @@ class ModelCache:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= end_s:
-                        raise ConfigurationError(
+                        raise StoreUnavailable(
                             f"{path}: another process has held it for "
                             f"{self._tuning.cache_lock_timeout_s:g} s"
                         ) from None
