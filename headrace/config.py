@@ -295,7 +295,9 @@ class ModelSettings(_Section):
     (docs/changing-a-model.md).
     """
     poll_interval_ms: Annotated[int, Field(ge=100, le=_DAY_S * 1000), NOT_BOOL] = 15_000
-    """Time from one reading of the repository to the next with `mode = "poll"`."""
+    """Time from one reading of the repository to the next with `mode = "poll"`, and with `"all"`
+    while a store is unavailable.
+    """
     cache_dir: Path = Path("~/.cache/headrace/models")
     """Cache for versions from object stores, shared by the processes of a machine."""
     cache_bytes: Annotated[int, Field(ge=1, le=2**50), NOT_BOOL] = 64 * 1024**3

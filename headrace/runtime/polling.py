@@ -1,4 +1,6 @@
-"""Look at the repository of models every so often (`models.mode = "poll"`)."""
+"""Look at the repository of models every so often: with `models.mode = "poll"` always, and with
+`"all"` after a store was unavailable.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ log = structlog.get_logger(__name__)
 class PolledModels(Protocol):
     """The part of `headrace.models.registry.Models` that is used here."""
 
+    @property
+    def outages(self) -> tuple[str, ...]: ...
     async def reload(self, *, retry: bool = True) -> Reloaded: ...
 
 
@@ -28,10 +32,15 @@ class RepositoryPoller:
     Args:
         models: of this process.
         interval_s: time from the end of one reading to the next, before jitter.
+        after_outage: read only while the last reading has met a store that was unavailable, so that
+            what could not be downloaded then is served in the end.
     """
 
-    def __init__(self, models: PolledModels, interval_s: float) -> None:
+    def __init__(
+        self, models: PolledModels, interval_s: float, *, after_outage: bool = False
+    ) -> None:
         self._models = models
+        self._after_outage = after_outage
         # With jitter, so that the processes of a deployment do not ask a store all at once.
         self._pauses = Pauses(Backoff(interval_s, interval_s))
         self._outages: tuple[str, ...] = ()
@@ -42,7 +51,8 @@ class RepositoryPoller:
         """Poll until cancelled."""
         while True:
             await self._pauses.sleep()
-            await self.poll()
+            if self._models.outages or not self._after_outage:
+                await self.poll()
 
     async def poll(self) -> None:
         """Read the repository once; versions that failed wait until their files change."""

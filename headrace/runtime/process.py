@@ -384,8 +384,11 @@ class Pipeline:
                 self.models, lambda: (follower.state.generation, self._unready())
             )
         models = self._settings.models
-        if models.mode == "poll" and self._needs_models:
-            work["poll-models"] = RepositoryPoller(self.models, models.poll_interval_ms / 1e3).run()
+        if models.mode != "explicit" and self._needs_models:
+            after_outage = models.mode == "all"
+            interval_s = models.poll_interval_ms / 1e3
+            poller = RepositoryPoller(self.models, interval_s, after_outage=after_outage)
+            work["poll-models"] = poller.run()
         return work
 
     async def _unload_unused(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from headrace.client import Client
+from headrace.client import Client, InferenceError
 from headrace.config import Settings, make_settings
 from headrace.models.config import read_model_config
 from headrace.models.packing.files import make_manifest, write_manifest
@@ -43,14 +44,14 @@ has to wait.
 """
 
 
-def settings_with(directory: Path) -> Settings:
+def settings_with(directory: Path, mode: str = "poll") -> Settings:
     """Settings of a process that looks at the bucket ten times a second."""
     return make_settings(
         {
             "topics": {"partitions": 1},
             "models": {
                 "repository": "s3://models",
-                "mode": "poll",
+                "mode": mode,
                 "poll_interval_ms": 100,
                 "cache_dir": directory / "cache",
                 "keep_replaced_s": 0,
@@ -108,3 +109,32 @@ async def test_process_restarted_while_bucket_is_unavailable_serves_from_cache_u
                     return await version_of_answer(client) == "2"
 
                 await eventually(has_new_version, what="version 2 answers")
+
+
+async def test_version_that_could_not_be_downloaded_at_start_is_served_after_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a signal, although such a process does not look at its repository otherwise."""
+    settings = settings_with(tmp_path, "all")
+    async with S3Bucket() as bucket:
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        upload(bucket, tmp_path / "made", 1)
+        log = await log_for(settings)
+        async with Client(log=log, settings=settings) as client:
+            async with serving(settings, log, [STAGES], QUICK):
+                assert await version_of_answer(client) == "1"
+            shutil.rmtree(tmp_path / "cache" / "versions")
+            await bucket.go_away(Absence.FAILS)
+            async with serving(settings, log, [STAGES], QUICK):
+                with pytest.raises(InferenceError, match="is unavailable, and the version is not"):
+                    await version_of_answer(client)
+                await bucket.come_back()
+
+                async def is_served() -> bool:
+                    try:
+                        return await version_of_answer(client) == "1"
+                    except InferenceError:
+                        return False
+
+                await eventually(is_served, what="the version answers")

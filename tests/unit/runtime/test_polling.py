@@ -30,6 +30,7 @@ class ScriptedModels:
     def __init__(self, *outcomes: Reloaded | ConfigurationError) -> None:
         self._outcomes = list(outcomes)
         self.reads = 0
+        self.outages: tuple[str, ...] = ()
 
     async def reload(self, *, retry: bool = True) -> Reloaded:
         assert not retry
@@ -37,6 +38,7 @@ class ScriptedModels:
         outcome = self._outcomes.pop(0) if len(self._outcomes) > 1 else self._outcomes[0]
         if isinstance(outcome, ConfigurationError):
             raise outcome
+        self.outages = outcome.outages
         return outcome
 
 
@@ -91,3 +93,15 @@ async def test_repository_is_read_again_and_again() -> None:
         polling = tasks.create_task(RepositoryPoller(models, 0.001).run())
         await eventually(lambda: models.reads > 2)
         polling.cancel()
+
+
+async def test_repository_is_read_after_outage_until_store_is_available() -> None:
+    """Otherwise it is not looked at."""
+    models = ScriptedModels(UNAVAILABLE, NOTHING)
+    async with asyncio.TaskGroup() as tasks:
+        poller = RepositoryPoller(models, 0.001, after_outage=True)
+        polling = tasks.create_task(poller.run())
+        models.outages = UNAVAILABLE.outages
+        await eventually(lambda: not models.outages, what="the store is available")
+        polling.cancel()
+    assert models.reads == 2
